@@ -1,0 +1,43 @@
+# Every target sets itself up: a .venv with the pinned torch, made again only when pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
+
+.PHONY: demo test test-gpu lint format bench docs clean
+
+demo: $(VENV)/.dev        ## the main job on a built-in model
+	$(BIN)/microtome track zoo:tiny-resnet
+
+test: $(VENV)/.dev        ## everything that CI runs, examples in docs and docstrings included
+	$(BIN)/python -m pytest
+
+test-gpu: $(VENV)/.dev    ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev       ## speed beside its peers, as ratios; add SAVE=1 to write benchmarks/results
+	$(BIN)/python -m benchmarks $(if $(SAVE),--save)
+
+docs: $(VENV)/.docs       ## the manual, into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+clean:
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.dev: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(PIP) -e '.[docs]'
+	@touch $@

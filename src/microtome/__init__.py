@@ -1,0 +1,21 @@
+"""microtome opens a PyTorch model at any layer: measure it, watch it, cut it."""
+
+from microtome.engine import Call, Probe, Replace, Session, Skip, Stop, Stopped, select
+from microtome.errors import MicrotomeError
+from microtome.track import Tracker, track
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Call",
+    "MicrotomeError",
+    "Probe",
+    "Replace",
+    "Session",
+    "Skip",
+    "Stop",
+    "Stopped",
+    "Tracker",
+    "select",
+    "track",
+]

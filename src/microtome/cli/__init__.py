@@ -1,0 +1,36 @@
+"""The command line: `microtome VERB MODEL`, one file a command."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from microtome import __version__
+from microtome.cli.models import models
+from microtome.cli.track import track
+from microtome.errors import MicrotomeError
+
+
+class _Refused(click.ClickException):
+    exit_code = 2
+
+
+class _Commands(click.Group):
+    """Says a microtome error in one line and exits with 2, as for any wrong word on the command line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MicrotomeError as error:
+            raise _Refused(str(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="microtome")
+def main() -> None:
+    """Open a PyTorch model at any layer."""
+
+
+main.add_command(models)
+main.add_command(track)

@@ -1,0 +1,74 @@
+"""`microtome track`: the order in which a model's modules run, forward and backward."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, TextIO
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from microtome import zoo
+from microtome.engine.backward import tensors_in
+from microtome.track import track as track_model
+
+if TYPE_CHECKING:
+    from microtome.engine import Call, Phase
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call: its place in the forward and the place of its backward, counted from 1; None where no backward ran."""
+
+    address: str
+    type: str
+    depth: int
+    forward: int
+    backward: int | None
+
+
+@click.command()
+@click.argument("model")
+@click.option("--json", "json_file", type=click.File("w"), help="Write the rows as JSON to this file; - for the terminal.")
+def track(model: str, json_file: TextIO | None) -> None:
+    """Show which module runs when, in the forward and in the backward.
+
+    MODEL is a name that `microtome models` lists, such as zoo:tiny-resnet.
+    """
+    rows = _run(model)
+    if json_file is not None:
+        json.dump([asdict(row) for row in rows], json_file, indent=1)
+        json_file.write("\n")
+    if json_file is None or json_file.name != "<stdout>":
+        Console().print(_table(model, rows))
+
+
+def _run(name: str) -> list[Row]:
+    """Run the model forward and backward once."""
+    model, inputs = zoo.resolve(name)
+    order: dict[Phase, dict[Call, int]] = {"forward": {}, "backward": {}}
+
+    def number(call: Call, phase: Phase) -> None:
+        order[phase].setdefault(call, len(order[phase]) + 1)
+
+    with track_model(model, on_enter=number):
+        output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        sum(tensor.sum() for tensor in tensors_in(output)).backward()
+    return [
+        Row(call.address, type(call.module).__name__, call.depth, place, order["backward"].get(call))
+        for call, place in order["forward"].items()
+    ]
+
+
+def _table(name: str, rows: list[Row]) -> Table:
+    table = Table(title=f"{name}: which module runs when", caption="backward: the order in which autograd reached each call")
+    table.add_column("call")
+    table.add_column("module")
+    table.add_column("forward", justify="right")
+    table.add_column("backward", justify="right")
+    for row in rows:
+        call = "  " * row.depth + (row.address or "(root)")
+        table.add_row(call, row.type, str(row.forward), "–" if row.backward is None else str(row.backward))  # noqa: RUF001
+    return table

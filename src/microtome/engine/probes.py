@@ -1,0 +1,73 @@
+"""What may be attached to a session: probes, which only look, and interventions, which change the run and say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from microtome.engine.calls import Call
+from microtome.engine.select import Selector
+
+
+class Probe:
+    """Looks at a run and cannot change it: what its methods return is ignored.
+
+    Override what you need; a method left alone costs nothing. Every `enter` is followed by one `exit` or one `fail` of the same
+    call, also when the forward raises; every `enter_backward` by one `exit_backward`.
+    """
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The call begins; the arguments are as the caller gave them."""
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """The call ended well."""
+
+    def fail(self, call: Call, error: BaseException) -> None:
+        """The call ended by an exception."""
+
+    def enter_backward(self, call: Call) -> None:
+        """The backward of the call begins, or comes back to it after another."""
+
+    def exit_backward(self, call: Call) -> None:
+        """The backward leaves the call."""
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Gives the selected calls another output: `by(call, output)` returns it."""
+
+    at: Selector
+    by: Callable[[Call, Any], Any]
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Leaves out the forward of the selected modules: `output(call, args, kwargs)` gives what they return instead."""
+
+    at: Selector
+    output: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Ends the run at the exit of the first selected call, by raising `Stopped` through the model."""
+
+    at: Selector
+
+
+Intervention = Replace | Skip | Stop
+
+
+class Stopped(BaseException):
+    """A `Stop` was reached. Not an `Exception`, so that a model that catches those does not swallow it.
+
+    Attributes:
+        call: The call that was stopped at.
+        output: What that call returned.
+    """
+
+    def __init__(self, call: Call, output: Any) -> None:
+        super().__init__(f"stopped at the exit of {call.address!r}")
+        self.call = call
+        self.output = output

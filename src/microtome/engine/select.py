@@ -1,0 +1,131 @@
+"""Selectors: the one way to name modules, used by everything that takes "which layers"."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from torch import nn
+
+from microtome.errors import BadSelector, NoMatch, NotAModule
+
+Atom = str | re.Pattern[str] | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
+#: An exact path, a glob, a compiled regex, a module type, a module, a callable `(path, module) -> bool`, or several of these.
+Selector = Atom | Sequence["Selector"] | set["Selector"] | frozenset["Selector"]
+
+_GLOB = re.compile(r"[*?\[]")
+
+
+def check_model(model: object) -> nn.Module:
+    """Return the model, or raise the error that says what was given instead."""
+    if isinstance(model, nn.Module):
+        return model
+    hint = "; create it first, with its arguments" if isinstance(model, type) and issubclass(model, nn.Module) else ""
+    raise NotAModule(f"expected a torch.nn.Module, got {_describe(model)}{hint}")
+
+
+def names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every name of every module, root first: like `named_modules()`, but a shared module comes under all its names."""
+
+    def walk(path: str, module: nn.Module, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
+        yield path, module
+        for name, child in module._modules.items():
+            if child is not None and not any(child is a for a in above):  # a module may hold one that holds it
+                yield from walk(f"{path}.{name}" if path else name, child, (*above, child))
+
+    yield from walk("", model, (model,))
+
+
+def select(model: nn.Module, selector: Selector) -> dict[str, nn.Module]:
+    """The modules that the selector names, by path, in the order of `named_modules()`.
+
+    A glob's `*` stays within one part of a path and `**` spans parts. A regex matches anywhere in a path unless anchored. Each part
+    of a list must match something.
+
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1)))
+    >>> list(select(net, "*")), list(select(net, nn.Linear)), list(select(net, ["1.0", "**.1"]))
+    (['0', '1'], ['0', '1.1'], ['1', '1.0', '1.1'])
+    """
+    chosen = _match(list(names(check_model(model))), selector)
+    return {path: module for path, module in model.named_modules() if module in chosen}
+
+
+def no_path(path: str, known: Iterable[str]) -> NoMatch:
+    """The error for a path that does not exist, with the nearest that do."""
+    return NoMatch(f"no module at path {path!r}. {_nearest(path, known)}")
+
+
+def _match(everything: list[tuple[str, nn.Module]], selector: Selector) -> set[nn.Module]:
+    if isinstance(selector, list | tuple | set | frozenset):
+        if not selector:
+            raise NoMatch("the selector is empty: name at least one path, glob, regex, module type, module or callable")
+        return set().union(*(_match(everything, part) for part in selector))
+    test = _test(selector)
+    found = {module for path, module in everything if test(path, module)}
+    if not found:
+        raise _no_match(selector, everything)
+    return found
+
+
+def _test(selector: Atom) -> Callable[[str, nn.Module], bool]:
+    # Modules and types are callable too, so the callable comes last.
+    if isinstance(selector, str):
+        if not _GLOB.search(selector):
+            return lambda path, _: path == selector
+        pattern = _glob(selector)
+        return lambda path, _: pattern.fullmatch(path) is not None
+    if isinstance(selector, re.Pattern):
+        return lambda path, _: selector.search(path) is not None
+    if isinstance(selector, type) and issubclass(selector, nn.Module):
+        return lambda _, module: isinstance(module, selector)
+    if isinstance(selector, nn.Module):
+        return lambda _, module: module is selector
+    if callable(selector) and not isinstance(selector, type):
+        return selector
+    raise BadSelector(
+        f"cannot select modules by {_describe(selector)}: give a path ('blocks.0'), a glob ('blocks.*.attn'), a compiled "
+        "regex, a module type (nn.Linear), a module, a callable (path, module) -> bool, or a list of these"
+    )
+
+
+def _glob(text: str) -> re.Pattern[str]:
+    """`**` spans parts, `*` and `?` stay within one, `[...]` is a set of characters; all else is itself."""
+    tokens = re.findall(r"\*\*|\*|\?|\[!?[^\]]+\]|.", text)
+    wild = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
+    parts = (
+        wild.get(token) or (token.replace("[!", "[^") if len(token) > 1 else re.escape(token))
+        for token in tokens
+    )
+    return re.compile("".join(parts))
+
+
+def _no_match(selector: Atom, everything: list[tuple[str, nn.Module]]) -> NoMatch:
+    if isinstance(selector, str):
+        kind = "glob" if _GLOB.search(selector) else "path"
+        return NoMatch(f"no module matches the {kind} {selector!r}. {_nearest(selector, (path for path, _ in everything))}")
+    if isinstance(selector, re.Pattern):
+        return NoMatch(f"no module's path matches the regex {selector.pattern!r}. {_nearest(selector.pattern, (p for p, _ in everything))}")
+    if isinstance(selector, type):
+        types = sorted({type(module).__name__ for _, module in everything})
+        return NoMatch(f"the model has no module of type {selector.__name__}. {_nearest(selector.__name__, types)}")
+    if isinstance(selector, nn.Module):
+        return NoMatch(f"the {type(selector).__name__} given as selector is not part of the model; was the model copied?")
+    return NoMatch(f"the callable {getattr(selector, '__name__', selector)!r} is true for none of the model's {len(everything)} modules")
+
+
+def _nearest(wanted: str, known: Iterable[str]) -> str:
+    known = [name for name in known if name]
+    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+    if near:
+        return f"Did you mean {' or '.join(map(repr, near))}?"
+    some = ", ".join(map(repr, known[:5])) + (", …" if len(known) > 5 else "")
+    return f"There are: {some}." if known else "The model has no submodules; its own path is ''."
+
+
+def _describe(thing: object) -> str:
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}"
+    text = repr(thing)
+    return f"{type(thing).__name__} {text if len(text) <= 60 else text[:57] + '…'}"

@@ -1,0 +1,253 @@
+"""A session: the time during which microtome looks at a model, or at every module of the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+
+from microtome.engine.backward import Backward, Owners, graph_task, next_number
+from microtome.engine.calls import Call, Run, Site
+from microtome.engine.intercept import AnyCall, chain
+from microtome.engine.probes import Intervention, Probe, Replace, Skip, Stop, Stopped
+from microtome.engine.select import check_model, select
+from microtome.engine.sites import ModelSites, ProcessSites, Sites
+from microtome.engine.threads import Thread, Threads
+from microtome.errors import ProbeError, SessionError
+
+
+@dataclass
+class _Change:
+    """What the interventions of a session do to the calls of one module."""
+
+    skip: Skip | None = None
+    replaces: list[Replace] = field(default_factory=list)
+    stop: bool = False
+
+    def run(self, call: Call, inner: AnyCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = inner(module, *args, **kwargs) if self.skip is None else self.skip.output(call, args, kwargs)
+        for replace in self.replaces:
+            output = replace.by(call, output)
+        return output
+
+
+class Session:
+    """Attaches probes and interventions to a model, or to every module of the process, for the time of a `with` block.
+
+    Nothing is added to the model. Sessions nest, on the same model too; each thread has its own stack of calls; whatever is raised
+    inside, model and process are afterwards as they were.
+
+    Args:
+        model: The model to look at. None: every module that runs in the process, named by the class of its root.
+        probes: What looks.
+        interventions: What changes the run; needs a model.
+        backward: Whether to know whose backward runs. Probes that watch the backward turn it on by themselves.
+
+    >>> from torch import nn, ones
+    >>> class Show(Probe):
+    ...     def enter(self, call, args, kwargs):
+    ...         print("enter", repr(call.address), type(call.module).__name__)
+    >>> with Session(nn.Sequential(nn.ReLU()), [Show()]) as session:
+    ...     _ = session.model(ones(1))
+    enter '' Sequential
+    enter '0' ReLU
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        probes: Sequence[Probe] = (),
+        interventions: Sequence[Intervention] = (),
+        *,
+        backward: bool = False,
+    ) -> None:
+        self.model = None if model is None else check_model(model)
+        self.changes_runs = bool(interventions)
+        if self.changes_runs and model is None:
+            raise SessionError("interventions need a model: give the one that they are to change")
+        self._interventions = interventions
+        self._sites: Sites = ProcessSites() if self.model is None else ModelSites(self.model)
+        self._enter = _methods(probes, "enter")
+        self._exit = _methods(probes, "exit")
+        self._fail = _methods(probes, "fail")
+        self._enter_backward = _methods(probes, "enter_backward")
+        self._exit_backward = _methods(probes, "exit_backward")
+        self._backward = backward or bool(self._enter_backward or self._exit_backward)
+        self._is_open = False
+
+    def __enter__(self) -> Self:
+        if self._is_open:
+            raise SessionError("this session is already open: use a new one for each `with` that lies inside another")
+        self._threads = Threads()
+        self._owners = Owners(self._threads) if self._backward else None
+        self._changes = self._resolve(self._interventions)
+        chain.add(self)
+        self._is_open = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._is_open:
+            raise SessionError("this session is not open: enter it with `with`")
+        self._is_open = False
+        chain.remove(self)
+
+    # -- asking ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Call | None:
+        """The innermost call that runs now in this thread: its forward, or in a backward, its backward."""
+        if not self._is_open:
+            return None
+        task = graph_task()
+        run = self._threads.here().run
+        if run is not None and run.task == task:
+            return run.open[-1]
+        return self._owners.current() if self._owners is not None and task != -1 else None
+
+    @property
+    def stack(self) -> tuple[Call, ...]:
+        """The calls that run now in this thread, outermost first."""
+        call = self.current
+        return () if call is None else call.stack
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether this thread is inside a backward. A recomputation is."""
+        return self._is_open and graph_task() != -1
+
+    def module_of(self, path: str) -> nn.Module:
+        """The module at a path. A shared module answers to all its names."""
+        return self._sites.module_of(path)
+
+    def paths_of(self, module: nn.Module) -> tuple[str, ...]:
+        """All names of a module, in the order of `named_modules()`; its calls carry the first."""
+        return self._sites.paths_of(module)
+
+    # -- what the chain of open sessions runs ----------------------------------------------------------------------------------
+
+    def wrap_call(self, inner: AnyCall) -> AnyCall:
+        """The way of a module call through this session. All of its cost per call is here, so it is one flat function."""
+        known, local, owners, changes = self._sites.by_id, self._threads.local, self._owners, self._changes
+        enter, exit_ = self._enter, self._exit
+
+        def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            site = known.get(id(module)) or self._find(module)
+            if site is None:
+                return inner(module, *args, **kwargs)
+            try:
+                thread = local.state
+            except AttributeError:
+                thread = self._threads.here()
+            run = thread.run
+            task = graph_task()
+            if run is None or run.task != task:
+                run = self._begin(thread, site, task)
+            call = run.enter(site, next_number())
+            try:
+                if enter:
+                    _tell(enter, "enter", call, args, kwargs)
+                change = changes.get(site) if changes else None
+                if change is None:
+                    output = inner(module, *args, **kwargs)
+                else:
+                    output = change.run(call, inner, module, args, kwargs)
+            except BaseException as error:
+                self._leave(thread, run, call, error)
+                raise
+            if run.leave(call, next_number()) and owners is not None:
+                owners.claim(run, output)
+            if not run.open:
+                thread.end(run)
+            if exit_:
+                _tell(exit_, "exit", call, args, kwargs, output)
+            if change is not None and change.stop:
+                raise Stopped(call, output)
+            return output
+
+        return call_module
+
+    def wrap_backward(self, inner: AnyCall) -> AnyCall:
+        """The way of a backward through this session: untouched, unless probes are to be told or it makes a graph itself."""
+        owners = self._owners
+        if owners is None:
+            return inner
+        told = bool(self._enter_backward or self._exit_backward)
+
+        def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            create_graph = bool(args[2])  # roots, grad_tensors, retain_graph, create_graph, inputs, ...
+            if not (told or create_graph):
+                return inner(roots, *args, **kwargs)
+            backward = Backward(
+                owners,
+                self._threads,
+                create_graph=create_graph,
+                enter=partial(_tell, self._enter_backward, "enter_backward"),
+                leave=partial(_tell, self._exit_backward, "exit_backward"),
+            )
+            with backward.watch(roots):
+                return inner(roots, *args, **kwargs)
+
+        return run_backward
+
+    def _find(self, module: nn.Module) -> Site | None:
+        chain.run_eagerly()  # the first call of a model that was compiled while the session was open
+        run = self._threads.here().run
+        return self._sites.find(module, None if run is None else run.open[-1].module)
+
+    def _begin(self, thread: Thread, site: Site, task: int) -> Run:
+        """Begin a run at an outermost call. Inside a backward it recomputes, and hangs where its original hung."""
+        chain.run_eagerly()
+        self._sites.refresh()
+        base = self._owners.current() if self._owners is not None and task != -1 else None
+        index = 0
+        while base is not None and not base._site.contains(site):
+            if base._site is site:
+                index = base.index
+            base = base.parent
+        thread.run = run = Run(thread.run, task, base, next_number())
+        run.count_from(site, index)
+        return run
+
+    def _leave(self, thread: Thread, run: Run, call: Call, error: BaseException) -> None:
+        """The call was left by an exception."""
+        run.leave(call, next_number())
+        if not run.open:
+            thread.end(run)
+        try:
+            _tell(self._fail, "fail", call, error)
+        except ProbeError as second:  # what the model raised goes first
+            error.add_note(str(second))
+
+    def _resolve(self, interventions: Iterable[Intervention]) -> dict[Site, _Change]:
+        changes: dict[Site, _Change] = {}
+        for intervention in interventions:
+            assert self.model is not None
+            for module in select(self.model, intervention.at).values():
+                change = changes.setdefault(self._sites.by_id[id(module)], _Change())
+                match intervention:
+                    case Skip():
+                        change.skip = intervention
+                    case Replace():
+                        change.replaces.append(intervention)
+                    case Stop():
+                        change.stop = True
+        return changes
+
+
+def _methods(probes: Iterable[Probe], name: str) -> list[Callable[..., None]]:
+    """The probes' methods of this name, without those that only inherit the empty one."""
+    return [getattr(probe, name) for probe in probes if getattr(type(probe), name) is not getattr(Probe, name)]
+
+
+def _tell(methods: Iterable[Callable[..., None]], event: str, call: Call, *details: Any) -> None:
+    for method in methods:
+        try:
+            method(call, *details)
+        except Exception as error:  # whatever a probe raises, the user must learn at which call
+            name = getattr(method, "__qualname__", repr(method))
+            message = f"{name} raised {type(error).__name__} at {event} of {call.address!r} ({call.phase}): {error}"
+            raise ProbeError(message, call) from error

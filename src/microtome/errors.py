@@ -1,0 +1,57 @@
+"""Everything microtome raises on purpose.
+
+::
+
+    MicrotomeError
+    ├── NotAModule        something that is not an nn.Module was given as a model or as a selector's target
+    ├── NoMatch           a path, selector or name that matches nothing; lists the nearest
+    ├── BadSelector       a selector of a kind that microtome does not know
+    ├── SessionError      a session entered twice, or asked something it cannot answer in its state
+    ├── Unsupported       a model that cannot be opened as it is (a ScriptModule), with what to do instead
+    └── ProbeError        a probe or callback raised; carries the call it was looking at
+
+Each also derives from the builtin a caller would expect (`TypeError`, `LookupError`, `RuntimeError`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from microtome.engine.calls import Call
+
+
+class MicrotomeError(Exception):
+    """Base of every error that microtome raises on purpose."""
+
+
+class NotAModule(MicrotomeError, TypeError):
+    """A model was expected and something else was given."""
+
+
+class NoMatch(MicrotomeError, LookupError):
+    """A path, a selector or a name matches nothing."""
+
+
+class BadSelector(MicrotomeError, TypeError):
+    """A selector of a kind that microtome does not know."""
+
+
+class SessionError(MicrotomeError, RuntimeError):
+    """A session was used in a way its state does not allow."""
+
+
+class Unsupported(MicrotomeError, RuntimeError):
+    """A model that cannot be opened as it is."""
+
+
+class ProbeError(MicrotomeError, RuntimeError):
+    """A probe or callback raised while it looked at a call.
+
+    Attributes:
+        call: The call it was looking at.
+    """
+
+    def __init__(self, message: str, call: Call) -> None:
+        super().__init__(message)
+        self.call = call

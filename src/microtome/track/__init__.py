@@ -1,0 +1,5 @@
+"""Which module runs now, in the forward and in the backward."""
+
+from microtome.track.tracker import Tracker, track
+
+__all__ = ["Tracker", "track"]

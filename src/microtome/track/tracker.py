@@ -1,0 +1,112 @@
+"""The tracker: which module runs now, in the forward and in the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+
+from microtome.engine import Call, Phase, Probe, Session
+
+Callback = Callable[[Call, Phase], object]
+
+
+class Tracker:
+    """Knows, at any moment inside its `with` block, which modules run. Made by `track`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> Self:
+        self._session.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._session.__exit__(kind, error, trace)
+
+    @property
+    def stack(self) -> tuple[Call, ...]:
+        """The calls that run now in this thread, outermost first; in a backward, those whose backward runs."""
+        return self._session.stack
+
+    @property
+    def path(self) -> str | None:
+        """The address of the innermost call, or None when no module runs."""
+        call = self._session.current
+        return None if call is None else call.address
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module of the innermost call, or None when no module runs."""
+        call = self._session.current
+        return None if call is None else call.module
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether a backward runs now in this thread. During a recomputation one does."""
+        return self._session.is_backward
+
+    def module_of(self, path: str) -> nn.Module:
+        """The module at a path; a shared module answers to all its names."""
+        return self._session.module_of(path)
+
+    def paths_of(self, module: nn.Module) -> tuple[str, ...]:
+        """All names of a module; its calls carry the first."""
+        return self._session.paths_of(module)
+
+
+def track(model: nn.Module | None = None, *, on_enter: Callback | None = None, on_exit: Callback | None = None) -> Tracker:
+    """Know which module of a model runs; without a model, which module of the process.
+
+    Args:
+        model: The model. None tracks every module, named by the class of its root: `Net.layer1.0`.
+        on_enter: Called as `on_enter(call, phase)` when a call begins. The phase is `"forward"`, `"recompute"` (a forward inside a
+            backward, as checkpointing does) or `"backward"`.
+        on_exit: The same when it ends, also by an exception.
+
+    >>> import torch, microtome as mt
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+    >>> with mt.track(net, on_enter=lambda call, phase: print(f"{phase:9}{call.address!r}")) as t:
+    ...     net(torch.ones(1, 2)).sum().backward()
+    forward  ''
+    forward  '0'
+    forward  '1'
+    backward ''
+    backward '1'
+    backward '0'
+    >>> t.path is None
+    True
+    """
+    probes: list[Probe] = []
+    if on_enter is not None:
+        probes.append(_OnEnter(on_enter))
+    if on_exit is not None:
+        probes.append(_OnExit(on_exit))
+    return Tracker(Session(model, probes, backward=True))
+
+
+class _OnEnter(Probe):
+    def __init__(self, callback: Callback) -> None:
+        self._callback = callback
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._callback(call, call.phase)
+
+    def enter_backward(self, call: Call) -> None:
+        self._callback(call, "backward")
+
+
+class _OnExit(Probe):
+    def __init__(self, callback: Callback) -> None:
+        self._callback = callback
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._callback(call, call.phase)
+
+    def fail(self, call: Call, error: BaseException) -> None:
+        self._callback(call, call.phase)
+
+    def exit_backward(self, call: Call) -> None:
+        self._callback(call, "backward")
