@@ -8,17 +8,12 @@
     ├── BadSelector       a selector of a kind that microtome does not know
     ├── SessionError      a session entered twice, or asked something it cannot answer in its state
     ├── Unsupported       a model that cannot be opened as it is (a ScriptModule), with what to do instead
-    └── ProbeError        a probe or callback raised; carries the call it was looking at
+    └── ProbeError        a probe or callback raised; carries the address of the call it was looking at
 
 Each also derives from the builtin a caller would expect (`TypeError`, `LookupError`, `RuntimeError`).
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from microtome.engine.calls import Call
 
 
 class MicrotomeError(Exception):
@@ -49,9 +44,9 @@ class ProbeError(MicrotomeError, RuntimeError):
     """A probe or callback raised while it looked at a call.
 
     Attributes:
-        call: The call it was looking at.
+        address: Where the call is: the module's path and, from its second run on, the index.
     """
 
-    def __init__(self, message: str, call: Call) -> None:
+    def __init__(self, message: str, address: str) -> None:
         super().__init__(message)
-        self.call = call
+        self.address = address

@@ -22,6 +22,8 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.FileError as error:
+            raise _Refused(error.format_message()) from error
         except MicrotomeError as error:
             raise _Refused(str(error)) from error
 

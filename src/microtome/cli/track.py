@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TextIO
 
 import click
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -31,7 +32,9 @@ class Row:
 
 @click.command()
 @click.argument("model")
-@click.option("--json", "json_file", type=click.File("w"), help="Write the rows as JSON to this file; - for the terminal.")
+@click.option(
+    "--json", "json_file", type=click.File("w"), help="Write the rows as JSON to this file; - for the terminal."
+)
 def track(model: str, json_file: TextIO | None) -> None:
     """Show which module runs when, in the forward and in the backward.
 
@@ -55,7 +58,7 @@ def _run(name: str) -> list[Row]:
 
     with track_model(model, on_enter=number):
         output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
-        sum(tensor.sum() for tensor in tensors_in(output)).backward()
+        torch.stack([tensor.sum() for tensor in tensors_in(output)]).sum().backward()
     return [
         Row(call.address, type(call.module).__name__, call.depth, place, order["backward"].get(call))
         for call, place in order["forward"].items()
@@ -63,7 +66,9 @@ def _run(name: str) -> list[Row]:
 
 
 def _table(name: str, rows: list[Row]) -> Table:
-    table = Table(title=f"{name}: which module runs when", caption="backward: the order in which autograd reached each call")
+    table = Table(
+        title=f"{name}: which module runs when", caption="backward: the order in which autograd reached each call"
+    )
     table.add_column("call")
     table.add_column("module")
     table.add_column("forward", justify="right")

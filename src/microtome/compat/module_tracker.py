@@ -11,8 +11,8 @@ from microtome.track import Tracker, track
 class ModuleTracker:
     """Which modules run now, as a set of names: the root's class name and the attribute path, and always `"Global"`.
 
-    Unlike torch's, it is exact for keyword arguments, for inputs that need no gradient, in `autograd.grad`, after an exception and
-    with threads; and `FlopCounterMode` can use it:
+    Unlike torch's, it is exact for keyword arguments, for inputs that need no gradient, in `autograd.grad`, after an
+    exception and with threads; and `FlopCounterMode` can use it:
 
     >>> import torch
     >>> from torch.utils.flop_counter import FlopCounterMode
@@ -51,6 +51,6 @@ class ModuleTracker:
 
 
 def _torch_name(path: str) -> str:
-    """torch gives two roots of one class the same name, where the tracker says `Net` and `Net@2`."""
+    """Torch gives two roots of one class the same name, where the tracker says `Net` and `Net@2`."""
     root, dot, rest = path.partition(".")
     return root.partition("@")[0] + dot + rest

@@ -1,8 +1,20 @@
-"""The one engine that touches a model. Everything else reads what it saw; README.md beside this file states its invariants."""
+"""The one engine that touches a model; everything else reads what it saw. README.md here states its invariants."""
 
 from microtome.engine.calls import Call, Phase
 from microtome.engine.probes import Intervention, Probe, Replace, Skip, Stop, Stopped
 from microtome.engine.select import Selector, select
 from microtome.engine.session import Session
 
-__all__ = ["Call", "Intervention", "Phase", "Probe", "Replace", "Selector", "Session", "Skip", "Stop", "Stopped", "select"]
+__all__ = [
+    "Call",
+    "Intervention",
+    "Phase",
+    "Probe",
+    "Replace",
+    "Selector",
+    "Session",
+    "Skip",
+    "Stop",
+    "Stopped",
+    "select",
+]

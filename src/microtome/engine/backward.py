@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microtome.engine.calls import Call, Run
+from microtome.engine.calls import Call, Run, Site
 from microtome.engine.threads import Thread, Threads
 
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-_AccumulateGrad = torch._C._functions.AccumulateGrad
+_AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_REENTRANT = "CheckpointFunctionBackward"
 
 #: An autograd node: a `torch.autograd.graph.Node`, whose stub lacks `_sequence_nr`.
 Node = Any
@@ -26,7 +27,7 @@ Tell = Callable[[Call], None]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in a module's output. Tuples, lists, sets, mappings and dataclasses are looked into, nothing else is."""
+    """Every tensor in a module's output. Tuples, lists, sets, mappings and dataclasses are looked into."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | set | frozenset):
@@ -43,9 +44,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 class Owners:
     """Writes into each autograd node which run made it, and reads that back while the node runs.
 
-    A node's sequence number says when it was made, and a run knows which call ran when, so one tag per node, its run, is enough.
-    Numbers count per thread: hence the tag. A node that no module returned has none and is looked up by its number, in the thread
-    that made it. A node made by a backward (`create_graph=True`) belongs to the call whose backward made it and is tagged with that.
+    A node's sequence number says when it was made, and a run knows which call ran when, so one tag per node, its run,
+    is enough. Numbers count per thread: hence the tag. A node that no module returned has none and is looked up by its
+    number, in the thread that made it. A node made by a backward (`create_graph=True`) belongs to the call whose
+    backward made it and is tagged with that.
     """
 
     def __init__(self, threads: Threads) -> None:
@@ -80,7 +82,7 @@ class Owners:
                     pending.append(below)
 
     def _claim_leaf(self, run: Run, number: int, leaf: Node) -> None:
-        """The accumulation of a gradient belongs to the call that used the leaf first: it runs right after that one's backward."""
+        """Accumulating a gradient belongs to the call that used the leaf first: it runs right after its backward."""
         tags = leaf.metadata
         old = tags.get(self._tag)
         if old is None or old[0] is not run or number < old[1]:
@@ -111,12 +113,31 @@ class Owners:
         node = _current_node()
         return None if node is None else self.owner(node)
 
+    def original(self, site: Site) -> tuple[Call | None, int]:
+        """Of a recomputation that begins now with this site: the call it hangs under, and the index of what it repeats.
+
+        A checkpoint of several modules at once does not tell which run of each it repeats; they are then counted from
+        0.
+        """
+        node = _current_node()
+        call = None if node is None else self.owner(node)
+        index = 0
+        if call is not None and isinstance(run := node.metadata.get(self._tag), Run) and node.name() == _REENTRANT:
+            index = run.index_after(
+                site, node._sequence_nr()
+            )  # this node is made right before the checkpointed forward
+        while call is not None and not call._site.contains(site):
+            if call._site is site:
+                index = call.index
+            call = call.parent
+        return call, index
+
 
 class Backward:
     """One run of autograd's engine, watched node by node. Made only where somebody must be told as it goes.
 
-    Every node below the roots carries a pre-hook for the time of the run. It tells which calls' backwards are entered and left,
-    and, when the run makes a graph of its own, whose nodes those are.
+    Every node below the roots carries a pre-hook for the time of the run. It tells which calls' backwards are entered
+    and left, and, when the run makes a graph of its own, whose nodes those are.
     """
 
     def __init__(self, owners: Owners, threads: Threads, *, create_graph: bool, enter: Tell, leave: Tell) -> None:

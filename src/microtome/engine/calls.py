@@ -1,15 +1,17 @@
-"""The nouns of a run: a site (a module and its path), a call (one run of it), a run (an outermost call and all inside it)."""
+"""The nouns: a site (a module and its path), a call (one run of it), a run (an outermost call and all inside it)."""
 
 from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
+from operator import attrgetter
 from typing import Literal
 
 from torch import nn
 
 Phase = Literal["forward", "recompute", "backward"]
 
+_start = attrgetter("_start")
 #: The end of a call that is still open: larger than any number that autograd gives to a node made in a forward.
 _OPEN = 1 << 64
 
@@ -17,8 +19,8 @@ _OPEN = 1 << 64
 class Site:
     """A module as a session knows it: its path, and the module itself, held weakly.
 
-    Autograd nodes keep sites alive, and Python's collector cannot see into them: a strong reference to the module would leak every
-    model that stores one of its own outputs.
+    Autograd nodes keep sites alive, and Python's collector cannot see into them: a strong reference to the module would
+    leak every model that stores one of its own outputs.
     """
 
     __slots__ = ("path", "ref")
@@ -38,7 +40,8 @@ class Call:
     Attributes:
         index: How many times the module had run before in the same outermost call.
         parent: The call that contains this one, or None for an outermost call.
-        phase: `"forward"`, or `"recompute"` for a forward that runs inside a backward, as activation checkpointing does.
+        phase: `"forward"`, or `"recompute"` for a forward that runs inside a backward, as activation checkpointing
+        does.
     """
 
     __slots__ = ("_end", "_site", "_start", "index", "parent", "phase")
@@ -97,7 +100,7 @@ class Run:
         open: The calls now running, outermost first; never empty while it is its thread's run.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_counts", "_starts", "base", "open", "outer", "phase", "start", "task")
+    __slots__ = ("__weakref__", "_calls", "_counts", "base", "open", "outer", "phase", "start", "task")
 
     def __init__(self, outer: Run | None, task: int, base: Call | None, start: int) -> None:
         self.outer = outer
@@ -107,39 +110,42 @@ class Run:
         self.phase: Phase = "forward" if task == -1 else "recompute"
         self.open: list[Call] = []
         self._counts: dict[Site, int] = {}
-        # The calls that made autograd nodes, in the order they began, and where each began.
+        # Those since the first autograd node was made, and those then open, in the order they began.
         self._calls: list[Call] = []
-        self._starts: list[int] = []
 
     def count_from(self, site: Site, index: int) -> None:
         """Give the site's next call this index."""
         self._counts[site] = index
 
     def enter(self, site: Site, start: int) -> Call:
-        index = self._counts.get(site, 0)
-        self._counts[site] = index + 1
-        call = Call(site, index, self.open[-1] if self.open else self.base, self.phase, start)
-        self.open.append(call)
+        counts, stack = self._counts, self.open
+        index = counts.get(site, 0)
+        counts[site] = index + 1
+        call = Call(site, index, stack[-1] if stack else self.base, self.phase, start)
+        stack.append(call)
         self._calls.append(call)
-        self._starts.append(start)
         return call
 
     def leave(self, call: Call, end: int) -> bool:
         """Take the call off the stack; say whether any autograd node was made in it."""
         self.open.pop()
         call._end = end
-        if end > call._start:
-            return True
-        del self._calls[-1], self._starts[-1]  # its own entry: a call inside it would have made a node too
-        return False
+        if end == self.start:
+            del self._calls[-1]  # no node yet, so nothing to look up: a loop without grad must not grow
+        return end > call._start
 
     def made(self, number: int) -> bool:
         """Whether the node with this sequence number was made by this run, if it was made in this run's thread."""
         return bool(self._calls) and self.start <= number < self._calls[0]._end
 
+    def index_after(self, site: Site, number: int) -> int:
+        """The index of the site's first call after the node with this sequence number was made."""
+        later = self._calls[bisect_right(self._calls, number, key=_start) :]
+        return next((call.index for call in later if call._site is site), 0)
+
     def owner(self, number: int) -> Call | None:
         """The innermost call that was running when the node with this sequence number was made."""
-        at = bisect_right(self._starts, number) - 1
+        at = bisect_right(self._calls, number, key=_start) - 1
         call = self._calls[at] if at >= 0 else None
         while call is not None and call._end <= number:
             call = call.parent if call.parent is not self.base else None

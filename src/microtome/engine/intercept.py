@@ -1,21 +1,23 @@
 """The one place where microtome gets between a module and its forward, and between the user and autograd.
 
-`nn.Module.__call__` runs `self._compiled_call_impl` instead of `_call_impl` when it is not None; that is how `Module.compile` works.
-While a session is open, this attribute of the class `nn.Module` is a descriptor that sends every module call through the open
-sessions. That encloses the module's own hooks, sees every argument and every way a call can end, adds nothing to any module, and
-costs less than one hook. A data descriptor goes before what an instance holds, so a module compiled in place runs as Python too.
+`nn.Module.__call__` runs `self._compiled_call_impl` instead of `_call_impl` when it is not None; that is how
+`Module.compile` works. While a session is open, this attribute of the class `nn.Module` is a descriptor that sends
+every module call through the open sessions. That encloses the module's own hooks, sees every argument and every way a
+call can end, adds nothing to any module, and costs less than one hook. A data descriptor goes before what an instance
+holds, so a module compiled in place runs as Python too.
 
-`backward()` and `autograd.grad` both go through `torch.autograd._engine_run_backward`, which is wrapped in the same way.
+`backward()` and `autograd.grad` both go through `torch.autograd._engine_run_backward`, which is wrapped in the same
+way.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import types
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +57,9 @@ class Chain:
             self.run_eagerly()
             if not self._open:
                 self._fast_paths_off()
-                self._undo.append(partial(setattr, torch.autograd, _BACKWARD, torch.autograd._engine_run_backward))
+                self._undo.append(
+                    partial(setattr, torch.autograd, _BACKWARD, torch.autograd.graph._engine_run_backward)
+                )
                 self._undo.append(partial(setattr, nn.Module, _CALL, nn.Module.__dict__[_CALL]))
             self._open.append(session)
             self._rebuild()
@@ -87,7 +91,7 @@ class Chain:
         self._undo.append(partial(torch.backends.mha.set_fastpath_enabled, before))
 
     def run_eagerly(self) -> None:
-        """Have compiled code run as Python: it does not call its modules. Before dynamo is imported, nothing is compiled."""
+        """Have compiled code run as Python, for it calls no modules. Nothing is compiled before dynamo is imported."""
         if self._eager or "torch._dynamo" not in sys.modules:
             return
         with self._lock:
@@ -95,31 +99,35 @@ class Chain:
                 stance = torch.compiler.set_stance("force_eager")
             except RuntimeError as error:
                 raise Unsupported(
-                    "a session cannot see into compiled code that is already running. Open the session outside the compiled "
-                    "function, and call torch.compile before it is opened."
+                    "a session cannot see into compiled code that is already running. Open the session outside the "
+                    "compiled function, and call torch.compile before it is opened."
                 ) from error
             self._eager = True
             self._undo.append(partial(stance.__exit__, None, None, None))
 
     def _warn_if_missed(self) -> None:
         """Dynamo was imported while a session was open, and what it compiled ran before any module did."""
-        if not self._eager and "torch._dynamo" in sys.modules and torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+        if (
+            not self._eager
+            and "torch._dynamo" in sys.modules
+            and torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        ):
             warnings.warn(
-                "compiled code ran in this session before torch.compile could be told to run as Python: calls of modules inside it "
-                "were not seen. Call torch.compile before the session is opened.",
+                "compiled code ran in this session before torch.compile could be told to run as Python: calls of "
+                "modules inside it were not seen. Call torch.compile before the session is opened.",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
 
 class _Slot:
-    """Stands for `_compiled_call_impl` of every module; what a module itself stores under that name waits until it is gone."""
+    """Stands for every module's `_compiled_call_impl`; what a module stores under that name waits until it is gone."""
 
     def __init__(self, call: AnyCall) -> None:
         self._call = call
 
     def __get__(self, module: nn.Module | None, kind: type) -> AnyCall | None:
-        return None if module is None else types.MethodType(self._call, module)
+        return None if module is None else MethodType(self._call, module)
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         module.__dict__[_CALL] = value

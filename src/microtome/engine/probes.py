@@ -13,8 +13,8 @@ from microtome.engine.select import Selector
 class Probe:
     """Looks at a run and cannot change it: what its methods return is ignored.
 
-    Override what you need; a method left alone costs nothing. Every `enter` is followed by one `exit` or one `fail` of the same
-    call, also when the forward raises; every `enter_backward` by one `exit_backward`.
+    Override what you need; a method left alone costs nothing. Every `enter` is followed by one `exit` or one `fail` of
+    the same call, also when the forward raises; every `enter_backward` by one `exit_backward`.
     """
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from microtome.errors import BadSelector, NoMatch, NotAModule
 
 Atom = str | re.Pattern[str] | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
-#: An exact path, a glob, a compiled regex, a module type, a module, a callable `(path, module) -> bool`, or several of these.
+#: An exact path, a glob, a compiled regex, a module type, a module, a callable `(path, module) -> bool`, or several.
 Selector = Atom | Sequence["Selector"] | set["Selector"] | frozenset["Selector"]
 
 _GLOB = re.compile(r"[*?\[]")
@@ -40,8 +40,8 @@ def names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def select(model: nn.Module, selector: Selector) -> dict[str, nn.Module]:
     """The modules that the selector names, by path, in the order of `named_modules()`.
 
-    A glob's `*` stays within one part of a path and `**` spans parts. A regex matches anywhere in a path unless anchored. Each part
-    of a list must match something.
+    A glob's `*` stays within one part of a path and `**` spans parts. A regex matches anywhere in a path unless
+    anchored. Each part of a list must match something.
 
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1)))
@@ -58,7 +58,7 @@ def no_path(path: str, known: Iterable[str]) -> NoMatch:
 
 
 def _match(everything: list[tuple[str, nn.Module]], selector: Selector) -> set[nn.Module]:
-    if isinstance(selector, list | tuple | set | frozenset):
+    if isinstance(selector, Sequence | set | frozenset) and not isinstance(selector, str | bytes):
         if not selector:
             raise NoMatch("the selector is empty: name at least one path, glob, regex, module type, module or callable")
         return set().union(*(_match(everything, part) for part in selector))
@@ -85,34 +85,36 @@ def _test(selector: Atom) -> Callable[[str, nn.Module], bool]:
     if callable(selector) and not isinstance(selector, type):
         return selector
     raise BadSelector(
-        f"cannot select modules by {_describe(selector)}: give a path ('blocks.0'), a glob ('blocks.*.attn'), a compiled "
-        "regex, a module type (nn.Linear), a module, a callable (path, module) -> bool, or a list of these"
+        f"cannot select modules by {_describe(selector)}: give a path ('blocks.0'), a glob ('blocks.*.attn'), a "
+        "compiled regex, a module type (nn.Linear), a module, a callable (path, module) -> bool, or a list of these"
     )
 
 
 def _glob(text: str) -> re.Pattern[str]:
     """`**` spans parts, `*` and `?` stay within one, `[...]` is a set of characters; all else is itself."""
-    tokens = re.findall(r"\*\*|\*|\?|\[!?[^\]]+\]|.", text)
-    wild = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
-    parts = (
-        wild.get(token) or (token.replace("[!", "[^") if len(token) > 1 else re.escape(token))
-        for token in tokens
-    )
-    return re.compile("".join(parts))
+    wild = {"**.": r"(?:.+\.)?", "**": ".+", "*": r"[^.]*", "?": r"[^.]"}
+    tokens = re.findall(r"\*\*\.|\*\*|\*|\?|\[!?[^\]]+\]|.", text)
+    parts = (wild.get(token) or (token.replace("[!", "[^") if len(token) > 1 else re.escape(token)) for token in tokens)
+    return re.compile("(?=.)" + "".join(parts))  # the root, whose path is empty, is matched by '' alone
 
 
 def _no_match(selector: Atom, everything: list[tuple[str, nn.Module]]) -> NoMatch:
+    paths = [path for path, _ in everything]
     if isinstance(selector, str):
         kind = "glob" if _GLOB.search(selector) else "path"
-        return NoMatch(f"no module matches the {kind} {selector!r}. {_nearest(selector, (path for path, _ in everything))}")
+        return NoMatch(f"no module matches the {kind} {selector!r}. {_nearest(selector, paths)}")
     if isinstance(selector, re.Pattern):
-        return NoMatch(f"no module's path matches the regex {selector.pattern!r}. {_nearest(selector.pattern, (p for p, _ in everything))}")
+        pattern = selector.pattern
+        return NoMatch(f"no module's path matches the regex {pattern!r}. {_nearest(pattern, paths)}")
     if isinstance(selector, type):
+        kind = selector.__name__
         types = sorted({type(module).__name__ for _, module in everything})
-        return NoMatch(f"the model has no module of type {selector.__name__}. {_nearest(selector.__name__, types)}")
+        return NoMatch(f"the model has no module of type {kind}. {_nearest(kind, types)}")
     if isinstance(selector, nn.Module):
-        return NoMatch(f"the {type(selector).__name__} given as selector is not part of the model; was the model copied?")
-    return NoMatch(f"the callable {getattr(selector, '__name__', selector)!r} is true for none of the model's {len(everything)} modules")
+        kind = type(selector).__name__
+        return NoMatch(f"the {kind} given as selector is not part of the model; was the model copied?")
+    name = getattr(selector, "__name__", selector)
+    return NoMatch(f"the callable {name!r} is true for none of the model's {len(everything)} modules")
 
 
 def _nearest(wanted: str, known: Iterable[str]) -> str:

@@ -38,8 +38,8 @@ class _Change:
 class Session:
     """Attaches probes and interventions to a model, or to every module of the process, for the time of a `with` block.
 
-    Nothing is added to the model. Sessions nest, on the same model too; each thread has its own stack of calls; whatever is raised
-    inside, model and process are afterwards as they were.
+    Nothing is added to the model. Sessions nest, on the same model too; each thread has its own stack of calls;
+    whatever is raised inside, model and process are afterwards as they were.
 
     Args:
         model: The model to look at. None: every module that runs in the process, named by the class of its root.
@@ -89,13 +89,15 @@ class Session:
         self._is_open = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not self._is_open:
             raise SessionError("this session is not open: enter it with `with`")
         self._is_open = False
         chain.remove(self)
 
-    # -- asking ----------------------------------------------------------------------------------------------------------------
+    # -- asking --------------------------------------------------------------------------------------------------------
 
     @property
     def current(self) -> Call | None:
@@ -127,10 +129,10 @@ class Session:
         """All names of a module, in the order of `named_modules()`; its calls carry the first."""
         return self._sites.paths_of(module)
 
-    # -- what the chain of open sessions runs ----------------------------------------------------------------------------------
+    # -- what the chain of open sessions runs --------------------------------------------------------------------------
 
     def wrap_call(self, inner: AnyCall) -> AnyCall:
-        """The way of a module call through this session. All of its cost per call is here, so it is one flat function."""
+        """The way of a module call through this session. All the cost per call is here, so it is one flat function."""
         known, local, owners, changes = self._sites.by_id, self._threads.local, self._owners, self._changes
         enter, exit_ = self._enter, self._exit
 
@@ -171,7 +173,7 @@ class Session:
         return call_module
 
     def wrap_backward(self, inner: AnyCall) -> AnyCall:
-        """The way of a backward through this session: untouched, unless probes are to be told or it makes a graph itself."""
+        """The way of a backward through this session: plain, unless probes are to be told or it makes a graph."""
         owners = self._owners
         if owners is None:
             return inner
@@ -202,12 +204,7 @@ class Session:
         """Begin a run at an outermost call. Inside a backward it recomputes, and hangs where its original hung."""
         chain.run_eagerly()
         self._sites.refresh()
-        base = self._owners.current() if self._owners is not None and task != -1 else None
-        index = 0
-        while base is not None and not base._site.contains(site):
-            if base._site is site:
-                index = base.index
-            base = base.parent
+        base, index = self._owners.original(site) if self._owners is not None and task != -1 else (None, 0)
         thread.run = run = Run(thread.run, task, base, next_number())
         run.count_from(site, index)
         return run
@@ -250,4 +247,4 @@ def _tell(methods: Iterable[Callable[..., None]], event: str, call: Call, *detai
         except Exception as error:  # whatever a probe raises, the user must learn at which call
             name = getattr(method, "__qualname__", repr(method))
             message = f"{name} raised {type(error).__name__} at {event} of {call.address!r} ({call.phase}): {error}"
-            raise ProbeError(message, call) from error
+            raise ProbeError(message, call.address) from error

@@ -15,7 +15,7 @@ from microtome.errors import NoMatch, Unsupported
 
 
 class Sites(Protocol):
-    """The modules of a session: `by_id` knows some, `find` is asked about the others, `refresh` comes before each run."""
+    """The modules of a session: `by_id` knows most, `find` is asked about others, `refresh` comes before each run."""
 
     by_id: dict[int, Site]
 
@@ -78,8 +78,8 @@ class ModelSites:
 class ProcessSites:
     """Every module that runs in the process. A path begins with the class name of the outermost module that holds it.
 
-    A second root of the same class is called `Net@2`, a third `Net@3`. A module that first ran alone and later inside another takes
-    its name from the larger one.
+    A second root of the same class is called `Net@2`, a third `Net@3`. A module that first ran alone and later inside
+    another takes its name from the larger one.
     """
 
     def __init__(self) -> None:
@@ -91,8 +91,7 @@ class ProcessSites:
 
     def find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
         if getattr(module, "_is_replica", False):
-            held = (site for site in list(self.by_id.values()) if (original := site.ref()) is not None)
-            return next((s for s in held if s.ref()._forward_hooks is module._forward_hooks), None)
+            return next((site for site in self.by_id.values() if _same_hooks(site, module)), None)
         caller_site = None if caller is None else self.by_id.get(id(caller))
         if caller_site is not None:
             self._name(caller_site.path.partition(".")[0])  # perhaps it was added to the tree that now runs
@@ -124,7 +123,9 @@ class ProcessSites:
             if site is None:
                 self.by_id[id(module)] = Site(full, module)
                 weakref.finalize(module, self.by_id.pop, id(module), None).atexit = False
-            elif (other := self._roots.get(site.path.partition(".")[0])) is None or (other is not top and id(other) in below):
+            elif (other := self._roots.get(site.path.partition(".")[0])) is None or (
+                other is not top and id(other) in below
+            ):
                 site.path = full
         for name, other in list(self._roots.items()):
             if other is not top and id(other) in below:
@@ -148,6 +149,12 @@ class ProcessSites:
         if not paths:
             raise NoMatch(f"the {type(module).__name__} has not run in this session, nor has a module that holds it")
         return paths
+
+
+def _same_hooks(site: Site, replica: nn.Module) -> bool:
+    """Whether a copy that DataParallel made is one of this module: it shares the dict of hooks with its original."""
+    original = site.ref()
+    return original is not None and original._forward_hooks is replica._forward_hooks
 
 
 def _descend(top: nn.Module, path: str, given: str) -> nn.Module:

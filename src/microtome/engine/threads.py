@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 
 from microtome.engine.calls import Call, Run
 
@@ -16,23 +17,23 @@ class Thread:
         in_backward: The calls whose backward the probes were told is open in the thread, outermost first.
     """
 
-    __slots__ = ("__weakref__", "_last", "_runs", "in_backward", "run")
+    __slots__ = ("__weakref__", "_recent", "_runs", "in_backward", "run")
 
     def __init__(self) -> None:
         self.run: Run | None = None
         self.in_backward: tuple[Call, ...] = ()
-        # A run lives as long as the autograd graph it made; the last one until the next.
+        # A run lives as long as a node that it tagged. The latest live on, for nodes that no module returned.
         self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
-        self._last: Run | None = None
+        self._recent: deque[Run] = deque(maxlen=16)
 
     @property
     def has_run(self) -> bool:
-        return self.run is not None or self._last is not None
+        return self.run is not None or bool(self._recent)
 
     def end(self, run: Run) -> None:
         self.run = run.outer
         self._runs.add(run)
-        self._last = run
+        self._recent.append(run)
 
     def owner(self, number: int) -> Call | None:
         """The call that made the node with this number in this thread."""

@@ -23,7 +23,9 @@ class Tracker:
         self._session.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._session.__exit__(kind, error, trace)
 
     @property
@@ -57,12 +59,15 @@ class Tracker:
         return self._session.paths_of(module)
 
 
-def track(model: nn.Module | None = None, *, on_enter: Callback | None = None, on_exit: Callback | None = None) -> Tracker:
+def track(
+    model: nn.Module | None = None, *, on_enter: Callback | None = None, on_exit: Callback | None = None
+) -> Tracker:
     """Know which module of a model runs; without a model, which module of the process.
 
     Args:
         model: The model. None tracks every module, named by the class of its root: `Net.layer1.0`.
-        on_enter: Called as `on_enter(call, phase)` when a call begins. The phase is `"forward"`, `"recompute"` (a forward inside a
+        on_enter: Called as `on_enter(call, phase)` when a call begins. The phase is `"forward"`, `"recompute"` (a
+        forward inside a
             backward, as checkpointing does) or `"backward"`.
         on_exit: The same when it ends, also by an exception.
 

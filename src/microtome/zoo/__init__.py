@@ -1,4 +1,5 @@
-"""Small built-in models, torch alone, the same weights on every machine: what the demo, the examples and the tests run on.
+"""Small built-in models, torch alone, the same weights on every machine: what the demo, the examples and the tests run
+on.
 
 >>> names()
 ('tiny-decoder', 'tiny-lstm', 'tiny-resnet', 'tiny-unet', 'tiny-vit')

@@ -30,7 +30,9 @@ class ResidualBlock(nn.Module):
 class ResNet(nn.Module):
     def __init__(self, width: int = 8, classes: int = 10) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        )
         self.layer1 = nn.Sequential(ResidualBlock(width, width, 1), ResidualBlock(width, width, 1))
         self.layer2 = nn.Sequential(ResidualBlock(width, 2 * width, 2), ResidualBlock(2 * width, 2 * width, 1))
         self.pool = nn.AdaptiveAvgPool2d(1)
@@ -77,7 +79,9 @@ class TransformerBlock(nn.Module):
 
 
 class ViT(nn.Module):
-    def __init__(self, size: int = 32, patch: int = 8, width: int = 32, depth: int = 3, heads: int = 4, classes: int = 10) -> None:
+    def __init__(
+        self, size: int = 32, patch: int = 8, width: int = 32, depth: int = 3, heads: int = 4, classes: int = 10
+    ) -> None:
         super().__init__()
         self.patch_embed = nn.Conv2d(3, width, patch, patch)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
@@ -112,7 +116,9 @@ class DecoderBlock(nn.Module):
 class Decoder(nn.Module):
     """A causal language model with keyword calls throughout, a dict as output, and tied input and output embeddings."""
 
-    def __init__(self, vocabulary: int = 64, width: int = 32, depth: int = 2, heads: int = 4, context: int = 32) -> None:
+    def __init__(
+        self, vocabulary: int = 64, width: int = 32, depth: int = 2, heads: int = 4, context: int = 32
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
@@ -157,7 +163,10 @@ class UNet(nn.Module):
         self.down = nn.ModuleList([DoubleConv(3, width), DoubleConv(width, 2 * width)])
         self.middle = DoubleConv(2 * width, 4 * width)
         self.up = nn.ModuleDict(
-            {"deep": nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), "shallow": nn.ConvTranspose2d(2 * width, width, 2, 2)}
+            {
+                "deep": nn.ConvTranspose2d(4 * width, 2 * width, 2, 2),
+                "shallow": nn.ConvTranspose2d(2 * width, width, 2, 2),
+            }
         )
         self.merge = nn.ModuleDict({"deep": DoubleConv(4 * width, 2 * width), "shallow": DoubleConv(2 * width, width)})
         self.head = nn.Conv2d(width, classes, 1)

@@ -1,0 +1,24 @@
+"""Timing for comparisons: contestants take turns, so that a slow moment of the machine falls on all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+
+
+def interleave(
+    work: Callable[[], object], contestants: Mapping[str, Callable[[], AbstractContextManager[object]]], rounds: int
+) -> dict[str, float]:
+    """Seconds that the work takes inside each contestant's context: the median over the rounds, after a warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_ in range(rounds + 1):
+        for name, context in contestants.items():
+            with context():
+                work()  # the first pass in a fresh context is not what is compared
+                start = time.perf_counter()
+                work()
+                if round_:
+                    times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}

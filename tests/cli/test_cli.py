@@ -1,0 +1,60 @@
+"""The command line, as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from microtome import __version__, zoo
+from microtome.cli import main
+
+
+def microtome(*words: str) -> Result:
+    return CliRunner().invoke(main, words)
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_track_shows_every_call_of_every_built_in_model(name: str) -> None:
+    done = microtome("track", f"zoo:{name}")
+    assert done.exit_code == 0
+    model, _ = zoo.build(name)
+    assert "(root)" in done.output
+    assert type(model).__name__ in done.output
+
+
+def test_track_writes_json(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    assert microtome("track", "zoo:tiny-lstm", "--json", str(file)).exit_code == 0
+    rows = json.loads(file.read_text())
+    assert [(row["address"], row["forward"], row["backward"]) for row in rows] == [
+        *(("", 1, 1), ("embedding", 2, 4), ("lstm", 3, 3), ("fc", 4, 2)),
+    ]
+    assert rows == json.loads(microtome("track", "zoo:tiny-lstm", "--json", "-").output)
+
+
+def test_models_lists_what_track_takes() -> None:
+    assert microtome("models").output.split() == [f"zoo:{name}" for name in zoo.names()]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["track", "zoo:tiny-resnest"], "Error: the zoo has no model 'tiny-resnest'. Did you mean 'tiny-resnet'?"),
+        (["track", "tiny-vit"], "such as 'zoo:tiny-vit'"),
+        (["track"], "Missing argument 'MODEL'"),
+        (["trak"], "No such command 'trak'"),
+        (["track", "zoo:tiny-vit", "--json", "/nowhere/at/all.json"], "No such file or directory"),
+    ],
+)
+def test_a_wrong_word_is_one_clear_message_and_exit_code_2(words: list[str], message: str) -> None:
+    done = microtome(*words)
+    assert (done.exit_code, done.exception.__class__) == (2, SystemExit)
+    assert message in done.output
+    assert "Traceback" not in done.output
+
+
+def test_version() -> None:
+    assert microtome("--version").output.strip() == f"microtome, version {__version__}"

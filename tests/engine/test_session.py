@@ -1,0 +1,379 @@
+"""Sessions: attaching, nesting, what reaches probes, what torch would hide, and wrong use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import microtome as mt
+from microtome.errors import NotAModule, ProbeError, SessionError, Unsupported
+from tests.engine.test_calls import Log, Repeat, X
+
+
+class Events(mt.Probe):
+    """Every event, with the values that came with it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def enter(self, call: mt.Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.seen.append(("enter", call.address, args, kwargs))
+
+    def exit(self, call: mt.Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self.seen.append(("exit", call.address, args, kwargs, output))
+
+    def fail(self, call: mt.Call, error: BaseException) -> None:
+        self.seen.append(("fail", call.address, error))
+
+
+class Takes(nn.Module):
+    def forward(self, a: int, *, b: int = 0, module: int = 0, inner: int = 0) -> int:
+        return a + b + module + inner
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_positional_and_keyword_arguments_and_the_output_reach_probes(process: bool) -> None:
+    model, events = Takes(), Events()
+    with mt.Session(None if process else model, [events]):
+        model(1, b=2, module=3, inner=4)  # names that a careless wrapper would take for itself
+    kwargs = {"b": 2, "module": 3, "inner": 4}
+    name = "Takes" if process else ""
+    assert events.seen == [("enter", name, (1,), kwargs), ("exit", name, (1,), kwargs, 10)]
+
+
+def test_the_span_of_a_call_encloses_the_modules_own_hooks() -> None:
+    model = nn.Sequential(nn.ReLU())
+    paths: list[str | None] = []
+    with mt.track(model) as t:
+        model[0].register_forward_pre_hook(lambda *_: paths.append(t.path))
+        model[0].register_forward_hook(lambda *_: paths.append(t.path))
+        model(X)
+    assert paths == ["0", "0"]
+
+
+def test_probes_see_what_leaves_the_module_after_its_own_hooks() -> None:
+    model, events = nn.Identity(), Events()
+    model.register_forward_hook(lambda _m, _a, output: output + 1)
+    with mt.Session(model, [events]):
+        model(1)
+    assert events.seen[-1] == ("exit", "", (1,), {}, 2)
+
+
+def test_what_a_probe_returns_is_ignored() -> None:
+    class Returns(mt.Probe):
+        def enter(self, call: mt.Call, args: Any, kwargs: Any) -> Any:
+            return (torch.zeros(1, 2),), {}
+
+        def exit(self, call: mt.Call, args: Any, kwargs: Any, output: Any) -> Any:
+            return torch.zeros(1, 2)
+
+    model = nn.Sequential(nn.Identity())
+    with mt.Session(model, [Returns()]):
+        assert model(X) is X
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_a_forward_that_raises_ends_its_call_and_those_around_it(error: BaseException) -> None:
+    class Raises(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise error
+
+    model, events = nn.Sequential(nn.Sequential(Raises())), Events()
+    with mt.Session(model, [events]) as session:
+        with pytest.raises(type(error)) as caught:
+            model(X)
+        assert session.stack == ()
+    assert caught.value is error
+    assert [event[:2] for event in events.seen] == [
+        *(("enter", ""), ("enter", "0"), ("enter", "0.0")),
+        *(("fail", "0.0"), ("fail", "0"), ("fail", "")),
+    ]
+
+
+def test_sessions_nest_on_the_same_model() -> None:
+    model = nn.Sequential(nn.ReLU())
+    outer, inner = Log(), Log()
+    with mt.Session(model, [outer]):
+        model(X)
+        with mt.Session(model, [inner]):
+            model(X)
+        model(X)
+    assert outer.addresses == ["", "0"] * 3
+    assert inner.addresses == ["", "0"]
+
+
+def test_sessions_may_close_in_any_order() -> None:
+    model = nn.Sequential(nn.ReLU())
+    logs = Log(), Log()
+    sessions = [mt.Session(model, [log], backward=True) for log in logs]
+    for session in sessions:
+        session.__enter__()
+    sessions[0].__exit__(None, None, None)
+    model(X)
+    sessions[1].__exit__(None, None, None)
+    model(X)
+    assert [log.addresses for log in logs] == [[], ["", "0"]]
+    assert nn.Module.__dict__["_compiled_call_impl"] is None
+    assert vars(torch.autograd)["_engine_run_backward"] is torch.autograd.graph._engine_run_backward
+
+
+def test_a_session_opened_inside_a_forward_sees_what_follows() -> None:
+    log = Log()
+
+    class Opens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with mt.Session(self, [log]):
+                return self.inner(x)
+
+    Opens()(X)
+    assert log.addresses == ["inner"]
+
+
+def test_threads_each_have_their_own_stack() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            assert leave.wait(timeout=60)
+            return x
+
+    model = nn.Sequential(Waits())
+    with mt.Session(model) as session:
+        thread = threading.Thread(target=model, args=(X,))
+        thread.start()
+        assert inside.wait(timeout=60)
+        assert session.stack == ()
+        leave.set()
+        thread.join()
+
+
+# -- what torch would hide ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_fast_paths_of_transformers_do_not_hide_their_children(process: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    log = Log()
+    with torch.inference_mode(), mt.Session(None if process else model, [log]):
+        model(torch.ones(1, 3, 8))
+    ran = {call.address.partition("layers.0.")[2] for call in log.calls}
+    assert {"self_attn", "linear1", "linear2", "norm1", "norm2", "dropout1"} <= ran
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_the_fast_path_stays_off_for_those_who_had_it_off() -> None:
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with mt.Session(nn.Identity()):
+            pass
+        assert not torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+class TestCompiled:
+    """Compiled code calls no hooks that it was compiled without; in a session it runs as Python."""
+
+    @pytest.fixture
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    def test_a_compiled_model_and_the_model_inside_it_are_seen(self, model: nn.Module) -> None:
+        compiled = torch.compile(model, backend="eager")
+        expected = compiled(X)
+        for target, prefix in ((model, ""), (compiled, "_orig_mod.")):
+            log = Log()
+            assert isinstance(target, nn.Module)
+            with mt.Session(target, [log]):
+                assert torch.equal(compiled(X), expected)
+            assert log.addresses[-2:] == [f"{prefix}0", f"{prefix}1"]
+
+    def test_a_model_compiled_in_place_is_seen_and_stays_compiled(self, model: nn.Module) -> None:
+        model.compile(backend="eager")
+        compiled = vars(model)["_compiled_call_impl"]
+        for target in (model, None):
+            log = Log()
+            with mt.Session(target, [log]):
+                model(X)
+            assert len(log.calls) == 3
+        assert vars(model)["_compiled_call_impl"] is compiled
+
+    def test_a_model_compiled_in_place_inside_the_session_is_seen_and_can_be_uncompiled(self, model: nn.Module) -> None:
+        log = Log()
+        with mt.Session(model, [log]):
+            model.compile(backend="eager")
+            model(X)
+            del model._compiled_call_impl
+        assert log.addresses == ["", "0", "1"]
+        assert "_compiled_call_impl" not in vars(model)
+
+    def test_compiling_goes_on_after_the_session(self, model: nn.Module) -> None:
+        compiled = torch.compile(model, backend="eager")
+        with mt.Session(model):
+            compiled(X)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled(X)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+    def test_a_session_opened_inside_compiled_code_says_what_to_do(self, model: nn.Module) -> None:
+        def opens(x: Tensor) -> Any:
+            with mt.Session(model):
+                return model(x)
+
+        with pytest.raises(Unsupported, match="Open the session outside the compiled function"):
+            torch.compile(opens, backend="eager")(X)
+        assert nn.Module.__dict__["_compiled_call_impl"] is None
+
+    def test_code_compiled_inside_the_session_before_dynamo_was_there_does_not_go_by_in_silence(self) -> None:
+        script = """
+            import torch, microtome as mt
+            model = torch.nn.Linear(2, 2)
+            with mt.Session(model):
+                torch.compile(lambda x: model(x) + 1, backend="eager")(torch.ones(1, 2))
+        """
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+        )
+        assert "calls of modules inside it were not seen. Call torch.compile before" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+class TestScripted:
+    def test_a_script_module_is_refused(self) -> None:
+        scripted = torch.jit.script(nn.ReLU())
+        with pytest.raises(Unsupported, match=r"the model is a RecursiveScriptModule.*Give the original nn.Module"):
+            mt.Session(scripted)
+        with pytest.raises(Unsupported, match="the module at '0' is a RecursiveScriptModule"):
+            mt.Session(nn.Sequential(scripted))
+
+    def test_a_script_module_that_runs_in_a_session_without_a_model_is_refused(self) -> None:
+        scripted = torch.jit.script(nn.ReLU())
+        with mt.Session(), pytest.raises(Unsupported, match="TorchScript runs outside Python"):
+            scripted(X)
+
+    def test_scripting_tracing_and_exporting_work_inside_a_session(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        expected = model(X)
+        with mt.Session(model):
+            made = [torch.jit.script(model), torch.jit.trace(model, X), torch.fx.symbolic_trace(model)]
+            made.append(torch.export.export(model, (X,)).module())
+        for other in made:
+            assert torch.equal(other(X), expected)
+
+
+def test_a_users_function_mode_sees_nothing_of_the_session() -> None:
+    class Counts(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Sequential(nn.Linear(2, 2))
+
+    def count(*, watch: bool) -> list[str]:
+        with mt.track(model if watch else nn.Identity(), on_enter=lambda call, phase: None), Counts() as mode:
+            model(X).sum().backward()
+        return mode.seen
+
+    assert count(watch=True) == count(watch=False)
+
+
+def test_transforms_of_torch_func_work_inside_a_session() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+
+    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
+        out: Tensor = torch.func.functional_call(model, values, (x,))
+        return out.sum()
+
+    def jacobians() -> Any:
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, torch.ones(3, 1, 2))
+
+    expected = jacobians()
+    log = Log()
+    with mt.Session(model, [log], backward=True):
+        found = jacobians()
+    assert log.addresses == ["", "0", "1"]
+    for name in expected:
+        assert torch.equal(expected[name], found[name])
+
+
+# -- wrong use ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("thing", "message"),
+    [
+        ("resnet", "expected a torch.nn.Module, got str 'resnet'"),
+        (nn.ReLU, "got the class ReLU; create it first"),
+        (torch.relu, "got builtin_function_or_method"),
+        ("x" * 100, "got str 'xxx.*…"),
+    ],
+)
+def test_something_that_is_not_a_module(thing: Any, message: str) -> None:
+    with pytest.raises(NotAModule, match=message):
+        mt.track(thing)
+
+
+def test_entering_a_session_twice() -> None:
+    session = mt.Session(nn.Identity())
+    with session, pytest.raises(SessionError, match="already open: use a new one"):
+        session.__enter__()
+    with session:  # one after the other is fine
+        pass
+    with pytest.raises(SessionError, match="not open"):
+        session.__exit__(None, None, None)
+
+
+class RaisesAt(mt.Probe):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def enter(self, call: mt.Call, args: Any, kwargs: Any) -> None:
+        if call.address == self.path:
+            raise ValueError("on purpose")
+
+
+def test_a_probe_that_raises_is_reported_with_the_address_of_the_call() -> None:
+    model = Repeat()
+    with mt.Session(model, [RaisesAt("inner#1")]) as session:
+        with pytest.raises(
+            ProbeError, match=r"RaisesAt.enter raised ValueError at enter of 'inner#1' \(forward\)"
+        ) as caught:
+            model(X)
+        assert caught.value.address == "inner#1"
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert session.stack == ()
+    model(X)
+
+
+def test_a_probe_that_raises_while_the_model_raises_does_not_hide_the_models_error() -> None:
+    class Second(mt.Probe):
+        def fail(self, call: mt.Call, error: BaseException) -> None:
+            raise ValueError("second")
+
+    class Raises(nn.Module):
+        def forward(self) -> None:
+            raise KeyError("first")
+
+    with mt.Session(model := Raises(), [Second()]), pytest.raises(KeyError, match="first") as caught:
+        model()
+    assert "Second.fail raised ValueError at fail of ''" in caught.value.__notes__[0]

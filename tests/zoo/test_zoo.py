@@ -1,0 +1,65 @@
+"""The zoo: the same everywhere, and with the traits that its models are there for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from microtome import zoo
+from microtome.errors import NoMatch
+
+
+def call(model: nn.Module, inputs: zoo.Inputs) -> Any:
+    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_weights_and_inputs_depend_on_the_seed_alone(name: str) -> None:
+    torch.manual_seed(0)
+    first, inputs = zoo.build(name)
+    torch.manual_seed(99)
+    again, same_inputs = zoo.build(name)
+    other, _ = zoo.build(name, seed=1)
+    for key, value in first.state_dict().items():
+        assert torch.equal(value, again.state_dict()[key])
+    assert any(not torch.equal(value, other.state_dict()[key]) for key, value in first.state_dict().items())
+    torch.testing.assert_close(inputs, same_inputs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_building_leaves_the_random_state_as_it_was(name: str) -> None:
+    before = torch.get_rng_state()
+    zoo.build(name)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_parameter_gets_a_gradient(name: str) -> None:
+    model, inputs = zoo.build(name)
+    assert not model.training
+    output = call(model, inputs)
+    (output["logits"] if isinstance(output, dict) else output).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_model_is_built_on_the_cpu_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        model, inputs = zoo.build("tiny-vit")
+    assert isinstance(inputs, torch.Tensor)
+    assert {inputs.device.type, *(p.device.type for p in model.parameters())} == {"cpu"}
+
+
+def test_an_unknown_name_lists_what_there_is() -> None:
+    with pytest.raises(
+        NoMatch, match=r"the zoo has no model 'tiny-resnets'. Did you mean 'tiny-resnet'\? It has: tiny-decoder"
+    ):
+        zoo.build("tiny-resnets")
+
+
+@pytest.mark.parametrize("text", ["tiny-vit", "zo:tiny-vit", "vit"])
+def test_a_name_without_its_source(text: str) -> None:
+    with pytest.raises(NoMatch, match="does not name a model: write the source and the name, such as 'zoo:tiny-vit'"):
+        zoo.resolve(text)
