@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.engine.backward import tensors_in
+from microtome.engine.owners import tensors_in
 from microtome.errors import ProbeError
 from tests.models import Leaf, Program, Step, Witness
 

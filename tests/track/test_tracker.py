@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import microtome as mt
-from microtome.errors import ProbeError
+from microtome.errors import ProbeError, Unsupported
 from tests.models import Chain, Leaf, Told, Witness
 
 
@@ -140,6 +140,38 @@ def test_in_place_ops_and_views(witness: Witness, device: str) -> None:
     assert_true(witness, "forward", "backward")
 
 
+def test_a_view_that_gets_its_grad_fn_late_belongs_to_the_call_that_ran_then() -> None:
+    class View(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            base = x * 2
+            view = base.view(-1)
+            base.mul_(3)  # the view gets its grad_fn anew when it is next asked for: here, as the root ends
+            return view
+
+    model = nn.Sequential(View())
+    paths: list[str | None] = []
+    with mt.track(model) as t:
+        out = model(torch.ones(2, requires_grad=True))
+        out.grad_fn.register_prehook(lambda _: paths.append(t.path))
+        out.sum().backward()
+    assert paths == [""]
+
+
+def test_what_was_made_outside_the_model_and_in_another_thread_is_not_the_models() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    asked: list[str | None] = []
+    with mt.track(model) as t:
+        # Autograd numbers its nodes per thread: this one's number is among those of the run below.
+        x = torch.ones(2, requires_grad=True) * 1
+        while torch._C._autograd._get_sequence_nr() < 1_000:
+            x = torch.ones(2, requires_grad=True) * 1
+        x.register_hook(lambda _: asked.append(t.path))
+        thread = threading.Thread(target=lambda: model(x).sum().backward())
+        thread.start()
+        thread.join()
+    assert asked == [None]
+
+
 def test_a_module_that_runs_several_times_and_one_shared_by_two_parents(witness: Witness, device: str) -> None:
     leaf = Leaf(witness)
     inner = Chain(witness, leaf, leaf)
@@ -151,8 +183,10 @@ def test_a_module_that_runs_several_times_and_one_shared_by_two_parents(witness:
     assert ("", "parts.0#1", "parts.0.parts.0#4") in [truth for truth, _ in witness.of("backward")]
 
 
-def test_accumulation_of_a_gradient_belongs_to_the_call_that_used_the_parameter_first(witness: Witness) -> None:
-    model = watched(witness, Chain(witness, Leaf(witness), Leaf(witness)), "cpu")
+def test_accumulation_of_a_gradient_belongs_to_the_first_call_of_the_parameters_module(
+    witness: Witness, device: str
+) -> None:
+    model = watched(witness, Chain(witness, Leaf(witness), Leaf(witness)), device)
     first, second = model.get_submodule("parts.0"), model.get_submodule("parts.1")
     assert isinstance(first, Leaf)
     second.weight = first.weight  # tied
@@ -160,8 +194,61 @@ def test_accumulation_of_a_gradient_belongs_to_the_call_that_used_the_parameter_
     with mt.track(model) as t:
         first.weight.register_post_accumulate_grad_hook(lambda _: paths.append(t.path))
         for _ in range(2):
-            model(torch.ones(2)).sum().backward()
+            model(torch.ones(2, device=device)).sum().backward()
     assert paths == ["parts.0", "parts.0"]
+
+
+def test_accumulation_for_a_module_that_never_runs_belongs_to_the_nearest_above_it() -> None:
+    class Borrows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lent = nn.ModuleDict({"fc": nn.Linear(2, 2)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.get_parameter("lent.fc.weight"))
+
+    model = nn.Sequential(Borrows())
+    weight = model.get_parameter("0.lent.fc.weight")
+    paths: list[str | None] = []
+    for target in (model, None):
+        with mt.track(target) as t:
+            handle = weight.register_post_accumulate_grad_hook(lambda _: paths.append(t.path))
+            model(torch.ones(1, 2)).sum().backward()
+        handle.remove()
+    assert paths == ["0", "Sequential.0"]
+
+
+def test_accumulation_for_a_parameter_that_was_put_in_while_tracking() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    paths: list[str | None] = []
+    with mt.track(model) as t:
+        for _ in range(2):
+            model[1].weight = nn.Parameter(torch.ones(2, 2))
+            model[1].weight.register_post_accumulate_grad_hook(lambda _: paths.append(t.path))
+            model(torch.ones(1, 2)).sum().backward()
+    assert paths == ["1", "1"]
+
+
+def test_a_graph_deeper_than_the_stack_can_be_tracked() -> None:
+    # torch crashes as it frees a graph of this depth if Python has looked at its nodes.
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(1, 1)
+
+        def forward(self, x: Tensor, steps: int) -> Tensor:
+            for _ in range(steps):
+                x = self.cell(x)
+            return x
+
+    model = Loop()
+    with mt.track(model):
+        model(torch.ones(1, 1), 60_000).sum().backward()
+    with mt.track(model, on_enter=lambda call, phase: None):
+        out = model(torch.ones(1, 1), 11_000).sum()
+        with pytest.raises(Unsupported, match="more than 10,000 autograd nodes deep.*track without callbacks"):
+            out.backward()
+        model(torch.ones(1, 1), 9_000).sum().backward()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -334,7 +421,7 @@ def test_an_exception_in_a_backward_leaves_no_stale_call(witness: Witness, devic
 
         x = torch.ones(2, device=device, requires_grad=True)
         handle = x.register_hook(fail)
-        with pytest.raises(ValueError, match="on purpose in parts.0|on purpose in $"):
+        with pytest.raises(ValueError, match="on purpose in None"):
             model(x).sum().backward()
         assert (t.stack, t.is_backward) == ((), False)
         handle.remove()

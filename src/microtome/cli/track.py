@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from microtome import zoo
-from microtome.engine.backward import tensors_in
+from microtome.engine.owners import tensors_in
 from microtome.track import track as track_model
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Literal
 
@@ -13,7 +14,7 @@ Phase = Literal["forward", "recompute", "backward"]
 
 _start = attrgetter("_start")
 #: The end of a call that is still open: larger than any number that autograd gives to a node made in a forward.
-_OPEN = 1 << 64
+_OPEN = (1 << 64) - 1
 
 
 class Site:
@@ -25,9 +26,9 @@ class Site:
 
     __slots__ = ("path", "ref")
 
-    def __init__(self, path: str, module: nn.Module) -> None:
+    def __init__(self, path: str, module: nn.Module, when_gone: Callable[[object], object] | None = None) -> None:
         self.path = path
-        self.ref = weakref.ref(module)
+        self.ref = weakref.ref(module, when_gone)
 
     def contains(self, other: Site) -> bool:
         """Whether the other module lies strictly below this one."""
@@ -98,9 +99,11 @@ class Run:
         base: The call that the run's outermost call hangs under; None but for a recomputation.
         start: The sequence number of the first autograd node that the run can have made.
         open: The calls now running, outermost first; never empty while it is its thread's run.
+        counts: How many calls each site has had.
+        calls: In the order they began, the calls since the first autograd node was made and those then open.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_counts", "base", "open", "outer", "phase", "start", "task")
+    __slots__ = ("__weakref__", "_firsts", "base", "calls", "counts", "open", "outer", "phase", "start", "task")
 
     def __init__(self, outer: Run | None, task: int, base: Call | None, start: int) -> None:
         self.outer = outer
@@ -109,44 +112,35 @@ class Run:
         self.start = start
         self.phase: Phase = "forward" if task == -1 else "recompute"
         self.open: list[Call] = []
-        self._counts: dict[Site, int] = {}
-        # Those since the first autograd node was made, and those then open, in the order they began.
-        self._calls: list[Call] = []
-
-    def count_from(self, site: Site, index: int) -> None:
-        """Give the site's next call this index."""
-        self._counts[site] = index
-
-    def enter(self, site: Site, start: int) -> Call:
-        counts, stack = self._counts, self.open
-        index = counts.get(site, 0)
-        counts[site] = index + 1
-        call = Call(site, index, stack[-1] if stack else self.base, self.phase, start)
-        stack.append(call)
-        self._calls.append(call)
-        return call
-
-    def leave(self, call: Call, end: int) -> bool:
-        """Take the call off the stack; say whether any autograd node was made in it."""
-        self.open.pop()
-        call._end = end
-        if end == self.start:
-            del self._calls[-1]  # no node yet, so nothing to look up: a loop without grad must not grow
-        return end > call._start
+        self.counts: dict[Site, int] = {}
+        self.calls: list[Call] = []
+        self._firsts: dict[str, Call] = {}
 
     def made(self, number: int) -> bool:
         """Whether the node with this sequence number was made by this run, if it was made in this run's thread."""
-        return bool(self._calls) and self.start <= number < self._calls[0]._end
+        return bool(self.calls) and self.start <= number < self.calls[0]._end
+
+    def first_call(self, paths: Iterable[str]) -> Call | None:
+        """The first call of the modules at these paths; for one that never ran, of the nearest above it that did."""
+        if self.open or not self._firsts:
+            self._firsts = {call.path: call for call in reversed(self.calls)}
+        calls = [call for path in paths if (call := self._nearest(path)) is not None]
+        return min(calls, key=_start, default=None)
+
+    def _nearest(self, path: str) -> Call | None:
+        while path and path not in self._firsts:
+            path = path.rpartition(".")[0]
+        return self._firsts.get(path)
 
     def index_after(self, site: Site, number: int) -> int:
         """The index of the site's first call after the node with this sequence number was made."""
-        later = self._calls[bisect_right(self._calls, number, key=_start) :]
+        later = self.calls[bisect_right(self.calls, number, key=_start) :]
         return next((call.index for call in later if call._site is site), 0)
 
     def owner(self, number: int) -> Call | None:
         """The innermost call that was running when the node with this sequence number was made."""
-        at = bisect_right(self._calls, number, key=_start) - 1
-        call = self._calls[at] if at >= 0 else None
+        at = bisect_right(self.calls, number, key=_start) - 1
+        call = self.calls[at] if at >= 0 else None
         while call is not None and call._end <= number:
             call = call.parent if call.parent is not self.base else None
         return call

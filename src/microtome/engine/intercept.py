@@ -70,10 +70,12 @@ class Chain:
             if self._open:
                 self._rebuild()
                 return
-            self._warn_if_missed()
+            missed = not self._eager and "torch._dynamo" in sys.modules
             while self._undo:
                 self._undo.pop()()
             self._eager = False
+            if missed:
+                self._warn_of_compiled()
 
     def _rebuild(self) -> None:
         call: AnyCall = nn.Module._call_impl
@@ -105,13 +107,9 @@ class Chain:
             self._eager = True
             self._undo.append(partial(stance.__exit__, None, None, None))
 
-    def _warn_if_missed(self) -> None:
+    def _warn_of_compiled(self) -> None:
         """Dynamo was imported while a session was open, and what it compiled ran before any module did."""
-        if (
-            not self._eager
-            and "torch._dynamo" in sys.modules
-            and torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        ):
+        if torch._dynamo.utils.counters["stats"]["unique_graphs"]:
             warnings.warn(
                 "compiled code ran in this session before torch.compile could be told to run as Python: calls of "
                 "modules inside it were not seen. Call torch.compile before the session is opened.",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 
-from microtome.engine.backward import Backward, Owners, graph_task, next_number
+from microtome.engine.backward import Backward
 from microtome.engine.calls import Call, Run, Site
 from microtome.engine.intercept import AnyCall, chain
+from microtome.engine.owners import Owners, graph_task, next_number, nodes_of
 from microtome.engine.probes import Intervention, Probe, Replace, Skip, Stop, Stopped
 from microtome.engine.select import check_model, select
 from microtome.engine.sites import ModelSites, ProcessSites, Sites
@@ -83,7 +85,7 @@ class Session:
         if self._is_open:
             raise SessionError("this session is already open: use a new one for each `with` that lies inside another")
         self._threads = Threads()
-        self._owners = Owners(self._threads) if self._backward else None
+        self._owners = Owners(self._threads, self._sites) if self._backward else None
         self._changes = self._resolve(self._interventions)
         chain.add(self)
         self._is_open = True
@@ -147,23 +149,35 @@ class Session:
             run = thread.run
             task = graph_task()
             if run is None or run.task != task:
-                run = self._begin(thread, site, task)
-            call = run.enter(site, next_number())
+                run = self._begin(thread, site, task, (args, kwargs))
+            counts, stack = run.counts, run.open
+            index = counts.get(site, 0)
+            counts[site] = index + 1
+            call = Call(site, index, stack[-1] if stack else run.base, run.phase, next_number())
+            stack.append(call)
+            run.calls.append(call)
             try:
-                if enter:
-                    _tell(enter, "enter", call, args, kwargs)
-                change = changes.get(site) if changes else None
-                if change is None:
-                    output = inner(module, *args, **kwargs)
-                else:
-                    output = change.run(call, inner, module, args, kwargs)
+                try:
+                    if enter:
+                        _tell(enter, "enter", call, args, kwargs)
+                    change = changes.get(site) if changes else None
+                    if change is None:
+                        output = inner(module, *args, **kwargs)
+                    else:
+                        output = change.run(call, inner, module, args, kwargs)
+                finally:
+                    stack.pop()
+                    call._end = end = next_number()
+                    if end == run.start:
+                        del run.calls[-1]  # no node was made so far; a loop without grad must not grow
+                    if not stack:
+                        thread.end(run)
             except BaseException as error:
-                self._leave(thread, run, call, error)
+                self._tell_failure(call, error)
                 raise
-            if run.leave(call, next_number()) and owners is not None:
-                owners.claim(run, output)
-            if not run.open:
-                thread.end(run)
+            if end > call._start and owners is not None and (thread.tags or not stack):
+                (owners.claim if thread.tags else owners.anchor)(run, output)
+                call._end = next_number()  # asking a view for its grad_fn may have made one
             if exit_:
                 _tell(exit_, "exit", call, args, kwargs, output)
             if change is not None and change.stop:
@@ -173,24 +187,22 @@ class Session:
         return call_module
 
     def wrap_backward(self, inner: AnyCall) -> AnyCall:
-        """The way of a backward through this session: plain, unless probes are to be told or it makes a graph."""
-        owners = self._owners
+        """The way of a backward through this session; node by node only if probes are told or it makes a graph."""
+        owners, threads = self._owners, self._threads
         if owners is None:
             return inner
+        enter = partial(_tell, self._enter_backward, "enter_backward")
+        leave = partial(_tell, self._exit_backward, "exit_backward")
         told = bool(self._enter_backward or self._exit_backward)
 
         def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             create_graph = bool(args[2])  # roots, grad_tensors, retain_graph, create_graph, inputs, ...
-            if not (told or create_graph):
-                return inner(roots, *args, **kwargs)
-            backward = Backward(
-                owners,
-                self._threads,
-                create_graph=create_graph,
-                enter=partial(_tell, self._enter_backward, "enter_backward"),
-                leave=partial(_tell, self._exit_backward, "exit_backward"),
-            )
-            with backward.watch(roots):
+            nodes = [node for root in roots for node in (nodes_of(root) if isinstance(root, Tensor) else [root.node])]
+            with ExitStack() as stack:
+                stack.enter_context(owners.home(nodes))
+                if told or create_graph:
+                    backward = Backward(owners, threads, create_graph=create_graph, enter=enter, leave=leave)
+                    stack.enter_context(backward.watch(nodes))
                 return inner(roots, *args, **kwargs)
 
         return run_backward
@@ -200,20 +212,21 @@ class Session:
         run = self._threads.here().run
         return self._sites.find(module, None if run is None else run.open[-1].module)
 
-    def _begin(self, thread: Thread, site: Site, task: int) -> Run:
+    def _begin(self, thread: Thread, site: Site, task: int, inputs: Any) -> Run:
         """Begin a run at an outermost call. Inside a backward it recomputes, and hangs where its original hung."""
         chain.run_eagerly()
         self._sites.refresh()
-        base, index = self._owners.original(site) if self._owners is not None and task != -1 else (None, 0)
+        base, index = None, 0
+        if self._owners is not None:
+            if thread.tags:
+                self._owners.bound(inputs)
+            if task != -1:
+                base, index = self._owners.original(site)
         thread.run = run = Run(thread.run, task, base, next_number())
-        run.count_from(site, index)
+        run.counts[site] = index
         return run
 
-    def _leave(self, thread: Thread, run: Run, call: Call, error: BaseException) -> None:
-        """The call was left by an exception."""
-        run.leave(call, next_number())
-        if not run.open:
-            thread.end(run)
+    def _tell_failure(self, call: Call, error: BaseException) -> None:
         try:
             _tell(self._fail, "fail", call, error)
         except ProbeError as second:  # what the model raised goes first

@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from microtome.engine.calls import Site
 from microtome.engine.select import check_model, names, no_path
 from microtome.errors import NoMatch, Unsupported
 
 
-class Sites(Protocol):
+class Sites(ABC):
     """The modules of a session: `by_id` knows most, `find` is asked about others, `refresh` comes before each run."""
 
-    by_id: dict[int, Site]
+    def __init__(self) -> None:
+        self.by_id: dict[int, Site] = {}
+        self._holders: dict[int, list[Site]] = {}
 
+    @abstractmethod
     def find(self, module: nn.Module, caller: nn.Module | None) -> Site | None: ...
+    @abstractmethod
     def refresh(self) -> None: ...
+    @abstractmethod
     def module_of(self, path: str) -> nn.Module: ...
+    @abstractmethod
     def paths_of(self, module: nn.Module) -> tuple[str, ...]: ...
 
+    def holding(self, parameter: Tensor) -> list[str]:
+        """The paths of the modules that hold a parameter as their own: several, where it is tied."""
+        if not any(_holds(site, parameter) for site in self._holders.get(id(parameter), ())):
+            self._holders = {}
+            for site in list(self.by_id.values()):
+                module = site.ref()
+                for held in () if module is None else module._parameters.values():
+                    self._holders.setdefault(id(held), []).append(site)
+        return [site.path for site in self._holders.get(id(parameter), ()) if _holds(site, parameter)]
 
-class ModelSites:
+
+class ModelSites(Sites):
     """The modules of one model, also those added, moved or removed while the session is open."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.by_id: dict[int, Site] = {}
+        super().__init__()
         self._model = model
         # What each module held when last looked at. It keeps the modules alive, so no id in `by_id` can be used again.
         self._held: list[tuple[dict[str, nn.Module | None], list[tuple[str, nn.Module | None]]]] = []
@@ -75,7 +91,7 @@ class ModelSites:
         return paths
 
 
-class ProcessSites:
+class ProcessSites(Sites):
     """Every module that runs in the process. A path begins with the class name of the outermost module that holds it.
 
     A second root of the same class is called `Net@2`, a third `Net@3`. A module that first ran alone and later inside
@@ -83,7 +99,7 @@ class ProcessSites:
     """
 
     def __init__(self) -> None:
-        self.by_id: dict[int, Site] = {}
+        super().__init__()
         self._roots: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
 
     def refresh(self) -> None:
@@ -100,6 +116,9 @@ class ProcessSites:
             self._roots[root] = module
             self._name(root)
         return self.by_id[id(module)]
+
+    def _forget(self, key: int) -> Callable[[object], object]:
+        return lambda _: self.by_id.pop(key, None)
 
     def _new_root(self, name: str) -> str:
         count = 1
@@ -121,8 +140,7 @@ class ProcessSites:
             full = f"{root}.{path}" if path else root
             site = self.by_id.get(id(module))
             if site is None:
-                self.by_id[id(module)] = Site(full, module)
-                weakref.finalize(module, self.by_id.pop, id(module), None).atexit = False
+                self.by_id[id(module)] = Site(full, module, self._forget(id(module)))
             elif (other := self._roots.get(site.path.partition(".")[0])) is None or (
                 other is not top and id(other) in below
             ):
@@ -149,6 +167,11 @@ class ProcessSites:
         if not paths:
             raise NoMatch(f"the {type(module).__name__} has not run in this session, nor has a module that holds it")
         return paths
+
+
+def _holds(site: Site, parameter: Tensor) -> bool:
+    module = site.ref()
+    return module is not None and any(held is parameter for held in module._parameters.values())
 
 
 def _same_hooks(site: Site, replica: nn.Module) -> bool:

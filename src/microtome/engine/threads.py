@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
 
 from microtome.engine.calls import Call, Run
 
@@ -14,58 +15,58 @@ class Thread:
 
     Attributes:
         run: The run now open in the thread, or None.
+        tags: Whether runs of the thread tag the autograd nodes they make; see `Owners`.
         in_backward: The calls whose backward the probes were told is open in the thread, outermost first.
     """
 
-    __slots__ = ("__weakref__", "_recent", "_runs", "in_backward", "run")
+    __slots__ = ("__weakref__", "_recent", "_runs", "in_backward", "run", "tags")
 
-    def __init__(self) -> None:
+    def __init__(self, *, tags: bool) -> None:
         self.run: Run | None = None
+        self.tags = tags
         self.in_backward: tuple[Call, ...] = ()
-        # A run lives as long as a node that it tagged. The latest live on, for nodes that no module returned.
+        # A run lives as long as a node that it tagged; the latest live on, for graphs that their output is not part of.
         self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
         self._recent: deque[Run] = deque(maxlen=16)
 
-    @property
-    def has_run(self) -> bool:
-        return self.run is not None or bool(self._recent)
-
     def end(self, run: Run) -> None:
         self.run = run.outer
-        self._runs.add(run)
-        self._recent.append(run)
+        if run.calls:
+            self._runs.add(run)
+            self._recent.append(run)
 
-    def owner(self, number: int) -> Call | None:
-        """The call that made the node with this number in this thread."""
-        runs = list(self._runs)
+    def _live(self) -> Iterator[Run]:
+        """The runs that may own a node, the latest first."""
         run = self.run
         while run is not None:
-            runs.append(run)
+            yield run
             run = run.outer
-        return next((run.owner(number) for run in runs if run.made(number)), None)
+        yield from sorted(self._runs, key=lambda run: run.start, reverse=True)
+
+    def holds(self, run: Run) -> bool:
+        return any(run is other for other in self._live())
+
+    def run_that_made(self, number: int) -> Run | None:
+        """The run that made the node with this number, if the node was made in this thread."""
+        return next((run for run in self._live() if run.made(number)), None)
+
+    def first_call(self, paths: list[str]) -> Call | None:
+        """The first call, in the latest run that has one, of the modules at these paths."""
+        return next((call for run in self._live() if (call := run.first_call(paths)) is not None), None)
 
 
 class Threads:
-    """The threads that have run a module of the session; each is forgotten when it ends."""
+    """The threads that run modules of the session; each is forgotten when it ends."""
 
     def __init__(self) -> None:
         self.local = threading.local()
-        self._all: weakref.WeakSet[Thread] = weakref.WeakSet()
+        #: The thread that opened the session.
+        self.opener = self.local.state = Thread(tags=False)
 
     def here(self) -> Thread:
         """This thread's share."""
         try:
             state: Thread = self.local.state
         except AttributeError:
-            state = self.local.state = Thread()
-            self._all.add(state)
+            state = self.local.state = Thread(tags=True)
         return state
-
-    def owner(self, number: int) -> Call | None:
-        """The call that made the node with this number, where it can be told from the number alone."""
-        here = threading.get_ident()
-        if any(thread.ident == here for thread in threading.enumerate()):
-            return self.here().owner(number)
-        # One of autograd's own threads runs the nodes of all others: certain only if a single thread can have made it.
-        makers = [thread for thread in self._all if thread.has_run]
-        return makers[0].owner(number) if len(makers) == 1 else None
