@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from microtome.engine.calls import Call
-from microtome.engine.owners import Node, Owners, current_node, graph_task, next_number
+from microtome.engine.owners import AccumulateGrad, Node, Owners, current_node, graph_task, next_number
 from microtome.engine.threads import Thread, Threads
 from microtome.errors import Unsupported
 
@@ -58,6 +58,8 @@ class Backward:
     def _before(self, _: Any) -> None:
         node = current_node()
         call = self._owners.owner(node)
+        if call is None and type(node) is AccumulateGrad:
+            return  # the gradient of an input: it comes amid the nodes of the call that read it
         thread = self._threads.here()
         stack = () if call is None else call.stack
         self._move(thread, self._open.setdefault(thread, []), tuple(c for c in stack if c not in self._outer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -20,7 +21,7 @@ Node = Any
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 current_node: Callable[[], Node] = torch._C._current_autograd_node
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 _REENTRANT = "CheckpointFunctionBackward"
 #: How many nodes of a backward are looked at to find whose graph it is.
@@ -66,8 +67,8 @@ class Owners:
         # The names of our entries in a node's metadata: objects, so that they are this session's alone.
         self._tag = object()
         self._wall = object()
-        # For each backward now running, by its graph task: the thread whose graph it is.
-        self._homes: dict[int, Thread] = {}
+        # For each backward now running, by its graph task: the thread whose graph it is, and a run that made it.
+        self._homes: dict[int, tuple[Thread, Run | None]] = {}
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ class Owners:
         while pending:
             node = pending.pop()
             tags = node.metadata
-            if self._tag in tags or self._wall in tags or type(node) is _AccumulateGrad:
+            if self._tag in tags or self._wall in tags or type(node) is AccumulateGrad:
                 continue
             if node._sequence_nr() >= run.start:
                 tags[self._tag] = run
@@ -113,8 +114,9 @@ class Owners:
         """The call that made a node of the backward that runs now in this thread."""
         if isinstance(tag := node.metadata.get(self._tag), Call):
             return tag
-        if type(node) is _AccumulateGrad:
-            return self._home().first_call(self._sites.holding(node.variable))
+        if type(node) is AccumulateGrad:
+            thread, run = self._home()
+            return thread.first_call(self._sites.holding(node.variable), run)
         run = self._run_of(node)
         return None if run is None else run.owner(node._sequence_nr())
 
@@ -137,25 +139,26 @@ class Owners:
 
     def _run_of(self, node: Node) -> Run | None:
         tag: Run | None = node.metadata.get(self._tag)
-        home = self._home()
-        return tag if tag is not None or home.tags else home.run_that_made(node._sequence_nr())
+        thread, _ = self._home()
+        return tag if tag is not None or thread.tags else thread.run_that_made(node._sequence_nr())
 
     # -- whose graph ---------------------------------------------------------------------------------------------------
 
-    def _home(self) -> Thread:
-        """The thread whose graph the backward runs through that runs now in this thread."""
-        return self._homes.get(graph_task()) or self._threads.here()
+    def _home(self) -> tuple[Thread, Run | None]:
+        """Whose graph the backward runs through that runs now in this thread."""
+        return self._homes.get(graph_task()) or (self._threads.here(), None)
 
     @contextmanager
     def home(self, roots: list[Node]) -> Iterator[None]:
         """While a backward runs from these nodes, know whose graph it is: its caller's, unless the opener's is seen."""
-        here, opener = self._threads.here(), self._threads.opener
-        home = opener if here is not opener and self._near(roots, opener) else here
+        thread, opener = self._threads.here(), self._threads.opener
+        run = self._near(roots)
+        home = opener if run is not None and opener.holds(run) else thread
         tasks: list[int] = []
 
         def begin(_: Any) -> None:
             tasks.append(graph_task())
-            self._homes[graph_task()] = home
+            self._homes[graph_task()] = home, run
 
         # A root runs before all else in its backward, and in the thread, perhaps autograd's own, that others ask from.
         handles = [root.register_prehook(begin) for root in roots]
@@ -167,15 +170,14 @@ class Owners:
             for task in tasks:
                 self._homes.pop(task, None)
 
-    def _near(self, roots: list[Node], thread: Thread) -> bool:
-        """Whether the output of one of the thread's runs lies near the roots, as it does below a loss."""
-        pending = list(roots)
+    def _near(self, roots: list[Node]) -> Run | None:
+        """The run whose output lies near the roots, as it does below a loss."""
+        pending = deque(roots)
         for _ in range(_NEAR):
             if not pending:
                 break
-            node = pending.pop(0)
-            tag = node.metadata.get(self._tag)
-            if isinstance(tag, Run) and thread.holds(tag):
-                return True
+            node = pending.popleft()
+            if isinstance(tag := node.metadata.get(self._tag), Run):
+                return tag
             pending.extend(below for below, _ in node.next_functions if below is not None)
-        return False
+        return None

@@ -50,9 +50,10 @@ class Thread:
         """The run that made the node with this number, if the node was made in this thread."""
         return next((run for run in self._live() if run.made(number)), None)
 
-    def first_call(self, paths: list[str]) -> Call | None:
-        """The first call, in the latest run that has one, of the modules at these paths."""
-        return next((call for run in self._live() if (call := run.first_call(paths)) is not None), None)
+    def first_call(self, paths: list[str], run: Run | None) -> Call | None:
+        """The first call of the modules at these paths: in that run, or in the latest forward that has one."""
+        runs = (run, *(run for run in self._live() if run.phase == "forward"))
+        return next((call for run in runs if run is not None and (call := run.first_call(paths)) is not None), None)
 
 
 class Threads:
