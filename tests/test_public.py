@@ -11,19 +11,8 @@ from microtome import errors
 
 def test_public_names() -> None:
     assert sorted(microtome.__all__) == [
-        *(
-            "Call",
-            "MicrotomeError",
-            "Probe",
-            "Replace",
-            "Session",
-            "Skip",
-            "Stop",
-            "Stopped",
-            "Tracker",
-            "select",
-            "track",
-        ),
+        *("Call", "Inputs", "MicrotomeError", "Probe", "Replace", "Session", "Skip", "Stop", "Stopped"),
+        *("Tracker", "select", "track"),
     ]
     assert all(getattr(microtome, name).__doc__ for name in microtome.__all__)
 

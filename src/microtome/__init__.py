@@ -2,12 +2,14 @@
 
 from microtome.engine import Call, Probe, Replace, Session, Skip, Stop, Stopped, select
 from microtome.errors import MicrotomeError
+from microtome.inputs import Inputs
 from microtome.track import Tracker, track
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Call",
+    "Inputs",
     "MicrotomeError",
     "Probe",
     "Replace",

@@ -5,6 +5,7 @@
     MicrotomeError
     ├── NotAModule        something that is not an nn.Module was given as a model or as a selector's target
     ├── NoMatch           a path, selector or name that matches nothing; lists the nearest
+    ├── BadInputs         inputs that cannot be read as the arguments of a model
     ├── BadSelector       a selector of a kind that microtome does not know
     ├── SessionError      a session entered twice, or asked something it cannot answer in its state
     ├── Unsupported       a model that cannot be opened as it is (a ScriptModule), with what to do instead
@@ -30,6 +31,10 @@ class NoMatch(MicrotomeError, LookupError):
 
 class BadSelector(MicrotomeError, TypeError):
     """A selector of a kind that microtome does not know."""
+
+
+class BadInputs(MicrotomeError, ValueError):
+    """Inputs that cannot be read as the arguments of a model."""
 
 
 class SessionError(MicrotomeError, RuntimeError):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import module_tracker as torchs
 from torch.utils.flop_counter import FlopCounterMode
 
-from microtome import zoo
+from microtome import Inputs, zoo
 from microtome.compat.module_tracker import ModuleTracker
 
 
@@ -123,7 +123,7 @@ def test_flops_of_the_leaves_make_the_whole(name: str) -> None:
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = ModuleTracker()  # type: ignore[assignment]
     with counter:
-        output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        output = Inputs.of(inputs).run(model)
         (output["logits"] if isinstance(output, dict) else output).sum().backward()
     found = {key: sum(ops.values()) for key, ops in counter.get_flop_counts().items()}
     root = type(model).__name__

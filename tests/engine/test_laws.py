@@ -102,7 +102,7 @@ class Bomb(mt.Probe):
 
 
 def run(model: nn.Module, inputs: zoo.Inputs, *, backward: bool) -> None:
-    output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    output = mt.Inputs.of(inputs).run(model)
     if backward:
         loss = torch.stack([tensor.sum() for tensor in tensors_in(output)]).sum()
         torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
@@ -184,7 +184,7 @@ def test_a_watched_training_step_is_the_plain_one_bit_for_bit(name: str) -> None
             if isinstance(module, nn.Linear):
                 module.register_forward_hook(lambda _m, _a, output: torch.dropout(output, 0.5, train=True))
         with mt.track(model if watch else nn.Identity(), on_enter=lambda call, phase: None):
-            output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+            output = mt.Inputs.of(inputs).run(model)
             torch.stack([tensor.pow(2).sum() for tensor in tensors_in(output)]).sum().backward()
         return model.state_dict(), [p.grad for p in model.parameters()], torch.get_rng_state()
 

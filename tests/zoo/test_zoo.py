@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
-from microtome import zoo
+from microtome import Inputs, zoo
 from microtome.errors import NoMatch
-
-
-def call(model: nn.Module, inputs: zoo.Inputs) -> Any:
-    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
 @pytest.mark.parametrize("name", zoo.names())
@@ -40,7 +33,7 @@ def test_building_leaves_the_random_state_as_it_was(name: str) -> None:
 def test_every_parameter_gets_a_gradient(name: str) -> None:
     model, inputs = zoo.build(name)
     assert not model.training
-    output = call(model, inputs)
+    output = Inputs.of(inputs).run(model)
     (output["logits"] if isinstance(output, dict) else output).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 

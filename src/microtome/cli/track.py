@@ -13,6 +13,7 @@ from rich.table import Table
 
 from microtome import zoo
 from microtome.engine.owners import tensors_in
+from microtome.inputs import Inputs
 from microtome.track import track as track_model
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def _run(name: str) -> list[Row]:
         order[phase].setdefault(call, len(order[phase]) + 1)
 
     with track_model(model, on_enter=number):
-        output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        output = Inputs.of(inputs).run(model)
         torch.stack([tensor.sum() for tensor in tensors_in(output)]).sum().backward()
     return [
         Row(call.address, type(call.module).__name__, call.depth, place, order["backward"].get(call))

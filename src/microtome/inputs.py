@@ -1,0 +1,92 @@
+"""The one rule for what `inputs` means, wherever a model is to be run."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microtome.errors import BadInputs
+
+_PART = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
+
+
+class Inputs:
+    """The arguments of one run of a model, positional and keyword.
+
+    `Inputs.of` takes what users may give: a tensor, a tuple of positional arguments, a dict of keyword arguments, an
+    `Inputs`, or a text of shapes. Anything else is the model's one positional argument.
+
+    >>> Inputs.of({"x": None}).kwargs
+    {'x': None}
+    >>> [tuple(tensor.shape) for tensor in Inputs.of("1x3x8x8, 1x77:int64").args]
+    [(1, 3, 8, 8), (1, 77)]
+    >>> Inputs.of("input_ids=2x4:int64").kwargs["input_ids"].dtype
+    torch.int64
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args
+        self.kwargs = kwargs
+
+    @classmethod
+    def of(cls, inputs: Any) -> Inputs:
+        """What the user gave, as arguments."""
+        if isinstance(inputs, Inputs):
+            return inputs
+        if isinstance(inputs, str):
+            return _parse(inputs)
+        if isinstance(inputs, dict):
+            if not all(isinstance(name, str) for name in inputs):
+                raise BadInputs(f"a dict of inputs has the names of arguments as keys, got {list(inputs)!r}")
+            return cls(**inputs)
+        # A named tuple is somebody's structure, and so one argument.
+        return cls(*inputs) if type(inputs) is tuple else cls(inputs)
+
+    def run(self, model: nn.Module) -> Any:
+        """Call the model with these arguments."""
+        return model(*self.args, **self.kwargs)
+
+    def __repr__(self) -> str:
+        parts = [_describe(value) for value in self.args]
+        parts += [f"{name}={_describe(value)}" for name, value in self.kwargs.items()]
+        return f"Inputs({', '.join(parts)})"
+
+
+def _parse(text: str) -> Inputs:
+    """Tensors of the shapes in a text such as `1x3x224x224:bfloat16, mask=1x77:bool`, the same in every run."""
+    args: list[Tensor] = []
+    kwargs: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for part in text.split(","):
+        match = _PART.fullmatch(part.strip())
+        if match is None:
+            raise BadInputs(
+                f"cannot read {part.strip()!r} in the inputs {text!r}: write a shape and, if not float32, a dtype, "
+                "such as '1x3x224x224', '1x77:int64' or 'input_ids=1x128:int64', several with commas between"
+            )
+        tensor = _tensor([int(size) for size in match["shape"].split("x")], match["dtype"] or "float32", generator)
+        if match["name"] in kwargs:
+            raise BadInputs(f"the input {match['name']!r} is given twice in {text!r}")
+        if match["name"]:
+            kwargs[match["name"]] = tensor
+        elif kwargs:
+            raise BadInputs(f"positional inputs come before named ones: {part.strip()!r} in {text!r}")
+        else:
+            args.append(tensor)
+    return Inputs(*args, **kwargs)
+
+
+def _tensor(shape: list[int], name: str, generator: torch.Generator) -> Tensor:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise BadInputs(f"{name!r} is not a dtype of torch: write float32, bfloat16, int64, bool or another")
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator, device="cpu").to(dtype)
+    return torch.zeros(shape, dtype=dtype, device="cpu")  # an index that every embedding has
+
+
+def _describe(value: Any) -> str:
+    return f"{'x'.join(map(str, value.shape))}:{str(value.dtype)[6:]}" if isinstance(value, Tensor) else repr(value)

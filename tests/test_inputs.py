@@ -1,0 +1,75 @@
+"""The one rule for inputs."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from microtome import Inputs
+from microtome.errors import BadInputs
+
+T = torch.ones(2)
+Pair = namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("given", "args", "kwargs"),
+    [
+        (T, (T,), {}),
+        ((T, None, 3), (T, None, 3), {}),
+        ((), (), {}),
+        ({"x": T, "deep": {"y": [None]}}, (), {"x": T, "deep": {"y": [None]}}),
+        (Inputs(1, b=2), (1,), {"b": 2}),
+        ([T, T], ([T, T],), {}),
+        (Pair(T, T), (Pair(T, T),), {}),
+        (None, (None,), {}),
+    ],
+)
+def test_what_users_give_becomes_arguments(given: Any, args: Any, kwargs: Any) -> None:
+    found = Inputs.of(given)
+    assert (str(found.args), str(found.kwargs)) == (str(args), str(kwargs))
+
+
+def test_a_text_of_shapes_becomes_tensors() -> None:
+    found = Inputs.of("1x3x8x8:bfloat16, 5, ids=2x7:int64,mask=2x7:bool , z=3:complex64")
+    first, second = found.args
+    assert (first.shape, first.dtype, second.shape, second.dtype) == ((1, 3, 8, 8), torch.bfloat16, (5,), torch.float32)
+    assert {name: (tuple(t.shape), t.dtype) for name, t in found.kwargs.items()} == {
+        "ids": ((2, 7), torch.int64),
+        "mask": ((2, 7), torch.bool),
+        "z": ((3,), torch.complex64),
+    }
+    assert repr(found).startswith("Inputs(1x3x8x8:bfloat16, 5:float32, ids=2x7:int64")
+
+
+def test_a_text_gives_the_same_tensors_each_time_and_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    assert torch.equal(Inputs.of("4x4").args[0], Inputs.of("4x4").args[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_integers_are_indices_that_every_embedding_has() -> None:
+    assert Inputs.of("2x3:int64").run(nn.Embedding(1, 4)).shape == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("1x3x", "cannot read '1x3x' in the inputs '1x3x': write a shape"),
+        ("", "cannot read ''"),
+        ("1x3, ", "cannot read '' in the inputs '1x3, '"),
+        ("1x-3", "cannot read '1x-3'"),
+        ("2:int65", "'int65' is not a dtype of torch"),
+        ("2:nn", "'nn' is not a dtype of torch"),
+        ("a=1, a=2", "the input 'a' is given twice"),
+        ("a=1, 2", "positional inputs come before named ones: '2'"),
+        ({1: T}, "names of arguments as keys"),
+    ],
+)
+def test_what_cannot_be_read(given: Any, message: str) -> None:
+    with pytest.raises(BadInputs, match=message):
+        Inputs.of(given)
