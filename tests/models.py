@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -164,12 +164,3 @@ class Program(Told):
     def losses(self) -> list[Tensor]:
         """The side branches of this and every program below, which no output depends on."""
         return [a for m in self.modules() if isinstance(m, Program) for a in m.asides if a.requires_grad]
-
-
-@dataclass
-class Recorded:
-    """A model, its witness, and the addresses that callbacks were told."""
-
-    witness: Witness
-    model: nn.Module
-    told: list[tuple[str, str, str]] = field(default_factory=list)

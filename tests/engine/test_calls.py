@@ -231,3 +231,62 @@ def test_names_of_modules_that_are_gone_are_free_again() -> None:
         for _ in range(3):
             nn.Sequential(nn.ReLU())(X)
     assert log.addresses == ["Sequential", "Sequential.0"] * 3
+
+
+def test_modules_moved_between_runs_have_their_present_path_without_a_model_too() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Tanh())
+    log = Log()
+    with mt.Session(None, [log]):
+        model(X)
+        model.insert(0, nn.GELU())
+        model(X)
+    assert [(call.path, type(call.module)) for call in log.calls[-3:]] == [
+        *(("Sequential.0", nn.GELU), ("Sequential.1", nn.ReLU), ("Sequential.2", nn.Tanh)),
+    ]
+
+
+def test_a_module_that_outlives_its_root_becomes_one() -> None:
+    log = Log()
+    with mt.Session(None, [log]) as session:
+        model = nn.Sequential(nn.ReLU())
+        model(X)
+        kept = model[0]
+        del model
+        kept(X)
+        assert session.paths_of(kept) == ("ReLU",)
+        with pytest.raises(LookupError, match="the Tanh has not run in this session, nor has a module that holds it"):
+            session.paths_of(nn.Tanh())
+    assert log.addresses == ["Sequential", "Sequential.0", "ReLU"]
+
+
+def test_modules_made_on_the_fly_belong_to_no_model() -> None:
+    class Inline(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.ReLU()(x)
+
+    assert addresses(Inline(), X) == [""]
+
+
+def test_a_module_put_elsewhere_in_the_model_while_it_runs_is_seen() -> None:
+    class Puts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            late = nn.ReLU()
+            late(x)  # not yet
+            model.add_module("late", late)
+            return late(x)
+
+    model = nn.Sequential(Puts())
+    log = Log()
+    with mt.Session(model, [log]):
+        model[0](X)
+    assert log.addresses == ["0", "late"]
+
+
+def test_an_address_will_do_as_a_path() -> None:
+    model = Repeat()
+    with mt.track(model) as t, mt.track() as everything:
+        model(X)
+        assert t.module_of("inner#2") is everything.module_of("Repeat.inner#1") is model.inner
+        for wrong in (None, 0):
+            with pytest.raises(TypeError, match=f"a path is a text such as 'layer1.0', got {wrong}"):
+                t.module_of(wrong)  # type: ignore[arg-type]

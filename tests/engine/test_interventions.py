@@ -120,3 +120,24 @@ def test_interventions_need_a_model_and_something_to_change() -> None:
     ):
         pass
     assert nn.Module.__dict__["_compiled_call_impl"] is None
+
+
+def test_interventions_follow_a_model_that_changes() -> None:
+    model = three()
+    session = mt.Session(model, interventions=[mt.Replace("2", lambda call, out: out * 10)])
+    model.append(Add())
+    with session:
+        assert model(0) == 31
+        model[2] = Add()  # another module at the same path
+        assert model(0) == 31
+        del model[2], model[2]
+        with pytest.raises(NoMatch, match="no module matches the path '2'"):
+            model(0)
+
+
+def test_an_intervention_that_raises_says_where() -> None:
+    model = three()
+    change = mt.Replace("1.0", lambda call, out: out["x"])
+    with mt.Session(model, interventions=[change]), pytest.raises(TypeError) as caught:
+        model(0)
+    assert caught.value.__notes__ == ["raised by an intervention at '1.0'"]

@@ -53,6 +53,18 @@ def test_a_module_selects_itself_and_a_shared_one_is_found_by_any_name() -> None
     assert list(mt.select(model, shared)) == list(mt.select(model, "1.0")) == list(mt.select(model, "1.*")) == ["0.0"]
 
 
+def test_a_path_with_the_characters_of_a_glob_is_found_first() -> None:
+    model = nn.ModuleDict({"a[0]": nn.ReLU(), "a0": nn.ReLU(), "b^": nn.ReLU()})
+    assert list(mt.select(model, "a[0]")) == ["a[0]"]
+    assert list(mt.select(model, "a[012]")) == ["a0"]
+    assert list(mt.select(model, "b[^]")) == ["b^"]
+
+
+def test_a_glob_that_cannot_be_read(model: nn.Module) -> None:
+    with pytest.raises(BadSelector, match=r"cannot read the glob '\[z-a\]': bad character range"):
+        mt.select(model, "[z-a]")
+
+
 MISSES: list[tuple[Any, str]] = [
     ("heads", r"no module matches the path 'heads'. Did you mean 'head'\?"),
     ("blocks.*.attnn", r"no module matches the glob 'blocks.\*.attnn'. Did you mean 'blocks.*attn'"),

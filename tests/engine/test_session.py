@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -289,7 +290,8 @@ def test_a_users_function_mode_sees_nothing_of_the_session() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
 
     def count(*, watch: bool) -> list[str]:
-        with mt.track(model if watch else nn.Identity(), on_enter=lambda call, phase: None), Counts() as mode:
+        tracker = mt.track(model, on_enter=lambda call, phase: None) if watch else nullcontext()
+        with tracker, Counts() as mode:
             model(X).sum().backward()
         return mode.seen
 
@@ -314,6 +316,86 @@ def test_transforms_of_torch_func_work_inside_a_session() -> None:
     assert log.addresses == ["", "0", "1"]
     for name in expected:
         assert torch.equal(expected[name], found[name])
+
+
+class OwnCallImpl(nn.Module):
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._call_impl(*args, **kwargs) + 100
+
+    def forward(self, x: int) -> int:
+        return x
+
+
+def test_a_module_with_a_call_of_its_own_keeps_it() -> None:
+    model = OwnCallImpl()
+    with mt.Session(model):
+        assert model(1) == 101
+
+
+class OddAttributes(nn.Module):
+    def __getattr__(self, name: str) -> Any:
+        return {"known": 1}[name]
+
+    def forward(self, x: int) -> int:
+        return x + self.known
+
+
+class Unhashable(nn.Module):
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("modules are compared by identity")
+
+    def forward(self, x: int) -> int:
+        return x
+
+
+@pytest.mark.parametrize("kind", [OddAttributes, Unhashable])
+def test_odd_modules_of_the_model_or_beside_it(kind: type[nn.Module]) -> None:
+    other = kind()
+    expected = other(1)
+    for model, path in ((nn.ReLU(), None), (other, ""), (None, type(other).__name__)):
+        log = Log()
+        with mt.Session(model, [log], backward=True):
+            assert other(1) == expected
+        assert log.addresses == ([] if path is None else [path])
+    assert list(mt.select(nn.Sequential(other), other)) == ["0"]
+
+
+def test_what_a_user_had_put_in_the_place_of_torchs_backward_is_used_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    plain = torch.autograd.graph._engine_run_backward
+
+    def users(*args: Any, **kwargs: Any) -> Any:
+        seen.append("users")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", users)
+    with mt.Session(model := nn.Linear(2, 2), backward=True):
+        model(X).sum().backward()
+    assert seen == ["users"]
+    assert vars(torch.autograd)["_engine_run_backward"] is users
+
+
+def test_an_output_that_may_not_be_used_any_more_and_one_that_holds_itself() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            y = x * 2
+            stale, _ = y.unbind(0)
+            y.mul_(2)  # from here on, torch raises when `stale` is asked for its grad_fn
+            output: dict[str, Any] = {"y": y, "stale": stale}
+            output["self"] = output
+            return output
+
+    model = Odd()
+    with mt.Session(model, backward=True):
+        model(torch.ones(2, 2, requires_grad=True))["y"].sum().backward()
+
+
+def test_deleting_a_compiled_call_that_is_not_there_fails_as_ever() -> None:
+    model = nn.ReLU()
+    with mt.Session(model), pytest.raises(AttributeError):
+        del model._compiled_call_impl
 
 
 # -- wrong use ---------------------------------------------------------------------------------------------------------
@@ -343,6 +425,34 @@ def test_entering_a_session_twice() -> None:
         session.__exit__(None, None, None)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"probes": mt.Probe()}, None),
+        ({"probes": iter([mt.Probe()])}, None),
+        ({"probes": [print]}, "probes are a list of Probe, got builtin_function_or_method"),
+        ({"interventions": [mt.Probe()]}, "interventions are a list of Replace or Skip or Stop, got Probe"),
+    ],
+)
+def test_what_may_be_attached(given: dict[str, Any], message: str | None) -> None:
+    if message is None:
+        mt.Session(nn.ReLU(), **given)
+        return
+    with pytest.raises(SessionError, match=message):
+        mt.Session(nn.ReLU(), **given)
+
+
+def test_every_probe_is_told_even_if_one_raises() -> None:
+    class Raises(mt.Probe):
+        def exit(self, call: mt.Call, args: Any, kwargs: Any, output: Any) -> None:
+            raise ValueError("on purpose")
+
+    model, events = nn.Sequential(nn.ReLU()), Events()
+    with mt.Session(model, [Raises(), events]), pytest.raises(ProbeError, match="at exit of '0': on purpose"):
+        model(X)
+    assert [event[:2] for event in events.seen] == [("enter", ""), ("enter", "0"), ("exit", "0"), ("fail", "")]
+
+
 class RaisesAt(mt.Probe):
     def __init__(self, path: str) -> None:
         self.path = path
@@ -356,7 +466,7 @@ def test_a_probe_that_raises_is_reported_with_the_address_of_the_call() -> None:
     model = Repeat()
     with mt.Session(model, [RaisesAt("inner#1")]) as session:
         with pytest.raises(
-            ProbeError, match=r"RaisesAt.enter raised ValueError at enter of 'inner#1' \(forward\)"
+            ProbeError, match=r"RaisesAt.enter raised ValueError at enter of 'inner#1': on purpose"
         ) as caught:
             model(X)
         assert caught.value.address == "inner#1"

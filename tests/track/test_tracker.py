@@ -459,6 +459,59 @@ def test_callbacks_are_nested_and_the_backward_mirrors_the_forward(witness: Witn
     assert backward == forward[::-1]
 
 
+def test_inside_a_callback_the_tracker_answers_with_the_call_that_is_told(witness: Witness, device: str) -> None:
+    model = watched(witness, Chain(witness, Leaf(witness), Leaf(witness)), device)
+    told: list[tuple[str, str | None]] = []
+    with mt.track(
+        model,
+        on_enter=lambda call, phase: told.append((call.address, t.path)),
+        on_exit=lambda call, phase: told.append((call.address, t.path)),
+    ) as t:
+        model(torch.ones(2, device=device)).sum().backward()
+    assert len(told) == 12
+    assert all(address == path for address, path in told)
+
+
+def test_a_callback_that_raises_does_not_hide_what_the_backward_raised(witness: Witness) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise KeyError("first")
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return Fails.apply(x)
+
+    def leave(call: mt.Call, phase: str) -> None:
+        if phase == "backward":
+            raise ValueError("second")
+
+    with mt.track(model := Model(), on_exit=leave), pytest.raises(KeyError, match="first") as caught:
+        model(torch.ones(1, requires_grad=True)).sum().backward()
+    assert "raised ValueError at exit_backward of ''" in caught.value.__notes__[0]
+
+
+def test_when_the_session_closes_in_a_backward_the_open_calls_are_left_and_no_more_is_told(witness: Witness) -> None:
+    model = watched(witness, Chain(witness, Leaf(witness), Leaf(witness)), "cpu")
+    told: list[tuple[str, str, str]] = []
+    tracker = mt.track(
+        model,
+        on_enter=lambda call, phase: told.append(("enter", phase, call.address)),
+        on_exit=lambda call, phase: told.append(("exit", phase, call.address)),
+    )
+    tracker.__enter__()
+    out = model(torch.ones(2))
+    told.clear()
+    model.get_parameter("parts.1.weight").register_hook(lambda _: tracker.__exit__(None, None, None))
+    out.sum().backward()
+    assert_nested(told)
+    assert ("enter", "backward", "parts.0") not in told
+
+
 def test_a_call_is_left_in_the_backward_before_another_model_is_entered(witness: Witness) -> None:
     first, second = Leaf(witness), Leaf(witness)
     left_when: list[Any] = []
@@ -547,6 +600,109 @@ def test_a_forward_in_one_thread_and_its_backward_in_another(witness: Witness, d
     assert_true(witness, "forward", "backward")
 
 
+def test_side_branches_and_deep_graphs_in_another_thread(witness: Witness) -> None:
+    class Deep(SideBranch):
+        def body(self, x: Tensor) -> Tensor:
+            for _ in range(60_000):  # torch would crash as it frees the graph, had every node been tagged
+                x = x * 1
+            return super().body(x)
+
+    model = watched(witness, Chain(witness, Deep(witness)), "cpu")
+    with mt.track(model) as t:
+        witness.ask = lambda: ask(t)
+
+        def work() -> None:
+            out = model(torch.ones(2, requires_grad=True))
+            deep: Any = model.get_submodule("parts.0")
+            torch.stack([out.sum(), deep.by_module.sum(), deep.by_function.sum()]).sum().backward()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert_true(witness, "forward", "backward")
+
+
+def test_a_graph_of_another_thread_is_recognised_below_a_loss_of_many_paths(witness: Witness) -> None:
+    model = watched(witness, Leaf(witness), "cpu")
+    with mt.track(model) as t:
+        witness.ask = lambda: ask(t)
+        loss = model(torch.ones(2))
+        for _ in range(6):
+            loss = loss * loss + loss
+        thread = threading.Thread(target=loss.sum().backward)
+        thread.start()
+        thread.join()
+    assert_true(witness, "backward")
+
+
+def test_many_recomputations_do_not_push_out_the_run_they_belong_to(witness: Witness, device: str) -> None:
+    class Holder:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    class Net(Told):
+        def __init__(self) -> None:
+            super().__init__(witness)
+            self.first = Leaf(witness)
+            self.blocks = nn.ModuleList(Leaf(witness) for _ in range(20))
+
+        def body(self, x: Tensor) -> Holder:
+            x = self.first(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return Holder(x)
+
+    model = watched(witness, Net(), device)
+    with mt.track(model) as t:
+        witness.ask = lambda: ask(t)
+        model(torch.ones(2, device=device, requires_grad=True)).value.sum().backward()
+    assert (("", "first"), ("", "first")) in witness.of("backward")
+
+
+def test_a_tensor_kept_from_an_earlier_run_and_returned_later_keeps_its_owner(witness: Witness, device: str) -> None:
+    class Keeps(Told):
+        kept: Tensor | None = None
+
+        def __init__(self) -> None:
+            super().__init__(witness)
+            self.leaf = Leaf(witness)
+
+        def body(self, x: Tensor) -> Tensor:
+            if self.kept is None:
+                self.kept = self.leaf(x)
+                return x * 2
+            return self.kept
+
+    model = watched(witness, Keeps(), device)
+    with mt.track(model) as t:
+        witness.ask = lambda: ask(t)
+        x = torch.ones(2, device=device, requires_grad=True)
+        model(x)
+        model(x).sum().backward()
+    assert_true(witness, "forward", "backward")
+
+
+def test_recomputation_of_a_shared_module_hangs_where_its_original_hung(witness: Witness) -> None:
+    shared = Leaf(witness)
+
+    class Block(Told):
+        def __init__(self) -> None:
+            super().__init__(witness)
+            self.shared = shared
+
+        def body(self, x: Tensor) -> Tensor:
+            return checkpoint(self.shared, x, use_reentrant=True)
+
+    model = watched(witness, Chain(witness, Block(), Block()), "cpu")
+    stacks: dict[str, list[tuple[str, ...]]] = {"forward": [], "recompute": [], "backward": []}
+    with mt.track(model, on_enter=lambda call, phase: stacks[phase].append(tuple(c.address for c in call.stack))):
+        model(torch.ones(2, requires_grad=True)).sum().backward()
+    forward = [stack for stack in stacks["forward"] if "shared" in stack[-1]]
+    assert forward == [("", "parts.0", "parts.0.shared"), ("", "parts.1", "parts.0.shared#1")]
+    assert stacks["recompute"] == forward[::-1]
+    assert [stack for stack in stacks["backward"] if "shared" in stack[-1]] == forward[::-1]
+
+
 def test_without_a_model_every_module_of_the_process_is_tracked() -> None:
     first, second = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.ReLU())
     told: list[str] = []
@@ -590,7 +746,7 @@ def test_a_callback_that_raises_is_reported_with_the_address_and_the_model_is_as
             raise RuntimeError("on purpose")
 
     with mt.track(model, on_enter=on_enter) as t:
-        with pytest.raises(ProbeError, match=r"raised RuntimeError .* of '1' \(forward\): on purpose") as caught:
+        with pytest.raises(ProbeError, match="raised RuntimeError at enter.* of '1': on purpose") as caught:
             model(torch.ones(1, 2)).sum().backward()
         assert caught.value.address == "1"
         assert t.stack == ()

@@ -24,7 +24,7 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except click.FileError as error:
             raise _Refused(error.format_message()) from error
-        except MicrotomeError as error:
+        except (MicrotomeError, OSError) as error:
             raise _Refused(str(error)) from error
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from microtome import zoo
-from microtome.engine.owners import tensors_in
+from microtome.engine import tensors_in
 from microtome.inputs import Inputs
 from microtome.track import track as track_model
 

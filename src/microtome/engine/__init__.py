@@ -4,6 +4,7 @@ from microtome.engine.calls import Call, Phase
 from microtome.engine.probes import Intervention, Probe, Replace, Skip, Stop, Stopped
 from microtome.engine.select import Selector, select
 from microtome.engine.session import Session
+from microtome.engine.structure import tensors_in
 
 __all__ = [
     "Call",
@@ -17,4 +18,5 @@ __all__ = [
     "Stop",
     "Stopped",
     "select",
+    "tensors_in",
 ]

@@ -5,20 +5,25 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from torch import Tensor
 
 from microtome.engine.calls import Call
-from microtome.engine.owners import AccumulateGrad, Node, Owners, current_node, graph_task, next_number
+from microtome.engine.owners import DEEPEST, AccumulateGrad, Node, Owners, current_node, graph_task, next_number
 from microtome.engine.threads import Thread, Threads
-from microtome.errors import Unsupported
+from microtome.errors import ProbeError, Unsupported
 
-Tell = Callable[[Call], None]
 
-#: The most nodes in a row that may be hooked: torch 2.13 overflows the stack as it frees some 40,000 of them.
-_DEEPEST = 10_000
+@dataclass(frozen=True)
+class BackwardProbes:
+    """What is to be told of a backward, as long as the session is open."""
+
+    enter: Callable[[Call], None]
+    leave: Callable[[Call], None]
+    are_open: Callable[[], bool]
 
 
 class Backward:
@@ -28,12 +33,11 @@ class Backward:
     and left, and whose the nodes are that are made.
     """
 
-    def __init__(self, owners: Owners, threads: Threads, *, create_graph: bool, enter: Tell, leave: Tell) -> None:
+    def __init__(self, owners: Owners, threads: Threads, probes: BackwardProbes, *, create_graph: bool) -> None:
         self._owners = owners
         self._threads = threads
+        self._probes = probes
         self._create_graph = create_graph
-        self._enter = enter
-        self._leave = leave
         self._thread = threads.here()
         # A reentrant checkpoint runs a backward inside a node of another: what is open there is not entered again.
         self._outer = self._thread.in_backward if graph_task() != -1 else ()
@@ -48,12 +52,20 @@ class Backward:
             for node in _all_below(roots):
                 self._handles.append(node.register_prehook(self._before))
             yield
-        finally:
-            for handle in self._handles:
-                handle.remove()
-            for thread, calls in self._open.items():
-                self._move(thread, calls, ())
-            self._thread.in_backward = self._outer
+        except BaseException as error:
+            try:
+                self._end()
+            except ProbeError as second:  # what the backward raised goes first
+                error.add_note(str(second))
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._thread.in_backward = self._outer
+        for thread, calls in self._open.items():
+            self._move(thread, calls, ())
 
     def _before(self, _: Any) -> None:
         node = current_node()
@@ -61,7 +73,7 @@ class Backward:
         if call is None and type(node) is AccumulateGrad:
             return  # the gradient of an input: it comes amid the nodes of the call that read it
         thread = self._threads.here()
-        stack = () if call is None else call.stack
+        stack = () if call is None or not self._probes.are_open() else call.stack
         self._move(thread, self._open.setdefault(thread, []), tuple(c for c in stack if c not in self._outer))
         if self._create_graph and call is not None:
             self._claim_after(node, call)
@@ -69,12 +81,17 @@ class Backward:
     def _move(self, thread: Thread, calls: list[Call], target: tuple[Call, ...]) -> None:
         """Leave the open calls that do not run any more, innermost first, and enter those that do."""
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(calls, target, strict=False)))
-        while len(calls) > shared:
-            self._leave(calls.pop())
-        for call in target[shared:]:
-            calls.append(call)
-            self._enter(call)
-        thread.in_backward = (*self._outer, *calls)
+        try:
+            while len(calls) > shared:
+                thread.told = calls.pop()
+                self._probes.leave(thread.told)
+            for call in target[shared:]:
+                thread.told = call
+                calls.append(call)
+                self._probes.enter(call)
+        finally:
+            thread.told = None
+            thread.in_backward = (*self._outer, *calls)
 
     def _claim_after(self, node: Node, call: Call) -> None:
         start = next_number()
@@ -94,9 +111,9 @@ def _all_below(roots: list[Node]) -> Iterator[Node]:
     heapq.heapify(pending)
     while pending:
         _, _, node = heapq.heappop(pending)
-        if depths[node] > _DEEPEST:
+        if depths[node] > DEEPEST:
             raise Unsupported(
-                f"this graph is more than {_DEEPEST:,} autograd nodes deep. Following its backward node by node (for "
+                f"this graph is more than {DEEPEST:,} autograd nodes deep. Following its backward node by node (for "
                 "callbacks, probes of the backward, or create_graph) is not safe: torch may crash as it frees the "
                 "graph. Detach now and then, or track without callbacks."
             )

@@ -41,8 +41,7 @@ class Call:
     Attributes:
         index: How many times the module had run before in the same outermost call.
         parent: The call that contains this one, or None for an outermost call.
-        phase: `"forward"`, or `"recompute"` for a forward that runs inside a backward, as activation checkpointing
-        does.
+        phase: `"forward"`, or `"recompute"` for a forward that runs inside a backward, as checkpointing does.
     """
 
     __slots__ = ("_end", "_site", "_start", "index", "parent", "phase")
@@ -94,6 +93,7 @@ class Run:
     """An outermost call in one thread and everything inside it.
 
     Attributes:
+        thread: The key of the thread that it runs in.
         outer: The run that this one interrupted in the same thread (a backward inside a forward), or None.
         task: The autograd graph task inside which the run began; -1 outside any backward.
         base: The call that the run's outermost call hangs under; None but for a recomputation.
@@ -103,9 +103,22 @@ class Run:
         calls: In the order they began, the calls since the first autograd node was made and those then open.
     """
 
-    __slots__ = ("__weakref__", "_firsts", "base", "calls", "counts", "open", "outer", "phase", "start", "task")
+    __slots__ = (
+        "__weakref__",
+        "_firsts",
+        "base",
+        "calls",
+        "counts",
+        "open",
+        "outer",
+        "phase",
+        "start",
+        "task",
+        "thread",
+    )
 
-    def __init__(self, outer: Run | None, task: int, base: Call | None, start: int) -> None:
+    def __init__(self, thread: int, outer: Run | None, task: int, base: Call | None, start: int) -> None:
+        self.thread = thread
         self.outer = outer
         self.task = task
         self.base = base
@@ -132,10 +145,10 @@ class Run:
             path = path.rpartition(".")[0]
         return self._firsts.get(path)
 
-    def index_after(self, site: Site, number: int) -> int:
-        """The index of the site's first call after the node with this sequence number was made."""
+    def call_after(self, site: Site, number: int) -> Call | None:
+        """The site's first call after the node with this sequence number was made."""
         later = self.calls[bisect_right(self.calls, number, key=_start) :]
-        return next((call.index for call in later if call._site is site), 0)
+        return next((call for call in later if call._site is site), None)
 
     def owner(self, number: int) -> Call | None:
         """The innermost call that was running when the node with this sequence number was made."""

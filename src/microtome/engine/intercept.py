@@ -36,7 +36,7 @@ class Interceptor(Protocol):
 
     changes_runs: bool
 
-    def wrap_call(self, inner: AnyCall) -> AnyCall: ...
+    def wrap_call(self, inner: AnyCall | None) -> AnyCall: ...
     def wrap_backward(self, inner: AnyCall) -> AnyCall: ...
 
 
@@ -51,16 +51,16 @@ class Chain:
         self._open: list[Interceptor] = []
         self._undo: list[Callable[[], object]] = []
         self._eager = False
+        self._backward: AnyCall = vars(torch.autograd)[_BACKWARD]
 
     def add(self, session: Interceptor) -> None:
         with self._lock:
             self.run_eagerly()
             if not self._open:
                 self._fast_paths_off()
-                self._undo.append(
-                    partial(setattr, torch.autograd, _BACKWARD, torch.autograd.graph._engine_run_backward)
-                )
-                self._undo.append(partial(setattr, nn.Module, _CALL, nn.Module.__dict__[_CALL]))
+                self._backward = vars(torch.autograd)[_BACKWARD]
+                self._undo.append(partial(setattr, torch.autograd, _BACKWARD, self._backward))
+                self._undo.append(partial(setattr, nn.Module, _CALL, vars(nn.Module)[_CALL]))
             self._open.append(session)
             self._rebuild()
 
@@ -78,11 +78,12 @@ class Chain:
                 self._warn_of_compiled()
 
     def _rebuild(self) -> None:
-        call: AnyCall = nn.Module._call_impl
-        backward: AnyCall = torch.autograd.graph._engine_run_backward
+        call: AnyCall | None = None
+        backward = self._backward
         for session in sorted(self._open, key=lambda session: not session.changes_runs):
             call = session.wrap_call(call)
             backward = session.wrap_backward(backward)
+        assert call is not None
         setattr(nn.Module, _CALL, _Slot(call))
         setattr(torch.autograd, _BACKWARD, backward)
 
@@ -131,7 +132,8 @@ class _Slot:
         module.__dict__[_CALL] = value
 
     def __delete__(self, module: nn.Module) -> None:
-        del module.__dict__[_CALL]
+        if module.__dict__.pop(_CALL, None) is None:
+            raise AttributeError(_CALL)
 
 
 chain = Chain()

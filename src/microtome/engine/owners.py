@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from microtome.engine.calls import Call, Run, Site
 from microtome.engine.sites import Sites
+from microtome.engine.structure import tensors_in
 from microtome.engine.threads import Thread, Threads
 
 #: An autograd node: a `torch.autograd.graph.Node`, whose stub lacks much.
@@ -23,39 +23,34 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 current_node: Callable[[], Node] = torch._C._current_autograd_node
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
-_REENTRANT = "CheckpointFunctionBackward"
+#: The most nodes in a row that Python may look at: torch 2.13 overflows the stack as it frees some 40,000 of them.
+DEEPEST = 10_000
 #: How many nodes of a backward are looked at to find whose graph it is.
 _NEAR = 64
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in a module's inputs or output. Tuples, lists, sets, mappings and dataclasses are looked into."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+_REENTRANT = "CheckpointFunctionBackward"
 
 
 def nodes_of(value: Any) -> list[Node]:
     """The autograd nodes that made the tensors in a value."""
     with torch._C.DisableTorchFunction():  # reading grad_fn must not show in the user's modes and subclasses
-        return [node for tensor in tensors_in(value) if (node := tensor.grad_fn) is not None]
+        return [node for tensor in tensors_in(value) if (node := _node_of(tensor)) is not None]
+
+
+def _node_of(tensor: Tensor) -> Node:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # a view that may not be used any more, since its base was changed in place
+        return None
 
 
 class Owners:
     """Knows which call made an autograd node, from the node's sequence number: a run knows which call ran when.
 
-    Numbers count per thread, and a node does not tell which thread made it. So runs of any thread but the one that
-    opened the session tag all their nodes; an untagged node is one of the opener's. The opener's runs tag their last
-    node alone, and live as long as that does. Not tagging is cheaper, and safer: torch 2.13 frees a graph by recursion
-    where Python has seen its nodes, and a deep one then overflows the stack.
+    Numbers count per thread, and a node does not tell which thread made it. It is taken for one of the thread whose
+    graph the backward runs through: the one whose output lies below the roots, or the one that called the backward.
+    Graphs of several threads at once (DataParallel) need more: the runs of all threads but the one that opened the
+    session tag their nodes. Not tagging is cheaper, and safer: torch 2.13 frees a graph by recursion where Python has
+    seen its nodes, and a deep one then overflows the stack. All runs tag the nodes of their output, and live as long.
 
     The accumulation of a gradient belongs to the parameter's module: to its first call. A node that a backward made
     (`create_graph=True`) belongs to the call whose backward made it, and is tagged with that call.
@@ -72,25 +67,29 @@ class Owners:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def bound(self, inputs: Any) -> None:
-        """Keep the run that begins with these inputs from tagging what they were computed from."""
+    def bound(self, thread: Thread, inputs: Any) -> None:
+        """Before a run begins: note which of its inputs another thread made, with a number that could be the run's."""
         for node in nodes_of(inputs):
-            node.metadata[self._wall] = True
+            if node._sequence_nr() >= next_number():
+                node.metadata[self._wall] = thread.key
 
     def anchor(self, run: Run, output: Any) -> None:
         """Have the run live as long as the graph of its output."""
         for node in nodes_of(output):
-            node.metadata.setdefault(self._tag, run)
+            if run.made(node._sequence_nr()):
+                node.metadata.setdefault(self._tag, run)
 
     def claim(self, run: Run, output: Any) -> None:
         """Tag what the output was computed from, back to where the run began. Each node is tagged once."""
         pending = nodes_of(output)
+        made = range(run.start, next_number())
+        if len(made) > DEEPEST:
+            self.anchor(run, output)
+            return
         while pending:
             node = pending.pop()
             tags = node.metadata
-            if self._tag in tags or self._wall in tags or type(node) is AccumulateGrad:
-                continue
-            if node._sequence_nr() >= run.start:
+            if self._tag not in tags and self._wall not in tags and node._sequence_nr() in made:
                 tags[self._tag] = run
                 pending.extend(below for below, _ in node.next_functions if below is not None)
 
@@ -116,9 +115,9 @@ class Owners:
             return tag
         if type(node) is AccumulateGrad:
             thread, run = self._home()
-            return thread.first_call(self._sites.holding(node.variable), run)
-        run = self._run_of(node)
-        return None if run is None else run.owner(node._sequence_nr())
+            return thread.first_call(self._sites.holding(node.variable, graph_task()), run)
+        made_by = self._run_of(node)
+        return None if made_by is None else made_by.owner(node._sequence_nr())
 
     def original(self, site: Site) -> tuple[Call | None, int]:
         """Of a recomputation that begins now with this site: the call it hangs under, and the index of what it repeats.
@@ -128,19 +127,22 @@ class Owners:
         node = current_node()
         if node is None:
             return None, 0
-        call, index = self.owner(node), 0
-        if node.name() == _REENTRANT and (run := self._run_of(node)) is not None:
-            index = run.index_after(site, node._sequence_nr())  # the node is made right before the checkpointed forward
-        while call is not None and not call._site.contains(site):
-            if call._site is site:
-                index = call.index
-            call = call.parent
-        return call, index
+        owner, run = self.owner(node), self._run_of(node)
+        repeated = next((call for call in owner.stack if call._site is site), None) if owner is not None else None
+        if node.name() == _REENTRANT and run is not None:  # the node is made right before the checkpointed forward
+            repeated = run.call_after(site, node._sequence_nr())
+        if repeated is not None:
+            return repeated.parent, repeated.index
+        while owner is not None and not owner._site.contains(site):
+            owner = owner.parent
+        return owner, 0
 
     def _run_of(self, node: Node) -> Run | None:
-        tag: Run | None = node.metadata.get(self._tag)
+        tags = node.metadata
+        if isinstance(tag := tags.get(self._tag), Run):
+            return tag
         thread, _ = self._home()
-        return tag if tag is not None or thread.tags else thread.run_that_made(node._sequence_nr())
+        return None if tags.get(self._wall) == thread.key else thread.run_that_made(node._sequence_nr())
 
     # -- whose graph ---------------------------------------------------------------------------------------------------
 
@@ -150,10 +152,10 @@ class Owners:
 
     @contextmanager
     def home(self, roots: list[Node]) -> Iterator[None]:
-        """While a backward runs from these nodes, know whose graph it is: its caller's, unless the opener's is seen."""
-        thread, opener = self._threads.here(), self._threads.opener
+        """While a backward runs from these nodes, know whose graph it is."""
         run = self._near(roots)
-        home = opener if run is not None and opener.holds(run) else thread
+        thread = None if run is None else self._threads.living.get(run.thread)
+        home = thread or self._threads.here()
         tasks: list[int] = []
 
         def begin(_: Any) -> None:
@@ -173,11 +175,13 @@ class Owners:
     def _near(self, roots: list[Node]) -> Run | None:
         """The run whose output lies near the roots, as it does below a loss."""
         pending = deque(roots)
-        for _ in range(_NEAR):
-            if not pending:
-                break
+        seen: set[Node] = set()
+        while pending and len(seen) < _NEAR:
             node = pending.popleft()
+            if node is None or node in seen:
+                continue
             if isinstance(tag := node.metadata.get(self._tag), Run):
                 return tag
-            pending.extend(below for below, _ in node.next_functions if below is not None)
+            seen.add(node)
+            pending.extend(below for below, _ in node.next_functions)
         return None

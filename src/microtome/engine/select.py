@@ -25,8 +25,22 @@ def check_model(model: object) -> nn.Module:
     raise NotAModule(f"expected a torch.nn.Module, got {_describe(model)}{hint}")
 
 
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules()`, for modules that cannot be hashed too."""
+    seen = {id(model)}
+
+    def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        yield path, module
+        for name, child in module._modules.items():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                yield from walk(f"{path}.{name}" if path else name, child)
+
+    return walk("", model)
+
+
 def names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every name of every module, root first: like `named_modules()`, but a shared module comes under all its names."""
+    """Every name of every module, root first: as `named_modules()`, but a shared module comes under all its names."""
 
     def walk(path: str, module: nn.Module, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
         yield path, module
@@ -34,7 +48,7 @@ def names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             if child is not None and not any(child is a for a in above):  # a module may hold one that holds it
                 yield from walk(f"{path}.{name}" if path else name, child, (*above, child))
 
-    yield from walk("", model, (model,))
+    return walk("", model, (model,))
 
 
 def select(model: nn.Module, selector: Selector) -> dict[str, nn.Module]:
@@ -48,8 +62,8 @@ def select(model: nn.Module, selector: Selector) -> dict[str, nn.Module]:
     >>> list(select(net, "*")), list(select(net, nn.Linear)), list(select(net, ["1.0", "**.1"]))
     (['0', '1'], ['0', '1.1'], ['1', '1.0', '1.1'])
     """
-    chosen = _match(list(names(check_model(model))), selector)
-    return {path: module for path, module in model.named_modules() if module in chosen}
+    chosen = _match(check_model(model), selector)
+    return {path: module for path, module in named(model) if id(module) in chosen}
 
 
 def no_path(path: str, known: Iterable[str]) -> NoMatch:
@@ -57,22 +71,25 @@ def no_path(path: str, known: Iterable[str]) -> NoMatch:
     return NoMatch(f"no module at path {path!r}. {_nearest(path, known)}")
 
 
-def _match(everything: list[tuple[str, nn.Module]], selector: Selector) -> set[nn.Module]:
+def _match(model: nn.Module, selector: Selector) -> set[int]:
+    """The ids of the modules: a module need not be hashable."""
     if isinstance(selector, Sequence | set | frozenset) and not isinstance(selector, str | bytes):
         if not selector:
             raise NoMatch("the selector is empty: name at least one path, glob, regex, module type, module or callable")
-        return set().union(*(_match(everything, part) for part in selector))
-    test = _test(selector)
-    found = {module for path, module in everything if test(path, module)}
+        return set().union(*(_match(model, part) for part in selector))
+    # Only a path can be another name of a shared module; all else sees each module once.
+    everything = list(names(model) if isinstance(selector, str | re.Pattern) else named(model))
+    test = _test(selector, everything)
+    found = {id(module) for path, module in everything if test(path, module)}
     if not found:
         raise _no_match(selector, everything)
     return found
 
 
-def _test(selector: Atom) -> Callable[[str, nn.Module], bool]:
+def _test(selector: Atom, everything: list[tuple[str, nn.Module]]) -> Callable[[str, nn.Module], bool]:
     # Modules and types are callable too, so the callable comes last.
     if isinstance(selector, str):
-        if not _GLOB.search(selector):
+        if not _GLOB.search(selector) or any(path == selector for path, _ in everything):
             return lambda path, _: path == selector
         pattern = _glob(selector)
         return lambda path, _: pattern.fullmatch(path) is not None
@@ -94,8 +111,17 @@ def _glob(text: str) -> re.Pattern[str]:
     """`**` spans parts, `*` and `?` stay within one, `[...]` is a set of characters; all else is itself."""
     wild = {"**.": r"(?:.+\.)?", "**": ".+", "*": r"[^.]*", "?": r"[^.]"}
     tokens = re.findall(r"\*\*\.|\*\*|\*|\?|\[!?[^\]]+\]|.", text)
-    parts = (wild.get(token) or (token.replace("[!", "[^") if len(token) > 1 else re.escape(token)) for token in tokens)
-    return re.compile("(?=.)" + "".join(parts))  # the root, whose path is empty, is matched by '' alone
+    parts = (wild.get(token) or (_characters(token) if len(token) > 1 else re.escape(token)) for token in tokens)
+    try:
+        return re.compile("(?=.)" + "".join(parts))  # the root, whose path is empty, is matched by '' alone
+    except re.error as error:
+        raise BadSelector(f"cannot read the glob {text!r}: {error}") from error
+
+
+def _characters(token: str) -> str:
+    negated = token.startswith("[!")
+    inside = token[2 if negated else 1 : -1].replace("\\", r"\\").replace("[", r"\[").replace("^", r"\^")
+    return f"[{'^' if negated else ''}{inside}]"
 
 
 def _no_match(selector: Atom, everything: list[tuple[str, nn.Module]]) -> NoMatch:

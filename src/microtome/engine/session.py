@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,8 +10,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
-from microtome.engine.backward import Backward
+from microtome.engine.backward import Backward, BackwardProbes
 from microtome.engine.calls import Call, Run, Site
 from microtome.engine.intercept import AnyCall, chain
 from microtome.engine.owners import Owners, graph_task, next_number, nodes_of
@@ -20,21 +21,6 @@ from microtome.engine.select import check_model, select
 from microtome.engine.sites import ModelSites, ProcessSites, Sites
 from microtome.engine.threads import Thread, Threads
 from microtome.errors import ProbeError, SessionError
-
-
-@dataclass
-class _Change:
-    """What the interventions of a session do to the calls of one module."""
-
-    skip: Skip | None = None
-    replaces: list[Replace] = field(default_factory=list)
-    stop: bool = False
-
-    def run(self, call: Call, inner: AnyCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = inner(module, *args, **kwargs) if self.skip is None else self.skip.output(call, args, kwargs)
-        for replace in self.replaces:
-            output = replace.by(call, output)
-        return output
 
 
 class Session:
@@ -62,16 +48,17 @@ class Session:
     def __init__(
         self,
         model: nn.Module | None = None,
-        probes: Sequence[Probe] = (),
-        interventions: Sequence[Intervention] = (),
+        probes: Iterable[Probe] = (),
+        interventions: Iterable[Intervention] = (),
         *,
         backward: bool = False,
     ) -> None:
         self.model = None if model is None else check_model(model)
-        self.changes_runs = bool(interventions)
+        probes = _several(probes, "probes", Probe)
+        self._interventions = _several(interventions, "interventions", Replace, Skip, Stop)
+        self.changes_runs = bool(self._interventions)
         if self.changes_runs and model is None:
             raise SessionError("interventions need a model: give the one that they are to change")
-        self._interventions = interventions
         self._sites: Sites = ProcessSites() if self.model is None else ModelSites(self.model)
         self._enter = _methods(probes, "enter")
         self._exit = _methods(probes, "exit")
@@ -79,37 +66,49 @@ class Session:
         self._enter_backward = _methods(probes, "enter_backward")
         self._exit_backward = _methods(probes, "exit_backward")
         self._backward = backward or bool(self._enter_backward or self._exit_backward)
-        self._is_open = False
+        self._open: ExitStack | None = None
+        self._resolved = -1
 
     def __enter__(self) -> Self:
-        if self._is_open:
+        if self._open is not None:
             raise SessionError("this session is already open: use a new one for each `with` that lies inside another")
         self._threads = Threads()
         self._owners = Owners(self._threads, self._sites) if self._backward else None
-        self._changes = self._resolve(self._interventions)
-        chain.add(self)
-        self._is_open = True
+        self._changes: dict[Site, _Change] = {}
+        self._resolved = -1
+        self._resolve_interventions()
+        with ExitStack() as stack:
+            handle = register_module_module_registration_hook(self._sites.registered)
+            stack.callback(handle.remove)
+            chain.add(self)
+            stack.callback(chain.remove, self)
+            self._open = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._is_open:
+        if self._open is None:
             raise SessionError("this session is not open: enter it with `with`")
-        self._is_open = False
-        chain.remove(self)
+        stack, self._open = self._open, None
+        stack.close()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
     @property
     def current(self) -> Call | None:
         """The innermost call that runs now in this thread: its forward, or in a backward, its backward."""
-        if not self._is_open:
+        if self._open is None:
             return None
-        task = graph_task()
-        run = self._threads.here().run
-        if run is not None and run.task == task:
-            return run.open[-1]
+        task, thread = graph_task(), self._threads.here()
+        if thread.told is not None:
+            return thread.told
+        if thread.run is not None and thread.run.task == task:
+            return thread.run.open[-1]
         return self._owners.current() if self._owners is not None and task != -1 else None
 
     @property
@@ -121,10 +120,10 @@ class Session:
     @property
     def is_backward(self) -> bool:
         """Whether this thread is inside a backward. A recomputation is."""
-        return self._is_open and graph_task() != -1
+        return self._open is not None and graph_task() != -1
 
     def module_of(self, path: str) -> nn.Module:
-        """The module at a path. A shared module answers to all its names."""
+        """The module at a path or address. A shared module answers to all its names."""
         return self._sites.module_of(path)
 
     def paths_of(self, module: nn.Module) -> tuple[str, ...]:
@@ -133,15 +132,18 @@ class Session:
 
     # -- what the chain of open sessions runs --------------------------------------------------------------------------
 
-    def wrap_call(self, inner: AnyCall) -> AnyCall:
-        """The way of a module call through this session. All the cost per call is here, so it is one flat function."""
+    def wrap_call(self, inner: AnyCall | None) -> AnyCall:
+        """The way of a module call through this session, and then through the inner one or to the module itself.
+
+        All the cost per call is here, so it is one flat function.
+        """
         known, local, owners, changes = self._sites.by_id, self._threads.local, self._owners, self._changes
         enter, exit_ = self._enter, self._exit
 
         def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             site = known.get(id(module)) or self._find(module)
             if site is None:
-                return inner(module, *args, **kwargs)
+                return module._call_impl(*args, **kwargs) if inner is None else inner(module, *args, **kwargs)
             try:
                 thread = local.state
             except AttributeError:
@@ -149,7 +151,10 @@ class Session:
             run = thread.run
             task = graph_task()
             if run is None or run.task != task:
-                run = self._begin(thread, site, task, (args, kwargs))
+                began = self._begin(thread, module, site, task, (args, kwargs))
+                if began is None:
+                    return module._call_impl(*args, **kwargs) if inner is None else inner(module, *args, **kwargs)
+                run, site = began
             counts, stack = run.counts, run.open
             index = counts.get(site, 0)
             counts[site] = index + 1
@@ -161,25 +166,27 @@ class Session:
                     if enter:
                         _tell(enter, "enter", call, args, kwargs)
                     change = changes.get(site) if changes else None
-                    if change is None:
-                        output = inner(module, *args, **kwargs)
+                    if change is not None:
+                        output = change.run(call, inner or type(module)._call_impl, module, args, kwargs)
+                    elif inner is None:
+                        output = module._call_impl(*args, **kwargs)
                     else:
-                        output = change.run(call, inner, module, args, kwargs)
-                finally:
-                    stack.pop()
-                    call._end = end = next_number()
-                    if end == run.start:
-                        del run.calls[-1]  # no node was made so far; a loop without grad must not grow
-                    if not stack:
-                        thread.end(run)
-            except BaseException as error:
-                self._tell_failure(call, error)
-                raise
+                        output = inner(module, *args, **kwargs)
+                except BaseException as error:
+                    self._tell_failure(call, error)
+                    raise
+                if exit_:
+                    _tell(exit_, "exit", call, args, kwargs, output)
+            finally:
+                stack.pop()
+                call._end = end = next_number()
+                if end == run.start:
+                    del run.calls[-1]  # no node was made so far; a loop without grad must not grow
+                if not stack:
+                    thread.end(run)
             if end > call._start and owners is not None and (thread.tags or not stack):
                 (owners.claim if thread.tags else owners.anchor)(run, output)
                 call._end = next_number()  # asking a view for its grad_fn may have made one
-            if exit_:
-                _tell(exit_, "exit", call, args, kwargs, output)
             if change is not None and change.stop:
                 raise Stopped(call, output)
             return output
@@ -191,17 +198,21 @@ class Session:
         owners, threads = self._owners, self._threads
         if owners is None:
             return inner
-        enter = partial(_tell, self._enter_backward, "enter_backward")
-        leave = partial(_tell, self._exit_backward, "exit_backward")
+        probes = BackwardProbes(
+            enter=partial(_tell, self._enter_backward, "enter_backward"),
+            leave=partial(_tell, self._exit_backward, "exit_backward"),
+            are_open=lambda: self.is_open,
+        )
         told = bool(self._enter_backward or self._exit_backward)
 
-        def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        def run_backward(roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
             create_graph = bool(args[2])  # roots, grad_tensors, retain_graph, create_graph, inputs, ...
+            roots = tuple(roots)
             nodes = [node for root in roots for node in (nodes_of(root) if isinstance(root, Tensor) else [root.node])]
             with ExitStack() as stack:
                 stack.enter_context(owners.home(nodes))
                 if told or create_graph:
-                    backward = Backward(owners, threads, create_graph=create_graph, enter=enter, leave=leave)
+                    backward = Backward(owners, threads, probes, create_graph=create_graph)
                     stack.enter_context(backward.watch(nodes))
                 return inner(roots, *args, **kwargs)
 
@@ -210,21 +221,25 @@ class Session:
     def _find(self, module: nn.Module) -> Site | None:
         chain.run_eagerly()  # the first call of a model that was compiled while the session was open
         run = self._threads.here().run
-        return self._sites.find(module, None if run is None else run.open[-1].module)
+        site = self._sites.find(module, None if run is None else run.open[-1].module)
+        self._resolve_interventions()
+        return site
 
-    def _begin(self, thread: Thread, site: Site, task: int, inputs: Any) -> Run:
+    def _begin(self, thread: Thread, module: nn.Module, site: Site, task: int, inputs: Any) -> tuple[Run, Site] | None:
         """Begin a run at an outermost call. Inside a backward it recomputes, and hangs where its original hung."""
         chain.run_eagerly()
-        self._sites.refresh()
+        found = self._sites.begin(module, site)
+        self._resolve_interventions()
+        if found is None:  # it left the model
+            return None
         base, index = None, 0
         if self._owners is not None:
-            if thread.tags:
-                self._owners.bound(inputs)
+            self._owners.bound(thread, inputs)
             if task != -1:
-                base, index = self._owners.original(site)
-        thread.run = run = Run(thread.run, task, base, next_number())
-        run.counts[site] = index
-        return run
+                base, index = self._owners.original(found)
+        thread.run = run = Run(thread.key, thread.run, task, base, next_number())
+        run.counts[found] = index
+        return run, found
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
         try:
@@ -232,20 +247,58 @@ class Session:
         except ProbeError as second:  # what the model raised goes first
             error.add_note(str(second))
 
-    def _resolve(self, interventions: Iterable[Intervention]) -> dict[Site, _Change]:
-        changes: dict[Site, _Change] = {}
-        for intervention in interventions:
-            assert self.model is not None
+    def _resolve_interventions(self) -> None:
+        """Find what is to be changed; again when the model has become another."""
+        if self.model is None or not self._interventions or self._resolved == self._sites.looks:
+            return
+        self._changes.clear()
+        for intervention in self._interventions:
             for module in select(self.model, intervention.at).values():
-                change = changes.setdefault(self._sites.by_id[id(module)], _Change())
-                match intervention:
-                    case Skip():
-                        change.skip = intervention
-                    case Replace():
-                        change.replaces.append(intervention)
-                    case Stop():
-                        change.stop = True
-        return changes
+                site = self._sites.by_id.get(id(module)) or self._sites.find(module, self.model)
+                assert site is not None
+                self._changes.setdefault(site, _Change()).add(intervention)
+        self._resolved = self._sites.looks
+
+
+@dataclass
+class _Change:
+    """What the interventions of a session do to the calls of one module."""
+
+    skip: Skip | None = None
+    replaces: list[Replace] = field(default_factory=list)
+    stop: bool = False
+
+    def add(self, intervention: Intervention) -> None:
+        match intervention:
+            case Skip():
+                self.skip = intervention
+            case Replace():
+                self.replaces.append(intervention)
+            case Stop():
+                self.stop = True
+
+    def run(self, call: Call, inner: AnyCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = inner(module, *args, **kwargs) if self.skip is None else _do(self.skip.output, call, args, kwargs)
+        for replace in self.replaces:
+            output = _do(replace.by, call, output)
+        return output
+
+
+def _do(change: Callable[..., Any], call: Call, *details: Any) -> Any:
+    try:
+        return change(call, *details)
+    except Exception as error:
+        error.add_note(f"raised by an intervention at {call.address!r}")
+        raise
+
+
+def _several(given: Any, what: str, *kinds: type) -> tuple[Any, ...]:
+    items = tuple(given) if isinstance(given, Iterable) else (given,)
+    for item in items:
+        if not isinstance(item, kinds):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise SessionError(f"{what} are a list of {names}, got {type(item).__name__}")
+    return items
 
 
 def _methods(probes: Iterable[Probe], name: str) -> list[Callable[..., None]]:
@@ -254,10 +307,19 @@ def _methods(probes: Iterable[Probe], name: str) -> list[Callable[..., None]]:
 
 
 def _tell(methods: Iterable[Callable[..., None]], event: str, call: Call, *details: Any) -> None:
+    """Tell every probe; then raise what the first of them raised, if any did."""
+    failed: ProbeError | None = None
     for method in methods:
         try:
             method(call, *details)
-        except Exception as error:  # whatever a probe raises, the user must learn at which call
+        except Exception as error:  # noqa: BLE001  whatever a probe raises, the user must learn at which call
             name = getattr(method, "__qualname__", repr(method))
-            message = f"{name} raised {type(error).__name__} at {event} of {call.address!r} ({call.phase}): {error}"
-            raise ProbeError(message, call.address) from error
+            message = f"{name} raised {type(error).__name__} at {event} of {call.address!r}: {error}"
+            failed = failed or _because(ProbeError(message, call.address), error)
+    if failed is not None:
+        raise failed
+
+
+def _because(error: ProbeError, cause: Exception) -> ProbeError:
+    error.__cause__ = cause
+    return error

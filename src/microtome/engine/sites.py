@@ -2,90 +2,153 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from microtome.engine.calls import Site
-from microtome.engine.select import check_model, names, no_path
-from microtome.errors import NoMatch, Unsupported
+from microtome.engine.select import check_model, named, names, no_path
+from microtome.errors import BadSelector, NoMatch, Unsupported
+
+_Seen = tuple[weakref.ref[nn.Module], list[tuple[str, int]]]
 
 
 class Sites(ABC):
-    """The modules of a session: `by_id` knows most, `find` is asked about others, `refresh` comes before each run."""
+    """The modules of a session, also those added, moved or removed while it is open.
+
+    `by_id` knows most of them. `find` is asked about the others, and `begin` before each run.
+
+    Attributes:
+        looks: How often the modules were looked through because they had changed.
+    """
 
     def __init__(self) -> None:
         self.by_id: dict[int, Site] = {}
+        self.looks = 0
+        self._lock = threading.RLock()
+        self._registered = False
+        # The children of each module when last looked at; and for modules that began a run, of all from it down.
+        self._seen: dict[int, _Seen] = {}
+        self._shapes: dict[int, list[_Seen]] = {}
+        # Modules that are not ours. Like the sites, they are forgotten when they are gone: an id may come again.
+        self._others: dict[int, weakref.ref[nn.Module]] = {}
+        # Which sites hold which parameter, as of one graph task.
         self._holders: dict[int, list[Site]] = {}
+        self._holders_task: int | None = None
+
+    def registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        """Told by torch whenever a module gets a child."""
+        self._registered = self._registered or id(parent) in self.by_id
+
+    def find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
+        """The site of a module that `by_id` does not know, called by another or by nobody; None if it is not ours."""
+        with self._lock:
+            if _is_replica(module):
+                return next((site for site in list(self.by_id.values()) if _same_hooks(site, module)), None)
+            if id(module) in self._others and not self._registered:
+                return None
+            site = self._find(module, caller)
+            if site is None:
+                self._others[id(module)] = weakref.ref(module, _forget(id(module), self._others))
+            return site
+
+    def begin(self, module: nn.Module, site: Site) -> Site | None:
+        """The site of a module that begins a run, after a look at what is below it."""
+        if _is_replica(module) or (not self._registered and self._resolves(module, site) and not self._changed(module)):
+            return site
+        with self._lock:
+            self._look(module)
+            return self.by_id.get(id(module))
+
+    def _changed(self, module: nn.Module) -> bool:
+        """Whether any module from this one down has gained, lost or moved a child since the last look."""
+        shape = self._shapes.get(id(module))
+        if shape is None:
+            below = [id(module)]
+            reached = set(below)
+            for key in below:
+                fresh = [child for _, child in self._seen[key][1] if child in self._seen and child not in reached]
+                below.extend(fresh)
+                reached.update(fresh)
+            # One that had no children can get one only through torch's own functions, which tell us.
+            shape = self._shapes[id(module)] = [self._seen[key] for key in below if self._seen[key][1]]
+        return any((parent := ref()) is None or _children(parent) != before for ref, before in shape)
+
+    def _add(self, path: str, module: nn.Module) -> None:
+        self.by_id[id(module)] = Site(path, module, _forget(id(module), self.by_id, self._seen, self._shapes))
+
+    def _looked(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._seen.update((id(module), (weakref.ref(module), _children(module))) for _, module in modules)
+        self.looks += 1
+        self._registered = False
+        self._shapes.clear()
+        self._others.clear()
+        self._holders_task = None
+
+    def holding(self, parameter: Tensor, task: int) -> list[str]:
+        """The paths of the modules that hold a parameter as their own: several, where it is tied."""
+        if self._holders_task != task:
+            self._holders_task, self._holders = task, {}
+            for site in list(self.by_id.values()):
+                module = site.ref()
+                for held in () if module is None else module._parameters.values():
+                    self._holders.setdefault(id(held), []).append(site)
+        return [site.path for site in self._holders.get(id(parameter), ())]
 
     @abstractmethod
-    def find(self, module: nn.Module, caller: nn.Module | None) -> Site | None: ...
+    def _find(self, module: nn.Module, caller: nn.Module | None) -> Site | None: ...
     @abstractmethod
-    def refresh(self) -> None: ...
+    def _resolves(self, module: nn.Module, site: Site) -> bool: ...
+    @abstractmethod
+    def _look(self, module: nn.Module) -> None: ...
     @abstractmethod
     def module_of(self, path: str) -> nn.Module: ...
     @abstractmethod
     def paths_of(self, module: nn.Module) -> tuple[str, ...]: ...
 
-    def holding(self, parameter: Tensor) -> list[str]:
-        """The paths of the modules that hold a parameter as their own: several, where it is tied."""
-        if not any(_holds(site, parameter) for site in self._holders.get(id(parameter), ())):
-            self._holders = {}
-            for site in list(self.by_id.values()):
-                module = site.ref()
-                for held in () if module is None else module._parameters.values():
-                    self._holders.setdefault(id(held), []).append(site)
-        return [site.path for site in self._holders.get(id(parameter), ()) if _holds(site, parameter)]
-
 
 class ModelSites(Sites):
-    """The modules of one model, also those added, moved or removed while the session is open."""
+    """The modules of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
-        # What each module held when last looked at. It keeps the modules alive, so no id in `by_id` can be used again.
-        self._held: list[tuple[dict[str, nn.Module | None], list[tuple[str, nn.Module | None]]]] = []
-        self._by_hooks: dict[int, Site] = {}
-        self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._scan()
+        self._look(model)
 
-    def refresh(self) -> None:
-        """Look again if any module has gained, lost or moved a child."""
-        if any(list(children.items()) != before for children, before in self._held):
-            self._scan()
-
-    def _scan(self) -> None:
-        modules = dict(self._model.named_modules())
+    def _look(self, module: nn.Module) -> None:
+        modules = dict(named(self._model))
         _refuse_script(modules.items())
         gone = self.by_id.keys() - {id(module) for module in modules.values()}
         for path, module in modules.items():
-            site = self.by_id.setdefault(id(module), Site(path, module))
-            site.path = path
+            if id(module) in self.by_id:
+                self.by_id[id(module)].path = path
+            else:
+                self._add(path, module)
         for key in gone:
-            del self.by_id[key]
-        self._held = [(module._modules, list(module._modules.items())) for module in modules.values()]
-        self._by_hooks = {id(module._forward_hooks): self.by_id[id(module)] for module in modules.values()}
-        self._others.clear()
+            self.by_id.pop(key, None)
+        self._looked(modules.items())
 
-    def find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
-        if getattr(module, "_is_replica", False):  # DataParallel's copy shares the dict of hooks with its original
-            return self._by_hooks.get(id(module._forward_hooks))
-        if module in self._others:
-            return None
-        self.refresh()
-        if id(module) not in self.by_id:
-            self._others.add(module)
+    def _find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
+        ours = self._model if self._registered else caller
+        if ours is not None and any(module is other for _, other in named(ours)):
+            self._look(module)
         return self.by_id.get(id(module))
 
+    def _resolves(self, module: nn.Module, site: Site) -> bool:
+        return _descend(self._model, site.path) is module
+
     def module_of(self, path: str) -> nn.Module:
-        return _descend(self._model, path, path)
+        return _module_at(self._model, path, path)
 
     def paths_of(self, module: nn.Module) -> tuple[str, ...]:
-        paths = tuple(path for path, other in names(self._model) if other is check_model(module))
+        check_model(module)
+        paths = tuple(path for path, other in names(self._model) if other is module)
         if not paths:
             raise NoMatch(f"the {type(module).__name__} is not part of the model; was the model copied?")
         return paths
@@ -101,66 +164,63 @@ class ProcessSites(Sites):
     def __init__(self) -> None:
         super().__init__()
         self._roots: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+        self._counts: Counter[str] = Counter()
 
-    def refresh(self) -> None:
-        """Nothing to do: a module is looked up when it first runs."""
-
-    def find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
-        if getattr(module, "_is_replica", False):
-            return next((site for site in self.by_id.values() if _same_hooks(site, module)), None)
-        caller_site = None if caller is None else self.by_id.get(id(caller))
-        if caller_site is not None:
-            self._name(caller_site.path.partition(".")[0])  # perhaps it was added to the tree that now runs
+    def _find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
+        site = None if caller is None else self.by_id.get(id(caller))
+        if site is not None and caller is not None and any(module is other for _, other in named(caller)):
+            self._name(_root(site.path))
         if id(module) not in self.by_id:
-            root = self._new_root(type(module).__name__)
-            self._roots[root] = module
-            self._name(root)
+            self._look(module)
         return self.by_id[id(module)]
 
-    def _forget(self, key: int) -> Callable[[object], object]:
-        return lambda _: self.by_id.pop(key, None)
-
-    def _new_root(self, name: str) -> str:
-        count = 1
-        root = name
-        while root in self._roots:
-            count += 1
-            root = f"{name}@{count}"
-        return root
+    def _look(self, module: nn.Module) -> None:
+        site = self.by_id.get(id(module))
+        root = None if site is None else self._roots.get(_root(site.path))
+        if site is not None and root is not None and any(module is other for _, other in named(root)):
+            self._name(_root(site.path))
+            return
+        name = type(module).__name__
+        if name in self._roots:
+            self._counts[name] += 1
+            name = f"{name}@{self._counts[name] + 1}"
+        self._roots[name] = module
+        self.by_id.pop(id(module), None)
+        self._name(name)
 
     def _name(self, root: str) -> None:
-        """Give a path to every module below the root that has none, and to those whose own root lies below it."""
-        top = self._roots.get(root)
-        if top is None:
-            return
-        modules = list(top.named_modules())
+        """Give their path to the modules below the root, but for those that another root had before."""
+        top = self._roots[root]
+        modules = [(f"{root}.{path}" if path else root, module) for path, module in named(top)]
         _refuse_script(modules)
-        below = {id(module) for _, module in modules}
-        for path, module in modules:
-            full = f"{root}.{path}" if path else root
-            site = self.by_id.get(id(module))
+        sites = [self.by_id.get(id(module)) for _, module in modules]
+        absorbed = {site.path for site in sites[1:] if site is not None and site.path in self._roots}
+        for (path, module), site in zip(modules, sites, strict=True):
             if site is None:
-                self.by_id[id(module)] = Site(full, module, self._forget(id(module)))
-            elif (other := self._roots.get(site.path.partition(".")[0])) is None or (
-                other is not top and id(other) in below
-            ):
-                site.path = full
-        for name, other in list(self._roots.items()):
-            if other is not top and id(other) in below:
-                del self._roots[name]
+                self._add(path, module)
+            elif (other := _root(site.path)) == root or other in absorbed or other not in self._roots:
+                site.path = path
+        for name in absorbed:
+            del self._roots[name]
+        self._looked(modules)
+
+    def _resolves(self, module: nn.Module, site: Site) -> bool:
+        root, _, rest = site.path.partition(".")
+        top = self._roots.get(root)
+        return top is not None and _descend(top, rest) is module
 
     def module_of(self, path: str) -> nn.Module:
-        root, _, rest = path.partition(".")
-        top = self._roots.get(root)
+        root, _, rest = str(path).partition(".")
+        top = self._roots.get(root.partition("#")[0])
         if top is None:
-            raise no_path(path, (site.path for site in self.by_id.values()))
-        return _descend(top, rest, path)
+            raise no_path(path, [site.path for site in self.by_id.values()])
+        return _module_at(top, rest, path)
 
     def paths_of(self, module: nn.Module) -> tuple[str, ...]:
         check_model(module)
         paths = tuple(
             f"{root}.{path}" if path else root
-            for root, top in self._roots.items()
+            for root, top in list(self._roots.items())
             for path, other in names(top)
             if other is module
         )
@@ -169,23 +229,48 @@ class ProcessSites(Sites):
         return paths
 
 
-def _holds(site: Site, parameter: Tensor) -> bool:
-    module = site.ref()
-    return module is not None and any(held is parameter for held in module._parameters.values())
+def _forget(key: int, *places: dict[int, Any]) -> Callable[[object], None]:
+    """What to do when a module is gone: its id may come again."""
+
+    def forget(_: object) -> None:
+        for place in places:
+            place.pop(key, None)
+
+    return forget
+
+
+def _root(path: str) -> str:
+    return path.partition(".")[0]
+
+
+def _children(module: nn.Module) -> list[tuple[str, int]]:
+    return [(name, id(child)) for name, child in module._modules.items()]
+
+
+def _is_replica(module: nn.Module) -> bool:
+    """Whether DataParallel made it, as a copy of another."""
+    return bool(module.__dict__.get("_is_replica"))
 
 
 def _same_hooks(site: Site, replica: nn.Module) -> bool:
-    """Whether a copy that DataParallel made is one of this module: it shares the dict of hooks with its original."""
+    """Whether the replica is one of this module: they share the dict of hooks."""
     original = site.ref()
     return original is not None and original._forward_hooks is replica._forward_hooks
 
 
-def _descend(top: nn.Module, path: str, given: str) -> nn.Module:
+def _descend(top: nn.Module, path: str) -> nn.Module | None:
     module: nn.Module | None = top
     for name in path.split(".") if path else ():
         module = None if module is None else module._modules.get(name)
+    return module
+
+
+def _module_at(top: nn.Module, path: str, given: str) -> nn.Module:
+    if not isinstance(given, str):
+        raise BadSelector(f"a path is a text such as 'layer1.0', got {given!r}")
+    module = _descend(top, path) or _descend(top, path.partition("#")[0])  # an address will do
     if module is None:
-        raise no_path(given, (name for name, _ in names(top)))
+        raise no_path(given, [name for name, _ in names(top)])
     return module
 
 
