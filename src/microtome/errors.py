@@ -8,7 +8,7 @@
     ├── BadInputs         inputs that cannot be read as the arguments of a model
     ├── BadSelector       a selector of a kind that microtome does not know
     ├── SessionError      a session entered twice, or asked something it cannot answer in its state
-    ├── Unsupported       a model that cannot be opened as it is (a ScriptModule), with what to do instead
+    ├── Unsupported       what cannot be looked into (a ScriptModule, a graph too deep), with what to do instead
     └── ProbeError        a probe or callback raised; carries the address of the call it was looking at
 
 Each also derives from the builtin a caller would expect (`TypeError`, `LookupError`, `RuntimeError`).
@@ -42,7 +42,7 @@ class SessionError(MicrotomeError, RuntimeError):
 
 
 class Unsupported(MicrotomeError, RuntimeError):
-    """A model that cannot be opened as it is."""
+    """A model or a run that cannot be looked into as it is."""
 
 
 class ProbeError(MicrotomeError, RuntimeError):

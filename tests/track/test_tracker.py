@@ -703,6 +703,19 @@ def test_recomputation_of_a_shared_module_hangs_where_its_original_hung(witness:
     assert [stack for stack in stacks["backward"] if "shared" in stack[-1]] == forward[::-1]
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+def test_replicas_of_data_parallel_on_a_gpu(witness: Witness) -> None:
+    model = nn.DataParallel(watched(witness, Chain(witness, Leaf(witness), Leaf(witness)), "cuda"), device_ids=[0, 0])
+    with mt.track(model) as t:
+        witness.ask = lambda: ask(t)
+        model(torch.ones(4, device="cuda")).sum().backward()
+    # The witness names the wrapped model alone, whose path in the DataParallel is `module`.
+    expected = [tuple(f"module.{path}" if path else "module" for path in truth) for _, truth, _ in witness.marks]
+    assert expected == [answer for _, _, answer in witness.marks]
+    assert len(witness.of("forward")) == 2 * 5
+
+
 def test_without_a_model_every_module_of_the_process_is_tracked() -> None:
     first, second = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.ReLU())
     told: list[str] = []

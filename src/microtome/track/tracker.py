@@ -51,7 +51,7 @@ class Tracker:
         return self._session.is_backward
 
     def module_of(self, path: str) -> nn.Module:
-        """The module at a path; a shared module answers to all its names."""
+        """The module at a path or address; a shared module answers to all its names."""
         return self._session.module_of(path)
 
     def paths_of(self, module: nn.Module) -> tuple[str, ...]:
@@ -66,9 +66,8 @@ def track(
 
     Args:
         model: The model. None tracks every module, named by the class of its root: `Net.layer1.0`.
-        on_enter: Called as `on_enter(call, phase)` when a call begins. The phase is `"forward"`, `"recompute"` (a
-        forward inside a
-            backward, as checkpointing does) or `"backward"`.
+        on_enter: Called as `on_enter(call, phase)` when a call begins. The phase is `"forward"`, `"backward"`, or
+            `"recompute"` (a forward inside a backward, as checkpointing does).
         on_exit: The same when it ends, also by an exception.
 
     >>> import torch, microtome as mt
