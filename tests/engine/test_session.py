@@ -231,6 +231,7 @@ class TestCompiled:
         compiled(X)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
+    @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
     def test_a_session_opened_inside_compiled_code_says_what_to_do(self, model: nn.Module) -> None:
         def opens(x: Tensor) -> Any:
             with mt.Session(model):

@@ -81,16 +81,17 @@ class Backward:
     def _move(self, thread: Thread, calls: list[Call], target: tuple[Call, ...]) -> None:
         """Leave the open calls that do not run any more, innermost first, and enter those that do."""
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(calls, target, strict=False)))
+        here = self._threads.here()  # another one, when the calls of autograd's threads are left at the end
         try:
             while len(calls) > shared:
-                thread.told = calls.pop()
-                self._probes.leave(thread.told)
+                here.told = calls.pop()
+                self._probes.leave(here.told)
             for call in target[shared:]:
-                thread.told = call
+                here.told = call
                 calls.append(call)
                 self._probes.enter(call)
         finally:
-            thread.told = None
+            here.told = None
             thread.in_backward = (*self._outer, *calls)
 
     def _claim_after(self, node: Node, call: Call) -> None:

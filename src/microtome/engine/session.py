@@ -72,6 +72,7 @@ class Session:
     def __enter__(self) -> Self:
         if self._open is not None:
             raise SessionError("this session is already open: use a new one for each `with` that lies inside another")
+        chain.run_eagerly()
         self._threads = Threads()
         self._owners = Owners(self._threads, self._sites) if self._backward else None
         self._changes: dict[Site, _Change] = {}
