@@ -12,7 +12,7 @@ from microtome import errors
 def test_public_names() -> None:
     assert sorted(microtome.__all__) == [
         *("Call", "Inputs", "MicrotomeError", "Probe", "Replace", "Session", "Skip", "Stop", "Stopped"),
-        *("Tracker", "select", "track"),
+        *("Trace", "Tracker", "select", "trace", "track"),
     ]
     assert all(getattr(microtome, name).__doc__ for name in microtome.__all__)
 

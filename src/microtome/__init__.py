@@ -3,6 +3,7 @@
 from microtome.engine import Call, Probe, Replace, Session, Skip, Stop, Stopped, select
 from microtome.errors import MicrotomeError
 from microtome.inputs import Inputs
+from microtome.trace import Trace, trace
 from microtome.track import Tracker, track
 
 __version__ = "0.1.0"
@@ -17,7 +18,9 @@ __all__ = [
     "Skip",
     "Stop",
     "Stopped",
+    "Trace",
     "Tracker",
     "select",
+    "trace",
     "track",
 ]

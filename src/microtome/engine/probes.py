@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from microtome.engine.calls import Call
+from torch._ops import OpOverload
+
+from microtome.engine.calls import Call, Phase
 from microtome.engine.select import Selector
+
+
+class Where(NamedTuple):
+    """Where an operator runs: in the call whose code ran it, or whose backward it is part of; None outside any."""
+
+    call: Call | None
+    phase: Phase
 
 
 class Probe:
@@ -25,6 +34,9 @@ class Probe:
 
     def fail(self, call: Call, error: BaseException) -> None:
         """The call ended by an exception."""
+
+    def op(self, where: Where, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """An operator ran, in the thread that opened the session or in a backward that it called."""
 
     def enter_backward(self, call: Call) -> None:
         """The backward of the call begins, or comes back to it after another."""

@@ -10,13 +10,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from microtome.engine.backward import Backward, BackwardProbes
 from microtome.engine.calls import Call, Run, Site
 from microtome.engine.intercept import AnyCall, chain
+from microtome.engine.ops import OpMode
 from microtome.engine.owners import Owners, graph_task, next_number, nodes_of
-from microtome.engine.probes import Intervention, Probe, Replace, Skip, Stop, Stopped
+from microtome.engine.probes import Intervention, Probe, Replace, Skip, Stop, Stopped, Where
 from microtome.engine.select import check_model, select
 from microtome.engine.sites import ModelSites, ProcessSites, Sites
 from microtome.engine.threads import Thread, Threads
@@ -63,6 +65,7 @@ class Session:
         self._enter = _methods(probes, "enter")
         self._exit = _methods(probes, "exit")
         self._fail = _methods(probes, "fail")
+        self._op = _methods(probes, "op")
         self._enter_backward = _methods(probes, "enter_backward")
         self._exit_backward = _methods(probes, "exit_backward")
         self._backward = backward or bool(self._enter_backward or self._exit_backward)
@@ -83,6 +86,8 @@ class Session:
             stack.callback(handle.remove)
             chain.add(self)
             stack.callback(chain.remove, self)
+            if self._op:
+                stack.enter_context(OpMode(self._tell_op))
             self._open = stack.pop_all()
         return self
 
@@ -218,6 +223,17 @@ class Session:
                 return inner(roots, *args, **kwargs)
 
         return run_backward
+
+    def _tell_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        task, run = graph_task(), self._threads.here().run
+        if run is not None and run.task == task:
+            where = Where(run.open[-1], run.phase)
+        elif task == -1:
+            where = Where(None, "forward")
+        else:
+            where = Where(None if self._owners is None else self._owners.current(), "backward")
+        for tell in self._op:
+            tell(where, func, args, kwargs, output)
 
     def _find(self, module: nn.Module) -> Site | None:
         chain.run_eagerly()  # the first call of a model that was compiled while the session was open

@@ -15,19 +15,21 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield value
         return
     seen: set[int] = set()
-    pending = [value]
+    pending = _parts(value)[::-1]
     while pending:
         item = pending.pop()
-        if id(item) in seen:  # a structure may hold itself
-            continue
-        seen.add(id(item))
         if isinstance(item, Tensor):
-            yield item
-        else:
-            pending.extend(reversed(_parts(item)))
+            if id(item) not in seen:
+                seen.add(id(item))
+                yield item
+        elif (parts := _parts(item)) and id(item) not in seen:  # a structure may hold itself
+            seen.add(id(item))
+            pending.extend(reversed(parts))
 
 
 def _parts(value: Any) -> list[Any]:
+    if value is None or isinstance(value, int | float | str):
+        return []
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
     if isinstance(value, Mapping):

@@ -1,0 +1,110 @@
+"""Every operator that runs, shown to a session's probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Told = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Any], None]
+
+#: What an operator on meta tensors gave, by its signature: (size, stride, dtype) of each output. For all sessions.
+_memo: dict[Any, tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...] | None] = {}
+_MEMO_LIMIT = 100_000
+
+
+class OpMode(TorchDispatchMode):
+    """Tells of each operator after it ran. Operators that torch composes of others are seen as those others.
+
+    On meta tensors nothing is computed but shapes, and that mostly in Python: what an operator gave for the same
+    signature is remembered.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return (
+            False  # compiled code runs as Python in a session; skipping would import the compiler at the first operator
+        )
+
+    def __init__(self, tell: Told) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _is_composed(func):  # reaches us whole in inference mode only
+            with self:
+                return func.decompose(*args, **kwargs)
+        output = _compute(func, args, kwargs)
+        if func.namespace != "prim":
+            self._tell(func, args, kwargs, output)
+        return output
+
+
+@cache
+def _is_composed(func: OpOverload) -> bool:
+    if func.namespace == "prim":  # asked by torch itself, not known to its dispatcher
+        return False
+    composed = "CompositeImplicitAutograd"
+    return func._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composed)
+
+
+def _compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not _is_functional(func):
+        return func(*args, **kwargs)
+    tensors: list[Tensor] = []
+    try:
+        key = (func, _signature(args, tensors), _signature(tuple(kwargs.items()), tensors))
+        known = _memo.get(key, ()) if tensors else None
+    except TypeError:  # an argument that cannot be a key
+        known = None
+    if known is None:
+        return func(*args, **kwargs)
+    if known:
+        made = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in known]
+        return made[0] if len(func._schema.returns) == 1 else tuple(made)
+    output = func(*args, **kwargs)
+    if len(_memo) >= _MEMO_LIMIT:
+        _memo.clear()
+    _memo[key] = _layout(output, tensors)
+    return output
+
+
+@cache
+def _is_functional(func: OpOverload) -> bool:
+    """Whether the outputs are fresh tensors, one for each that the schema names."""
+    schema = func._schema
+    aliases = any(item.alias_info is not None for item in (*schema.arguments, *schema.returns))
+    return not aliases and bool(schema.returns) and all(str(item.type) == "Tensor" for item in schema.returns)
+
+
+def _signature(value: Any, tensors: list[Tensor]) -> Any:
+    """What the outcome on meta tensors depends on; raises TypeError for what is not known to be enough."""
+    if isinstance(value, Tensor):
+        if not value.is_meta or type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise TypeError
+        tensors.append(value)
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(_signature(item, tensors) for item in value)
+    if isinstance(value, torch.Generator):
+        raise TypeError
+    return type(value), value
+
+
+def _layout(output: Any, inputs: list[Tensor]) -> Any:
+    """How to make the output again; None where it is not a fresh meta tensor."""
+    outputs = output if isinstance(output, tuple | list) else (output,)
+    memory = {id(tensor.untyped_storage()) for tensor in inputs}
+    for tensor in outputs:
+        fresh = type(tensor) is Tensor and tensor.is_meta and id(tensor.untyped_storage()) not in memory
+        if not fresh or tensor.storage_offset():
+            return None
+    return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in outputs)

@@ -1,0 +1,309 @@
+"""The pass that makes a trace."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+
+from microtome.engine import Call, Probe, Session, tensors_in
+from microtome.engine.probes import Where
+from microtome.engine.select import check_model
+from microtome.engine.standin import Stand, stand_in
+from microtome.errors import MicrotomeError, Unsupported
+from microtome.inputs import Inputs
+from microtome.trace.trace import How, Memory, Op, Trace, TracedCall, Value
+
+
+def trace(model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool | None = None) -> Trace:
+    """Run the model once and write down its calls, its operators, and the values they make and read.
+
+    By default nothing is computed: the run is made on meta tensors in place of weights and inputs or, where the model
+    does not allow that, on fake tensors, and on real ones only where its code reads values. `Trace.how` says which and
+    why. The run has the gradient mode that is set. Afterwards model and random state are as they were; meanwhile, no
+    other thread may use the model.
+
+    Args:
+        inputs: A tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
+        backward: Also run the backward of the sum of the outputs.
+        fake: True never computes; False runs the model as it is.
+
+    >>> import microtome as mt
+    >>> from microtome import zoo
+    >>> model, x = zoo.build("tiny-resnet")
+    >>> t = mt.trace(model, x)
+    >>> t
+    <Trace of 43 calls, 56 ops, 121 values, meta>
+    >>> [t.ops[op].name for op in t["layer1.0"].ops]
+    ['aten.add.Tensor']
+    """
+    check_model(model)
+    inputs = Inputs.of(inputs)
+    device, empty = _devices(model, inputs)
+    stands: tuple[Stand, ...] = ("real",) if fake is False else ("meta", "fake") if fake or empty else _STANDS
+    why: list[str] = []
+    for stand in stands:
+        if stand == "meta" and device is None:
+            why.append("not on meta tensors: weights and inputs lie on several devices")
+            continue
+        try:
+            return _run(model, inputs, How(stand, "; ".join(why)), backward=backward, device=device)
+        except MicrotomeError:
+            raise
+        except Exception as error:
+            if stand == stands[-1]:
+                if stand != "real":
+                    raise Unsupported(f"the model cannot be traced without computing: {_brief(error)}") from error
+                raise
+            why.append(f"not on {stand} tensors: {_brief(error)}")
+    raise AssertionError
+
+
+_STANDS: tuple[Stand, ...] = ("meta", "fake", "real")
+
+
+def _devices(model: nn.Module, inputs: Inputs) -> tuple[str | None, bool]:
+    """The one device that weights and inputs lie on, or None; and whether there are weights without any."""
+    tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
+    devices = {str(tensor.device) for tensor in tensors}
+    placed = sorted(devices - {"meta"})
+    return (placed[0] if placed else "meta") if len(placed) <= 1 else None, "meta" in devices
+
+
+def _brief(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _run(model: nn.Module, inputs: Inputs, how: How, *, backward: bool, device: str | None) -> Trace:
+    with stand_in(model, inputs, how.stand) as standing:
+        recorder = _Recorder(device if how.stand == "meta" else None)
+        recorder.name(model, standing)
+        with Session(model, [recorder], backward=backward), torch.set_grad_enabled(torch.is_grad_enabled() or backward):
+            output = standing.run(model)
+            if backward:
+                _backward(model, standing, output)
+        return recorder.trace(how)  # while the output is there: it outlives the run
+
+
+def _backward(model: nn.Module, inputs: Inputs, output: Any) -> None:
+    losses = [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]
+    leaves = [*model.parameters(), *tensors_in((inputs.args, inputs.kwargs))]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not losses:
+        raise Unsupported("there is nothing to run a backward of: no output of the model requires a gradient")
+    torch.autograd.grad(losses, wanted, allow_unused=True)  # not backward(): no .grad may change
+
+
+@dataclass
+class _Memory:
+    index: int
+    nbytes: int
+    begins: int
+    ends: int | None = None
+    values: dict[Any, _Value] = field(default_factory=dict)
+    alive: Any = None
+
+
+@dataclass
+class _Value:
+    index: int
+    origin: Any
+    name: str | None
+    tensor: tuple[tuple[int, ...], torch.dtype, str, int]
+    producer: int | None
+    memory: _Memory
+    alias_of: int | None
+    consumers: list[int] = field(default_factory=list)
+    mutated_by: list[int] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor[3]
+
+
+@dataclass
+class _Call:
+    index: int
+    call: Call
+    parent: int | None
+    type: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...] = ()
+    children: list[int] = field(default_factory=list)
+    ops: list[int] = field(default_factory=list)
+
+
+class _Recorder(Probe):
+    def __init__(self, device: str | None) -> None:
+        self._device = device
+        self._calls: dict[Call, _Call] = {}
+        self._ops: list[Op] = []
+        self._values: list[_Value] = []
+        self._memories: list[_Memory] = []
+        self._by_storage: dict[int, _Memory] = {}
+
+    def name(self, model: nn.Module, inputs: Inputs) -> None:
+        """Know the tensors that are there before the run begins."""
+        for name, parameter in model.named_parameters():
+            self._value(parameter, "parameter", name)
+        for name, buffer in model.named_buffers():
+            self._value(buffer, "buffer", name)
+        places = {**{f"args[{at}]": value for at, value in enumerate(inputs.args)}, **inputs.kwargs}
+        for place, value in places.items():
+            for at, tensor in enumerate(tensors := list(tensors_in(value))):
+                self._value(tensor, "input", place if len(tensors) == 1 else f"{place}[{at}]")
+
+    # -- what the session tells ----------------------------------------------------------------------------------------
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        parent = None if call.parent is None else self._calls[call.parent].index
+        record = _Call(len(self._calls), call, parent, type(call.module).__name__, self._indices((args, kwargs)))
+        self._calls[call] = record
+        if call.parent is not None:
+            self._calls[call.parent].children.append(record.index)
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._calls[call].outputs = self._indices(output)
+
+    def op(self, where: Where, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        index = len(self._ops)
+        read = {value.index: value for value in map(self._value, _operands((*args, *kwargs.values())))}
+        written = {value.index: value for value in map(self._value, _mutated(func, args, kwargs))}
+        made: dict[int, _Value] = {}
+        for tensor in _operands(output if isinstance(output, tuple | list) else (output,)):
+            value = self._value(tensor, "op", None, index)
+            made[value.index] = value
+        for value in read.values():
+            value.consumers.append(index)
+        for value in written.values():
+            value.mutated_by.append(index)
+        memory = {value.memory.index for value in read.values()}
+        free = not written and bool(made) and all(value.memory.index in memory for value in made.values())  # a view
+        moved_out = [value for value in made.values() if value.index not in read] + list(written.values())
+        call = None if where.call is None else self._calls[where.call]
+        if call is not None:
+            call.ops.append(index)
+        self._ops.append(
+            Op(
+                index=index,
+                name=_name(func),
+                call=None if call is None else call.index,
+                phase=where.phase,
+                inputs=tuple(read),
+                outputs=tuple(made),
+                mutates=tuple(written),
+                read_bytes=0 if free else sum(map(_moved, read.values())),
+                write_bytes=0 if free else sum(map(_moved, moved_out)),
+            )
+        )
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def _indices(self, structure: Any) -> tuple[int, ...]:
+        return tuple(self._value(tensor).index for tensor in tensors_in(structure))
+
+    def _value(
+        self, tensor: Tensor, origin: str = "constant", name: str | None = None, producer: int | None = None
+    ) -> _Value:
+        memory = self._memory(tensor)
+        shape = tuple(tensor.shape)
+        key = (shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        value = memory.values.get(key)
+        if value is None:
+            first = next(iter(memory.values.values()), None)
+            device = self._device or str(tensor.device)
+            facts = (shape, tensor.dtype, device, tensor.numel() * tensor.element_size())
+            alias = None if first is None else first.index
+            value = _Value(len(self._values), origin, name, facts, producer, memory, alias)
+            memory.values[key] = value
+            self._values.append(value)
+        return value
+
+    def _memory(self, tensor: Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        memory = self._by_storage.get(key)
+        if memory is None:
+            memory = _Memory(len(self._memories), storage.nbytes(), len(self._ops))
+            memory.alive = weakref.ref(storage, lambda _: self._gone(key))
+            self._by_storage[key] = memory
+            self._memories.append(memory)
+        return memory
+
+    def _gone(self, key: int) -> None:
+        self._by_storage.pop(key).ends = len(self._ops)
+
+    # -- the result ----------------------------------------------------------------------------------------------------
+
+    def trace(self, how: How) -> Trace:
+        calls = (
+            TracedCall(
+                index=record.index,
+                address=record.call.address,
+                path=record.call.path,
+                type=record.type,
+                phase=record.call.phase,
+                parent=record.parent,
+                children=tuple(record.children),
+                depth=record.call.depth,
+                inputs=record.inputs,
+                outputs=record.outputs,
+                ops=tuple(record.ops),
+            )
+            for record in self._calls.values()
+        )
+        values = (
+            Value(
+                index=value.index,
+                origin=value.origin,
+                name=value.name,
+                shape=value.tensor[0],
+                dtype=value.tensor[1],
+                device=value.tensor[2],
+                nbytes=value.tensor[3],
+                producer=value.producer,
+                consumers=tuple(value.consumers),
+                mutated_by=tuple(value.mutated_by),
+                alias_of=value.alias_of,
+                memory=value.memory.index,
+            )
+            for value in self._values
+        )
+        memories = (Memory(memory.nbytes, memory.begins, memory.ends) for memory in self._memories)
+        return Trace(how, tuple(calls), tuple(self._ops), tuple(values), tuple(memories))
+
+
+def _moved(value: _Value) -> int:
+    """The bytes that reading or writing it moves: an expanded tensor has fewer in memory than elements."""
+    return min(value.nbytes, value.memory.nbytes)
+
+
+def _operands(arguments: Iterable[Any]) -> list[Tensor]:
+    """The tensors among the arguments of an operator, which are at most lists of tensors."""
+    found: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, list | tuple):
+            found.extend(item for item in argument if isinstance(item, Tensor))
+    return found
+
+
+def _mutated(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return _operands(args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(func))
+
+
+_name = cache(str)
+
+
+@cache
+def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(func._schema.arguments)
+    return tuple((at, a.name) for at, a in arguments if a.alias_info is not None and a.alias_info.is_write)

@@ -1,0 +1,153 @@
+"""One run as data: its calls, its operators and the values they make and read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from microtome.engine import Phase
+from microtome.engine.select import no_path
+from microtome.engine.standin import Stand
+from microtome.errors import NoMatch
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the run: a place in memory seen in one shape. All tensor objects on it are this one value.
+
+    Attributes:
+        origin: What it was when the run began: `"input"`, `"parameter"`, `"buffer"`; `"op"` if an operator made it; and
+            `"constant"` for a tensor that the model keeps elsewhere.
+        name: Of a parameter or buffer its name, of an input its place: `args[0]`, `mask`.
+        device: Where it lies, or would lie if the run were real.
+        nbytes: Elements times their size, whether or not they all lie apart in memory.
+        producer: The operator that made it.
+        consumers: The operators that read it.
+        mutated_by: The operators that wrote into it.
+        alias_of: The first value in the same memory, if it is not that one itself.
+        memory: Which memory it lies in: an index into `Trace.memories`.
+    """
+
+    index: int
+    origin: Literal["input", "parameter", "buffer", "constant", "op"]
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    nbytes: int
+    producer: int | None
+    consumers: tuple[int, ...]
+    mutated_by: tuple[int, ...]
+    alias_of: int | None
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A piece of memory that values lie in.
+
+    Attributes:
+        begins: How many operators had run when it was first seen.
+        ends: How many operators had run when the last tensor on it was gone; None if it outlived the run.
+    """
+
+    nbytes: int
+    begins: int
+    ends: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One run of one operator.
+
+    Attributes:
+        name: As torch writes it: `aten.addmm.default`.
+        call: The call whose code ran it, or whose backward it is part of, as an index into `Trace.calls`; or None.
+        read_bytes: What it reads, each value once. A view reads and writes nothing.
+        write_bytes: What it writes: outputs, and values changed in place.
+    """
+
+    index: int
+    name: str
+    call: int | None
+    phase: Phase
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutates: tuple[int, ...]
+    read_bytes: int
+    write_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """One run of one module.
+
+    Attributes:
+        ops: The operators that its own code ran, those of calls inside it left out; with those of its backward.
+        inputs: The tensors among its arguments.
+        outputs: The tensors in what it returned.
+    """
+
+    index: int
+    address: str
+    path: str
+    type: str
+    phase: Phase
+    parent: int | None
+    children: tuple[int, ...]
+    depth: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    ops: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How a run was made: on which stand-ins for its tensors, and why not on cheaper ones."""
+
+    stand: Stand
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.stand} ({self.why})" if self.why else self.stand
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One run of a model. Operators, calls and values refer to each other by index.
+
+    Attributes:
+        calls: In the order they began; the root is first.
+        ops: In the order they ran.
+        values: In the order they were first seen.
+    """
+
+    how: How
+    calls: tuple[TracedCall, ...]
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    memories: tuple[Memory, ...]
+
+    def __getitem__(self, address: str) -> TracedCall:
+        """The call at an address. `#0` may be left out where the module ran once."""
+        calls = [call for call in self.calls if call.phase == "forward"]
+        named = [call for call in calls if call.path == address]
+        if len(named) > 1:
+            every = ", ".join(repr(call.address if call is not named[0] else f"{address}#0") for call in named)
+            raise NoMatch(f"{address!r} ran {len(named)} times: say which of {every}")
+        exact = [call for call in calls if call.address == address.removesuffix("#0")]
+        if not exact:
+            raise no_path(address, [call.address for call in calls])
+        return exact[0]
+
+    def below(self, call: TracedCall) -> Iterator[TracedCall]:
+        """The call and all calls inside it."""
+        yield call
+        for child in call.children:
+            yield from self.below(self.calls[child])
+
+    def __repr__(self) -> str:
+        return f"<Trace of {len(self.calls)} calls, {len(self.ops)} ops, {len(self.values)} values, {self.how.stand}>"

@@ -1,0 +1,312 @@
+"""A run as data, against what the model and torch say of the same run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import microtome as mt
+from microtome import zoo
+from microtome.errors import NoMatch, NotAModule, Unsupported
+from tests.engine.test_laws import assert_same, snapshot
+
+
+def ops(trace: mt.Trace, address: str) -> list[str]:
+    return [trace.ops[op].name.split(".")[1] for op in trace[address].ops]
+
+
+class Glue(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, *, scale: float = 2.0) -> dict[str, Tensor]:
+        y = self.a(x) * scale
+        return {"y": self.b(y.relu_()), "y_too": y}
+
+
+def test_functional_ops_between_modules_belong_to_the_call_whose_forward_ran_them() -> None:
+    with torch.no_grad():
+        t = mt.trace(Glue(), mt.Inputs(torch.ones(3, 4), scale=3.0))
+    assert (ops(t, ""), ops(t, "a"), ops(t, "b")) == (["mul", "relu_"], ["t", "addmm"], ["t", "addmm"])
+    assert [t.calls[child].address for child in t[""].children] == ["a", "b"]
+    assert (t[""].type, t["a"].type, t["a"].depth, t["a"].parent) == ("Glue", "Linear", 1, 0)
+    assert str(t.how) == "meta"
+
+
+def test_values_know_who_made_them_who_reads_them_and_who_changes_them() -> None:
+    t = mt.trace(Glue(), torch.ones(3, 4))
+    weight = next(value for value in t.values if value.name == "a.weight")
+    transposed = next(value for value in t.values if value.alias_of == weight.index)
+    assert (weight.origin, weight.shape, weight.nbytes, weight.dtype) == ("parameter", (4, 4), 64, torch.float32)
+    assert t.ops[transposed.producer or 0].name == "aten.t.default"
+    assert (transposed.memory, transposed.device) == (weight.memory, "cpu")
+    (x,) = (value for value in t.values if value.origin == "input")
+    assert (x.name, [t.ops[op].name for op in x.consumers]) == ("args[0]", ["aten.addmm.default"])
+    y, y_too = (t.values[index] for index in t[""].outputs)
+    assert [t.ops[op].name for op in y_too.mutated_by] == ["aten.relu_.default"]
+    assert t.ops[y.producer or 0].name == "aten.addmm.default"
+    assert t["b"].inputs == (y_too.index,)
+    assert t["b"].outputs == (y.index,)
+
+
+def test_bytes_of_an_op_count_each_value_once_and_views_are_free() -> None:
+    t = mt.trace(Glue(), torch.ones(3, 4))
+    by_name = {op.name.split(".")[1]: op for op in t.ops[:4]}
+    # addmm of (3, 4) by (4, 4) with a bias of 4 reads 12 + 16 + 4 floats and writes 12; relu_ reads and writes 12.
+    assert (by_name["addmm"].read_bytes, by_name["addmm"].write_bytes) == (4 * 32, 4 * 12)
+    assert (by_name["t"].read_bytes, by_name["t"].write_bytes) == (0, 0)
+    assert (by_name["relu_"].read_bytes, by_name["relu_"].write_bytes) == (48, 48)
+
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.expand(5, 4) * x.expand(5, 4)
+
+    multiply = mt.trace(Square(), torch.ones(4)).ops[-1]
+    assert (multiply.read_bytes, multiply.write_bytes) == (16, 80)  # four floats in memory, read once; twenty written
+
+
+def test_an_identity_returns_the_value_it_was_given() -> None:
+    t = mt.trace(nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval(), torch.ones(1, 2))
+    assert t["1"].inputs == t["1"].outputs == t["0"].outputs == t[""].outputs
+
+
+class Peak(TorchDispatchMode):
+    """The names of the operators of a plain run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_a_real_trace_is_the_run_of_the_model(name: str) -> None:
+    model, inputs = zoo.build(name)
+    with Peak() as plain:
+        mt.Inputs.of(inputs).run(model)
+    assert [op.name for op in mt.trace(model, inputs, fake=False).ops] == plain.names
+
+
+@pytest.mark.parametrize("name", ["tiny-resnet", "tiny-unet"])  # the others have kernels of their own on each device
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_trace_without_computing_is_the_real_one(name: str, backward: bool) -> None:
+    model, inputs = zoo.build(name)
+    real = mt.trace(model, inputs, backward=backward, fake=False)
+    for repeat in range(2):  # the second time, what operators gave is remembered
+        meta = mt.trace(model, inputs, backward=backward)
+        assert (meta.how.stand, real.how.stand) == ("meta", "real")
+        assert [(op.name, op.call, op.phase) for op in meta.ops] == [(op.name, op.call, op.phase) for op in real.ops]
+        assert meta.calls == real.calls, repeat
+        assert [memory.ends for memory in meta.memories] == [memory.ends for memory in real.memories]
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_the_order_of_calls_and_their_outputs_do_not_depend_on_how(name: str) -> None:
+    model, inputs = zoo.build(name)
+
+    def facts(t: mt.Trace) -> Any:
+        return [
+            (c.address, c.type, c.parent, [(t.values[v].shape, t.values[v].dtype) for v in c.outputs]) for c in t.calls
+        ]
+
+    meta, fake, real = (facts(mt.trace(model, inputs, fake=how)) for how in (None, True, False))
+    with torch.inference_mode():
+        inferred = facts(mt.trace(model, inputs))
+    with torch.no_grad():
+        without = facts(mt.trace(model, inputs))
+    assert meta == fake == real == inferred == without
+
+
+def test_operators_composed_of_others_are_the_same_in_inference_mode() -> None:
+    model, x = zoo.build("tiny-vit")
+    with torch.no_grad():
+        plain = mt.trace(model, x)
+    with torch.inference_mode():
+        inferred = mt.trace(model, x)
+
+    def facts(t: mt.Trace) -> Any:  # the name of a view may differ
+        return [(op.name.replace("_unsafe_", ""), op.call, op.read_bytes, op.write_bytes) for op in t.ops]
+
+    assert facts(plain) == facts(inferred)
+
+
+def test_memory_ends_when_the_last_tensor_on_it_is_gone() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU())
+    with torch.no_grad():
+        t = mt.trace(model, torch.ones(1, 2))
+    first = t.memories[t.values[t["0"].outputs[0]].memory]
+    relu = next(op.index for op in t.ops if op.name == "aten.relu.default")
+    assert first.ends == relu + 1  # nobody needs it once the ReLU has run
+    assert t.memories[t.values[t[""].outputs[0]].memory].ends is None
+    kept = mt.trace(model, torch.ones(1, 2), backward=True)
+    saved = kept.memories[kept.values[kept["1"].outputs[0]].memory]
+    backward = [op.index for op in kept.ops if op.phase == "backward"]
+    assert saved.ends is not None
+    assert saved.ends > backward[0]  # the backward needs it
+
+
+def test_backward_ops_belong_to_the_calls_whose_backward_they_are() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+    t = mt.trace(model, torch.ones(1, 2), backward=True)
+    backward = {
+        call.path: [t.ops[op].name for op in call.ops if t.ops[op].phase == "backward"] for call in t.calls if call.path
+    }
+    assert backward["1"] == ["aten.detach.default", "aten.tanh_backward.default"]  # the first unpacks what was saved
+    assert "aten.mm.default" in backward["0"]
+    assert model[0].weight.grad is None
+
+
+def test_recomputation_is_told_apart() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    t = mt.trace(Net(), torch.ones(1, 2), backward=True)
+    assert {call.phase for call in t.calls if call.path == "block"} == {"forward", "recompute"}
+    assert t["block"].phase == "forward"
+    assert any(op.phase == "recompute" for op in t.ops)
+
+
+# -- as found ----------------------------------------------------------------------------------------------------------
+
+
+class Messy(nn.Module):
+    """Keeps what it computes, updates buffers, draws random numbers, and has a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.b(self.a(self.drop(self.bn(x))))
+        self.late = self.seen + 1
+        self.register_buffer("another", self.late.detach())
+        self.train(False)
+        return self.late
+
+
+@pytest.mark.parametrize("fake", [None, True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_is_as_found(fake: bool | None, fails: bool) -> None:
+    model = Messy()
+    x = torch.ones(3, 4, requires_grad=True)
+    mt.trace(model, x, fake=fake, backward=True)  # what torch imports at first use is there
+    before = snapshot(model)
+    if fails:
+        with pytest.raises((RuntimeError, Unsupported)):
+            mt.trace(model, torch.ones(3, 5), fake=fake)
+    else:
+        t = mt.trace(model, x, fake=fake, backward=True)
+        assert len({value.index for value in t.values if value.name == "a.weight"}) == 1
+    assert_same(before, snapshot(model))
+    assert x.grad is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_inputs_changed_in_place_are_not_the_users() -> None:
+    model = nn.ReLU(inplace=True)
+    x = -torch.ones(2)
+    mt.trace(model, x, fake=False)
+    assert torch.equal(x, -torch.ones(2))
+
+
+# -- how ---------------------------------------------------------------------------------------------------------------
+
+
+class Attribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.ones(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table
+
+
+class ReadsValues(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum().item() > 0 else x
+
+
+def test_a_tensor_kept_as_a_plain_attribute_needs_fake_tensors() -> None:
+    t = mt.trace(Attribute(), torch.ones(2))
+    assert t.how.stand == "fake"
+    assert "not on meta tensors: RuntimeError" in t.how.why
+    assert {value.origin for value in t.values} == {"input", "constant", "op"}
+
+
+def test_a_model_that_reads_values_needs_real_ones() -> None:
+    t = mt.trace(ReadsValues(), torch.ones(2))
+    assert t.how.stand == "real"
+    assert "not on fake tensors: DataDependentOutputException" in t.how.why
+    assert "aten.mul.Tensor" in [op.name for op in t.ops]
+    with pytest.raises(Unsupported, match="cannot be traced without computing: DataDependentOutputException"):
+        mt.trace(ReadsValues(), torch.ones(2), fake=True)
+
+
+def test_a_model_without_weights_in_memory_can_be_traced() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(10**6, 10**6)
+    t = mt.trace(model, "3x1000000")
+    assert t.values[t[""].outputs[0]].shape == (3, 10**6)
+
+
+def test_inputs_may_be_a_text_and_structures_pass_through() -> None:
+    class Takes(nn.Module):
+        def forward(self, ids: Tensor, *, extra: Any = None) -> Any:
+            return [ids + 1, None, extra]
+
+    t = mt.trace(Takes(), mt.Inputs(torch.ones(2), extra={"deep": (torch.ones(3), None, "text")}))
+    assert [value.name for value in t.values if value.origin == "input"] == ["args[0]", "extra"]
+    assert [value.shape for value in mt.trace(Takes(), "ids=2x3:int64").values] == [(2, 3), (2, 3)]
+
+
+# -- wrong use ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_models_own_error_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        mt.trace(nn.Linear(3, 3), torch.ones(1, 4))
+
+
+def test_a_lazy_model_must_run_first() -> None:
+    with pytest.raises(Unsupported, match=r"0 \(LazyLinear\) has no shape yet: run the model once"):
+        mt.trace(nn.Sequential(nn.LazyLinear(2)), torch.ones(1, 2))
+
+
+def test_nothing_to_run_a_backward_of() -> None:
+    with pytest.raises(Unsupported, match="no output of the model requires a gradient"):
+        mt.trace(nn.ReLU(), torch.ones(2), backward=True)
+
+
+def test_addresses() -> None:
+    model, x = zoo.build("tiny-resnet")
+    t = mt.trace(model, x)
+    assert t["layer1.0.relu#1"].address == "layer1.0.relu#1"
+    assert t["layer1.0.relu#0"].address == "layer1.0.relu"
+    assert t["fc#0"] is t["fc"]
+    with pytest.raises(
+        NoMatch, match=r"'layer1.0.relu' ran 2 times: say which of 'layer1.0.relu#0', 'layer1.0.relu#1'"
+    ):
+        t["layer1.0.relu"]
+    with pytest.raises(NoMatch, match="no module at path 'layer1.0.rely'. Did you mean 'layer1.0.relu"):
+        t["layer1.0.rely"]
+    assert [call.address for call in t.below(t["stem"])] == ["stem", "stem.0", "stem.1", "stem.2"]
+    with pytest.raises(NotAModule):
+        mt.trace("resnet", x)  # type: ignore[arg-type]
