@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
@@ -59,8 +60,13 @@ def _maker(stand: Stand) -> Iterator[Callable[[Tensor], Tensor]]:
         from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, seldom needed
 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode:
-            yield mode.from_tensor
+        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        quiet, logger.disabled = logger.disabled, True  # what it logs is raised too
+        try:
+            with mode:
+                yield mode.from_tensor
+        finally:
+            logger.disabled = quiet
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -148,6 +148,7 @@ class _Recorder(Probe):
         self._values: list[_Value] = []
         self._memories: list[_Memory] = []
         self._by_storage: dict[int, _Memory] = {}
+        self._failed = False
 
     def name(self, model: nn.Module, inputs: Inputs) -> None:
         """Know the tensors that are there before the run begins."""
@@ -171,6 +172,11 @@ class _Recorder(Probe):
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._calls[call].outputs = self._indices(output)
+
+    def fail(self, call: Call, error: BaseException) -> None:
+        if not self._failed:  # the innermost is told first
+            self._failed = True
+            error.add_note(f"in the call {call.address!r} ({type(call.module).__name__})")
 
     def op(self, where: Where, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         index = len(self._ops)
