@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import imports, report, tracker
+from benchmarks import imports, report, trace, tracker
+
+SUITES = {"tracker": [tracker.run, imports.run], "trace": [trace.run]}
 
 
 def main() -> int:
-    targets = [*tracker.run(), *imports.run()]
-    text = report.markdown(targets)
-    print(report.machine(), text, sep="\n\n")
-    if "--save" in sys.argv:
-        print("\nwritten to", report.save("tracker", text))
-    return int(not all(target.met for target in targets))
+    missed = False
+    print(report.machine())
+    for name, suite in SUITES.items():
+        targets = [target for run in suite for target in run()]
+        text = report.markdown(targets)
+        print(f"\n{text}")
+        if "--save" in sys.argv:
+            print("\nwritten to", report.save(name, text))
+        missed = missed or not all(target.met for target in targets)
+    return int(missed)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""What a trace costs, beside a plain forward and one on meta tensors."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+import microtome as mt
+from benchmarks.report import Target
+from benchmarks.timing import interleave
+
+
+def torchvision_model(name: str) -> nn.Module:
+    """A torchvision model with random weights. Its compiled operators need not fit the installed torch."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, operator):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    import torchvision
+
+    model: nn.Module = getattr(torchvision.models, name)()
+    return model.eval()
+
+
+def on_meta(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    held = (*model.named_parameters(), *model.named_buffers())
+    weights = {name: torch.empty_like(value, device="meta") for name, value in held}
+    return torch.func.functional_call(model, weights, (x.to("meta"),))
+
+
+@torch.no_grad()
+def run() -> list[Target]:
+    torch.set_num_threads(1)
+    targets = []
+    x = torch.randn(1, 3, 224, 224)
+    for name, most in (("resnet50", 0.7), ("swin_t", 1.1)):
+        model = torchvision_model(name)
+        plain = interleave(lambda model=model: model(x), {"": nullcontext}, rounds=5)[""]  # type: ignore[misc]
+        bare = interleave(lambda model=model: on_meta(model, x), {"": nullcontext}, rounds=5)[""]  # type: ignore[misc]
+        traced = interleave(lambda model=model: mt.trace(model, x), {"": nullcontext}, rounds=5)[""]  # type: ignore[misc]
+        targets.append(
+            Target(f"{name}, batch 1: mt.trace / plain forward (bare meta {bare / plain:.2f})", traced / plain, most)
+        )
+    return targets
