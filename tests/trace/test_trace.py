@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -165,6 +168,110 @@ def test_backward_ops_belong_to_the_calls_whose_backward_they_are() -> None:
     assert model[0].weight.grad is None
 
 
+class Does(nn.Module):
+    """Runs a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def test_an_op_that_changes_the_shape_in_place_makes_the_value_it_leaves() -> None:
+    t = mt.trace(Does(lambda x: (x * 2).unsqueeze_(0) + 1), torch.ones(3))
+    multiply, unsqueeze, add = t.ops
+    before, after = t.values[multiply.outputs[0]], t.values[unsqueeze.outputs[0]]
+    assert (before.shape, before.consumers, after.shape, after.producer) == ((3,), (1,), (1, 3), 1)
+    assert (after.alias_of, after.origin, add.inputs) == (before.index, "op", (after.index,))
+    assert (unsqueeze.read_bytes, unsqueeze.write_bytes) == (0, 0)
+
+
+def test_memory_that_is_resized_counts_at_its_largest() -> None:
+    t = mt.trace(Does(lambda x: (x * 2).resize_(100)), torch.ones(3))
+    assert t.memories[t.values[-1].memory].nbytes == 400
+
+
+def test_inputs_and_weights_that_share_memory_share_it_in_the_trace() -> None:
+    def branch(x: Tensor, y: Tensor) -> Tensor:
+        x.zero_()
+        return y * 2 if fake is not False or y.sum() == 0 else y
+
+    x = torch.ones(4)
+    for fake in (None, False):
+        t = mt.trace(Does(branch), (x, x[:2]), fake=fake)
+        assert "aten.mul.Tensor" in [op.name for op in t.ops]
+        first, second = (value for value in t.values if value.origin == "input")
+        assert (second.alias_of, second.memory) == (first.index, first.memory)
+    (expanded,) = (v for v in mt.trace(Does(lambda x: x + 1), torch.ones(4).expand(9, 4)).values if v.origin == "input")
+    assert t.memories[0].nbytes == 16
+    assert expanded.nbytes == 144
+
+
+def test_batch_norm_writes_its_statistics_in_training() -> None:
+    model = nn.BatchNorm2d(3)
+    t = mt.trace(model, torch.ones(2, 3, 4, 4))
+    written = {value.name for value in t.values if value.mutated_by}
+    assert written == {"running_mean", "running_var", "num_batches_tracked"}
+    assert not any(value.mutated_by for value in mt.trace(model.eval(), torch.ones(2, 3, 4, 4)).values)
+
+
+def test_what_an_operator_gave_is_not_remembered_across_default_dtypes() -> None:
+    model, x = Does(lambda x: x / 2), torch.ones(3, dtype=torch.int64)
+    assert mt.trace(model, x).values[-1].dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert mt.trace(model, x).values[-1].dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_autocast_gives_the_dtypes_of_a_real_run() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        t = mt.trace(model, x)
+        real = mt.trace(model, x, fake=False)
+    assert "autocast chooses dtypes by the device" in t.how.why
+    assert [op.name for op in t.ops] == [op.name for op in real.ops]
+    assert t.values[t[""].outputs[0]].dtype == torch.bfloat16
+
+
+def test_a_parameter_of_a_class_of_its_own_keeps_its_class() -> None:
+    class Doubled(nn.Parameter):
+        pass
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Doubled(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight if isinstance(self.weight, Doubled) else x
+
+    t = mt.trace(Net(), torch.ones(2))
+    assert [op.name for op in t.ops] == ["aten.mul.Tensor"]
+
+
+def test_tensors_whose_parts_lie_apart_are_refused() -> None:
+    with pytest.raises(Unsupported, match="parts lie apart in memory"):
+        mt.trace(Does(lambda x: x.to_sparse() @ x), torch.eye(2), fake=False)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_backward_through_checkpoints_of_both_kinds(reentrant: bool) -> None:
+    block = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    model = Does(lambda x: checkpoint(block, x, use_reentrant=reentrant))
+    model.block = block
+    t = mt.trace(model, torch.ones(1, 2, requires_grad=True), backward=True)
+    assert "aten.tanh_backward.default" in [op.name for op in t.ops if op.phase == "backward"]
+
+
+def test_backward_of_a_complex_output() -> None:
+    t = mt.trace(Does(torch.fft.fft), torch.ones(4, requires_grad=True), backward=True)
+    assert any("fft" in op.name for op in t.ops if op.phase == "backward")
+
+
 def test_recomputation_is_told_apart() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -220,6 +327,76 @@ def test_the_model_is_as_found(fake: bool | None, fails: bool) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@dataclass
+class Batch:
+    x: Tensor
+    history: list[Tensor]
+
+
+class Wild(nn.Module):
+    """Writes wherever it can: attributes, containers, its class, hooks, parameters, the caller's structures."""
+
+    cache: ClassVar[dict[str, Tensor]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.steps = torch.zeros(1)
+        self.log: list[Any] = []
+        self.inner = nn.ReLU()
+
+    def forward(self, batch: Batch) -> Tensor:
+        y = self.inner(batch.x * self.weight)
+        self.steps.add_(1)
+        self.log.append(y)
+        self.cache["y"] = y
+        self.inner.register_forward_hook(lambda *_: None)
+        batch.history.append(y)
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+            batch.x.add_(1)
+        self.weight.requires_grad_(False)
+        random.random()
+        np.random.rand()
+        return y
+
+
+@pytest.mark.parametrize("fake", [None, True, False])
+def test_a_model_that_writes_wherever_it_can_is_as_found_and_so_are_its_inputs(fake: bool | None) -> None:
+    model, batch = Wild(), Batch(torch.zeros(2), [])
+
+    def trace() -> None:
+        if fake:
+            with pytest.raises(Unsupported, match="aten.add_.Tensor would write into a tensor that the model keeps"):
+                mt.trace(model, batch, fake=True)
+        else:
+            assert mt.trace(model, batch, fake=fake).how.stand == "real"
+
+    trace()  # what torch imports at first use is there
+    before = snapshot(model)
+    trace()
+    assert_same(before, snapshot(model))
+    assert (model.steps.item(), model.log, Wild.cache) == (0, [], {})
+    assert (batch.history, batch.x.tolist(), model.weight.tolist()) == ([], [0, 0], [1, 1])
+    assert model.weight.requires_grad
+
+
+def test_gradients_of_a_real_trace_do_not_reach_the_user() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.grad = torch.full((2, 2), 3.0)
+    mt.trace(model, torch.ones(1, 2), fake=False, backward=True)
+    assert torch.equal(model.weight.grad, torch.full((2, 2), 3.0))
+    assert model.bias.grad is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_script_module_is_refused_before_anything_is_touched() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
+    with pytest.raises(Unsupported, match="the module at '1' is a RecursiveScriptModule"):
+        mt.trace(model, torch.ones(1, 2))
+    assert model(torch.ones(1, 2)).device.type == "cpu"
+
+
 def test_inputs_changed_in_place_are_not_the_users() -> None:
     model = nn.ReLU(inplace=True)
     x = -torch.ones(2)
@@ -256,6 +433,7 @@ def test_a_model_that_reads_values_needs_real_ones() -> None:
     assert t.how.stand == "real"
     assert "not on fake tensors: DataDependentOutputException" in t.how.why
     assert "aten.mul.Tensor" in [op.name for op in t.ops]
+    assert mt.trace(nn.ReLU(), torch.ones(2), fake=True).how.stand == "fake"
     with pytest.raises(Unsupported, match="cannot be traced without computing: DataDependentOutputException"):
         mt.trace(ReadsValues(), torch.ones(2), fake=True)
 
@@ -293,8 +471,10 @@ def test_a_lazy_model_must_run_first() -> None:
 
 
 def test_nothing_to_run_a_backward_of() -> None:
-    with pytest.raises(Unsupported, match="no output of the model requires a gradient"):
+    with pytest.raises(Unsupported, match="requires a gradient; give an input that does"):
         mt.trace(nn.ReLU(), torch.ones(2), backward=True)
+    with torch.inference_mode(), pytest.raises(Unsupported, match="requires a gradient; leave inference_mode"):
+        mt.trace(nn.Linear(2, 2), torch.ones(1, 2), backward=True)
 
 
 def test_addresses() -> None:

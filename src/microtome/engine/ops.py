@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Told = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Any], None]
+Before = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], None]
+After = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Any], None]
 
 #: What an operator on meta tensors gave, by its signature: (size, stride, dtype) of each output. For all sessions.
 _memo: dict[Any, tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...] | None] = {}
@@ -19,7 +20,7 @@ _MEMO_LIMIT = 100_000
 
 
 class OpMode(TorchDispatchMode):
-    """Tells of each operator after it ran. Operators that torch composes of others are seen as those others.
+    """Tells of each operator before and after it ran. Operators that torch composes of others are seen as those others.
 
     On meta tensors nothing is computed but shapes, and that mostly in Python: what an operator gave for the same
     signature is remembered.
@@ -31,9 +32,10 @@ class OpMode(TorchDispatchMode):
             False  # compiled code runs as Python in a session; skipping would import the compiler at the first operator
         )
 
-    def __init__(self, tell: Told) -> None:
+    def __init__(self, before: Before, after: After) -> None:
         super().__init__()
-        self._tell = tell
+        self._before = before
+        self._after = after
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,9 +44,11 @@ class OpMode(TorchDispatchMode):
         if _is_composed(func):  # reaches us whole in inference mode only
             with self:
                 return func.decompose(*args, **kwargs)
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        self._before(func, args, kwargs)
         output = _compute(func, args, kwargs)
-        if func.namespace != "prim":
-            self._tell(func, args, kwargs, output)
+        self._after(func, args, kwargs, output)
         return output
 
 
@@ -61,7 +65,12 @@ def _compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return func(*args, **kwargs)
     tensors: list[Tensor] = []
     try:
-        key = (func, _signature(args, tensors), _signature(tuple(kwargs.items()), tensors))
+        key = (
+            func,
+            torch.get_default_dtype(),
+            _signature(args, tensors),
+            _signature(tuple(kwargs.items()), tensors),
+        )
         known = _memo.get(key, ()) if tensors else None
     except TypeError:  # an argument that cannot be a key
         known = None
@@ -94,7 +103,7 @@ def _signature(value: Any, tensors: list[Tensor]) -> Any:
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
         return tuple(_signature(item, tensors) for item in value)
-    if isinstance(value, torch.Generator):
+    if isinstance(value, torch.Generator) or value != value:  # not a number is not equal to itself
         raise TypeError
     return type(value), value
 

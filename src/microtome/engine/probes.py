@@ -35,6 +35,9 @@ class Probe:
     def fail(self, call: Call, error: BaseException) -> None:
         """The call ended by an exception."""
 
+    def op_begins(self, where: Where, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operator is about to run."""
+
     def op(self, where: Where, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """An operator ran, in the thread that opened the session or in a backward that it called."""
 

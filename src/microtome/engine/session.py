@@ -66,6 +66,7 @@ class Session:
         self._exit = _methods(probes, "exit")
         self._fail = _methods(probes, "fail")
         self._op = _methods(probes, "op")
+        self._op_begins = _methods(probes, "op_begins")
         self._enter_backward = _methods(probes, "enter_backward")
         self._exit_backward = _methods(probes, "exit_backward")
         self._backward = backward or bool(self._enter_backward or self._exit_backward)
@@ -86,8 +87,8 @@ class Session:
             stack.callback(handle.remove)
             chain.add(self)
             stack.callback(chain.remove, self)
-            if self._op:
-                stack.enter_context(OpMode(self._tell_op))
+            if self._op or self._op_begins:
+                stack.enter_context(OpMode(partial(self._tell_op, self._op_begins), partial(self._tell_op, self._op)))
             self._open = stack.pop_all()
         return self
 
@@ -224,7 +225,7 @@ class Session:
 
         return run_backward
 
-    def _tell_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _tell_op(self, methods: list[Callable[..., None]], func: OpOverload, *details: Any) -> None:
         task, run = graph_task(), self._threads.here().run
         if run is not None and run.task == task:
             where = Where(run.open[-1], run.phase)
@@ -232,8 +233,8 @@ class Session:
             where = Where(None, "forward")
         else:
             where = Where(None if self._owners is None else self._owners.current(), "backward")
-        for tell in self._op:
-            tell(where, func, args, kwargs, output)
+        for method in methods:
+            method(where, func, *details)
 
     def _find(self, module: nn.Module) -> Site | None:
         chain.run_eagerly()  # the first call of a model that was compiled while the session was open

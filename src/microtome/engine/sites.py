@@ -123,7 +123,7 @@ class ModelSites(Sites):
 
     def _look(self, module: nn.Module) -> None:
         modules = dict(named(self._model))
-        _refuse_script(modules.items())
+        refuse_script(modules.items())
         gone = self.by_id.keys() - {id(module) for module in modules.values()}
         for path, module in modules.items():
             if id(module) in self.by_id:
@@ -192,7 +192,7 @@ class ProcessSites(Sites):
         """Give their path to the modules below the root, but for those that another root had before."""
         top = self._roots[root]
         modules = [(f"{root}.{path}" if path else root, module) for path, module in named(top)]
-        _refuse_script(modules)
+        refuse_script(modules)
         sites = [self.by_id.get(id(module)) for _, module in modules]
         absorbed = {site.path for site in sites[1:] if site is not None and site.path in self._roots}
         for (path, module), site in zip(modules, sites, strict=True):
@@ -274,7 +274,7 @@ def _module_at(top: nn.Module, path: str, given: str) -> nn.Module:
     return module
 
 
-def _refuse_script(modules: Iterable[tuple[str, nn.Module]]) -> None:
+def refuse_script(modules: Iterable[tuple[str, nn.Module]]) -> None:
     for path, module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             where = f"the module at {path!r}" if path else "the model"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import random
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
-from torch.utils._pytree import tree_map_only
 
 from microtome.engine.select import named
+from microtome.engine.sites import refuse_script
+from microtome.engine.structure import map_tensors
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 
@@ -20,66 +25,148 @@ from microtome.inputs import Inputs
 Stand = Literal["meta", "fake", "real"]
 
 
+class CannotStand(Exception):
+    """These stand-ins will not do for this model; others may."""
+
+
 @contextmanager
 def stand_in(model: nn.Module, inputs: Inputs, stand: Stand) -> Iterator[Inputs]:
     """For the time of the block, give the model stand-ins for weights and buffers; yield such inputs as go with them.
 
-    Afterwards every module holds what it held, and the random state is as it was. While the block runs, no other thread
-    may use the model.
+    Afterwards every module holds what it held, in lists and dicts too, and random states are as they were. While the
+    block runs, no other thread may use the model.
     """
-    modules = [module for _, module in named(model)]
+    refuse_script(named(model))
     _refuse_lazy(model)
-    held = [(module.__dict__, dict(module.__dict__)) for module in modules]
-    held += [
-        (space, dict(space)) for module in modules for space in (module._parameters, module._buffers, module._modules)
-    ]
-    with _random_state_kept(model, stand), _maker(stand) as make:
-        try:
-            made: dict[int, Tensor] = {}
-            for module in modules:
-                spaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-                for space in spaces:
-                    for name, tensor in space.items():
-                        if tensor is not None and (stand != "real" or space is module._buffers):
-                            space[name] = made.setdefault(id(tensor), _dressed(make(tensor), tensor))
-            args, kwargs = tree_map_only(Tensor, make, (inputs.args, inputs.kwargs))
-            yield Inputs(*args, **kwargs)
-        finally:
-            for space, before in held:
-                space.clear()
-                space.update(before)
+    modules = [module for _, module in named(model)]
+    with ExitStack() as stack:
+        if stand != "real" and gc.isenabled():  # so many small objects would set it off, with little for it to free
+            gc.disable()
+            stack.callback(gc.enable)
+        _keep_random_states(model, stand, stack)
+        _keep(modules, stack)
+        if stand == "real":
+            _keep_parameters(model, stack)
+        make = stack.enter_context(_maker(stand))
+        for module in modules:
+            spaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for space in spaces:
+                for name, tensor in list(space.items()):
+                    if tensor is not None and (stand != "real" or space is module._buffers):
+                        space[name] = make(tensor)
+        yield Inputs(*map_tensors(make, inputs.args), **map_tensors(make, inputs.kwargs))
+
+
+# -- making ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _maker(stand: Stand) -> Iterator[Callable[[Tensor], Tensor]]:
-    if stand == "meta":
-        yield _on_meta
-    elif stand == "real":
-        yield lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    else:
-        from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, seldom needed
+    """What makes one stand-in for each tensor; those of tensors that share memory share theirs."""
+    made: dict[int, Tensor] = {}
+    memories: dict[int, torch.UntypedStorage] = {}
 
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        logger = logging.getLogger("torch._subclasses.fake_tensor")
-        quiet, logger.disabled = logger.disabled, True  # what it logs is raised too
-        try:
-            with mode:
-                yield mode.from_tensor
-        finally:
-            logger.disabled = quiet
+    def once(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def maker(tensor: Tensor) -> Tensor:
+            if stand != "real" and type(tensor) not in _PLAIN:
+                raise CannotStand(f"a {type(tensor).__name__} may act otherwise than a tensor")
+            if id(tensor) not in made:
+                made[id(tensor)] = _dressed(make(tensor), tensor)
+            return made[id(tensor)]
+
+        return maker
+
+    def copy(tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided or tensor.is_nested or type(tensor) not in _PLAIN:
+            if stand == "meta":
+                raise CannotStand(f"a tensor of layout {tensor.layout} does not lie in one place")
+            return tensor.detach().clone()
+        storage = tensor.untyped_storage()
+        if id(storage) not in memories:
+            new = torch.UntypedStorage(storage.nbytes(), device="meta") if stand == "meta" else storage.clone()
+            memories[id(storage)] = new
+        empty = torch.empty(0, dtype=tensor.dtype, device=memories[id(storage)].device)
+        return empty.set_(memories[id(storage)], tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    if stand != "fake":
+        yield once(copy)
+        return
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, seldom needed
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    quiet, logger.disabled = logger.disabled, True  # what it logs is raised too
+    try:
+        with mode:
+            yield once(mode.from_tensor)
+    finally:
+        logger.disabled = quiet
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    return empty.requires_grad_(tensor.requires_grad)
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def _dressed(made: Tensor, original: Tensor) -> Tensor:
     """The stand-in as a parameter if the original is one, with whatever was attached to it."""
     if isinstance(original, nn.Parameter):
         made = nn.Parameter(made.detach(), requires_grad=original.requires_grad)
+    elif made.is_leaf:
+        made.requires_grad_(original.requires_grad)
     made.__dict__.update(original.__dict__)
     return made
+
+
+# -- putting back ------------------------------------------------------------------------------------------------------
+
+
+def _keep(modules: list[nn.Module], stack: ExitStack) -> None:
+    """Put back, afterwards, what modules, parameters and the modules' own classes hold in dicts, lists and sets."""
+    seen: set[int] = set()
+    pending: list[Any] = [module.__dict__ for module in modules]
+    pending += [tensor.__dict__ for module in modules for tensor in module._parameters.values() if tensor is not None]
+    classes = {cls for module in modules for cls in type(module).__mro__}
+    own = [cls for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))]
+    pending += [value for cls in own for value in vars(cls).values()]
+    kept: list[tuple[Any, Any]] = []
+    while pending:
+        held = pending.pop()
+        if isinstance(held, dict | list | set | deque) and id(held) not in seen:
+            seen.add(id(held))
+            before = held.copy() if held else ()  # most are the empty dicts of hooks
+            kept.append((held, before))
+            pending.extend(before.values() if isinstance(before, dict) else before)
+    stack.callback(_put_back, kept)
+
+
+def _put_back(kept: list[tuple[Any, Any]]) -> None:
+    for held, before in kept:
+        if held or before:
+            held.clear()
+            held.extend(before) if isinstance(held, list | deque) else held.update(before)
+
+
+def _keep_parameters(model: nn.Module, stack: ExitStack) -> None:
+    """Put back the values of parameters and of tensors kept as attributes, and gradients, which start as None."""
+    tensors = [value for _, module in named(model) for value in (*module._parameters.values(), *vars(module).values())]
+    for tensor in {id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_leaf}.values():
+        if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta:
+            stack.callback(_put_back_tensor, tensor, tensor._version, tensor.detach().clone(), tensor.requires_grad)
+            stack.callback(setattr, tensor, "grad", tensor.grad)
+            tensor.grad = None
+
+
+def _put_back_tensor(tensor: Tensor, version: int, before: Tensor, requires_grad: bool) -> None:
+    if tensor._version != version:
+        tensor.data.copy_(before)
+    tensor.requires_grad_(requires_grad)
+
+
+def _keep_random_states(model: nn.Module, stand: Stand, stack: ExitStack) -> None:
+    used = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda} if stand == "real" else set()
+    stack.enter_context(torch.random.fork_rng(devices=sorted(used)))
+    stack.callback(random.setstate, random.getstate())
+    if numpy := sys.modules.get("numpy"):
+        stack.callback(numpy.random.set_state, numpy.random.get_state())
 
 
 def _refuse_lazy(model: nn.Module) -> None:
@@ -90,8 +177,3 @@ def _refuse_lazy(model: nn.Module) -> None:
                     f"{path or 'the model'} ({type(module).__name__}) has no shape yet: run the model once on real "
                     "inputs, so that its lazy modules learn theirs"
                 )
-
-
-def _random_state_kept(model: nn.Module, stand: Stand) -> AbstractContextManager[None]:
-    used = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda} if stand == "real" else set()
-    return torch.random.fork_rng(devices=sorted(used))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ from torch._ops import OpOverload
 from microtome.engine import Call, Probe, Session, tensors_in
 from microtome.engine.probes import Where
 from microtome.engine.select import check_model
-from microtome.engine.standin import Stand, stand_in
+from microtome.engine.standin import CannotStand, Stand, stand_in
 from microtome.errors import MicrotomeError, Unsupported
 from microtome.inputs import Inputs
 from microtome.trace.trace import How, Memory, Op, Trace, TracedCall, Value
@@ -32,7 +33,7 @@ def trace(model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool |
     Args:
         inputs: A tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
         backward: Also run the backward of the sum of the outputs.
-        fake: True never computes; False runs the model as it is.
+        fake: True runs on fake tensors; False runs the model as it is.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -46,7 +47,7 @@ def trace(model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool |
     check_model(model)
     inputs = Inputs.of(inputs)
     device, empty = _devices(model, inputs)
-    stands: tuple[Stand, ...] = ("real",) if fake is False else ("meta", "fake") if fake or empty else _STANDS
+    stands: tuple[Stand, ...] = ("real",) if fake is False else ("fake",) if fake else _STANDS[:2] if empty else _STANDS
     why: list[str] = []
     for stand in stands:
         if stand == "meta" and device is None:
@@ -54,14 +55,15 @@ def trace(model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool |
             continue
         try:
             return _run(model, inputs, How(stand, "; ".join(why)), backward=backward, device=device)
-        except MicrotomeError:
-            raise
         except Exception as error:
+            cause = error.__cause__ if isinstance(error.__cause__, CannotStand) else error
+            if isinstance(cause, MicrotomeError):
+                raise
             if stand == stands[-1]:
                 if stand != "real":
-                    raise Unsupported(f"the model cannot be traced without computing: {_brief(error)}") from error
+                    raise Unsupported(f"the model cannot be traced without computing: {_brief(cause)}") from error
                 raise
-            why.append(f"not on {stand} tensors: {_brief(error)}")
+            why.append(f"not on {stand} tensors: {_brief(cause)}")
     raise AssertionError
 
 
@@ -76,29 +78,32 @@ def _devices(model: nn.Module, inputs: Inputs) -> tuple[str | None, bool]:
     return (placed[0] if placed else "meta") if len(placed) <= 1 else None, "meta" in devices
 
 
-def _brief(error: Exception) -> str:
+def _brief(error: BaseException) -> str:
+    if isinstance(error, CannotStand):
+        return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _run(model: nn.Module, inputs: Inputs, how: How, *, backward: bool, device: str | None) -> Trace:
     with stand_in(model, inputs, how.stand) as standing:
-        recorder = _Recorder(device if how.stand == "meta" else None)
+        recorder = _Recorder(how.stand, device)
         recorder.name(model, standing)
         with Session(model, [recorder], backward=backward), torch.set_grad_enabled(torch.is_grad_enabled() or backward):
             output = standing.run(model)
             if backward:
-                _backward(model, standing, output)
+                _backward(recorder, output)
         return recorder.trace(how)  # while the output is there: it outlives the run
 
 
-def _backward(model: nn.Module, inputs: Inputs, output: Any) -> None:
-    losses = [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]
-    leaves = [*model.parameters(), *tensors_in((inputs.args, inputs.kwargs))]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    if not losses:
-        raise Unsupported("there is nothing to run a backward of: no output of the model requires a gradient")
-    torch.autograd.grad(losses, wanted, allow_unused=True)  # not backward(): no .grad may change
+def _backward(recorder: _Recorder, output: Any) -> None:
+    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    if not outputs:
+        hint = "leave inference_mode" if torch.is_inference_mode_enabled() else "give an input that does"
+        raise Unsupported(f"there is no backward to run: no output of the model requires a gradient; {hint}")
+    with recorder.paused():
+        ones = [torch.ones_like(tensor) for tensor in outputs]  # the gradient of their sum
+    torch.autograd.backward(outputs, ones)
 
 
 @dataclass
@@ -141,8 +146,11 @@ class _Call:
 
 
 class _Recorder(Probe):
-    def __init__(self, device: str | None) -> None:
-        self._device = device
+    def __init__(self, stand: Stand, device: str | None) -> None:
+        self._stand = stand
+        self._device = device if stand == "meta" else None
+        self._operands: tuple[dict[int, _Value], dict[int, _Value]] = {}, {}
+        self._paused = False
         self._calls: dict[Call, _Call] = {}
         self._ops: list[Op] = []
         self._values: list[_Value] = []
@@ -164,6 +172,8 @@ class _Recorder(Probe):
     # -- what the session tells ----------------------------------------------------------------------------------------
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._stand == "meta" and torch._C._is_any_autocast_enabled():
+            raise CannotStand("autocast chooses dtypes by the device")
         parent = None if call.parent is None else self._calls[call.parent].index
         record = _Call(len(self._calls), call, parent, type(call.module).__name__, self._indices((args, kwargs)))
         self._calls[call] = record
@@ -178,10 +188,24 @@ class _Recorder(Probe):
             self._failed = True
             error.add_note(f"in the call {call.address!r} ({type(call.module).__name__})")
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._paused = True
+        yield
+        self._paused = False
+
+    def op_begins(self, where: Where, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        written = _mutated(func, args, kwargs)
+        if self._stand != "real" and any(not _is_stand_in(tensor) for tensor in written):
+            raise CannotStand(f"{_name(func)} would write into a tensor that the model keeps")
+        read = map(self._value, _operands((*args, *kwargs.values())))
+        self._operands = {v.index: v for v in read}, {v.index: v for v in map(self._value, written)}
+
     def op(self, where: Where, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._paused:
+            return
         index = len(self._ops)
-        read = {value.index: value for value in map(self._value, _operands((*args, *kwargs.values())))}
-        written = {value.index: value for value in map(self._value, _mutated(func, args, kwargs))}
+        read, written = self._operands
         made: dict[int, _Value] = {}
         for tensor in _operands(output if isinstance(output, tuple | list) else (output,)):
             value = self._value(tensor, "op", None, index)
@@ -191,7 +215,8 @@ class _Recorder(Probe):
         for value in written.values():
             value.mutated_by.append(index)
         memory = {value.memory.index for value in read.values()}
-        free = not written and bool(made) and all(value.memory.index in memory for value in made.values())  # a view
+        views = not written and bool(made) and all(value.memory.index in memory for value in made.values())
+        free = views or torch.Tag.inplace_view in func.tags
         moved_out = [value for value in made.values() if value.index not in read] + list(written.values())
         call = None if where.call is None else self._calls[where.call]
         if call is not None:
@@ -218,6 +243,9 @@ class _Recorder(Probe):
     def _value(
         self, tensor: Tensor, origin: str = "constant", name: str | None = None, producer: int | None = None
     ) -> _Value:
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            raise Unsupported(f"the run has a tensor whose parts lie apart in memory ({kind}): it cannot be traced yet")
         memory = self._memory(tensor)
         shape = tuple(tensor.shape)
         key = (shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
@@ -236,7 +264,9 @@ class _Recorder(Probe):
         storage = tensor.untyped_storage()
         key = id(storage)
         memory = self._by_storage.get(key)
-        if memory is None:
+        if memory is not None:
+            memory.nbytes = max(memory.nbytes, storage.nbytes())  # it may have been resized
+        else:
             memory = _Memory(len(self._memories), storage.nbytes(), len(self._ops))
             memory.alive = weakref.ref(storage, lambda _: self._gone(key))
             self._by_storage[key] = memory
@@ -291,6 +321,14 @@ def _moved(value: _Value) -> int:
     return min(value.nbytes, value.memory.nbytes)
 
 
+def _is_stand_in(tensor: Tensor) -> bool:
+    if tensor.is_meta:
+        return True
+    from torch._subclasses.fake_tensor import FakeTensor  # slow to import, seldom needed
+
+    return isinstance(tensor, FakeTensor)
+
+
 def _operands(arguments: Iterable[Any]) -> list[Tensor]:
     """The tensors among the arguments of an operator, which are at most lists of tensors."""
     found: list[Tensor] = []
@@ -303,7 +341,16 @@ def _operands(arguments: Iterable[Any]) -> list[Tensor]:
 
 
 def _mutated(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    if func in _BATCH_NORMS and args[5]:
+        return _operands(args[3:5])  # running statistics, which the schema does not say are written in training
     return _operands(args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(func))
+
+
+_BATCH_NORMS = {
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.cudnn_batch_norm.default,
+    torch.ops.aten.miopen_batch_norm.default,
+}
 
 
 _name = cache(str)
