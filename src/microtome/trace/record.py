@@ -1,4 +1,4 @@
-"""The pass that makes a trace."""
+"""What writes a run down."""
 
 from __future__ import annotations
 
@@ -13,97 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from microtome.engine import Call, Probe, Session, tensors_in
+from microtome.engine import Call, Probe, tensors_in
 from microtome.engine.probes import Where
-from microtome.engine.select import check_model
-from microtome.engine.standin import CannotStand, Stand, stand_in
-from microtome.errors import MicrotomeError, Unsupported
+from microtome.engine.standin import CannotStand, Stand
+from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 from microtome.trace.trace import How, Memory, Op, Trace, TracedCall, Value
-
-
-def trace(model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool | None = None) -> Trace:
-    """Run the model once and write down its calls, its operators, and the values they make and read.
-
-    By default nothing is computed: the run is made on meta tensors in place of weights and inputs or, where the model
-    does not allow that, on fake tensors, and on real ones only where its code reads values. `Trace.how` says which and
-    why. The run has the gradient mode that is set. Afterwards model and random state are as they were; meanwhile, no
-    other thread may use the model.
-
-    Args:
-        inputs: A tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
-        backward: Also run the backward of the sum of the outputs.
-        fake: True runs on fake tensors; False runs the model as it is.
-
-    >>> import microtome as mt
-    >>> from microtome import zoo
-    >>> model, x = zoo.build("tiny-resnet")
-    >>> t = mt.trace(model, x)
-    >>> t
-    <Trace of 43 calls, 56 ops, 121 values, meta>
-    >>> [t.ops[op].name for op in t["layer1.0"].ops]
-    ['aten.add.Tensor']
-    """
-    check_model(model)
-    inputs = Inputs.of(inputs)
-    device, empty = _devices(model, inputs)
-    stands: tuple[Stand, ...] = ("real",) if fake is False else ("fake",) if fake else _STANDS[:2] if empty else _STANDS
-    why: list[str] = []
-    for stand in stands:
-        if stand == "meta" and device is None:
-            why.append("not on meta tensors: weights and inputs lie on several devices")
-            continue
-        try:
-            return _run(model, inputs, How(stand, "; ".join(why)), backward=backward, device=device)
-        except Exception as error:
-            cause = error.__cause__ if isinstance(error.__cause__, CannotStand) else error
-            if isinstance(cause, MicrotomeError):
-                raise
-            if stand == stands[-1]:
-                if stand != "real":
-                    raise Unsupported(f"the model cannot be traced without computing: {_brief(cause)}") from error
-                raise
-            why.append(f"not on {stand} tensors: {_brief(cause)}")
-    raise AssertionError
-
-
-_STANDS: tuple[Stand, ...] = ("meta", "fake", "real")
-
-
-def _devices(model: nn.Module, inputs: Inputs) -> tuple[str | None, bool]:
-    """The one device that weights and inputs lie on, or None; and whether there are weights without any."""
-    tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
-    devices = {str(tensor.device) for tensor in tensors}
-    placed = sorted(devices - {"meta"})
-    return (placed[0] if placed else "meta") if len(placed) <= 1 else None, "meta" in devices
-
-
-def _brief(error: BaseException) -> str:
-    if isinstance(error, CannotStand):
-        return str(error)
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-
-def _run(model: nn.Module, inputs: Inputs, how: How, *, backward: bool, device: str | None) -> Trace:
-    with stand_in(model, inputs, how.stand) as standing:
-        recorder = _Recorder(how.stand, device)
-        recorder.name(model, standing)
-        with Session(model, [recorder], backward=backward), torch.set_grad_enabled(torch.is_grad_enabled() or backward):
-            output = standing.run(model)
-            if backward:
-                _backward(recorder, output)
-        return recorder.trace(how)  # while the output is there: it outlives the run
-
-
-def _backward(recorder: _Recorder, output: Any) -> None:
-    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-    if not outputs:
-        hint = "leave inference_mode" if torch.is_inference_mode_enabled() else "give an input that does"
-        raise Unsupported(f"there is no backward to run: no output of the model requires a gradient; {hint}")
-    with recorder.paused():
-        ones = [torch.ones_like(tensor) for tensor in outputs]  # the gradient of their sum
-    torch.autograd.backward(outputs, ones)
 
 
 @dataclass
@@ -145,7 +60,9 @@ class _Call:
     ops: list[int] = field(default_factory=list)
 
 
-class _Recorder(Probe):
+class Recorder(Probe):
+    """Writes down what a session tells of one run. It holds no tensor: that would keep their memory from ending."""
+
     def __init__(self, stand: Stand, device: str | None) -> None:
         self._stand = stand
         self._device = device if stand == "meta" else None
