@@ -1,10 +1,15 @@
 """microtome opens a PyTorch model at any layer: measure it, watch it, cut it."""
 
+from typing import TYPE_CHECKING, Any
+
 from microtome.engine import Call, Probe, Replace, Session, Skip, Stop, Stopped, select
 from microtome.errors import MicrotomeError
 from microtome.inputs import Inputs
-from microtome.trace import Trace, trace
+from microtome.trace import trace
 from microtome.track import Tracker, track
+
+if TYPE_CHECKING:
+    from microtome.trace import Trace
 
 __version__ = "0.1.0"
 
@@ -24,3 +29,12 @@ __all__ = [
     "trace",
     "track",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import classes that only results are made of when they are first asked for."""
+    if name == "Trace":
+        from microtome.trace.data import Trace
+
+        return Trace
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,7 @@ from microtome.engine.probes import Where
 from microtome.engine.standin import CannotStand, Stand
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
-from microtome.trace.trace import How, Memory, Op, Trace, TracedCall, Value
+from microtome.trace.data import How, Memory, Op, Trace, TracedCall, Value
 
 
 @dataclass

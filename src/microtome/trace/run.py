@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,8 +12,10 @@ from microtome.engine.select import check_model
 from microtome.engine.standin import CannotStand, Stand, stand_in
 from microtome.errors import MicrotomeError, Unsupported
 from microtome.inputs import Inputs
-from microtome.trace.record import Recorder
-from microtome.trace.trace import How, Trace
+
+if TYPE_CHECKING:
+    from microtome.trace.data import How, Trace
+    from microtome.trace.record import Recorder
 
 _STANDS: tuple[Stand, ...] = ("meta", "fake", "real")
 
@@ -40,6 +42,8 @@ def trace(model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool |
     >>> [t.ops[op].name for op in t["layer1.0"].ops]
     ['aten.add.Tensor']
     """
+    from microtome.trace.data import How  # not before it is needed: see `microtome.trace`
+
     check_model(model)
     inputs = Inputs.of(inputs)
     device, empty = _devices(model, inputs)
@@ -79,6 +83,8 @@ def _brief(error: BaseException) -> str:
 
 
 def _run(model: nn.Module, inputs: Inputs, how: How, *, backward: bool, device: str | None) -> Trace:
+    from microtome.trace.record import Recorder
+
     with stand_in(model, inputs, how.stand) as standing:
         recorder = Recorder(how.stand, device)
         recorder.name(model, standing)
