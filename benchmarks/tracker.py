@@ -52,6 +52,7 @@ def run() -> list[Target]:
     torch.set_num_threads(1)
     chain = nn.Sequential(*(Forward() for _ in range(MODULES)))
     x = torch.ones(1)
+    other = nn.ReLU()
     forward = microseconds(
         torch.no_grad()(lambda: chain(x)),
         {
@@ -59,6 +60,7 @@ def run() -> list[Target]:
             "ModuleTracker": ModuleTracker,
             "mt.track": lambda: mt.track(chain),
             "mt.track, whole process": mt.track,
+            "mt.track of another model": lambda: mt.track(other),
         },
         rounds=15,
     )

@@ -56,18 +56,6 @@ class Witness:
         return [(truth, answer) for kind, truth, answer in self.marks if kind == phase]
 
 
-class _Mark(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, witness: Witness, truth: Stack) -> Tensor:
-        ctx.witness, ctx.truth = witness, truth
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.witness.marks.append(("backward", ctx.truth, ctx.witness.ask()))
-        return _Mark2.apply(grad, ctx.witness, ctx.truth), None, None
-
-
 class _Mark2(torch.autograd.Function):
     """What a marked backward leaves in a graph of its own: its backward is a double backward of the same call."""
 
@@ -80,6 +68,13 @@ class _Mark2(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.witness.marks.append(("double", ctx.truth, ctx.witness.ask()))
         return grad, None, None
+
+
+class _Mark(_Mark2):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.witness.marks.append(("backward", ctx.truth, ctx.witness.ask()))
+        return _Mark2.apply(grad, ctx.witness, ctx.truth), None, None
 
 
 class Told(nn.Module):

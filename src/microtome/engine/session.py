@@ -144,13 +144,16 @@ class Session:
 
         All the cost per call is here, so it is one flat function.
         """
-        known, local, owners, changes = self._sites.by_id, self._threads.local, self._owners, self._changes
+        known, others, local = self._sites.by_id, self._sites.others, self._threads.local
+        owners, changes = self._owners, self._changes
         enter, exit_ = self._enter, self._exit
+        onward = inner or _run_module
 
         def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            site = known.get(id(module)) or self._find(module)
+            key = id(module)
+            site = known.get(key) or (None if key in others else self._find(module))
             if site is None:
-                return module._call_impl(*args, **kwargs) if inner is None else inner(module, *args, **kwargs)
+                return onward(module, *args, **kwargs)
             try:
                 thread = local.state
             except AttributeError:
@@ -160,7 +163,7 @@ class Session:
             if run is None or run.task != task:
                 began = self._begin(thread, module, site, task, (args, kwargs))
                 if began is None:
-                    return module._call_impl(*args, **kwargs) if inner is None else inner(module, *args, **kwargs)
+                    return onward(module, *args, **kwargs)
                 run, site = began
             counts, stack = run.counts, run.open
             index = counts.get(site, 0)
@@ -174,9 +177,9 @@ class Session:
                         _tell(enter, "enter", call, args, kwargs)
                     change = changes.get(site) if changes else None
                     if change is not None:
-                        output = change.run(call, inner or type(module)._call_impl, module, args, kwargs)
+                        output = change.run(call, onward, module, args, kwargs)
                     elif inner is None:
-                        output = module._call_impl(*args, **kwargs)
+                        output = module._call_impl(*args, **kwargs)  # `onward`, without its frame
                     else:
                         output = inner(module, *args, **kwargs)
                 except BaseException as error:
@@ -300,6 +303,10 @@ class _Change:
         for replace in self.replaces:
             output = _do(replace.by, call, output)
         return output
+
+
+def _run_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
 
 
 def _do(change: Callable[..., Any], call: Call, *details: Any) -> Any:

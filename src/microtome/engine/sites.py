@@ -25,6 +25,7 @@ class Sites(ABC):
     `by_id` knows most of them. `find` is asked about the others, and `begin` before each run.
 
     Attributes:
+        others: Modules that were found not to be of the session, by id.
         looks: How often the modules were looked through because they had changed.
     """
 
@@ -36,26 +37,26 @@ class Sites(ABC):
         # The children of each module when last looked at; and for modules that began a run, of all from it down.
         self._seen: dict[int, _Seen] = {}
         self._shapes: dict[int, list[_Seen]] = {}
-        # Modules that are not ours. Like the sites, they are forgotten when they are gone: an id may come again.
-        self._others: dict[int, weakref.ref[nn.Module]] = {}
+        # Like the sites, these are forgotten when they are gone: an id may come again.
+        self.others: dict[int, weakref.ref[nn.Module]] = {}
         # Which sites hold which parameter, as of one graph task.
         self._holders: dict[int, list[Site]] = {}
         self._holders_task: int | None = None
 
     def registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         """Told by torch whenever a module gets a child."""
-        self._registered = self._registered or id(parent) in self.by_id
+        if id(parent) in self.by_id:
+            self._registered = True
+            self.others.clear()
 
     def find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
         """The site of a module that `by_id` does not know, called by another or by nobody; None if it is not ours."""
         with self._lock:
             if _is_replica(module):
                 return next((site for site in list(self.by_id.values()) if _same_hooks(site, module)), None)
-            if id(module) in self._others and not self._registered:
-                return None
             site = self._find(module, caller)
             if site is None:
-                self._others[id(module)] = weakref.ref(module, _forget(id(module), self._others))
+                self.others[id(module)] = weakref.ref(module, _forget(id(module), self.others))
             return site
 
     def begin(self, module: nn.Module, site: Site) -> Site | None:
@@ -88,7 +89,7 @@ class Sites(ABC):
         self.looks += 1
         self._registered = False
         self._shapes.clear()
-        self._others.clear()
+        self.others.clear()
         self._holders_task = None
 
     def holding(self, parameter: Tensor, task: int) -> list[str]:

@@ -108,8 +108,10 @@ class Recorder(Probe):
     @contextmanager
     def paused(self) -> Iterator[None]:
         self._paused = True
-        yield
-        self._paused = False
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def op_begins(self, where: Where, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         written = _mutated(func, args, kwargs)

@@ -55,7 +55,7 @@ def trace(model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool |
             continue
         try:
             return _run(model, inputs, How(stand, "; ".join(why)), backward=backward, device=device)
-        except Exception as error:
+        except Exception as error:  # whatever a model raises on stand-ins, it may run on dearer ones
             cause = error.__cause__ if isinstance(error.__cause__, CannotStand) else error
             if isinstance(cause, MicrotomeError):
                 raise
