@@ -11,7 +11,7 @@ import microtome
 LINES = [
     ["errors", "units"],
     ["inputs"],
-    ["engine", "measure"],
+    ["count", "engine", "measure"],
     ["trace"],
     ["profile", "capture", "track", "split"],
     ["plan"],

@@ -96,20 +96,28 @@ def test_a_real_trace_is_the_run_of_the_model(name: str) -> None:
     model, inputs = zoo.build(name)
     with Peak() as plain:
         mt.Inputs.of(inputs).run(model)
-    assert [op.name for op in mt.trace(model, inputs, fake=False).ops] == plain.names
+    names = [op.name for op in mt.trace(model, inputs, fake=False).ops]
+    whole = {"aten.scaled_dot_product_attention", "aten.lstm"}
+    if not whole & set(names):
+        assert names == plain.names
+    ran = iter(plain.names)
+    assert all(name in ran for name in names if name not in whole)  # in this order, with the kernels of those between
 
 
-@pytest.mark.parametrize("name", ["tiny-resnet", "tiny-unet"])  # the others have kernels of their own on each device
+@pytest.mark.parametrize("name", zoo.names())
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_trace_without_computing_is_the_real_one(name: str, backward: bool) -> None:
     model, inputs = zoo.build(name)
     real = mt.trace(model, inputs, backward=backward, fake=False)
+    if name == "tiny-lstm" and backward:
+        pytest.skip("a CPU runs the backward of an LSTM layer by layer")
     for repeat in range(2):  # the second time, what operators gave is remembered
         meta = mt.trace(model, inputs, backward=backward)
         assert (meta.how.stand, real.how.stand) == ("meta", "real")
         assert [(op.name, op.call, op.phase) for op in meta.ops] == [(op.name, op.call, op.phase) for op in real.ops]
         assert meta.calls == real.calls, repeat
-        assert [memory.ends for memory in meta.memories] == [memory.ends for memory in real.memories]
+        if name != "tiny-lstm":  # what its kernels keep for a backward is their own
+            assert [memory.ends for memory in meta.memories] == [memory.ends for memory in real.memories]
 
 
 @pytest.mark.parametrize("name", zoo.names())

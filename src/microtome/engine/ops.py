@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Before = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], None]
-After = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Any], None]
+Before = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+After = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any], Any], None]
 
 #: What an operator on meta tensors gave, by its signature: (size, stride, dtype) of each output. For all sessions.
 _memo: dict[Any, tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...] | None] = {}
@@ -24,6 +24,10 @@ class OpMode(TorchDispatchMode):
 
     On meta tensors nothing is computed but shapes, and that mostly in Python: what an operator gave for the same
     signature is remembered.
+
+    Attributes:
+        silent: Whether nothing is told now.
+        ran: Whether an operator ran since this was last set to False.
     """
 
     @classmethod
@@ -36,6 +40,8 @@ class OpMode(TorchDispatchMode):
         super().__init__()
         self._before = before
         self._after = after
+        self.silent = False
+        self.ran = False
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -46,9 +52,12 @@ class OpMode(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        self._before(func, args, kwargs)
+        self.ran = True
+        if self.silent:
+            return _compute(func, args, kwargs)
+        before = self._before(func, args, kwargs)
         output = _compute(func, args, kwargs)
-        self._after(func, args, kwargs, output)
+        self._after(before, func, args, kwargs, output)
         return output
 
 

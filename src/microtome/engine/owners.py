@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from microtome.engine.calls import Call, Run, Site
+from microtome.engine.functions import Whole
 from microtome.engine.sites import Sites
 from microtome.engine.structure import tensors_in
 from microtome.engine.threads import Thread, Threads
@@ -118,6 +119,12 @@ class Owners:
             return thread.first_call(self._sites.holding(node.variable, graph_task()), run)
         made_by = self._run_of(node)
         return None if made_by is None else made_by.owner(node._sequence_nr())
+
+    def whole(self) -> Whole | None:
+        """The function shown whole whose backward runs now in this thread."""
+        node = current_node()
+        run = None if node is None or type(node) is AccumulateGrad else self._run_of(node)
+        return run.whole(node._sequence_nr()) if run is not None and run.wholes else None
 
     def original(self, site: Site) -> tuple[Call | None, int]:
         """Of a recomputation that begins now with this site: the call it hangs under, and the index of what it repeats.

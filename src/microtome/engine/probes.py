@@ -9,14 +9,26 @@ from typing import Any, NamedTuple
 from torch._ops import OpOverload
 
 from microtome.engine.calls import Call, Phase
+from microtome.engine.functions import Function, Whole
 from microtome.engine.select import Selector
+
+#: An operator, or a function of torch that the session shows whole.
+AnyOp = OpOverload | Function
 
 
 class Where(NamedTuple):
-    """Where an operator runs: in the call whose code ran it, or whose backward it is part of; None outside any."""
+    """Where an operator runs.
+
+    Attributes:
+        call: The call whose code ran it, or whose backward it is part of; None outside any.
+        function: The function of torch that the code called; None in a session that shows none whole, and outside any.
+        whole: Of a function that is shown whole, its run; of an operator in a backward, the run that it is part of.
+    """
 
     call: Call | None
     phase: Phase
+    function: Function | None = None
+    whole: Whole | None = None
 
 
 class Probe:
@@ -35,10 +47,10 @@ class Probe:
     def fail(self, call: Call, error: BaseException) -> None:
         """The call ended by an exception."""
 
-    def op_begins(self, where: Where, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An operator is about to run."""
 
-    def op(self, where: Where, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """An operator ran, in the thread that opened the session or in a backward that it called."""
 
     def enter_backward(self, call: Call) -> None:

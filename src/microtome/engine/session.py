@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,17 +10,18 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from microtome.engine.backward import Backward, BackwardProbes
 from microtome.engine.calls import Call, Run, Site
+from microtome.engine.functions import Function, FunctionMode, Whole, is_stand_in, run_standing
 from microtome.engine.intercept import AnyCall, chain
 from microtome.engine.ops import OpMode
 from microtome.engine.owners import Owners, graph_task, next_number, nodes_of
-from microtome.engine.probes import Intervention, Probe, Replace, Skip, Stop, Stopped, Where
+from microtome.engine.probes import AnyOp, Intervention, Probe, Replace, Skip, Stop, Stopped, Where
 from microtome.engine.select import check_model, select
 from microtome.engine.sites import ModelSites, ProcessSites, Sites
+from microtome.engine.structure import tensors_in
 from microtome.engine.threads import Thread, Threads
 from microtome.errors import ProbeError, SessionError
 
@@ -36,6 +37,7 @@ class Session:
         probes: What looks.
         interventions: What changes the run; needs a model.
         backward: Whether to know whose backward runs. Probes that watch the backward turn it on by themselves.
+        whole: Functions of torch that probes are told of as of one operator, in place of those inside.
 
     >>> from torch import nn, ones
     >>> class Show(Probe):
@@ -54,6 +56,7 @@ class Session:
         interventions: Iterable[Intervention] = (),
         *,
         backward: bool = False,
+        whole: Collection[Function] = (),
     ) -> None:
         self.model = None if model is None else check_model(model)
         probes = _several(probes, "probes", Probe)
@@ -70,6 +73,8 @@ class Session:
         self._enter_backward = _methods(probes, "enter_backward")
         self._exit_backward = _methods(probes, "exit_backward")
         self._backward = backward or bool(self._enter_backward or self._exit_backward)
+        self._whole = frozenset(whole)
+        self._functions: FunctionMode | None = None
         self._open: ExitStack | None = None
         self._resolved = -1
 
@@ -88,7 +93,9 @@ class Session:
             chain.add(self)
             stack.callback(chain.remove, self)
             if self._op or self._op_begins:
-                stack.enter_context(OpMode(partial(self._tell_op, self._op_begins), partial(self._tell_op, self._op)))
+                ops = stack.enter_context(OpMode(self._tell_op_begins, self._tell_op))
+                if self._whole:
+                    self._functions = stack.enter_context(FunctionMode(self._whole, partial(self._run_whole, ops)))
             self._open = stack.pop_all()
         return self
 
@@ -97,7 +104,7 @@ class Session:
     ) -> None:
         if self._open is None:
             raise SessionError("this session is not open: enter it with `with`")
-        stack, self._open = self._open, None
+        stack, self._open, self._functions = self._open, None, None
         stack.close()
 
     @property
@@ -228,16 +235,45 @@ class Session:
 
         return run_backward
 
-    def _tell_op(self, methods: list[Callable[..., None]], func: OpOverload, *details: Any) -> None:
+    def _where(self) -> Where:
         task, run = graph_task(), self._threads.here().run
+        function = None if self._functions is None else self._functions.function
         if run is not None and run.task == task:
-            where = Where(run.open[-1], run.phase)
-        elif task == -1:
-            where = Where(None, "forward")
-        else:
-            where = Where(None if self._owners is None else self._owners.current(), "backward")
-        for method in methods:
-            method(where, func, *details)
+            return Where(run.open[-1], run.phase, function)
+        if task == -1:
+            return Where(None, "forward", function)
+        owners = self._owners
+        return Where(None, "backward") if owners is None else Where(owners.current(), "backward", None, owners.whole())
+
+    def _tell_op_begins(self, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Where:
+        where = self._where()
+        for method in self._op_begins:
+            method(where, func, args, kwargs)
+        return where
+
+    def _tell_op(self, where: Where, *details: Any) -> None:
+        for method in self._op:
+            method(where, *details)
+
+    def _run_whole(self, ops: OpMode, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function and tell of it as of one operator; of nothing, if it ran none."""
+        if ops.silent:
+            return func(*args, **kwargs)
+        whole = Whole(func, next_number())
+        where = self._tell_op_begins(func, args, kwargs)._replace(whole=whole)
+        ops.silent, ops.ran = True, False
+        standing = any(map(is_stand_in, tensors_in((args, kwargs))))
+        try:
+            output = run_standing(func, args, kwargs) if standing else func(*args, **kwargs)
+        finally:
+            ops.silent = False
+        whole.end = next_number()
+        run = self._threads.here().run
+        if whole.end > whole.start and run is not None:
+            run.wholes.append(whole)
+        if ops.ran:
+            self._tell_op(where, func, args, kwargs, output)
+        return output
 
     def _find(self, module: nn.Module) -> Site | None:
         chain.run_eagerly()  # the first call of a model that was compiled while the session was open

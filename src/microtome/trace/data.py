@@ -64,10 +64,14 @@ class Op:
     """One run of one operator.
 
     Attributes:
-        name: As torch writes it: `aten.addmm.default`.
+        name: As torch writes it: `aten.addmm.default`. A function that is one kernel on one device and many on
+            another is one operator: `aten.scaled_dot_product_attention`, `aten.lstm`; so is its backward.
         call: The call whose code ran it, or whose backward it is part of, as an index into `Trace.calls`; or None.
         read_bytes: What it reads, each value once. A view reads and writes nothing.
         write_bytes: What it writes: outputs, and values changed in place.
+        macs: Multiply-accumulates; None where no formula is known for the operator.
+        flops: Twice the multiply-accumulates, and all other operations; None likewise.
+        madds: Multiplications and additions apart, and all other operations; None likewise.
     """
 
     index: int
@@ -79,6 +83,9 @@ class Op:
     mutates: tuple[int, ...]
     read_bytes: int
     write_bytes: int
+    macs: int | None
+    flops: int | None
+    madds: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,8 @@ class TracedCall:
         ops: The operators that its own code ran, those of calls inside it left out; with those of its backward.
         inputs: The tensors among its arguments.
         outputs: The tensors in what it returned.
+        begins: How many operators had run when it began.
+        ends: How many had run when it ended.
     """
 
     index: int
@@ -102,6 +111,8 @@ class TracedCall:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     ops: tuple[int, ...]
+    begins: int
+    ends: int
 
 
 @dataclass(frozen=True, slots=True)

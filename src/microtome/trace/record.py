@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
+from microtome.count.conventions import Convention, Cost
 from microtome.engine import Call, Probe, tensors_in
-from microtome.engine.probes import Where
+from microtome.engine.functions import Whole, is_stand_in, plain
+from microtome.engine.probes import AnyOp, Where
 from microtome.engine.standin import CannotStand, Stand
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
@@ -56,14 +58,39 @@ class _Call:
     type: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...] = ()
+    begins: int = 0
+    ends: int = 0
     children: list[int] = field(default_factory=list)
     ops: list[int] = field(default_factory=list)
 
 
-class Recorder(Probe):
-    """Writes down what a session tells of one run. It holds no tensor: that would keep their memory from ending."""
+@dataclass
+class _Function:
+    """A function shown whole, and what its backward costs."""
 
-    def __init__(self, stand: Stand, device: str | None) -> None:
+    op: Op
+    backward: Cost
+
+
+@dataclass
+class _Fold:
+    """Operators in a row that are part of the backward of one function, and become one operator."""
+
+    where: Where
+    read: dict[int, _Value]
+    made: list[weakref.ref[Tensor]]
+
+
+class Recorder(Probe):
+    """Writes down what a session tells of one run. It holds no tensor: that would keep their memory from ending.
+
+    Attributes:
+        by_module: What the convention counts for modules as such, by the index of the call.
+    """
+
+    def __init__(self, stand: Stand, device: str | None, convention: Convention) -> None:
+        self._convention = convention
+        self.by_module: dict[int, Cost] = {}
         self._stand = stand
         self._device = device if stand == "meta" else None
         self._operands: tuple[dict[int, _Value], dict[int, _Value]] = {}, {}
@@ -74,6 +101,8 @@ class Recorder(Probe):
         self._memories: list[_Memory] = []
         self._by_storage: dict[int, _Memory] = {}
         self._failed = False
+        self._functions: dict[Whole, _Function] = {}
+        self._fold: _Fold | None = None
 
     def name(self, model: nn.Module, inputs: Inputs) -> None:
         """Know the tensors that are there before the run begins."""
@@ -91,14 +120,22 @@ class Recorder(Probe):
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._stand == "meta" and torch._C._is_any_autocast_enabled():
             raise CannotStand("autocast chooses dtypes by the device")
-        parent = None if call.parent is None else self._calls[call.parent].index
-        record = _Call(len(self._calls), call, parent, type(call.module).__name__, self._indices((args, kwargs)))
+        with plain():
+            parent = None if call.parent is None else self._calls[call.parent]
+            index = None if parent is None else parent.index
+            record = _Call(len(self._calls), call, index, type(call.module).__name__, self._indices((args, kwargs)))
+        record.begins = len(self._ops)
         self._calls[call] = record
-        if call.parent is not None:
-            self._calls[call.parent].children.append(record.index)
+        if parent is not None:
+            parent.children.append(record.index)
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._calls[call].outputs = self._indices(output)
+        record = self._calls[call]
+        with plain():
+            record.outputs = self._indices(output)
+            record.ends = len(self._ops)
+            if self._convention.module is not None and call.module is not None:
+                self.by_module[record.index] = self._convention.module(call.module, (*args, *kwargs.values()), output)
 
     def fail(self, call: Call, error: BaseException) -> None:
         if not self._failed:  # the innermost is told first
@@ -113,29 +150,63 @@ class Recorder(Probe):
         finally:
             self._paused = False
 
-    def op_begins(self, where: Where, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        written = _mutated(func, args, kwargs)
-        if self._stand != "real" and any(not _is_stand_in(tensor) for tensor in written):
-            raise CannotStand(f"{_name(func)} would write into a tensor that the model keeps")
-        read = map(self._value, _operands((*args, *kwargs.values())))
-        self._operands = {v.index: v for v in read}, {v.index: v for v in map(self._value, written)}
+    def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with plain():
+            operands = _operands((*args, *kwargs.values()))
+            if self._folds(where, operands):
+                return
+            written = _mutated(func, args, kwargs)
+            if written and self._stand != "real" and not all(map(is_stand_in, written)):
+                raise CannotStand(f"{_name(func)} would write into a tensor that the model keeps")
+            self._operands = (
+                {value.index: value for value in map(self._value, operands)},
+                {value.index: value for value in map(self._value, written)},
+            )
 
-    def op(self, where: Where, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._paused:
             return
+        with plain():
+            outputs = _operands(output if isinstance(output, tuple | list) else (output,))
+            if self._fold is not None:
+                self._fold.made.extend(map(weakref.ref, outputs))
+                return
+            index = len(self._ops)
+            made = {v.index: v for v in [self._value(tensor, "op", None, index) for tensor in outputs]}
+            if isinstance(func, OpOverload):
+                cost = self._cost(where, func, args, kwargs, output)
+            else:
+                cost, backward = self._convention.of_whole(func, args, kwargs, output)
+        self._write(where, _name(func), *self._operands, made, cost, moves=not _only_views(func))
+        if not isinstance(func, OpOverload) and where.whole is not None:
+            self._functions[where.whole] = _Function(self._ops[-1], backward)
+
+    def _cost(
+        self, where: Where, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Cost | None:
+        if where.phase != "forward" and not self._convention.has_backward:
+            return None
+        return self._convention.op(where.function, func, args, kwargs, output)
+
+    def _write(
+        self,
+        where: Where,
+        name: str,
+        read: dict[int, _Value],
+        written: dict[int, _Value],
+        made: dict[int, _Value],
+        cost: Cost | None,
+        *,
+        moves: bool = True,
+    ) -> None:
         index = len(self._ops)
-        read, written = self._operands
-        made: dict[int, _Value] = {}
-        for tensor in _operands(output if isinstance(output, tuple | list) else (output,)):
-            value = self._value(tensor, "op", None, index)
-            made[value.index] = value
         for value in read.values():
             value.consumers.append(index)
         for value in written.values():
             value.mutated_by.append(index)
-        memory = {value.memory.index for value in read.values()}
-        views = not written and bool(made) and all(value.memory.index in memory for value in made.values())
-        free = views or torch.Tag.inplace_view in func.tags
+        if moves and not written and made:
+            memory = {value.memory.index for value in read.values()}
+            moves = not all(value.memory.index in memory for value in made.values())
         moved_out = [value for value in made.values() if value.index not in read] + list(written.values())
         call = None if where.call is None else self._calls[where.call]
         if call is not None:
@@ -143,16 +214,56 @@ class Recorder(Probe):
         self._ops.append(
             Op(
                 index=index,
-                name=_name(func),
+                name=name,
                 call=None if call is None else call.index,
                 phase=where.phase,
                 inputs=tuple(read),
                 outputs=tuple(made),
                 mutates=tuple(written),
-                read_bytes=0 if free else sum(map(_moved, read.values())),
-                write_bytes=0 if free else sum(map(_moved, moved_out)),
+                read_bytes=sum(map(_moved, read.values())) if moves else 0,
+                write_bytes=sum(map(_moved, moved_out)) if moves else 0,
+                macs=None if cost is None else cost.macs,
+                flops=None if cost is None else cost.flops,
+                madds=None if cost is None else cost.madds,
             )
         )
+
+    # -- the backward of a function shown whole ------------------------------------------------------------------------
+
+    def _folds(self, where: Where, operands: list[Tensor]) -> bool:
+        """Whether the operator that begins is part of such a backward, and goes into one operator with its like."""
+        whole = where.whole if where.phase == "backward" else None
+        if self._fold is not None and self._fold.where.whole is not whole:
+            self._unfold()
+        if whole is None or whole not in self._functions:
+            return False
+        if self._fold is None:
+            self._fold = _Fold(where, {}, [])
+        known = (self._known(tensor) for tensor in operands)
+        self._fold.read.update({value.index: value for value in known if value is not None})
+        return True
+
+    def _unfold(self) -> None:
+        """Write the operators down as one, which reads what the function read and made, and makes what is left."""
+        assert self._fold is not None
+        fold, self._fold = self._fold, None
+        assert fold.where.whole is not None
+        function = self._functions[fold.where.whole]
+        index = len(self._ops)
+        alive = [tensor for made in fold.made if (tensor := made()) is not None]
+        made = {value.index: value for value in [self._value(tensor, "op", None, index) for tensor in alive]}
+        read = {at: self._values[at] for at in (*function.op.inputs, *function.op.outputs)}
+        cost = function.backward if self._convention.has_backward else None
+        function.backward = Cost()  # a backward in two parts costs it once
+        name = f"{function.op.name}_backward"
+        self._write(fold.where, name, read | fold.read, {}, {at: v for at, v in made.items() if at not in read}, cost)
+        for value in read.values():  # which memory the kernels keep depends on the device: the function's own is kept
+            if value.memory.ends is not None:
+                value.memory.ends = max(value.memory.ends, index + 1)
+
+    def _known(self, tensor: Tensor) -> _Value | None:
+        memory = self._by_storage.get(id(tensor.untyped_storage()))
+        return None if memory is None else memory.values.get(_key(tensor))
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -166,13 +277,12 @@ class Recorder(Probe):
             kind = "nested" if tensor.is_nested else str(tensor.layout)
             raise Unsupported(f"the run has a tensor whose parts lie apart in memory ({kind}): it cannot be traced yet")
         memory = self._memory(tensor)
-        shape = tuple(tensor.shape)
-        key = (shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        key = _key(tensor)
         value = memory.values.get(key)
         if value is None:
             first = next(iter(memory.values.values()), None)
             device = self._device or str(tensor.device)
-            facts = (shape, tensor.dtype, device, tensor.numel() * tensor.element_size())
+            facts = (tuple(tensor.shape), tensor.dtype, device, tensor.numel() * tensor.element_size())
             alias = None if first is None else first.index
             value = _Value(len(self._values), origin, name, facts, producer, memory, alias)
             memory.values[key] = value
@@ -198,6 +308,8 @@ class Recorder(Probe):
     # -- the result ----------------------------------------------------------------------------------------------------
 
     def trace(self, how: How) -> Trace:
+        if self._fold is not None:
+            self._unfold()
         calls = (
             TracedCall(
                 index=record.index,
@@ -211,6 +323,8 @@ class Recorder(Probe):
                 inputs=record.inputs,
                 outputs=record.outputs,
                 ops=tuple(record.ops),
+                begins=record.begins,
+                ends=record.ends,
             )
             for record in self._calls.values()
         )
@@ -240,14 +354,6 @@ def _moved(value: _Value) -> int:
     return min(value.nbytes, value.memory.nbytes)
 
 
-def _is_stand_in(tensor: Tensor) -> bool:
-    if tensor.is_meta:
-        return True
-    from torch._subclasses.fake_tensor import FakeTensor  # slow to import, seldom needed
-
-    return isinstance(tensor, FakeTensor)
-
-
 def _operands(arguments: Iterable[Any]) -> list[Tensor]:
     """The tensors among the arguments of an operator, which are at most lists of tensors."""
     found: list[Tensor] = []
@@ -259,7 +365,12 @@ def _operands(arguments: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-def _mutated(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _key(tensor: Tensor) -> Any:
+    """What tells the values in one memory apart."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _mutated(func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     if func in _BATCH_NORMS and args[5]:
         return _operands(args[3:5])  # running statistics, which the schema does not say are written in training
     return _operands(args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(func))
@@ -272,10 +383,19 @@ _BATCH_NORMS = {
 }
 
 
-_name = cache(str)
+@cache
+def _name(func: AnyOp) -> str:
+    return str(func) if isinstance(func, OpOverload) else f"aten.{func.__name__}"
 
 
 @cache
-def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
+def _only_views(func: AnyOp) -> bool:
+    return isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags
+
+
+@cache
+def _written_arguments(func: AnyOp) -> tuple[tuple[int, str], ...]:
+    if not isinstance(func, OpOverload):
+        return ()
     arguments = enumerate(func._schema.arguments)
     return tuple((at, a.name) for at, a in arguments if a.alias_info is not None and a.alias_info.is_write)

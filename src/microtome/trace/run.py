@@ -14,6 +14,7 @@ from microtome.errors import MicrotomeError, Unsupported
 from microtome.inputs import Inputs
 
 if TYPE_CHECKING:
+    from microtome.count.conventions import Cost
     from microtome.trace.data import How, Trace
     from microtome.trace.record import Recorder
 
@@ -42,8 +43,18 @@ def trace(model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool |
     >>> [t.ops[op].name for op in t["layer1.0"].ops]
     ['aten.add.Tensor']
     """
-    from microtome.trace.data import How  # not before it is needed: see `microtome.trace`
+    return record(model, inputs, backward=backward, fake=fake)[0]
 
+
+def record(
+    model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool | None = None, convention: str = "microtome"
+) -> tuple[Trace, dict[int, Cost]]:
+    """A trace counted by a convention, and what that counts for modules as such, by the index of the call."""
+    from microtome.count.conventions import convention as find
+    from microtome.trace.data import How  # not before it is needed: see `microtome.trace`
+    from microtome.trace.record import Recorder
+
+    counted = find(convention)
     check_model(model)
     inputs = Inputs.of(inputs)
     device, empty = _devices(model, inputs)
@@ -54,7 +65,8 @@ def trace(model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool |
             why.append("not on meta tensors: weights and inputs lie on several devices")
             continue
         try:
-            return _run(model, inputs, How(stand, "; ".join(why)), backward=backward, device=device)
+            recorder = Recorder(stand, device, counted)
+            return _run(model, inputs, How(stand, "; ".join(why)), recorder, backward=backward), recorder.by_module
         except Exception as error:  # whatever a model raises on stand-ins, it may run on dearer ones
             cause = error.__cause__ if isinstance(error.__cause__, CannotStand) else error
             if isinstance(cause, MicrotomeError):
@@ -82,13 +94,13 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def _run(model: nn.Module, inputs: Inputs, how: How, *, backward: bool, device: str | None) -> Trace:
-    from microtome.trace.record import Recorder
+def _run(model: nn.Module, inputs: Inputs, how: How, recorder: Recorder, *, backward: bool) -> Trace:
+    from microtome.count.whole import WHOLE
 
     with stand_in(model, inputs, how.stand) as standing:
-        recorder = Recorder(how.stand, device)
         recorder.name(model, standing)
-        with Session(model, [recorder], backward=backward), torch.set_grad_enabled(torch.is_grad_enabled() or backward):
+        grad = torch.is_grad_enabled() or backward
+        with Session(model, [recorder], backward=backward, whole=WHOLE), torch.set_grad_enabled(grad):
             output = standing.run(model)
             if backward:
                 _backward(recorder, output)

@@ -1,0 +1,156 @@
+"""What the words mean: MACs, FLOPs and MAdds as microtome counts them, and as other tools do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn import functional as F  # noqa: N812
+
+from microtome.count import elementwise, ptflops, torchstat  # noqa: F401  (registers its formulas)
+from microtome.count.whole import WHOLE
+from microtome.count.work import Work, first, work_of
+from microtome.errors import NoMatch
+
+
+class Cost(NamedTuple):
+    """What a convention counts; None for a quantity that it does not have."""
+
+    macs: int | None = 0
+    flops: int | None = 0
+    madds: int | None = 0
+    read_bytes: int | None = None
+    write_bytes: int | None = None
+
+
+#: From the function of torch that was called, the operator, its arguments and output; None where it is not known.
+OpRule = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any], Any], Cost | None]
+WorkRule = Callable[[Work], Cost]
+ModuleRule = Callable[[nn.Module, tuple[Any, ...], Any], Cost]
+
+_ZERO = Cost()
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a run is counted.
+
+    Attributes:
+        op: What an operator costs.
+        whole: What a function shown whole costs, from the work that it does.
+        module: What a module costs as such, if anything.
+        has_backward: Whether the convention says what a backward costs.
+    """
+
+    name: str
+    op: OpRule
+    whole: WorkRule
+    module: ModuleRule | None = None
+    has_backward: bool = False
+
+    def of_whole(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[Cost, Cost]:
+        """The cost of a function shown whole, and of its backward."""
+        costs = WHOLE[function]
+        shape = first(out) if not isinstance(out, Tensor) else out
+        return (
+            self.whole(costs.forward(*args, out=shape, **kwargs)),
+            self.whole(costs.backward(*args, out=shape, **kwargs)),
+        )
+
+
+def convention(name: str) -> Convention:
+    """The convention of this name."""
+    if name not in CONVENTIONS:
+        raise NoMatch(f"there is no convention {name!r}: write one of {', '.join(map(repr, CONVENTIONS))}")
+    return CONVENTIONS[name]
+
+
+# -- microtome: FLOPs are twice the MACs, and all other operations -----------------------------------------------------
+
+
+def _of_work(work: Work) -> Cost:
+    return Cost(work.macs, work.flops, work.madds)
+
+
+def _microtome(_: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost | None:
+    work = work_of(func, args, kwargs, out)
+    return None if work is None else _of_work(work)
+
+
+# -- torchvision: MACs of products and convolutions, biases left out, called FLOPs -------------------------------------
+
+
+def _products_alone(work: Work) -> Cost:
+    return Cost(work.macs, work.macs, 2 * work.macs - work.sums)
+
+
+def _torchvision(_: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+    work = work_of(func, args, kwargs, out)
+    return _ZERO if work is None else _products_alone(work)
+
+
+# -- fvcore: MACs of products and convolutions, norms, interpolation and the last pooling; called FLOPs ----------------
+
+
+def _fvcore(function: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+    name = func._overloadpacket.__name__
+    count = 0
+    if name in ("mm", "addmm", "bmm", "convolution"):
+        work = work_of(func, args, kwargs, out)
+        count = 0 if work is None else work.macs
+    elif name in ("native_batch_norm", "cudnn_batch_norm"):
+        affine = args[1] is not None
+        count = args[0].numel() * ((4 if args[5] else 1) + affine)
+    elif name in ("native_layer_norm", "native_group_norm"):
+        count = args[0].numel() * (4 + any(isinstance(item, Tensor) for item in args[1:4]))
+    elif name in _FVCORE_OUTPUTS:
+        count = out.numel() * _FVCORE_OUTPUTS[name]
+    elif function is F.adaptive_avg_pool2d and name in ("mean", "_adaptive_avg_pool2d"):
+        count = args[0].numel()
+    return Cost(count, count, None)
+
+
+_FVCORE_OUTPUTS = {"upsample_nearest2d": 1, "upsample_bilinear2d": 4, "grid_sampler_2d": 4, "cudnn_grid_sampler": 4}
+
+
+# -- ptflops and torchstat: by module ----------------------------------------------------------------------------------
+
+
+def _ptflops(function: Any, func: OpOverload, args: tuple[Any, ...], _: dict[str, Any], out: Any) -> Cost:
+    count = ptflops.of_function(function, func, args, out)
+    return Cost(count, count, None)
+
+
+def _ptflops_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Cost:
+    count = ptflops.of_module(module, args, output)
+    return Cost(count, count, None)
+
+
+def _nothing(*_: Any) -> Cost:
+    return _ZERO
+
+
+def _torchstat_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Cost:
+    leaf = next(module.children(), None) is None
+    tensors = [item for item in (*args, output) if isinstance(item, Tensor)]
+    if not leaf or len(tensors) != 2:
+        return Cost(0, 0, 0, 0, 0)
+    flops = torchstat.flops(module, *tensors) or 0
+    read, written = torchstat.memory(module, *tensors) or (0, 0)
+    size = tensors[0].element_size()
+    return Cost(flops, flops, torchstat.madds(module, *tensors) or 0, read * size, written * size)
+
+
+CONVENTIONS = {
+    convention.name: convention
+    for convention in (
+        Convention("microtome", _microtome, _of_work, has_backward=True),
+        Convention("torchvision", _torchvision, _products_alone, has_backward=True),
+        Convention("fvcore", _fvcore, lambda _: Cost(0, 0, None)),
+        Convention("ptflops", _ptflops, lambda _: Cost(0, 0, None), _ptflops_module),
+        Convention("torchstat", _nothing, _nothing, _torchstat_module),
+    )
+}

@@ -1,0 +1,182 @@
+"""Functions that run as one kernel on one device and as many on another: counted as what they compute, on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from microtome.count.elementwise import rms_norm
+from microtome.count.products import attention, attention_backward
+from microtome.count.work import Work
+
+
+class Costs(NamedTuple):
+    """What a function and its backward do, from the arguments of the function and from what it returned."""
+
+    forward: Callable[..., Work]
+    backward: Callable[..., Work]
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *_: Any,
+    out: Tensor,
+    **__: Any,
+) -> Work:
+    scores = 6 + (attn_mask is not None) + (2 if dropout_p else 0)
+    return attention((*out.shape[:-1], q.shape[-1]), k.shape, v.shape, scores=scores)
+
+
+def _attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *_: Any,
+    out: Tensor,
+    **__: Any,
+) -> Work:
+    """Through the softmax (4), the scale (1) and the dropout (1)."""
+    to_mask = attn_mask is not None and attn_mask.requires_grad
+    needed = q.requires_grad, k.requires_grad, v.requires_grad
+    work = attention_backward(
+        (*out.shape[:-1], q.shape[-1]), k.shape, v.shape, needed, scores=5 + (1 if dropout_p else 0)
+    )
+    if to_mask and not (needed[0] or needed[1]):
+        each = out.numel() // v.shape[-1] * k.shape[-2]
+        work = work.plus(Work(each * v.shape[-1], each, 5 * each))
+    return work
+
+
+# -- recurrent layers --------------------------------------------------------------------------------------------------
+
+
+class _Layers(NamedTuple):
+    """The parts of a recurrent layer that its cost depends on.
+
+    Attributes:
+        state: The first state; one row for each sequence.
+        weights: Layer after layer and in each direction after direction: a matrix for the input, one for the state, of
+            an LSTM that shrinks its state one for that; and biases.
+    """
+
+    kind: str
+    x: Tensor
+    state: Tensor
+    weights: Sequence[Tensor]
+    directions: int
+    dropout: float
+
+    @property
+    def tokens(self) -> int:
+        """How many steps are made, over all sequences."""
+        return self.x.numel() // self.x.shape[-1]
+
+    @property
+    def starts(self) -> int:
+        """How many sequences there are."""
+        return self.state.numel() // self.state.shape[-1] // (self.state.shape[0] if self.state.dim() == 3 else 1)
+
+    @property
+    def matrices(self) -> list[list[Tensor]]:
+        """The matrices of each layer and direction. Each is applied once to each token."""
+        every = [weight for weight in self.weights if weight.dim() == 2]
+        rows, columns = every[1].shape
+        each = 3 if self.kind == "lstm" and columns * _GATES["lstm"] != rows else 2
+        return [every[at : at + each] for at in range(0, len(every), each)]
+
+
+#: Operations on each element of the state at each step. LSTM: 4 gates added up (4) and bounded (4), the cell (3), its
+#: bound (1), the output (1). GRU: gates added up (3) and bounded (3), the reset (1), the mixing (3). RNN: 2.
+_STATE = {"lstm": 13, "gru": 10, "rnn": 2}
+_GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+
+
+def _layers(kind: str, args: tuple[Any, ...]) -> _Layers:
+    """From (x, state, weights, has_biases, layers, dropout, train, bidirectional, ...); if packed, sizes after x."""
+    x, *rest = args
+    if not isinstance(rest[2], bool):
+        rest = rest[1:]
+    state, weights, _, _, dropout, train, bidirectional = rest[:7]
+    state = state if isinstance(state, Tensor) else state[0]
+    return _Layers(kind, x, state, weights, 2 if bidirectional else 1, dropout if train else 0)
+
+
+def _cell(kind: str, x: Tensor, state: Any, *weights: Tensor | None) -> _Layers:
+    state = state if isinstance(state, Tensor) else state[0]
+    return _Layers(kind, x, state, [weight for weight in weights if weight is not None], 1, 0)
+
+
+def _recurrent(layers: _Layers) -> Work:
+    inputs = [matrices[0] for matrices in layers.matrices]
+    every = [matrix for matrices in layers.matrices for matrix in matrices]
+    other = sum(weight.numel() for weight in layers.weights if weight.dim() == 1)
+    other += _STATE[layers.kind] * sum(matrix.shape[0] // _GATES[layers.kind] for matrix in inputs)
+    if layers.dropout:
+        other += 2 * sum(matrix.shape[1] for matrix in inputs[layers.directions :: layers.directions])
+    work = Work(sum(matrix.numel() for matrix in every), sum(matrix.shape[0] for matrix in every), other)
+    return Work(*(layers.tokens * count for count in work))
+
+
+def _recurrent_backward(layers: _Layers) -> Work:
+    """The gradient of each matrix, and of what it was applied to, each take what the forward took.
+
+    But not that of an input or of a first state that asks for none. What else the forward does is counted twice.
+    """
+    tokens = layers.tokens
+    macs = sums = 0
+    for at, (to_input, *to_state) in enumerate(layers.matrices):
+        asked = at >= layers.directions or layers.x.requires_grad
+        applied = [tokens if asked else 0, tokens if layers.state.requires_grad else tokens - layers.starts, tokens]
+        for matrix, times in zip((to_input, *to_state), applied, strict=False):
+            macs += matrix.numel() * (times + (tokens if matrix.requires_grad else 0))
+            sums += matrix.shape[1] * times + (matrix.numel() if matrix.requires_grad else 0)
+    return Work(macs, sums, 2 * _recurrent(layers).other)
+
+
+def _recurrent_costs(kind: str, read: Callable[..., _Layers]) -> Costs:
+    return Costs(
+        lambda *args, out, **_: _recurrent(read(kind, *args)),
+        lambda *args, out, **_: _recurrent_backward(read(kind, *args)),
+    )
+
+
+def _sequence(kind: str) -> Costs:
+    return _recurrent_costs(kind, lambda kind, *args: _layers(kind, args))
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+_RMS = Costs(
+    lambda *args, out, **kwargs: Work(other=rms_norm(*args, **kwargs, out=out)),
+    lambda *args, out, **kwargs: Work(other=2 * rms_norm(*args, **kwargs, out=out)),
+)
+
+_ATTENTION = Costs(_attention, _attention_backward)
+
+WHOLE: dict[Callable[..., Any], Costs] = {
+    F.scaled_dot_product_attention: _ATTENTION,
+    torch.ops.aten.scaled_dot_product_attention: _ATTENTION,
+    torch.lstm: _sequence("lstm"),
+    torch.gru: _sequence("gru"),
+    torch.rnn_tanh: _sequence("rnn"),
+    torch.rnn_relu: _sequence("rnn"),
+    torch.lstm_cell: _recurrent_costs("lstm", _cell),
+    torch.gru_cell: _recurrent_costs("gru", _cell),
+    torch.rnn_tanh_cell: _recurrent_costs("rnn", _cell),
+    torch.rnn_relu_cell: _recurrent_costs("rnn", _cell),
+    F.rms_norm: _RMS,
+    torch.rms_norm: _RMS,
+}

@@ -1,0 +1,144 @@
+"""What an operator does, as numbers, and the register of formulas that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+
+from microtome.errors import NoMatch
+
+
+class Work(NamedTuple):
+    """What one run of an operator does.
+
+    Attributes:
+        macs: Multiply-accumulates: a product, and its addition to a sum.
+        sums: How many sums these make. Each begins with its first product, so it takes one addition less.
+        other: All other operations, one for each element that a function is applied to.
+    """
+
+    macs: int = 0
+    sums: int = 0
+    other: int = 0
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.macs + self.other
+
+    @property
+    def madds(self) -> int:
+        return 2 * self.macs - self.sums + self.other
+
+    def plus(self, more: Work) -> Work:
+        return Work(self.macs + more.macs, self.sums + more.sums, self.other + more.other)
+
+
+#: Takes the arguments of the operator, and what it returned as `out`. A number is that many other operations.
+Formula = Callable[..., "Work | int"]
+
+NOTHING = Work()
+
+_registered: dict[Any, Formula] = {}  # by users
+_own: dict[str, Formula] = {}
+_found: dict[OpOverload, Formula | None] = {}
+
+
+def register_formula(op: OpOverload | OpOverloadPacket | str, formula: Formula) -> None:
+    """Say what an operator costs that microtome does not know, or knows otherwise.
+
+    Args:
+        op: `torch.ops.mylib.scan`, one of its overloads, or its name, `"mylib::scan"`.
+        formula: Takes what the operator takes, and what it returned as `out`; returns a `Work`, or the number of its
+            operations where none is a multiply-accumulate.
+
+    >>> from torch import ops
+    >>> register_formula(ops.aten.frac, lambda x, *, out: 2 * out.numel())
+    >>> work_of(ops.aten.frac.default, (torch.ones(3),), {}, torch.ones(3))
+    Work(macs=0, sums=0, other=6)
+    >>> del _registered[ops.aten.frac]; _found.clear()
+    """
+    if not callable(formula):
+        raise TypeError(f"a formula is a function of the operator's arguments, got {type(formula).__name__}")
+    _registered[_packet(op) if isinstance(op, str) else op] = formula
+    _found.clear()
+
+
+def _packet(name: str) -> OpOverloadPacket:
+    namespace, _, rest = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), rest, None) if rest else None
+    if not isinstance(packet, OpOverloadPacket):
+        raise NoMatch(f"torch has no operator {name!r}: write it as 'mylib::scan', after it is defined")
+    return packet
+
+
+def formula(*names: str) -> Callable[[Formula], Formula]:
+    """Register one of our own formulas: aten's operators by their name alone, others as `namespace::name`."""
+
+    def register(function: Formula) -> Formula:
+        for name in names:
+            assert name not in _own, name
+            _own[name] = function
+        return function
+
+    return register
+
+
+def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work | None:
+    """What a run of an operator did; None if that is not known."""
+    try:
+        found = _found[func]
+    except KeyError:
+        found = _found[func] = _find(func)
+    if found is None:
+        return None
+    work = found(*args, out=out, **kwargs)
+    return work if isinstance(work, Work) else Work(0, 0, int(work))
+
+
+def _find(func: OpOverload) -> Formula | None:
+    packet = func._overloadpacket
+    if func in _registered or packet in _registered:
+        return _registered.get(func) or _registered[packet]
+    name = packet.__name__
+    if func.namespace != "aten":
+        return _own.get(f"{func.namespace}::{name}") or _of_torch(packet)
+    name = name if name.startswith("__") else name.rstrip("_")  # `add_` is `add`
+    return _own.get(name) or _of_torch(packet) or _by_tags(func, name)
+
+
+def _of_torch(packet: OpOverloadPacket) -> Formula | None:
+    """The formula that torch's own counter has, which gives two FLOPs for each multiply-accumulate."""
+    from torch.utils.flop_counter import flop_registry  # slow to import, seldom needed
+
+    known = flop_registry.get(packet)
+    if known is None:
+        return None
+
+    def convert(*args: Any, out: Any, **kwargs: Any) -> Work:
+        return Work(known(*args, **kwargs, out_val=out) // 2, first(out).numel())
+
+    return convert
+
+
+def _by_tags(func: OpOverload, name: str) -> Formula | None:
+    tags = set(func.tags)
+    if name != func._overloadpacket.__name__ and hasattr(torch.ops.aten, name):  # some in-place ones carry no tags
+        base = getattr(torch.ops.aten, name)
+        tags.update(tag for overload in base.overloads() for tag in getattr(base, overload).tags)
+    schema = func._schema
+    if torch.Tag.inplace_view in tags or any(r.alias_info and not r.alias_info.is_write for r in schema.returns):
+        return lambda *_, out, **__: NOTHING  # a view
+    if torch.Tag.pointwise in tags:
+        return lambda *_, out, **__: first(out).numel()
+    if torch.Tag.reduction in tags:
+        return lambda x, *_, out, **__: x.numel()
+    return None
+
+
+def first(out: Any) -> Tensor:
+    """The first tensor of what an operator returned."""
+    return out if isinstance(out, Tensor) else next(item for item in out if isinstance(item, Tensor))
