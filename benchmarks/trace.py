@@ -10,17 +10,12 @@ from torch import nn
 import microtome as mt
 from benchmarks.report import Target
 from benchmarks.timing import interleave
+from microtome import zoo
 
 
 def torchvision_model(name: str) -> nn.Module:
     """A torchvision model with random weights. Its compiled operators need not fit the installed torch."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, operator):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    import torchvision
-
-    model: nn.Module = getattr(torchvision.models, name)()
+    model: nn.Module = getattr(zoo.import_torchvision().models, name)()
     return model.eval()
 
 

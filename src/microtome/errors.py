@@ -6,6 +6,11 @@
     ├── NotAModule        something that is not an nn.Module was given as a model or as a selector's target
     ├── NoMatch           a path, selector or name that matches nothing; lists the nearest
     ├── BadInputs         inputs that cannot be read as the arguments of a model
+    ├── BadWeights        a file of weights that does not fit the model
+    ├── NotInstalled      a package that a model comes from is not there
+    ├── BuildFailed       the code that makes a model cannot be imported, called so, or raised
+    ├── BadFile           a file that is not there, is no result of microtome, or is of another version
+    ├── BadQuery          a question to a result that it has no answer to: an unknown column, a depth below zero
     ├── BadSelector       a selector of a kind that microtome does not know
     ├── SessionError      a session entered twice, or asked something it cannot answer in its state
     ├── Unsupported       what cannot be looked into (a ScriptModule, a graph too deep), with what to do instead
@@ -29,12 +34,32 @@ class NoMatch(MicrotomeError, LookupError):
     """A path, a selector or a name matches nothing."""
 
 
+class BadFile(MicrotomeError, ValueError):
+    """A file that cannot be read as a result."""
+
+
+class BadQuery(MicrotomeError, ValueError):
+    """A question that a result has no answer to."""
+
+
 class BadSelector(MicrotomeError, TypeError):
     """A selector of a kind that microtome does not know."""
 
 
 class BadInputs(MicrotomeError, ValueError):
     """Inputs that cannot be read as the arguments of a model."""
+
+
+class BadWeights(MicrotomeError, ValueError):
+    """A file of weights that cannot be read, or does not fit the model."""
+
+
+class NotInstalled(MicrotomeError, ImportError):
+    """A package that a model comes from is not installed."""
+
+
+class BuildFailed(MicrotomeError, RuntimeError):
+    """Somebody's code that was to make a model did not."""
 
 
 class SessionError(MicrotomeError, RuntimeError):

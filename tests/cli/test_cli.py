@@ -35,10 +35,6 @@ def test_track_writes_json(tmp_path: Path) -> None:
     assert rows == json.loads(microtome("track", "zoo:tiny-lstm", "--json", "-").output)
 
 
-def test_models_lists_what_track_takes() -> None:
-    assert microtome("models").output.split() == [f"zoo:{name}" for name in zoo.names()]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from microtome import zoo
+from microtome.cli.model import model_options, resolve, run
 from microtome.engine import tensors_in
-from microtome.inputs import Inputs
 from microtome.track import track as track_model
 
 if TYPE_CHECKING:
     from microtome.engine import Call, Phase
+    from microtome.zoo import Resolved
 
 
 @dataclass(frozen=True)
@@ -32,34 +32,36 @@ class Row:
 
 
 @click.command()
-@click.argument("model")
+@model_options
 @click.option(
     "--json", "json_file", type=click.File("w"), help="Write the rows as JSON to this file; - for the terminal."
 )
-def track(model: str, json_file: TextIO | None) -> None:
+def track(model: str, inputs: str | None, args: dict[str, Any], json_file: TextIO | None) -> None:
     """Show which module runs when, in the forward and in the backward.
 
-    MODEL is a name that `microtome models` lists, such as zoo:tiny-resnet.
+    MODEL is a name that `microtome models` lists, such as zoo:tiny-resnet, or Python code: package.module:Name or
+    ./file.py:Name.
     """
-    rows = _run(model)
+    rows = _run(resolve(model, inputs, args))
     if json_file is not None:
         json.dump([asdict(row) for row in rows], json_file, indent=1)
         json_file.write("\n")
     if json_file is None or json_file.name != "<stdout>":
-        Console().print(_table(model, rows))
+        Console(markup=False, emoji=False).print(_table(model, rows))
 
 
-def _run(name: str) -> list[Row]:
+def _run(found: Resolved) -> list[Row]:
     """Run the model forward and backward once."""
-    model, inputs = zoo.resolve(name)
     order: dict[Phase, dict[Call, int]] = {"forward": {}, "backward": {}}
 
     def number(call: Call, phase: Phase) -> None:
         order[phase].setdefault(call, len(order[phase]) + 1)
 
-    with track_model(model, on_enter=number):
-        output = Inputs.of(inputs).run(model)
-        torch.stack([tensor.sum() for tensor in tensors_in(output)]).sum().backward()
+    with track_model(found.model, on_enter=number):
+        output = run(found)
+        losses = [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]
+        if losses:  # none where the model gives indices, or runs without gradients
+            torch.stack(losses).sum().backward()
     return [
         Row(call.address, type(call.module).__name__, call.depth, place, order["backward"].get(call))
         for call, place in order["forward"].items()

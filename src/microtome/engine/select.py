@@ -89,9 +89,9 @@ def _match(model: nn.Module, selector: Selector) -> set[int]:
 def _test(selector: Atom, everything: list[tuple[str, nn.Module]]) -> Callable[[str, nn.Module], bool]:
     # Modules and types are callable too, so the callable comes last.
     if isinstance(selector, str):
-        if not _GLOB.search(selector) or any(path == selector for path, _ in everything):
+        if not is_glob(selector) or any(path == selector for path, _ in everything):
             return lambda path, _: path == selector
-        pattern = _glob(selector)
+        pattern = glob(selector)
         return lambda path, _: pattern.fullmatch(path) is not None
     if isinstance(selector, re.Pattern):
         return lambda path, _: selector.search(path) is not None
@@ -107,7 +107,11 @@ def _test(selector: Atom, everything: list[tuple[str, nn.Module]]) -> Callable[[
     )
 
 
-def _glob(text: str) -> re.Pattern[str]:
+def is_glob(text: str) -> bool:
+    return _GLOB.search(text) is not None
+
+
+def glob(text: str) -> re.Pattern[str]:
     """`**` spans parts, `*` and `?` stay within one, `[...]` is a set of characters; all else is itself."""
     wild = {"**.": r"(?:.+\.)?", "**": ".+", "*": r"[^.]*", "?": r"[^.]"}
     tokens = re.findall(r"\*\*\.|\*\*|\*|\?|\[!?[^\]]+\]|.", text)
@@ -127,7 +131,7 @@ def _characters(token: str) -> str:
 def _no_match(selector: Atom, everything: list[tuple[str, nn.Module]]) -> NoMatch:
     paths = [path for path, _ in everything]
     if isinstance(selector, str):
-        kind = "glob" if _GLOB.search(selector) else "path"
+        kind = "glob" if is_glob(selector) else "path"
         return NoMatch(f"no module matches the {kind} {selector!r}. {_nearest(selector, paths)}")
     if isinstance(selector, re.Pattern):
         pattern = selector.pattern

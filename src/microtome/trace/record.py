@@ -60,6 +60,7 @@ class _Call:
     outputs: tuple[int, ...] = ()
     begins: int = 0
     ends: int = 0
+    done: bool = False
     children: list[int] = field(default_factory=list)
     ops: list[int] = field(default_factory=list)
 
@@ -134,6 +135,7 @@ class Recorder(Probe):
         with plain():
             record.outputs = self._indices(output)
             record.ends = len(self._ops)
+            record.done = True
             if self._convention.module is not None and call.module is not None:
                 self.by_module[record.index] = self._convention.module(call.module, (*args, *kwargs.values()), output)
 
@@ -141,6 +143,9 @@ class Recorder(Probe):
         if not self._failed:  # the innermost is told first
             self._failed = True
             error.add_note(f"in the call {call.address!r} ({type(call.module).__name__})")
+            done = [record.call.address for record in self._calls.values() if record.done and not record.children]
+            shown = ", ".join(done if len(done) <= 12 else ["…", *done[-12:]])
+            error.add_note(f"layers that ran before: {shown}" if done else "no layer ran before")
 
     @contextmanager
     def paused(self) -> Iterator[None]:

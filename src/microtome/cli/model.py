@@ -1,0 +1,71 @@
+"""How a command is told which model to open: MODEL, `--input`, `--arg`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from microtome import zoo
+from microtome.engine import tensors_in
+from microtome.errors import BadInputs, MicrotomeError
+from microtome.zoo import Resolved
+from microtome.zoo.packages import said
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def model_options(command: Command) -> Command:
+    """Give a command the parameters of `resolve`: model, inputs, args."""
+    for option in (
+        click.option("--arg", "args", multiple=True, metavar="NAME=VALUE", callback=_read, help=_ARG),
+        click.option("--input", "inputs", metavar="SPEC", help=_INPUT),
+        click.argument("model"),
+    ):
+        command = option(command)
+    return command
+
+
+def resolve(model: str, inputs: str | None, args: dict[str, Any]) -> Resolved:
+    """The model as the command line names it; what there is to say about it goes to stderr."""
+    found = zoo.resolve(model, inputs=inputs, args=args)
+    say(found.notes)
+    return found
+
+
+def run(found: Resolved) -> Any:
+    """What the model returns for its inputs."""
+    try:
+        return found.inputs.run(found.model)
+    except MicrotomeError:
+        raise
+    except Exception as error:
+        shapes = ["x".join(map(str, x.shape)) for x in tensors_in((found.inputs.args, found.inputs.kwargs))]
+        raise BadInputs(
+            f"{found.name} does not run on inputs of {', '.join(shapes)}: {said(error)}. Give others with --input"
+        ) from error
+
+
+def say(notes: tuple[str, ...]) -> None:
+    for note in notes:
+        click.echo(f"Note: {note}", err=True)
+
+
+def _read(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, Any]:
+    return dict(_pair(word) for word in words)
+
+
+def _pair(word: str) -> tuple[str, Any]:
+    name, equals, value = word.partition("=")
+    if not equals or not name.isidentifier():
+        raise click.BadParameter(f"{word!r} is not NAME=VALUE, such as num_classes=10")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+_INPUT = "Shapes of the inputs, such as 1x3x224x224 or input_ids=1x128:int64, commas between several; else guessed."
+_ARG = "An argument for what builds the model, such as num_classes=10; may be given several times."

@@ -1,0 +1,39 @@
+"""Packages that microtome does not need, imported only when a model of theirs is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import ModuleType
+
+from microtome.errors import BuildFailed, MicrotomeError, NotInstalled
+
+
+def installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def need(package: str, load: Callable[[], ModuleType] | None = None) -> ModuleType:
+    """The package, imported; an error that says what to do where that does not work."""
+    if not installed(package):
+        raise NotInstalled(
+            f"{package} is not installed: pip install {package} (with a constraints file that holds torch at its "
+            "version, or pip may replace it)"
+        )
+    try:
+        return load() if load is not None else importlib.import_module(package)
+    except MicrotomeError:
+        raise
+    except Exception as error:
+        raise BuildFailed(f"{package} is installed but cannot be imported: {said(error)}") from error
+
+
+def said(error: BaseException) -> str:
+    """An exception of somebody else's code in one line."""
+    # A SyntaxError's text says the line too, which is said beside it.
+    lines = str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines()
+    text = lines[0] if lines else ""
+    if len(text) > 300:
+        text = text[:300] + "…"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

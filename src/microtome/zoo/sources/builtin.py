@@ -1,0 +1,18 @@
+"""`zoo:NAME`: the built-in models."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from microtome.zoo.builtin import names, parts
+from microtome.zoo.sources.found import Found
+
+PACKAGE = "microtome"
+
+__all__ = ["PACKAGE", "find", "names"]
+
+
+def find(name: str, args: dict[str, Any]) -> Found:
+    make, inputs = parts(name)
+    return Found(partial(make, **args), lambda _: inputs())

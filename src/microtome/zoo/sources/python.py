@@ -1,0 +1,140 @@
+"""`pkg.mod:NAME` and `./file.py:NAME`: a factory, an nn.Module class or an nn.Module of any Python code."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from microtome.errors import BuildFailed, NoMatch, NotAModule, Unsupported
+from microtome.zoo.packages import installed, said
+from microtome.zoo.sources.found import Found
+
+
+def find(place: str, name: str, args: dict[str, Any], *, meta: bool) -> Found:
+    """The model that a name stands for in a file or a module that can be imported from here."""
+    is_file = place.endswith(".py")
+    folder = Path(place).resolve().parent if is_file else Path.cwd()
+    with _on_path(folder, first=is_file):
+        module = _import_file(Path(place)) if is_file else _import_module(place)
+    target = _look_up(place, module, name)
+    file = getattr(module, "__file__", None)
+
+    def make() -> Any:
+        with _on_path(folder, first=is_file):
+            return target(**args)
+
+    if isinstance(target, nn.Module):
+        if args:
+            raise BuildFailed(f"{place}:{name} is a built {type(target).__name__}: it takes no arguments")
+        if meta:
+            raise Unsupported(f"{place}:{name} is a built {type(target).__name__}, weights included: leave out meta")
+        built = target
+        # A copy, since the resolver sets eval mode and loads weights.
+        return Found(lambda: copy.deepcopy(built), lambda model: _example(model, module), file=file)
+    if not callable(target):
+        raise NotAModule(f"{place}:{name} is a {type(target).__name__}: name an nn.Module class, or what returns one")
+    _check_arguments(f"{place}:{name}", target, args)
+    return Found(make, lambda model: _example(model, module), file=file)
+
+
+def exists(place: str) -> bool:
+    """Whether there is such a file, or a package of that name to import from."""
+    if place.endswith(".py"):
+        return True  # the message about a file that is missing is another one
+    with _on_path(Path.cwd(), first=False):
+        return all(word.isidentifier() for word in place.split(".")) and installed(place.partition(".")[0])
+
+
+def line_of(error: BaseException, file: str | None) -> str:
+    """Where in a file an exception arose, in words; nothing where it did not arise there."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines.append(error.lineno)
+    return f" (line {lines[-1]} of {Path(file).name})" if file and lines else ""
+
+
+@contextmanager
+def _on_path(folder: Path, *, first: bool) -> Iterator[None]:
+    """A folder where imports look, first for the neighbours of a file, last for the folder one happens to be in."""
+    before = sys.path.copy()
+    sys.path.insert(0 if first else len(sys.path), str(folder))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise NoMatch(f"there is no file {path}")
+    file = str(path.resolve())
+    name = f"_microtome_{path.stem}_{abs(hash(file)):x}"
+    spec = spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses and torch.jit look for what the file defines
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise BuildFailed(f"{path} cannot be imported: {said(error)}{line_of(error, file)}") from error
+    return module
+
+
+def _import_module(place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (place + ".").startswith(error.name + "."):
+            raise NoMatch(f"there is no module {error.name!r} to import {place} from") from error
+        raise BuildFailed(f"{place} cannot be imported: {said(error)}") from error
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1].filename
+        raise BuildFailed(f"{place} cannot be imported: {said(error)}{line_of(error, last)}") from error
+
+
+def _look_up(place: str, module: ModuleType, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [word for word in vars(found) if not word.startswith("_")]
+            near = difflib.get_close_matches(part, known, n=3, cutoff=0.5)
+            hint = f" Did you mean {' or '.join(f'{place}:{other}' for other in near)}?" if near else ""
+            raise NoMatch(f"{place} has no {name!r}.{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def _check_arguments(name: str, target: Callable[..., Any], args: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return  # compiled code need not tell
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        takes = [str(parameter) for parameter in signature.parameters.values()]
+        raise BuildFailed(
+            f"{name} cannot be called so: {error}. It takes ({', '.join(takes)}): give arguments as --arg NAME=VALUE"
+        ) from error
+
+
+def _example(model: nn.Module, module: ModuleType) -> Any:
+    """What the model's class, or else the module, calls `example_inputs`."""
+    example = getattr(model, "example_inputs", None)
+    if example is None:
+        example = getattr(module, "example_inputs", None)
+    return example() if callable(example) else example

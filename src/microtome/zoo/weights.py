@@ -1,0 +1,73 @@
+"""Weights from a .safetensors file, all of them or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from microtome.errors import BadWeights, Unsupported
+from microtome.zoo.packages import said
+
+
+def load_weights(model: nn.Module, file: str | Path, name: str, *, meta: bool) -> None:
+    """Put the tensors of the file into the model; on meta, in the place of its tensors."""
+    state = _read(Path(file))
+    _share(model, state)
+    _check(model, state, f"{file} does not fit {name}")
+    model.load_state_dict(state, strict=True, assign=meta)
+    left = [key for key, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
+    if left:
+        raise Unsupported(
+            f"{_some(left)} of {name} would have no values: weights files do not hold them. Leave out meta"
+        )
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    if file.suffix != ".safetensors":
+        raise BadWeights(f"{file} is not a .safetensors file: other formats of weights are not read")
+    if not file.is_file():
+        raise BadWeights(f"there is no file {file}")
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise BadWeights(f"{file} cannot be read: {said(error)}") from error
+
+
+def _share(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Give a tied parameter to all its names: files hold it under one of them, and it stays one parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for same in names.values():
+        held = next((state[name] for name in same if name in state), None)
+        if len(same) > 1 and held is not None:
+            tied = nn.Parameter(held, requires_grad=held.is_floating_point())
+            state |= dict.fromkeys(same, tied)
+
+
+def _check(model: nn.Module, state: dict[str, Tensor], what: str) -> None:
+    wanted = model.state_dict()
+    missing = [key for key in wanted if key not in state]
+    foreign = [key for key in state if key not in wanted]
+    differ = [
+        f"{key} ({_shape(state[key])} in the file, {_shape(wanted[key])} in the model)"
+        for key in wanted
+        if key in state and isinstance(wanted[key], Tensor) and state[key].shape != wanted[key].shape
+    ]
+    said = [(missing, "not in the file"), (foreign, "not in the model"), (differ, "of another shape")]
+    faults = [f"{len(keys)} {fault}: {_some(keys)}" for keys, fault in said if keys]
+    if faults:
+        raise BadWeights(f"{what}: {'; '.join(faults)}")
+
+
+def _some(names: Iterable[str], most: int = 3) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (", …" if len(listed) > most else "")
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "one number"
