@@ -2,13 +2,17 @@
 
 from typing import TYPE_CHECKING, Any
 
+from microtome.count import Work, register_formula
 from microtome.engine import Call, Probe, Replace, Session, Skip, Stop, Stopped, select
 from microtome.errors import MicrotomeError
 from microtome.inputs import Inputs
+from microtome.profile import profile
+from microtome.results import load
 from microtome.trace import trace
 from microtome.track import Tracker, track
 
 if TYPE_CHECKING:
+    from microtome.profile import Profile
     from microtome.trace import Trace
 
 __version__ = "0.1.0"
@@ -18,6 +22,7 @@ __all__ = [
     "Inputs",
     "MicrotomeError",
     "Probe",
+    "Profile",
     "Replace",
     "Session",
     "Skip",
@@ -25,6 +30,10 @@ __all__ = [
     "Stopped",
     "Trace",
     "Tracker",
+    "Work",
+    "load",
+    "profile",
+    "register_formula",
     "select",
     "trace",
     "track",
@@ -37,4 +46,8 @@ def __getattr__(name: str) -> Any:
         from microtome.trace.data import Trace
 
         return Trace
+    if name == "Profile":
+        from microtome.profile.data import Profile
+
+        return Profile
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

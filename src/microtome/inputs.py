@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.errors import BadInputs
+from microtome.units import shape
 
 _PART = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 
@@ -49,6 +50,10 @@ class Inputs:
         """Call the model with these arguments."""
         return model(*self.args, **self.kwargs)
 
+    def to(self, device: str | torch.device) -> Inputs:
+        """The same arguments, with their tensors on a device."""
+        return Inputs(*_to(self.args, device), **_to(self.kwargs, device))
+
     def __repr__(self) -> str:
         parts = [_describe(value) for value in self.args]
         parts += [f"{name}={_describe(value)}" for name, value in self.kwargs.items()]
@@ -88,5 +93,20 @@ def _tensor(shape: list[int], name: str, generator: torch.Generator) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device="cpu")  # an index that every embedding has
 
 
+def _to(value: Any, device: str | torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: _to(item, device) for name, item in value.items()}
+    return type(value)(_to(item, device) for item in value) if type(value) in (list, tuple) else value
+
+
 def _describe(value: Any) -> str:
-    return f"{'x'.join(map(str, value.shape))}:{str(value.dtype)[6:]}" if isinstance(value, Tensor) else repr(value)
+    if isinstance(value, Tensor):
+        return f"{shape(value.shape)}:{str(value.dtype).removeprefix('torch.')}"
+    if type(value) in (list, tuple):
+        inside = ", ".join(map(_describe, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name!r}: {_describe(item)}" for name, item in value.items()) + "}"
+    return repr(value)

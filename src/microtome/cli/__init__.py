@@ -8,6 +8,7 @@ import click
 
 from microtome import __version__
 from microtome.cli.models import models
+from microtome.cli.profile import profile
 from microtome.cli.track import track
 from microtome.errors import MicrotomeError
 
@@ -35,4 +36,5 @@ def main() -> None:
 
 
 main.add_command(models)
+main.add_command(profile)
 main.add_command(track)

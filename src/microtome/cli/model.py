@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
+from rich.console import Console
 
 from microtome import zoo
 from microtome.engine import tensors_in
 from microtome.errors import BadInputs, MicrotomeError
+from microtome.units import shape
 from microtome.zoo import Resolved
 from microtome.zoo.packages import said
 
@@ -28,9 +31,9 @@ def model_options(command: Command) -> Command:
     return command
 
 
-def resolve(model: str, inputs: str | None, args: dict[str, Any]) -> Resolved:
+def resolve(model: str, inputs: str | None, args: dict[str, Any], **options: Any) -> Resolved:
     """The model as the command line names it; what there is to say about it goes to stderr."""
-    found = zoo.resolve(model, inputs=inputs, args=args)
+    found = zoo.resolve(model, inputs=inputs, args=args, **options)
     say(found.notes)
     return found
 
@@ -42,10 +45,21 @@ def run(found: Resolved) -> Any:
     except MicrotomeError:
         raise
     except Exception as error:
-        shapes = ["x".join(map(str, x.shape)) for x in tensors_in((found.inputs.args, found.inputs.kwargs))]
         raise BadInputs(
-            f"{found.name} does not run on inputs of {', '.join(shapes)}: {said(error)}. Give others with --input"
+            f"{found.name} does not run on {describe(found)}: {said(error)}. Give others with --input"
         ) from error
+
+
+def describe(found: Resolved) -> str:
+    """The inputs, in words."""
+    return f"inputs of {', '.join(shape(x.shape) for x in tensors_in((found.inputs.args, found.inputs.kwargs)))}"
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Say on a terminal what takes its time."""
+    with Console(stderr=True, markup=False, emoji=False).status(what):
+        yield
 
 
 def say(notes: tuple[str, ...]) -> None:

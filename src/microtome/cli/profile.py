@@ -1,0 +1,99 @@
+"""`microtome profile`: what each layer of a model costs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+import torch
+
+from microtome.cli.model import describe, model_options, resolve, working
+from microtome.count.conventions import CONVENTIONS
+from microtome.errors import BadInputs, MicrotomeError
+from microtome.profile import profile as profile_model
+from microtome.report.profile import View, csv, markdown, text
+from microtome.results import write
+from microtome.zoo.packages import said
+
+if TYPE_CHECKING:
+    from microtome.profile import Profile
+    from microtome.zoo import Resolved
+
+
+@click.command()
+@model_options
+@click.option("--depth", type=click.IntRange(min=0), help="Show the tree of calls down to here.")
+@click.option("--granularity", type=click.IntRange(min=1), help="Show calls of this height; 1 for single layers.")
+@click.option("--by", type=click.Choice(["type", "op"]), help="Show kinds of modules, or operators.")
+@click.option("--sort", metavar="COLUMN", help="Order by this column, the largest first.")
+@click.option("--top", type=click.IntRange(min=1), metavar="K", help="Show the first K rows.")
+@click.option("--columns", metavar="A,B,…", help="Show these columns.")
+@click.option("--convention", type=click.Choice(list(CONVENTIONS)), default="microtome", help="What counts as a FLOP.")
+@click.option("--backward", is_flag=True, help="Count the backward too, and what is kept for it.")
+@click.option("--train", is_flag=True, help="Count the model in training mode.")
+@click.option("--meta", is_flag=True, help="Build the model without allocating its weights.")
+@click.option("--weights", type=click.Path(dir_okay=False), metavar="F.safetensors", help="Load these weights.")
+@click.option("--device", metavar="D", help="Put the model and its inputs on this device, such as cuda.")
+@click.option("--strict", is_flag=True, help="Fail where an operator has no formula.")
+@click.option("--json", "json_file", metavar="F", help="Write JSON that microtome.load reads; - for the terminal.")
+@click.option("--csv", "csv_file", metavar="F", help="Write CSV, raw numbers; - for the terminal.")
+@click.option("--md", "md_file", metavar="F", help="Write a Markdown table; - for the terminal.")
+def profile(
+    model: str,
+    inputs: str | None,
+    args: dict[str, Any],
+    *,
+    depth: int | None,
+    granularity: int | None,
+    by: str | None,
+    sort: str | None,
+    top: int | None,
+    columns: str | None,
+    convention: str,
+    backward: bool,
+    train: bool,
+    meta: bool,
+    weights: str | None,
+    device: str | None,
+    strict: bool,
+    json_file: str | None,
+    csv_file: str | None,
+    md_file: str | None,
+) -> None:
+    """Say what each layer of a model costs, without running it where that can be.
+
+    MODEL is a name that `microtome models` lists, such as torchvision:resnet50, or Python code: package.module:Name or
+    ./file.py:Name.
+    """
+    if sum(choice is not None for choice in (depth, granularity, by)) > 1:
+        raise click.UsageError("choose one of --depth, --granularity and --by")
+    chosen = tuple(name.strip() for name in columns.split(",")) if columns else ()
+    view = View(depth, granularity, by, sort, top, chosen)
+    with working(f"building {model}"):
+        found = resolve(model, inputs, args, meta=meta, weights=weights)
+    found.model.train(train)
+    with working(f"counting {model}"):
+        result = _run(found, device, backward=backward, convention=convention, strict=strict)
+    table = text(result, view)  # first: a wrong column is an error before files are written
+    files = {json_file: result.to_json, csv_file: lambda: csv(result, view), md_file: lambda: markdown(result, view)}
+    for file, make in files.items():
+        if file == "-":
+            click.echo(make(), nl=False)
+        elif file is not None:
+            write(make(), file)
+    if "-" not in files:
+        click.echo(table)
+
+
+def _run(found: Resolved, device: str | None, **options: Any) -> Profile:
+    try:
+        model, inputs = found.model, found.inputs
+        if device is not None:
+            model, inputs = model.to(device), inputs.to(device)
+        with torch.set_grad_enabled(options["backward"]):
+            return profile_model(model, inputs, **options)
+    except MicrotomeError:
+        raise
+    except Exception as error:
+        where = "\n  ".join([said(error), *getattr(error, "__notes__", [])])
+        raise BadInputs(f"{found.name} does not run on {describe(found)}: {where}") from error

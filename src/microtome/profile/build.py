@@ -1,0 +1,243 @@
+"""From a trace to the rows of a profile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from microtome.count.conventions import Cost
+from microtome.engine.select import named
+from microtome.profile.data import Amounts, Coverage, Group, Row, Tensor, Unknown, add
+from microtome.trace import Op, Trace, TracedCall
+
+
+class Builder:
+    """Makes the rows of one trace.
+
+    Args:
+        by_module: What the convention counts for modules as such, by the index of the call.
+    """
+
+    def __init__(self, trace: Trace, model: nn.Module, by_module: dict[int, Cost], *, backward: bool) -> None:
+        self._trace = trace
+        self._model = model
+        self._by_module = by_module
+        self._backward = backward
+        self._calls = [call for call in trace.calls if call.phase == "forward"]
+        self._counted = {call.address: call.index for call in self._calls}
+        self._holdings = _Holdings(model, self._calls)
+        self._live = _live(trace)
+        self._saved = self._saved_bytes() if backward else {}
+
+    def rows(self) -> tuple[Row, ...]:
+        """A row for each call of the forward, in the order they began."""
+        backward = self._backward_ops()
+        own: dict[int, Amounts] = {}
+        ops: dict[int, tuple[Group, ...]] = {}
+        for call in self._calls:
+            ran = [op for at in call.ops if (op := self._trace.ops[at]).phase == "forward"]
+            own[call.index] = self._own(call, ran, backward.get(call.index, []))
+            ops[call.index] = _grouped(ran)
+        rows: dict[int, Row] = {}
+        for call in reversed(self._calls):  # what is inside a call begins after it
+            inside = [rows[child] for child in call.children if child in rows]
+            rows[call.index] = self._row(call, own[call.index], inside, ops[call.index])
+        return tuple(rows[call.index] for call in self._calls)
+
+    def coverage(self) -> Coverage:
+        unknown = [op for op in self._trace.ops if op.flops is None and (op.phase == "forward" or self._backward)]
+        runs = Counter(op.name for op in unknown)
+        calls: dict[str, dict[str, None]] = {}
+        for op in unknown:
+            address = "" if op.call is None else self._trace.calls[op.call].address
+            calls.setdefault(op.name, {})[address] = None
+        listed = tuple(Unknown(name, count, tuple(calls[name])) for name, count in runs.most_common())
+        return Coverage(len(self._trace.ops), listed, tuple(_never_ran(self._model, {c.path for c in self._calls})))
+
+    # -- one row -------------------------------------------------------------------------------------------------------
+
+    def _own(self, call: TracedCall, ran: list[Op], backward: list[Op]) -> Amounts:
+        cost = self._by_module.get(call.index)
+        macs, flops, madds = (_sum(getattr(op, name) for op in ran) for name in ("macs", "flops", "madds"))
+        read, written = sum(op.read_bytes for op in ran), sum(op.write_bytes for op in ran)
+        if cost is not None:
+            macs, flops, madds = (_sum(pair) for pair in zip((macs, flops, madds), cost[:3], strict=True))
+            read = read if cost.read_bytes is None else cost.read_bytes
+            written = written if cost.write_bytes is None else cost.write_bytes
+        return Amounts(
+            **self._holdings.counted(call),
+            macs=macs,
+            flops=flops,
+            madds=madds,
+            read_bytes=read,
+            write_bytes=written,
+            backward_macs=_sum(op.macs for op in backward) if self._backward else None,
+            backward_flops=_sum(op.flops for op in backward) if self._backward else None,
+            saved_bytes=self._saved.get(call.index, 0) if self._backward else None,
+        )
+
+    def _row(self, call: TracedCall, own: Amounts, inside: list[Row], ops: tuple[Group, ...]) -> Row:
+        values = self._trace.values
+        return Row(
+            **add([own, *inside]),
+            address=call.address,
+            path=call.path,
+            type=call.type,
+            depth=call.depth,
+            height=1 + max((row.height for row in inside), default=0),
+            parent=None if call.parent is None else self._trace.calls[call.parent].address,
+            inputs=tuple(_tensor(values[at].shape, values[at].dtype) for at in call.inputs),
+            outputs=tuple(_tensor(values[at].shape, values[at].dtype) for at in call.outputs),
+            shared_params=self._holdings.shared(call),
+            output_bytes=sum(values[at].nbytes for at in dict.fromkeys(call.outputs)),
+            peak_bytes=self._peak(call),
+            own=own,
+            ops=ops,
+        )
+
+    def _peak(self, call: TracedCall) -> int:
+        """The most that live at once while it runs; where it runs no operator, what lives at that moment."""
+        if call.ends > call.begins:
+            return max(self._live[call.begins : call.ends])
+        at = call.begins
+        memories = self._trace.memories
+        return sum(m.nbytes for m in memories if m.begins < max(at, 1) and (m.ends is None or m.ends > at))
+
+    # -- the backward --------------------------------------------------------------------------------------------------
+
+    def _backward_ops(self) -> dict[int, list[Op]]:
+        """The operators of the backward, by the call of the forward; nobody's are the root's."""
+        found: dict[int, list[Op]] = {}
+        for op in self._trace.ops if self._backward else ():
+            if op.phase != "forward":
+                address = None if op.call is None else self._trace.calls[op.call].address
+                found.setdefault(self._counted.get(address or "", 0), []).append(op)
+        return found
+
+    def _saved_bytes(self) -> dict[int, int]:
+        """What operators of the forward made, by their call, and one of the backward reads."""
+        trace = self._trace
+        end = self._calls[0].ends
+        made: dict[int, int] = {}
+        read: set[int] = set()
+        for value in trace.values:
+            if value.alias_of is None and value.producer is not None and trace.ops[value.producer].phase == "forward":
+                made[value.memory] = trace.ops[value.producer].call or 0
+            if any(trace.ops[op].phase == "backward" for op in value.consumers):
+                read.add(value.memory)
+        saved: dict[int, int] = {}
+        for memory in made.keys() & read:
+            ends = trace.memories[memory].ends
+            if trace.memories[memory].begins < end and (ends is None or ends > end):
+                saved[made[memory]] = saved.get(made[memory], 0) + trace.memories[memory].nbytes
+        return saved
+
+
+class _Holdings:
+    """Which call counts which parameter: the first of the module that holds it or, if that never ran, of one above."""
+
+    def __init__(self, model: nn.Module, calls: list[TracedCall]) -> None:
+        first: dict[str, TracedCall] = {}
+        for call in calls:
+            first.setdefault(call.path, call)
+        self._held: dict[str, list[Parameter]] = {}
+        self._params: dict[int, list[Parameter]] = {}
+        self._buffers: dict[int, list[torch.Tensor]] = {}
+        seen: set[int] = set()
+        for path, module in named(model):
+            owner = path
+            while owner not in first:
+                owner = owner.rpartition(".")[0]
+            index = first[owner].index
+            params = [tensor for tensor in module._parameters.values() if tensor is not None]
+            buffers = [tensor for tensor in module._buffers.values() if tensor is not None]
+            self._held.setdefault(owner, []).extend(params)
+            self._params.setdefault(index, []).extend(_new(params, seen))
+            self._buffers.setdefault(index, []).extend(_new(buffers, seen))
+
+    def counted(self, call: TracedCall) -> dict[str, int]:
+        """The amounts that count at this call."""
+        params, buffers = self._params.get(call.index, []), self._buffers.get(call.index, [])
+        return {
+            "params": sum(param.numel() for param in params),
+            "trainable_params": sum(param.numel() for param in params if param.requires_grad),
+            "param_bytes": sum(param.nbytes for param in params),
+            "buffer_bytes": sum(buffer.nbytes for buffer in buffers),
+        }
+
+    def shared(self, call: TracedCall) -> int:
+        """How many of the parameters of the call's own module are counted elsewhere."""
+        held = {id(param): param for param in self._held.get(call.path, [])}
+        here = {id(param) for param in self._params.get(call.index, [])}
+        return sum(param.numel() for key, param in held.items() if key not in here)
+
+
+def _new(tensors: list[Any], seen: set[int]) -> list[Any]:
+    """Those that were not seen before; now they are."""
+    new = list({id(tensor): tensor for tensor in tensors if id(tensor) not in seen}.values())
+    seen.update(map(id, new))
+    return new
+
+
+def _live(trace: Trace) -> list[int]:
+    """The bytes that live while each operator runs."""
+    change = [0] * (len(trace.ops) + 2)
+    for memory in trace.memories:
+        change[memory.begins] += memory.nbytes
+        change[len(trace.ops) + 1 if memory.ends is None else memory.ends] -= memory.nbytes
+    live, now = [], 0
+    for step in change[:-1]:
+        now += step
+        live.append(now)
+    return live
+
+
+def _grouped(ops: list[Op]) -> tuple[Group, ...]:
+    by_name: dict[str, list[Op]] = {}
+    for op in ops:
+        by_name.setdefault(op.name, []).append(op)
+    return tuple(
+        Group(
+            name=name,
+            runs=len(several),
+            macs=_sum(op.macs for op in several),
+            flops=_sum(op.flops for op in several),
+            madds=_sum(op.madds for op in several),
+            read_bytes=sum(op.read_bytes for op in several),
+            write_bytes=sum(op.write_bytes for op in several),
+        )
+        for name, several in by_name.items()
+    )
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    """The sum of what is known; None if there are numbers and none is known."""
+    known = unknown = 0
+    total = 0
+    for number in numbers:
+        if number is None:
+            unknown += 1
+        else:
+            known += 1
+            total += number
+    return total if known or not unknown else None
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return Tensor(shape, str(dtype).removeprefix("torch."))
+
+
+def _never_ran(model: nn.Module, ran: set[str]) -> Iterator[str]:
+    skipped: str | None = None
+    for path, module in named(model):
+        if skipped is not None and path.startswith(skipped + "."):
+            continue
+        runs: Any = type(module).forward is not nn.Module.forward
+        if path not in ran and runs:
+            skipped = path
+            yield path

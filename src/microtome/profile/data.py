@@ -1,0 +1,299 @@
+"""What each call costs: rows that add up, and the questions one asks them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+from microtome.engine.select import glob, is_glob, no_path
+from microtome.errors import BadQuery, NoMatch
+from microtome.results import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """Quantities that add up: those of the parts make those of the whole. None: not counted.
+
+    Attributes:
+        params: Parameters. One that is used in several places counts where it is first used, and there alone.
+        trainable_params: Those that require a gradient.
+        macs: Multiply-accumulates of the forward.
+        flops: Floating-point operations of the forward, by the convention.
+        madds: Multiplications and additions of the forward, each counted, by the convention.
+        read_bytes: What operators of the forward read; a view reads nothing.
+        write_bytes: What they write; a value that is changed in place counts once.
+        backward_macs: Multiply-accumulates of the backward, what it computes again included.
+        backward_flops: Its floating-point operations.
+        saved_bytes: What the forward makes and the backward reads, and is kept in memory between them.
+    """
+
+    params: int = 0
+    trainable_params: int = 0
+    param_bytes: int = 0
+    buffer_bytes: int = 0
+    macs: int | None = 0
+    flops: int | None = 0
+    madds: int | None = 0
+    read_bytes: int = 0
+    write_bytes: int = 0
+    backward_macs: int | None = None
+    backward_flops: int | None = None
+    saved_bytes: int | None = None
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.read_bytes + self.write_bytes
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs for each byte moved; None where none is."""
+        return None if self.flops is None or not self.moved_bytes else self.flops / self.moved_bytes
+
+
+AMOUNTS = tuple(field.name for field in fields(Amounts))
+
+
+def add(several: Iterable[Amounts]) -> dict[str, Any]:
+    """The sums, by the name of the quantity. What is None in all of them is None; what is not known adds nothing."""
+    columns = zip(*([getattr(amounts, name) for name in AMOUNTS] for amounts in several), strict=True)
+    sums = [sum(known) if (known := [value for value in column if value is not None]) else None for column in columns]
+    return dict(zip(AMOUNTS, sums, strict=True)) if sums else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Group(Amounts):
+    """What several have in common and cost together.
+
+    Attributes:
+        name: The type of the modules, or the name of the operators.
+        runs: How many calls, or how many runs of the operator.
+    """
+
+    name: str = ""
+    runs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """The shape and the dtype of a tensor that goes into a call or comes out of it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Amounts):
+    """One call, with all calls inside it.
+
+    Attributes:
+        parent: The address of the call that contains it; None for the root.
+        height: 1 for a call without calls inside, else one more than the highest of those.
+        own: What the call costs without the calls inside it.
+        ops: The operators that its own code ran in the forward, by name.
+        shared_params: Parameters that are used here and counted elsewhere: tied weights, modules that run again.
+        output_bytes: What it returns.
+        peak_bytes: The most bytes that live at once while its forward runs, weights and inputs included.
+    """
+
+    address: str = ""
+    path: str = ""
+    type: str = ""
+    depth: int = 0
+    height: int = 1
+    parent: str | None = None
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    shared_params: int = 0
+    output_bytes: int = 0
+    peak_bytes: int = 0
+    own: Amounts = Amounts()
+    ops: tuple[Group, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """An operator without a formula.
+
+    Attributes:
+        runs: How many times it ran.
+        calls: The addresses of the calls that ran it.
+    """
+
+    name: str
+    runs: int
+    calls: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How much of the run is counted.
+
+    Attributes:
+        ops: How many operators ran.
+        unknown: Those without a formula, which add nothing to the counts.
+        never_ran: The paths of modules that did not run; those inside them are not listed.
+    """
+
+    ops: int
+    unknown: tuple[Unknown, ...]
+    never_ran: tuple[str, ...]
+
+    @property
+    def fraction(self) -> float:
+        """The part of the operators that are counted or known to cost nothing."""
+        return 1 - sum(op.runs for op in self.unknown) / self.ops if self.ops else 1.0
+
+
+@dataclass(frozen=True)
+class Profile(Result):
+    """What each call of a run costs. Rows are calls of the forward, in the order they began.
+
+    Attributes:
+        model: The type of the model.
+        inputs: What it was given, as text.
+        convention: How MACs, FLOPs and MAdds are counted.
+        how: On what the run was made, and why.
+    """
+
+    kind: ClassVar[str] = "profile"
+    schema: ClassVar[int] = 1
+
+    model: str
+    inputs: str
+    convention: str
+    how: str
+    coverage: Coverage
+    calls: tuple[Row, ...]
+
+    @property
+    def total(self) -> Row:
+        """The whole model."""
+        return self.calls[0]
+
+    def __getitem__(self, address: str) -> Any:
+        """The row at an address; of a glob, a tuple of the rows whose path it matches."""
+        if address in self._by_address:
+            again = self._by_address.get(f"{address}#1")
+            if again is not None:
+                runs = sum(row.path == again.path for row in self.calls)
+                raise NoMatch(f"{address!r} ran {runs} times: say which, from {f'{address}#0'!r} on")
+            return self._by_address[address]
+        if address.endswith("#0") and address[:-2] in self._by_address:
+            return self._by_address[address[:-2]]
+        if not is_glob(address):
+            raise no_path(address, self._by_address)
+        pattern = glob(address)
+        found = tuple(row for row in self.calls if pattern.fullmatch(row.path))
+        if not found:
+            raise no_path(address, self._by_address)
+        return found
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.calls)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def children(self, row: Row) -> tuple[Row, ...]:
+        """The calls right inside a call."""
+        return self._children.get(row.address, ())
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """The rows as a tree: `row`, and `children`, each a tree of its own."""
+        return self._tree(self.total)
+
+    def _tree(self, row: Row) -> dict[str, Any]:
+        return {"row": row, "children": [self._tree(child) for child in self.children(row)]}
+
+    def rows(self, *, depth: int | None = None, granularity: int | None = None) -> tuple[Row, ...]:
+        """Rows that add up to the total; without arguments, all rows.
+
+        Args:
+            depth: A row for each call that deep, and for those above that have no calls inside.
+            granularity: A row for each highest call of at most this height: 1 gives the calls without calls inside.
+
+        What calls above those run themselves, between the calls inside them, has rows of its own, whose type ends in
+        `(own)`.
+        """
+        if depth is not None and granularity is not None:
+            raise BadQuery("rows are chosen by depth or by granularity, not by both")
+        if depth is None and granularity is None:
+            return self.calls
+        name, level = ("depth", depth) if depth is not None else ("granularity", granularity)
+        if not isinstance(level, int) or level < (0 if name == "depth" else 1):
+            raise BadQuery(f"{name} is a number from {0 if name == 'depth' else 1} on, got {level!r}")
+        return tuple(self._cover(self.total, depth, granularity))
+
+    def _cover(self, row: Row, depth: int | None, granularity: int | None) -> Iterator[Row]:
+        deep = depth is not None and row.depth >= depth
+        low = granularity is not None and row.height <= granularity
+        if deep or low or row.height == 1:
+            yield row
+            return
+        if any(getattr(row.own, name) for name in AMOUNTS):
+            yield replace(row, type=f"{row.type} (own)", **asdict(row.own))
+        for child in self.children(row):
+            yield from self._cover(child, depth, granularity)
+
+    def by_type(self) -> dict[str, Group]:
+        """What the modules of each type cost themselves, by the type, the most FLOPs first."""
+        types: dict[str, list[Row]] = {}
+        for row in self.calls:
+            types.setdefault(row.type, []).append(row)
+        return _groups({name: ([row.own for row in rows], len(rows)) for name, rows in types.items()})
+
+    def by_op(self) -> dict[str, Group]:
+        """What the operators of the forward cost, by their names, the most FLOPs first."""
+        names: dict[str, list[Group]] = {}
+        for row in self.calls:
+            for op in row.ops:
+                names.setdefault(op.name, []).append(op)
+        return _groups({name: (list(ops), sum(op.runs for op in ops)) for name, ops in names.items()})
+
+    def top(self, n: int = 10, *, by: str = "flops") -> tuple[Row, ...]:
+        """The calls that themselves cost the most, without the calls inside them."""
+        if by not in AMOUNTS:
+            raise BadQuery(f"there is no quantity {by!r} to order by: write one of {', '.join(AMOUNTS)}")
+        return tuple(sorted(self.calls, key=lambda row: -(getattr(row.own, by) or 0))[:n])
+
+    def to_pandas(self) -> Any:
+        """The rows as a DataFrame. Needs pandas."""
+        import pandas as pd  # an extra
+
+        from microtome.profile.files import flat
+
+        return pd.DataFrame([flat(row) for row in self.calls])
+
+    def as_dict(self) -> dict[str, Any]:
+        data = asdict(self)
+        data["coverage"]["fraction"] = self.coverage.fraction
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        from microtome.profile.files import profile_from
+
+        return cls(**profile_from(data))
+
+    def __repr__(self) -> str:
+        return f"<Profile of {self.model}, {len(self.calls)} calls, {self.convention} convention>"
+
+    @cached_property
+    def _by_address(self) -> dict[str, Row]:
+        return {row.address: row for row in self.calls}
+
+    @cached_property
+    def _children(self) -> dict[str, tuple[Row, ...]]:
+        children: dict[str, list[Row]] = {}
+        for row in self.calls:
+            if row.parent is not None:
+                children.setdefault(row.parent, []).append(row)
+        return {address: tuple(rows) for address, rows in children.items()}
+
+
+def _groups(members: dict[str, tuple[list[Any], int]]) -> dict[str, Group]:
+    groups = {name: Group(name=name, runs=runs, **add(amounts)) for name, (amounts, runs) in members.items()}
+    return dict(sorted(groups.items(), key=lambda item: -(item[1].flops or 0)))

@@ -1,0 +1,1 @@
+"""Results as text, tables and files: pure functions, one file for each kind of result."""

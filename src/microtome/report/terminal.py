@@ -1,0 +1,48 @@
+"""Drawing for terminals, and for what is no terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+
+#: The width of text that goes to a file or a pipe.
+_WIDTH = 140
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def plain_text(draw: Callable[[int], Any]) -> str:
+    """What `draw` gives for a width, as text: coloured if the standard output is a terminal, unless NO_COLOR is set."""
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal or "COLUMNS" in os.environ else _WIDTH
+    file = io.StringIO()
+    Console(file=file, width=width, force_terminal=terminal, legacy_windows=False).print(draw(width))
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def bar(part: float | None, whole: float | None, width: int = 8) -> str:
+    """A share as a bar.
+
+    >>> bar(1, 2, width=4) + "|", bar(1, 16, width=4) + "|"
+    ('██  |', '▎   |')
+    """
+    eighths = round(8 * width * min((part or 0) / whole, 1)) if whole else 0
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
+
+
+def fitted(columns: Sequence[str], widths: dict[str, int], importance: Sequence[str], room: int) -> tuple[str, ...]:
+    """The columns that fit side by side, the least important left out.
+
+    >>> fitted("abc", {"a": 5, "b": 9, "c": 5}, importance="cab", room=18)
+    ('a', 'c')
+    """
+    kept = list(importance)
+    while kept and sum(widths[name] + 3 for name in kept) > room:
+        kept.pop()
+    return tuple(name for name in columns if name in kept)

@@ -1,0 +1,50 @@
+"""Numbers as text for people: the one place where that is done.
+
+>>> count(1_814_073_344), count(999), count(0)
+('1.81 G', '999', '0')
+>>> size(605_152), size(512)
+('591 KiB', '512 B')
+>>> share(1, 3), shape((1, 3, 224, 224))
+('33.3 %', '1x3x224x224')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+UNKNOWN = "–"  # noqa: RUF001
+
+
+def count(number: float | None) -> str:
+    """With three digits, and a letter for thousands, millions and so on."""
+    return _scaled(number, 1000, ("", " k", " M", " G", " T", " P", " E"))
+
+
+def size(nbytes: float | None) -> str:
+    """Bytes, in steps of 1024."""
+    return _scaled(nbytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB"))
+
+
+def share(part: float | None, whole: float | None) -> str:
+    return UNKNOWN if part is None or not whole else f"{100 * part / whole:.1f} %"
+
+
+def ratio(number: float | None) -> str:
+    return UNKNOWN if number is None else f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
+
+
+def shape(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes)) or "scalar"
+
+
+def _scaled(number: float | None, step: int, units: Sequence[str]) -> str:
+    if number is None:
+        return UNKNOWN
+    at = 0
+    while abs(number) >= step - 0.5 and at < len(units) - 1:
+        number /= step
+        at += 1
+    if at == 0:
+        return f"{number:,}{units[0]}"
+    digits = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
+    return f"{number:.{digits}f}{units[at]}"
