@@ -73,3 +73,15 @@ def test_integers_are_indices_that_every_embedding_has() -> None:
 def test_what_cannot_be_read(given: Any, message: str) -> None:
     with pytest.raises(BadInputs, match=message):
         Inputs.of(given)
+
+
+def test_a_text_that_asks_for_more_than_there_is_says_so() -> None:
+    with pytest.raises(BadInputs, match="no room for an input of 1000000x1000000x1000: give torch.empty"):
+        Inputs.of("1000000x1000000x1000")
+
+
+def test_inputs_move_to_a_device_and_show_what_is_nested() -> None:
+    inputs = Inputs([torch.ones(2), None], mask={"a": torch.ones(3, dtype=torch.bool)}).to("meta")
+    assert repr(inputs) == "Inputs([2:float32, None], mask={'a': 3:bool})"
+    assert inputs.args[0][0].is_meta
+    assert inputs.kwargs["mask"]["a"].is_meta

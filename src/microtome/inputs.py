@@ -88,9 +88,13 @@ def _tensor(shape: list[int], name: str, generator: torch.Generator) -> Tensor:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise BadInputs(f"{name!r} is not a dtype of torch: write float32, bfloat16, int64, bool or another")
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, generator=generator, device="cpu").to(dtype)
-    return torch.zeros(shape, dtype=dtype, device="cpu")  # an index that every embedding has
+    try:
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(shape, generator=generator, device="cpu").to(dtype)
+        return torch.zeros(shape, dtype=dtype, device="cpu")  # an index that every embedding has
+    except RuntimeError as error:
+        text = "x".join(map(str, shape))
+        raise BadInputs(f"there is no room for an input of {text}: give torch.empty(..., device='meta')") from error
 
 
 def _to(value: Any, device: str | torch.device) -> Any:

@@ -469,7 +469,7 @@ def test_inputs_may_be_a_text_and_structures_pass_through() -> None:
 def test_the_models_own_error_is_raised_and_says_where(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as caught:
         mt.trace(nn.Sequential(nn.Sequential(nn.Linear(3, 3))), torch.ones(1, 4))
-    assert caught.value.__notes__ == ["in the call '0.0' (Linear)"]
+    assert caught.value.__notes__ == ["in the call '0.0' (Linear)", "no layer ran before"]
     assert capfd.readouterr().err == ""
 
 

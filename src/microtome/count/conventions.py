@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.nn import functional as F  # noqa: N812
 
 from microtome.count import elementwise, ptflops, torchstat  # noqa: F401  (registers its formulas)
 from microtome.count.whole import WHOLE
-from microtome.count.work import Work, first, work_of
+from microtome.count.work import Work, first, op_name, work_of
 from microtome.errors import NoMatch
 
 
@@ -27,7 +26,7 @@ class Cost(NamedTuple):
 
 
 #: From the function of torch that was called, the operator, its arguments and output; None where it is not known.
-OpRule = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any], Any], Cost | None]
+OpRule = Callable[[Any, Any, tuple[Any, ...], dict[str, Any], Any], Cost | None]
 WorkRule = Callable[[Work], Cost]
 ModuleRule = Callable[[nn.Module, tuple[Any, ...], Any], Cost]
 
@@ -43,6 +42,7 @@ class Convention:
         whole: What a function shown whole costs, from the work that it does.
         module: What a module costs as such, if anything.
         has_backward: Whether the convention says what a backward costs.
+        has_madds: Whether it counts multiplications and additions apart.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Convention:
     whole: WorkRule
     module: ModuleRule | None = None
     has_backward: bool = False
+    has_madds: bool = True
 
     def of_whole(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[Cost, Cost]:
         """The cost of a function shown whole, and of its backward."""
@@ -75,7 +76,7 @@ def _of_work(work: Work) -> Cost:
     return Cost(work.macs, work.flops, work.madds)
 
 
-def _microtome(_: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost | None:
+def _microtome(_: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost | None:
     work = work_of(func, args, kwargs, out)
     return None if work is None else _of_work(work)
 
@@ -87,7 +88,7 @@ def _products_alone(work: Work) -> Cost:
     return Cost(work.macs, work.macs, 2 * work.macs - work.sums)
 
 
-def _torchvision(_: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+def _torchvision(_: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
     work = work_of(func, args, kwargs, out)
     return _ZERO if work is None else _products_alone(work)
 
@@ -95,8 +96,8 @@ def _torchvision(_: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
 # -- fvcore: MACs of products and convolutions, norms, interpolation and the last pooling; called FLOPs ----------------
 
 
-def _fvcore(function: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
-    name = func._overloadpacket.__name__
+def _fvcore(function: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+    name = op_name(func)
     count = 0
     if name in ("mm", "addmm", "bmm", "convolution"):
         work = work_of(func, args, kwargs, out)
@@ -110,7 +111,7 @@ def _fvcore(function: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict
         count = out.numel() * _FVCORE_OUTPUTS[name]
     elif function is F.adaptive_avg_pool2d and name in ("mean", "_adaptive_avg_pool2d"):
         count = args[0].numel()
-    return Cost(count, count, None)
+    return Cost(count, count)
 
 
 _FVCORE_OUTPUTS = {"upsample_nearest2d": 1, "upsample_bilinear2d": 4, "grid_sampler_2d": 4, "cudnn_grid_sampler": 4}
@@ -119,14 +120,14 @@ _FVCORE_OUTPUTS = {"upsample_nearest2d": 1, "upsample_bilinear2d": 4, "grid_samp
 # -- ptflops and torchstat: by module ----------------------------------------------------------------------------------
 
 
-def _ptflops(function: Any, func: OpOverload, args: tuple[Any, ...], _: dict[str, Any], out: Any) -> Cost:
+def _ptflops(function: Any, func: Any, args: tuple[Any, ...], _: dict[str, Any], out: Any) -> Cost:
     count = ptflops.of_function(function, func, args, out)
-    return Cost(count, count, None)
+    return Cost(count, count)
 
 
 def _ptflops_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Cost:
     count = ptflops.of_module(module, args, output)
-    return Cost(count, count, None)
+    return Cost(count, count)
 
 
 def _nothing(*_: Any) -> Cost:
@@ -149,8 +150,8 @@ CONVENTIONS = {
     for convention in (
         Convention("microtome", _microtome, _of_work, has_backward=True),
         Convention("torchvision", _torchvision, _products_alone, has_backward=True),
-        Convention("fvcore", _fvcore, lambda _: Cost(0, 0, None)),
-        Convention("ptflops", _ptflops, lambda _: Cost(0, 0, None), _ptflops_module),
+        Convention("fvcore", _fvcore, _nothing, has_madds=False),
+        Convention("ptflops", _ptflops, _nothing, _ptflops_module, has_madds=False),
         Convention("torchstat", _nothing, _nothing, _torchstat_module),
     )
 }

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.nn import functional as F  # noqa: N812
+
+from microtome.count.work import op_name
 
 _FUNCTIONS = {
     F.relu, F.prelu, F.elu, F.relu6, F.gelu, F.silu, F.softmax, F.upsample, F.interpolate,
@@ -37,9 +38,9 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _STATE = {nn.RNN: 1, nn.RNNCell: 1, nn.GRU: 7, nn.GRUCell: 7, nn.LSTM: 10, nn.LSTMCell: 10}
 
 
-def of_function(function: Any, func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
+def of_function(function: Any, func: Any, args: tuple[Any, ...], out: Any) -> int:
     """What is counted for an operator, by the function that the code called."""
-    name = func._overloadpacket.__name__
+    name = op_name(func)
     if function in _PRODUCTS and name in ("mm", "bmm", "addmm", "baddbmm"):
         bias, a = (args[0].numel(), args[1]) if name in ("addmm", "baddbmm") else (0, args[0])
         return int(out.numel() * a.shape[-1]) + bias

@@ -1,4 +1,8 @@
-"""What torchstat counts: per module, of the kinds it knows, for one image where it leaves the batch out."""
+"""What torchstat counts: per module, of the kinds it knows, for one image where it leaves the batch out.
+
+None stands for a kind of module that torchstat has no formula for. `batch` is how many images the tensors are of; if it
+is not given, their first size, as torchstat has it. A module that sees a batch of windows or frames needs it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.PReLU, nn.ELU, nn.LeakyReLU)
 _POOLS = (nn.MaxPool2d, nn.AvgPool2d)
 
 
-def flops(module: nn.Module, x: Tensor, out: Tensor) -> int | None:
-    """Multiply-accumulates, a bias as one each; None for a kind of module that torchstat does not know."""
+def flops(module: nn.Module, x: Any, out: Any) -> int | None:
+    """Multiply-accumulates of the whole batch, a bias as one each."""
     match module:
         case nn.Conv2d():
             return out.numel() * (prod(module.weight.shape[1:]) + (module.bias is not None))
@@ -21,19 +25,21 @@ def flops(module: nn.Module, x: Tensor, out: Tensor) -> int | None:
         case nn.Linear():
             return out.numel() * x.shape[-1]
         case nn.Upsample():
-            return out.numel()
+            return out.numel() // out.shape[1]  # each pixel once, whatever its channels
     return x.numel() if isinstance(module, (*_ACTIVATIONS, *_POOLS)) else None
 
 
-def madds(module: nn.Module, x: Any, out: Tensor) -> int | None:
-    """Multiplications and additions, counted apart, of one image; None for a kind that torchstat does not know."""
-    each = out.numel() // out.shape[0] if out.dim() and out.shape[0] else out.numel()
+def madds(module: nn.Module, x: Any, out: Any, *, batch: int | None = None) -> int | None:
+    """Multiplications and additions, counted apart, of one image."""
+    images = _images(module, out, batch) or 1
+    each = out.numel() // images if isinstance(out, Tensor) else 0
     match module:
         case nn.Conv2d():
             return each * (2 * prod(module.weight.shape[1:]) - 1 + (module.bias is not None))
         case nn.ConvTranspose2d():
             kernel = prod(module.kernel_size) * (module.in_channels // module.groups)
-            return prod(x.shape[2:]) * module.out_channels * (2 * kernel - 1 + (module.bias is not None))
+            places = x.numel() // module.in_channels // images
+            return places * module.out_channels * (2 * kernel - 1 + (module.bias is not None))
         case nn.BatchNorm2d():
             return 4 * each
         case nn.MaxPool2d():
@@ -51,16 +57,23 @@ def madds(module: nn.Module, x: Any, out: Tensor) -> int | None:
     return None
 
 
-def memory(module: nn.Module, x: Tensor, out: Tensor) -> tuple[int, int] | None:
-    """Elements read and written; None for a kind that torchstat does not know. Parameters are read for every image."""
-    trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    batch = x.shape[0] if x.dim() else 1
+def memory(module: nn.Module, x: Any, out: Any, *, batch: int | None = None) -> tuple[int, int] | None:
+    """Elements read and written by the whole batch. Parameters are read for every image."""
     match module:
         case nn.Conv2d() | nn.Linear() | nn.PReLU():
-            return x.numel() + batch * trainable, out.numel()
+            trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
+            return x.numel() + _images(module, x, batch) * trainable, out.numel()
         case nn.BatchNorm2d():
-            return x.numel() + batch * 2 * module.num_features, out.numel()
+            return x.numel() + _images(module, x, batch) * 2 * module.num_features, out.numel()
     return (x.numel(), out.numel()) if isinstance(module, (*_ACTIVATIONS, *_POOLS)) else None
+
+
+def _images(module: nn.Module, tensor: Any, batch: int | None) -> int:
+    """How many images a tensor is of. One without a batch is of one."""
+    if batch is not None or not isinstance(tensor, Tensor):
+        return batch or 1
+    one = 3 if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d, *_POOLS)) else 1
+    return tensor.shape[0] if tensor.dim() > one else 1
 
 
 def _kernel(size: Any) -> int:

@@ -44,7 +44,7 @@ NOTHING = Work()
 
 _registered: dict[Any, Formula] = {}  # by users
 _own: dict[str, Formula] = {}
-_found: dict[OpOverload, Formula | None] = {}
+_found: dict[Any, Formula | None] = {}
 
 
 def register_formula(op: OpOverload | OpOverloadPacket | str, formula: Formula) -> None:
@@ -87,7 +87,7 @@ def formula(*names: str) -> Callable[[Formula], Formula]:
     return register
 
 
-def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work | None:
+def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work | None:
     """What a run of an operator did; None if that is not known."""
     try:
         found = _found[func]
@@ -99,7 +99,9 @@ def work_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
     return work if isinstance(work, Work) else Work(0, 0, int(work))
 
 
-def _find(func: OpOverload) -> Formula | None:
+def _find(func: Any) -> Formula | None:
+    if not isinstance(func, OpOverload):  # an operator on functions
+        return _registered.get(func) or _of_torch(func)
     packet = func._overloadpacket
     if func in _registered or packet in _registered:
         return _registered.get(func) or _registered[packet]
@@ -110,7 +112,7 @@ def _find(func: OpOverload) -> Formula | None:
     return _own.get(name) or _of_torch(packet) or _by_tags(func, name)
 
 
-def _of_torch(packet: OpOverloadPacket) -> Formula | None:
+def _of_torch(packet: Any) -> Formula | None:
     """The formula that torch's own counter has, which gives two FLOPs for each multiply-accumulate."""
     from torch.utils.flop_counter import flop_registry  # slow to import, seldom needed
 
@@ -142,3 +144,8 @@ def _by_tags(func: OpOverload, name: str) -> Formula | None:
 def first(out: Any) -> Tensor:
     """The first tensor of what an operator returned."""
     return out if isinstance(out, Tensor) else next(item for item in out if isinstance(item, Tensor))
+
+
+def op_name(func: Any) -> str:
+    """The name of an operator without its overload."""
+    return func._overloadpacket.__name__ if isinstance(func, OpOverload) else func.__name__

@@ -64,7 +64,7 @@ def run_standing(function: Function, args: tuple[Any, ...], kwargs: dict[str, An
 
     def compute() -> Any:
         output = function(*args, **kwargs)
-        return _by_token(output) if function is F.scaled_dot_product_attention else output
+        return _laid_out(output, inputs[0]) if function is F.scaled_dot_product_attention else output
 
     inputs = list(tensors_in((args, kwargs)))
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
@@ -72,9 +72,11 @@ def run_standing(function: Function, args: tuple[Any, ...], kwargs: dict[str, An
     return _Link.apply(compute, *inputs)
 
 
-def _by_token(output: Tensor) -> Tensor:
-    """What attention returns, in the layout that fused kernels give it: a token's heads side by side."""
-    return output.transpose(1, 2).contiguous().transpose(1, 2) if output.dim() == 4 else output
+def _laid_out(output: Tensor, query: Tensor) -> Tensor:
+    """What attention returns, in the layout that fused kernels give it: that of the query."""
+    order = sorted(range(output.dim()), key=query.stride, reverse=True)
+    back = [order.index(dim) for dim in range(output.dim())]
+    return output.permute(order).contiguous().permute(back)
 
 
 class _Link(torch.autograd.Function):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from microtome.engine.structure import map_tensors
 
 Before = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 After = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any], Any], None]
@@ -30,6 +32,8 @@ class OpMode(TorchDispatchMode):
         ran: Whether an operator ran since this was last set to False.
     """
 
+    supports_higher_order_operators = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return (
@@ -47,6 +51,11 @@ class OpMode(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):  # an operator on functions, such as flex_attention
+            before = self._before(func, args, kwargs)
+            output = func(*args, **kwargs)
+            self._after(before, func, args, kwargs, output)
+            return output
         if _is_composed(func):  # reaches us whole in inference mode only
             with self:
                 return func.decompose(*args, **kwargs)
@@ -85,14 +94,17 @@ def _compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         known = None
     if known is None:
         return func(*args, **kwargs)
-    if known:
-        made = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in known]
-        return made[0] if len(func._schema.returns) == 1 else tuple(made)
-    output = func(*args, **kwargs)
-    if len(_memo) >= _MEMO_LIMIT:
-        _memo.clear()
-    _memo[key] = _layout(output, tensors)
-    return output
+    if not known:
+        if len(_memo) >= _MEMO_LIMIT:
+            _memo.clear()
+        # Not on the tensors themselves: what computes shapes leaves cycles behind, which would keep them alive.
+        shadows: list[Tensor] = []
+        shadowed = map_tensors(partial(_shadow, shadows), (args, kwargs))
+        known = _memo[key] = _layout(func(*shadowed[0], **shadowed[1]), shadows)
+        if known is None:
+            return func(*args, **kwargs)
+    made = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in known]
+    return made[0] if len(func._schema.returns) == 1 else tuple(made)
 
 
 @cache
@@ -115,6 +127,11 @@ def _signature(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, torch.Generator) or value != value:  # not a number is not equal to itself
         raise TypeError
     return type(value), value
+
+
+def _shadow(shadows: list[Tensor], tensor: Tensor) -> Tensor:
+    shadows.append(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
+    return shadows[-1]
 
 
 def _layout(output: Any, inputs: list[Tensor]) -> Any:

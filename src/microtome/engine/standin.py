@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -38,6 +39,8 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand) -> Iterator[Inputs]
     """
     refuse_script(named(model))
     _refuse_lazy(model)
+    if stand != "real":
+        _import_shapes()
     modules = [module for _, module in named(model)]
     with ExitStack() as stack:
         if stand != "real" and gc.isenabled():  # so many small objects would set it off, with little for it to free
@@ -55,6 +58,16 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand) -> Iterator[Inputs]
                     if tensor is not None and (stand != "real" or space is module._buffers):
                         space[name] = make(tensor)
         yield Inputs(*map_tensors(make, inputs.args), **map_tensors(make, inputs.kwargs))
+
+
+@cache
+def _import_shapes() -> None:
+    """Have torch import what computes the shapes of meta tensors.
+
+    It does so at the first operator that needs it, and the frames that run then are kept by a cycle, with all tensors
+    in them: those of the model, if it were running.
+    """
+    torch.empty(1, device="meta").clone().add(torch.empty(1, device="meta"))
 
 
 # -- making ------------------------------------------------------------------------------------------------------------

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from microtome.count.conventions import Cost
+from microtome.count.conventions import Convention, Cost
 from microtome.engine.select import named
 from microtome.profile.data import Amounts, Coverage, Group, Row, Tensor, Unknown, add
 from microtome.trace import Op, Trace, TracedCall
+
+_FORWARD = ("macs", "flops", "madds", "read_bytes", "write_bytes")
 
 
 class Builder:
@@ -23,11 +25,21 @@ class Builder:
         by_module: What the convention counts for modules as such, by the index of the call.
     """
 
-    def __init__(self, trace: Trace, model: nn.Module, by_module: dict[int, Cost], *, backward: bool) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        model: nn.Module,
+        convention: Convention,
+        by_module: dict[int, Cost],
+        *,
+        backward: bool,
+    ) -> None:
         self._trace = trace
+        self._convention = convention
         self._model = model
         self._by_module = by_module
         self._backward = backward
+        self._counts_backward = backward and convention.has_backward
         self._calls = [call for call in trace.calls if call.phase == "forward"]
         self._counted = {call.address: call.index for call in self._calls}
         self._holdings = _Holdings(model, self._calls)
@@ -37,51 +49,68 @@ class Builder:
     def rows(self) -> tuple[Row, ...]:
         """A row for each call of the forward, in the order they began."""
         backward = self._backward_ops()
-        own: dict[int, Amounts] = {}
-        ops: dict[int, tuple[Group, ...]] = {}
-        for call in self._calls:
-            ran = [op for at in call.ops if (op := self._trace.ops[at]).phase == "forward"]
-            own[call.index] = self._own(call, ran, backward.get(call.index, []))
-            ops[call.index] = _grouped(ran)
         rows: dict[int, Row] = {}
         for call in reversed(self._calls):  # what is inside a call begins after it
             inside = [rows[child] for child in call.children if child in rows]
-            rows[call.index] = self._row(call, own[call.index], inside, ops[call.index])
+            rows[call.index] = self._row(call, inside, backward.get(call.index, []))
         return tuple(rows[call.index] for call in self._calls)
 
     def coverage(self) -> Coverage:
-        unknown = [op for op in self._trace.ops if op.flops is None and (op.phase == "forward" or self._backward)]
+        ops = [op for op in self._trace.ops if op.phase == "forward" or self._counts_backward]
+        unknown = [op for op in ops if op.flops is None]
         runs = Counter(op.name for op in unknown)
         calls: dict[str, dict[str, None]] = {}
         for op in unknown:
             address = "" if op.call is None else self._trace.calls[op.call].address
             calls.setdefault(op.name, {})[address] = None
         listed = tuple(Unknown(name, count, tuple(calls[name])) for name, count in runs.most_common())
-        return Coverage(len(self._trace.ops), listed, tuple(_never_ran(self._model, {c.path for c in self._calls})))
+        return Coverage(len(ops), listed, tuple(_never_ran(self._model, {c.path for c in self._calls})))
 
     # -- one row -------------------------------------------------------------------------------------------------------
 
-    def _own(self, call: TracedCall, ran: list[Op], backward: list[Op]) -> Amounts:
+    def _ops(self, call: TracedCall) -> list[Group]:
+        """What the call's own code ran, by operator; and what the convention counts for the module as such."""
+        by_name: dict[str, list[Op]] = {}
+        for at in call.ops:
+            if (op := self._trace.ops[at]).phase == "forward":
+                by_name.setdefault(op.name, []).append(op)
         cost = self._by_module.get(call.index)
-        macs, flops, madds = (_sum(getattr(op, name) for op in ran) for name in ("macs", "flops", "madds"))
-        read, written = sum(op.read_bytes for op in ran), sum(op.write_bytes for op in ran)
+        moves = cost is None or cost.read_bytes is None
+        groups = [self._group(name, ops, moves=moves) for name, ops in by_name.items()]
         if cost is not None:
-            macs, flops, madds = (_sum(pair) for pair in zip((macs, flops, madds), cost[:3], strict=True))
-            read = read if cost.read_bytes is None else cost.read_bytes
-            written = written if cost.write_bytes is None else cost.write_bytes
+            read, written = cost.read_bytes or 0, cost.write_bytes or 0
+            amounts = cost.macs, cost.flops, self._madds(cost.madds), read, written
+            groups.append(Group(name="(module)", runs=1, **dict(zip(_FORWARD, amounts, strict=True))))  # type: ignore[arg-type]
+        return groups
+
+    def _group(self, name: str, ops: list[Op], *, moves: bool) -> Group:
+        return Group(
+            name=name,
+            runs=len(ops),
+            macs=_sum(op.macs for op in ops),
+            flops=_sum(op.flops for op in ops),
+            madds=self._madds(_sum(op.madds for op in ops)),
+            read_bytes=sum(op.read_bytes for op in ops) if moves else 0,
+            write_bytes=sum(op.write_bytes for op in ops) if moves else 0,
+        )
+
+    def _madds(self, madds: int | None) -> int | None:
+        return madds if self._convention.has_madds else None
+
+    def _own(self, call: TracedCall, groups: list[Group], backward: list[Op]) -> Amounts:
+        forward = {name: _sum(getattr(group, name) for group in groups) for name in _FORWARD}
+        forward["madds"] = self._madds(forward["madds"])
         return Amounts(
             **self._holdings.counted(call),
-            macs=macs,
-            flops=flops,
-            madds=madds,
-            read_bytes=read,
-            write_bytes=written,
-            backward_macs=_sum(op.macs for op in backward) if self._backward else None,
-            backward_flops=_sum(op.flops for op in backward) if self._backward else None,
+            **forward,  # type: ignore[arg-type]
+            backward_macs=_sum(op.macs for op in backward) if self._counts_backward else None,
+            backward_flops=_sum(op.flops for op in backward) if self._counts_backward else None,
             saved_bytes=self._saved.get(call.index, 0) if self._backward else None,
         )
 
-    def _row(self, call: TracedCall, own: Amounts, inside: list[Row], ops: tuple[Group, ...]) -> Row:
+    def _row(self, call: TracedCall, inside: list[Row], backward: list[Op]) -> Row:
+        groups = self._ops(call)
+        own = self._own(call, groups, backward)
         values = self._trace.values
         return Row(
             **add([own, *inside]),
@@ -97,7 +126,7 @@ class Builder:
             output_bytes=sum(values[at].nbytes for at in dict.fromkeys(call.outputs)),
             peak_bytes=self._peak(call),
             own=own,
-            ops=ops,
+            ops=tuple(groups),
         )
 
     def _peak(self, call: TracedCall) -> int:
@@ -195,24 +224,6 @@ def _live(trace: Trace) -> list[int]:
         now += step
         live.append(now)
     return live
-
-
-def _grouped(ops: list[Op]) -> tuple[Group, ...]:
-    by_name: dict[str, list[Op]] = {}
-    for op in ops:
-        by_name.setdefault(op.name, []).append(op)
-    return tuple(
-        Group(
-            name=name,
-            runs=len(several),
-            macs=_sum(op.macs for op in several),
-            flops=_sum(op.flops for op in several),
-            madds=_sum(op.madds for op in several),
-            read_bytes=sum(op.read_bytes for op in several),
-            write_bytes=sum(op.write_bytes for op in several),
-        )
-        for name, several in by_name.items()
-    )
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:

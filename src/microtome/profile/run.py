@@ -43,12 +43,13 @@ def profile(
     >>> [(row.address, row.macs) for row in p.top(2, by="macs")]
     [('layer1.0.conv1', 1179648), ('layer1.0.conv2', 1179648)]
     """
+    from microtome.count.conventions import convention as find
     from microtome.profile.build import Builder  # not before they are needed: see `microtome.profile`
     from microtome.profile.data import Profile
 
     given = Inputs.of(inputs)
     trace, by_module = record(model, given, backward=backward, fake=fake, convention=convention)
-    builder = Builder(trace, model, by_module, backward=backward)
+    builder = Builder(trace, model, find(convention), by_module, backward=backward)
     coverage = builder.coverage()
     if strict and coverage.unknown:
         raise _not_known(coverage)
@@ -56,7 +57,7 @@ def profile(
         model=type(model).__name__,
         inputs=repr(given),
         convention=convention,
-        how=str(trace.how),
+        how=f"{trace.how.stand} tensors" + (f" ({trace.how.why})" if trace.how.why else ""),
         coverage=coverage,
         calls=builder.rows(),
     )

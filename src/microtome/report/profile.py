@@ -255,7 +255,7 @@ def _notes(profile: Profile, view: View, lines: _Lines) -> list[str]:
     notes = [
         f"{total.params:,} parameters ({total.trainable_params:,} trainable, {size(total.param_bytes)}); "
         f"{_known(total, 'macs', 'MACs')}; {_known(total, 'flops', 'FLOPs')} ({profile.convention} convention)",
-        f"counted: {coverage.fraction:.1%} of {coverage.ops:,} operators, on {profile.how} tensors",
+        f"counted: {coverage.fraction:.1%} of {coverage.ops:,} operators, on {profile.how}",
     ]
     if coverage.unknown:
         names = ", ".join(f"{op.name} ({op.runs})" for op in coverage.unknown[:6])

@@ -178,16 +178,16 @@ class Recorder(Probe):
                 return
             index = len(self._ops)
             made = {v.index: v for v in [self._value(tensor, "op", None, index) for tensor in outputs]}
-            if isinstance(func, OpOverload):
+            if where.whole is None or where.phase == "backward":
                 cost = self._cost(where, func, args, kwargs, output)
             else:
                 cost, backward = self._convention.of_whole(func, args, kwargs, output)
         self._write(where, _name(func), *self._operands, made, cost, moves=not _only_views(func))
-        if not isinstance(func, OpOverload) and where.whole is not None:
+        if where.whole is not None and where.phase != "backward":
             self._functions[where.whole] = _Function(self._ops[-1], backward)
 
     def _cost(
-        self, where: Where, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Cost | None:
         if where.phase != "forward" and not self._convention.has_backward:
             return None
