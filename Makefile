@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test test-gpu lint format bench docs clean
+.PHONY: demo test test-gpu zoo lint format bench docs clean
 
 demo: $(VENV)/.dev        ## the main job on a built-in model
+	$(BIN)/microtome profile zoo:tiny-resnet
 	$(BIN)/microtome track zoo:tiny-resnet
 
 test: $(VENV)/.dev        ## everything that CI runs, examples in docs and docstrings included
@@ -14,6 +15,9 @@ test: $(VENV)/.dev        ## everything that CI runs, examples in docs and docst
 
 test-gpu: $(VENV)/.dev    ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+zoo: $(VENV)/.dev         ## every torchvision model against its published figures: ten minutes
+	$(BIN)/python -m pytest -m zoo
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ import microtome
 #: Top to bottom. Folders on one line do not import each other; zoo stands above cli.
 LINES = [
     ["errors", "units"],
-    ["results"],
+    ["importing", "results"],
     ["inputs"],
     ["count", "engine", "measure"],
     ["trace"],

@@ -80,3 +80,13 @@ class ProbeError(MicrotomeError, RuntimeError):
     def __init__(self, message: str, address: str) -> None:
         super().__init__(message)
         self.address = address
+
+
+def said(error: BaseException) -> str:
+    """An exception of somebody else's code in one line."""
+    # A SyntaxError's text says the line too, which is said beside it.
+    lines = str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines()
+    text = lines[0] if lines else ""
+    if len(text) > 300:
+        text = text[:300] + "…"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

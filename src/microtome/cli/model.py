@@ -12,10 +12,9 @@ from rich.console import Console
 
 from microtome import zoo
 from microtome.engine import tensors_in
-from microtome.errors import BadInputs, MicrotomeError
+from microtome.errors import BadInputs, MicrotomeError, said
 from microtome.units import shape
 from microtome.zoo import Resolved
-from microtome.zoo.packages import said
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

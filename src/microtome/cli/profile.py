@@ -9,11 +9,10 @@ import torch
 
 from microtome.cli.model import describe, model_options, resolve, working
 from microtome.count.conventions import CONVENTIONS
-from microtome.errors import BadInputs, MicrotomeError
+from microtome.errors import BadInputs, MicrotomeError, said
 from microtome.profile import profile as profile_model
 from microtome.report.profile import View, csv, markdown, text
 from microtome.results import write
-from microtome.zoo.packages import said
 
 if TYPE_CHECKING:
     from microtome.profile import Profile

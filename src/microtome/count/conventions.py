@@ -135,14 +135,17 @@ def _nothing(*_: Any) -> Cost:
 
 
 def _torchstat_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Cost:
-    leaf = next(module.children(), None) is None
-    tensors = [item for item in (*args, output) if isinstance(item, Tensor)]
-    if not leaf or len(tensors) != 2:
+    x, out = _first_tensor(args), _first_tensor(output)
+    if next(module.children(), None) is not None or x is None or out is None:
         return Cost(0, 0, 0, 0, 0)
-    flops = torchstat.flops(module, *tensors) or 0
-    read, written = torchstat.memory(module, *tensors) or (0, 0)
-    size = tensors[0].element_size()
-    return Cost(flops, flops, torchstat.madds(module, *tensors) or 0, read * size, written * size)
+    flops, madds = torchstat.flops(module, x, out) or 0, torchstat.madds(module, x, out) or 0
+    read, written = torchstat.memory(module, x, out) or (0, 0)
+    return Cost(flops, flops, madds, read * x.element_size(), written * x.element_size())
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    items = value if isinstance(value, tuple | list) else (value,)
+    return next((item for item in items if isinstance(item, Tensor)), None)
 
 
 CONVENTIONS = {

@@ -21,7 +21,8 @@ _FUNCTIONS = {
     F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d,
 }  # fmt: skip
 _PRODUCTS = {torch.matmul, Tensor.matmul, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.addmm, Tensor.addmm, torch.baddbmm}  # fmt: skip  # noqa: E501
-_SUMS = {torch.add, Tensor.add, torch.mul, Tensor.mul}
+#: Not `Tensor.add`, which ptflops counts too: `x + y`, which it does not count, cannot be told from `x.add(y)`.
+_SUMS = {torch.add, torch.mul}
 
 _ELEMENTS = (nn.ReLU, nn.PReLU, nn.ELU, nn.LeakyReLU, nn.ReLU6, nn.GELU)
 _POOLS = (

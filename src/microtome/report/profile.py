@@ -107,8 +107,9 @@ def renderable(profile: Profile, view: View | None = None, width: int | None = N
     """What rich draws: the table, and under it what it rests on."""
     lines = _lines(profile, view or View(), width)
     table = Table(title=f"{profile.model} on {profile.inputs}", title_justify="left", show_edge=False, pad_edge=False)
-    for header, right in zip(lines.headers, lines.right, strict=True):
-        table.add_column(header, justify="right" if right else "left", no_wrap=True)
+    styles = {"type": "cyan", "share": "green", "outputs": "dim"}
+    for name, header, right in zip(("", *lines.columns), lines.headers, lines.right, strict=True):
+        table.add_column(header, justify="right" if right else "left", style=styles.get(name, ""), no_wrap=True)
     for row in lines.rows:
         table.add_row(*map(Text, row))
     table.add_section()

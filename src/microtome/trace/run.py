@@ -10,7 +10,7 @@ from torch import nn
 from microtome.engine import Session, tensors_in
 from microtome.engine.select import check_model
 from microtome.engine.standin import CannotStand, Stand, stand_in
-from microtome.errors import MicrotomeError, Unsupported
+from microtome.errors import MicrotomeError, Unsupported, said
 from microtome.inputs import Inputs
 
 if TYPE_CHECKING:
@@ -88,10 +88,7 @@ def _devices(model: nn.Module, inputs: Inputs) -> tuple[str | None, bool]:
 
 
 def _brief(error: BaseException) -> str:
-    if isinstance(error, CannotStand):
-        return str(error)
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    return str(error) if isinstance(error, CannotStand) else said(error)
 
 
 def _run(model: nn.Module, inputs: Inputs, how: How, recorder: Recorder, *, backward: bool) -> Trace:

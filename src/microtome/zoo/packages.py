@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from types import ModuleType
 
-from microtome.errors import BuildFailed, MicrotomeError, NotInstalled
+from microtome.errors import BuildFailed, MicrotomeError, NotInstalled, said
 
 
 def installed(package: str) -> bool:
@@ -27,13 +27,3 @@ def need(package: str, load: Callable[[], ModuleType] | None = None) -> ModuleTy
         raise
     except Exception as error:
         raise BuildFailed(f"{package} is installed but cannot be imported: {said(error)}") from error
-
-
-def said(error: BaseException) -> str:
-    """An exception of somebody else's code in one line."""
-    # A SyntaxError's text says the line too, which is said beside it.
-    lines = str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines()
-    text = lines[0] if lines else ""
-    if len(text) > 300:
-        text = text[:300] + "…"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from microtome.engine.structure import map_tensors
-from microtome.errors import BadInputs, BuildFailed, MicrotomeError, NoMatch, NotAModule, Unsupported
+from microtome.errors import BadInputs, BuildFailed, MicrotomeError, NoMatch, NotAModule, Unsupported, said
+from microtome.importing import line_of
 from microtome.inputs import Inputs
 from microtome.zoo.catalogue import listing
-from microtome.zoo.packages import said
 from microtome.zoo.seed import seeded
 from microtome.zoo.sources import SOURCES, python
 from microtome.zoo.sources.found import Found
@@ -110,7 +110,7 @@ def _build(text: str, found: Found, *, meta: bool) -> nn.Module:
     except MicrotomeError:
         raise
     except (Exception, SystemExit) as error:
-        what = f"{said(error)}{python.line_of(error, found.file)}"
+        what = f"{said(error)}{line_of(error, found.file)}"
         if meta:
             raise Unsupported(f"{text} cannot be built on the meta device: {what}. Try it without meta") from error
         raise BuildFailed(f"{text} cannot be built: {what}") from error

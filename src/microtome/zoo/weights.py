@@ -9,8 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from microtome.errors import BadWeights, Unsupported
-from microtome.zoo.packages import said
+from microtome.errors import BadWeights, Unsupported, said
 
 
 def load_weights(model: nn.Module, file: str | Path, name: str, *, meta: bool) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from microtome.errors import BuildFailed, NoMatch
+from microtome.errors import BuildFailed, NoMatch, said
 from microtome.zoo.operators import import_torchvision, operators_note
-from microtome.zoo.packages import installed, need, said
+from microtome.zoo.packages import installed, need
 from microtome.zoo.sources.found import Found, unknown
 from microtome.zoo.sources.hf_inputs import example
 

@@ -6,19 +6,17 @@ import copy
 import difflib
 import importlib
 import inspect
-import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from microtome.errors import BuildFailed, NoMatch, NotAModule, Unsupported
-from microtome.zoo.packages import installed, said
+from microtome.errors import BuildFailed, NoMatch, NotAModule, Unsupported, said
+from microtome.importing import import_file, line_of, on_path
+from microtome.zoo.packages import installed
 from microtome.zoo.sources.found import Found
 
 
@@ -26,13 +24,13 @@ def find(place: str, name: str, args: dict[str, Any], *, meta: bool) -> Found:
     """The model that a name stands for in a file or a module that can be imported from here."""
     is_file = place.endswith(".py")
     folder = Path(place).resolve().parent if is_file else Path.cwd()
-    with _on_path(folder, first=is_file):
-        module = _import_file(Path(place)) if is_file else _import_module(place)
+    with on_path(folder, first=is_file):
+        module = import_file(Path(place)) if is_file else _import_module(place)
     target = _look_up(place, module, name)
     file = getattr(module, "__file__", None)
 
     def make() -> Any:
-        with _on_path(folder, first=is_file):
+        with on_path(folder, first=is_file):
             return target(**args)
 
     if isinstance(target, nn.Module):
@@ -53,45 +51,8 @@ def exists(place: str) -> bool:
     """Whether there is such a file, or a package of that name to import from."""
     if place.endswith(".py"):
         return True  # the message about a file that is missing is another one
-    with _on_path(Path.cwd(), first=False):
+    with on_path(Path.cwd(), first=False):
         return all(word.isidentifier() for word in place.split(".")) and installed(place.partition(".")[0])
-
-
-def line_of(error: BaseException, file: str | None) -> str:
-    """Where in a file an exception arose, in words; nothing where it did not arise there."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    if isinstance(error, SyntaxError) and error.filename == file:
-        lines.append(error.lineno)
-    return f" (line {lines[-1]} of {Path(file).name})" if file and lines else ""
-
-
-@contextmanager
-def _on_path(folder: Path, *, first: bool) -> Iterator[None]:
-    """A folder where imports look, first for the neighbours of a file, last for the folder one happens to be in."""
-    before = sys.path.copy()
-    sys.path.insert(0 if first else len(sys.path), str(folder))
-    try:
-        yield
-    finally:
-        sys.path[:] = before
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise NoMatch(f"there is no file {path}")
-    file = str(path.resolve())
-    name = f"_microtome_{path.stem}_{abs(hash(file)):x}"
-    spec = spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses and torch.jit look for what the file defines
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise BuildFailed(f"{path} cannot be imported: {said(error)}{line_of(error, file)}") from error
-    return module
 
 
 def _import_module(place: str) -> ModuleType:

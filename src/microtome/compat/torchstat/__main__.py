@@ -1,0 +1,69 @@
+"""`python -m microtome.compat.torchstat -f FILE.py -m MODEL [-s 3x224x224]`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from torch import nn
+
+from microtome.compat.torchstat import stat
+from microtome.engine.select import check_model
+from microtome.errors import MicrotomeError, NoMatch, said
+from microtome.importing import import_file, on_path
+
+
+class _Refused(click.ClickException):
+    exit_code = 2
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("-f", "--file", "file", required=True, metavar="FILE.py", help="The file that defines the model.")
+@click.option("-m", "--model", "name", required=True, help="What to call in it for the model.")
+@click.option("-s", "--size", default="3x224x224", show_default=True, help="Channels x height x width of one image.")
+def main(file: str, name: str, size: str) -> None:
+    """Print what the layers of a model cost."""
+    sizes = _sizes(size)
+    with on_path(Path(file).resolve().parent, first=True):
+        try:
+            model = _build(file, name)
+        except MicrotomeError as error:
+            raise _Refused(str(error)) from error
+        with _refusing(f"{name} does not run on an image of {size}"):
+            stat(model, sizes)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = text.split("x")
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise _Refused(f"cannot read the size {text!r}: write channels x height x width, as 3x224x224")
+    return tuple(map(int, sizes))
+
+
+def _build(file: str, name: str) -> nn.Module:
+    module = import_file(Path(file))
+    if not hasattr(module, name):
+        classes = [
+            word for word, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module)
+        ]
+        raise NoMatch(f"{file} has no {name!r}; its models are: {', '.join(classes) or 'none'}")
+    target = getattr(module, name)
+    with _refusing(f"{name}() of {file} makes no model"):
+        return check_model(target if isinstance(target, nn.Module) else target())
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Say in one line what somebody's code raised."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        text = str(error) if isinstance(error, MicrotomeError) else said(error)
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+        raise _Refused(f"{what}: {text}{notes}") from error
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m microtome.compat.torchstat")

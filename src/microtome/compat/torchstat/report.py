@@ -1,0 +1,86 @@
+"""`report_format`: nodes as the text of torchstat's report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from microtome.compat.torchstat.tree import StatNode
+
+_COLUMNS = ("module name", "input shape", "output shape", "params", "memory(MB)", "MAdd", "Flops", "MemRead(B)", "MemWrite(B)", "duration[%]", "MemR+W(B)")  # fmt: skip  # noqa: E501
+_NOT_RUN = "not run"
+
+
+def report_format(collected_nodes: Iterable[StatNode]) -> str:
+    """A row for each node, one for the total, and the totals in words.
+
+    >>> conv = StatNode("conv")
+    >>> conv.input_shape, conv.output_shape, conv.parameter_quantity = (3, 224, 224), (10, 220, 220), 760
+    >>> conv.MAdd, conv.Flops, conv.Memory, conv.duration = 72_600_000, 36_784_000, (605_152, 1_936_000), 0.1
+    >>> print(report_format([conv]).partition("=")[0])  # doctest: +NORMALIZE_WHITESPACE
+          module name  input shape output shape  params  memory(MB)        MAdd       Flops  ...
+    0            conv    3 224 224   10 220 220     760        0.00  72,600,000  36,784,000  ...
+    total                                           760        0.00  72,600,000  36,784,000  ...
+    """
+    total = StatNode("total")
+    total.children = list(collected_nodes)
+    rows = [
+        [str(at), node.name, _shape(node.input_shape), _shape(node.output_shape), *_numbers(node, total.duration)]
+        for at, node in enumerate(total.children)
+    ]
+    lines = _aligned([["", *_COLUMNS], *rows, ["total", "", "", "", *_numbers(total, total.duration)]])
+    width = len(lines[0])
+    return "\n".join(
+        [
+            *lines,
+            "=" * width,
+            f"Total params: {total.parameter_quantity:,}",
+            "-" * width,
+            f"Total memory: {total.inference_memory:.2f}MB",
+            f"Total MAdd: {_scaled(total.MAdd, 1000)}MAdd",
+            f"Total Flops: {_scaled(total.Flops, 1000)}Flops",
+            f"Total MemR+W: {_scaled(sum(total.Memory), 1024)}B",
+            "",
+        ]
+    )
+
+
+def _numbers(node: StatNode, duration: float) -> list[str]:
+    read, written = node.Memory
+    return [
+        str(node.parameter_quantity),
+        f"{node.inference_memory:.2f}",
+        f"{node.MAdd:,}",
+        f"{node.Flops:,}",
+        str(read),
+        str(written),
+        f"{node.duration / duration if duration else 0:.2%}",
+        str(read + written),
+    ]
+
+
+def _shape(shape: Sequence[int] | None) -> str:
+    return _NOT_RUN if shape is None else " ".join(f"{size:>3d}" for size in shape)
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """The cells under each other, all but the first of a row at the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+
+
+def _scaled(number: float, step: int) -> str:
+    """With two digits behind the point and a letter, as torchstat writes its totals.
+
+    >>> _scaled(190_578_940, 1000), _scaled(95_998_220, 1000), _scaled(2048, 1024), _scaled(999, 1000)
+    ('190.58M', '96.0M', '2.0K', '999')
+    """
+    letters = ["", "K", "M", "G", "T"]
+    power = 0
+    while power < len(letters) - 1 and number >= step ** (power + 1):
+        power += 1
+    return f"{round(number / step**power, 2)}{letters[power]}" if power else str(number)

@@ -1,0 +1,140 @@
+"""`StatTree` and `StatNode`: what a model does, at any granularity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from microtome.errors import BadQuery
+
+T = TypeVar("T")
+
+
+class _Summed(Generic[T]):
+    """A quantity that a node has of its own and, when read, with that of all nodes below it."""
+
+    def __init__(self, zero: T, add: Callable[[T, T], T]) -> None:
+        self._zero = zero
+        self._add = add
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, node: StatNode, owner: type | None = None) -> T:
+        total: T = node.__dict__.get(self._name, self._zero)
+        for child in node.children:
+            total = self._add(total, self.__get__(child))
+        return total
+
+    def __set__(self, node: StatNode, value: T) -> None:
+        node.__dict__[self._name] = value
+
+
+def _number(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def _pair(a: Sequence[int], b: Sequence[int]) -> tuple[int, int]:
+    return a[0] + b[0], a[1] + b[1]
+
+
+class StatNode:
+    """A module: its own quantities are set, and read with those of its children.
+
+    Attributes:
+        parameter_quantity: How many parameters.
+        inference_memory: The size of its outputs, in MB.
+        MAdd: Multiplications and additions.
+        Flops: Multiply-accumulates.
+        Memory: Bytes read, bytes written.
+        duration: Seconds.
+    """
+
+    parameter_quantity = _Summed[int](0, _number)
+    inference_memory = _Summed[float](0.0, _number)
+    MAdd = _Summed[int](0, _number)
+    Flops = _Summed[int](0, _number)
+    Memory = _Summed[Sequence[int]]((0, 0), _pair)
+    duration = _Summed[float](0.0, _number)
+
+    def __init__(self, name: str = "", parent: StatNode | None = None) -> None:
+        self.name = name
+        self.parent = parent
+        self.children: list[StatNode] = []
+        self._input_shape: Sequence[int] | None = None
+        self._output_shape: Sequence[int] | None = None
+
+    @property
+    def input_shape(self) -> Sequence[int] | None:
+        """Without the batch; if it was not set, that of the first child that has one; None if it never ran."""
+        return _shape(self._input_shape, (child.input_shape for child in self.children))
+
+    @input_shape.setter
+    def input_shape(self, shape: Sequence[int]) -> None:
+        self._input_shape = shape
+
+    @property
+    def output_shape(self) -> Sequence[int] | None:
+        """Without the batch; if it was not set, that of the last child that has one; None if it never ran."""
+        return _shape(self._output_shape, (child.output_shape for child in reversed(self.children)))
+
+    @output_shape.setter
+    def output_shape(self, shape: Sequence[int]) -> None:
+        self._output_shape = shape
+
+    @property
+    def depth(self) -> int:
+        """Its height: 1 for a leaf, and one more than its tallest child otherwise."""
+        return 1 + max((child.depth for child in self.children), default=0)
+
+    @property
+    def granularity(self) -> int:
+        """The largest query that returns it; the root is returned by all larger ones too."""
+        return self.depth if self.parent is None else self.parent.depth - 1
+
+    def find_child_index(self, child_name: str) -> int:
+        """Where in `children` the child of this name is; -1 if there is none."""
+        return next((at for at, child in enumerate(self.children) if child.name == child_name), -1)
+
+    def add_child(self, node: StatNode) -> None:
+        """Add a child, unless there is one of its name."""
+        if self.find_child_index(node.name) == -1:
+            self.children.append(node)
+
+    def __repr__(self) -> str:
+        return f"<StatNode {self.name!r}, height {self.depth}>"
+
+
+def _shape(own: Sequence[int] | None, below: Iterator[Sequence[int] | None]) -> Sequence[int] | None:
+    return own if own is not None else next((shape for shape in below if shape), None)
+
+
+class StatTree:
+    """Nodes below a root.
+
+    >>> root, block = StatNode("root"), StatNode("block")
+    >>> root.add_child(block)
+    >>> for name in ("block.conv", "block.relu"):
+    ...     block.add_child(StatNode(name, block))
+    >>> root.add_child(StatNode("fc", root))
+    >>> tree = StatTree(root)
+    >>> [[node.name for node in tree.get_collected_stat_nodes(q)] for q in (1, 2, 3)]
+    [['block.conv', 'block.relu', 'fc'], ['block', 'fc'], ['root']]
+    """
+
+    def __init__(self, root_node: StatNode) -> None:
+        self.root_node = root_node
+
+    def get_collected_stat_nodes(self, query_granularity: int) -> list[StatNode]:
+        """The nodes that cover every leaf once, each by the highest node above it of at most this height."""
+        if not isinstance(query_granularity, int) or query_granularity < 1:
+            raise BadQuery(f"query_granularity is a number from 1 (the leaves) on, got {query_granularity!r}")
+        return list(_cover(self.root_node, query_granularity))
+
+
+def _cover(node: StatNode, height: int) -> Iterator[StatNode]:
+    if node.depth <= height:
+        yield node
+        return
+    for child in node.children:
+        yield from _cover(child, height)

@@ -1,0 +1,116 @@
+"""`microtome profile`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
+import microtome as mt
+from microtome import zoo
+from microtome.cli import main
+
+
+def run(*words: Any) -> Result:
+    return CliRunner().invoke(main, ["profile", *map(str, words)])
+
+
+def test_a_table_is_printed() -> None:
+    result = run("zoo:tiny-resnet", "--depth", 1)
+    assert result.exit_code == 0
+    assert "layer1" in result.output
+    assert "layer1.0" not in result.output
+    assert "9,355,584 MACs" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        (["--granularity", 2], "stem"),
+        (["--by", "type"], "Conv2d"),
+        (["--by", "op"], "aten.convolution.default"),
+        (["--sort", "macs", "--top", 1], "layer1.0.conv1"),
+    ],
+)
+def test_views(words: list[Any], first: str) -> None:
+    result = run("zoo:tiny-resnet", *words)
+    assert result.exit_code == 0, result.output
+    assert next(line for line in result.output.splitlines() if "│" in line).startswith(first)
+
+
+def test_json_csv_and_markdown_go_to_files_or_to_the_terminal(tmp_path: Path) -> None:
+    files = tmp_path / "p.json", tmp_path / "p.csv", tmp_path / "p.md"
+    result = run("zoo:tiny-vit", "--json", files[0], "--csv", files[1], "--md", files[2], "--backward")
+    assert result.exit_code == 0
+    assert "total" in result.output
+    assert mt.load(files[0]) == mt.profile(*zoo.build("tiny-vit"), backward=True)
+    assert next(csv.DictReader(io.StringIO(files[1].read_text())))["type"] == "ViT"
+    assert files[2].read_text().startswith("**ViT**")
+    alone = run("zoo:tiny-vit", "--json", "-")
+    assert json.loads(alone.stdout)["model"] == "ViT"
+
+
+def test_convention_columns_training_and_meta() -> None:
+    assert (
+        "MACs; 9,355,584 FLOPs (torchvision convention)" in run("zoo:tiny-resnet", "--convention", "torchvision").output
+    )
+    assert "MAdds" in run("zoo:tiny-resnet", "--columns", "madds, params").output
+    assert "19,866,270 FLOPs" in run("zoo:tiny-resnet", "--train").output
+    huge = run("torch.nn:Linear", "--meta", "--arg", "in_features=1000000", "--arg", "out_features=1000000", "--input", "8x1000000")  # fmt: skip  # noqa: E501
+    assert "1,000,001,000,000 parameters" in huge.output
+
+
+def test_weights_are_loaded(tmp_path: Path) -> None:
+    model, _ = zoo.build("tiny-vit", seed=3)
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    assert run("zoo:tiny-vit", "--weights", tmp_path / "w.safetensors").exit_code == 0
+    wrong = run("zoo:tiny-resnet", "--weights", tmp_path / "w.safetensors")
+    assert wrong.exit_code == 2
+    assert "Error:" in wrong.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["zoo:tiny-rasnet"], "tiny-resnet"),
+        (["zoo:tiny-resnet", "--input", "2x4x32x32"], "in the call 'stem.0' (Conv2d)\n  no layer ran before"),
+        (["zoo:tiny-vit", "--input", "1y3"], "cannot read '1y3'"),
+        (["zoo:tiny-vit", "--columns", "speed"], "there is no column 'speed'"),
+        (["zoo:tiny-vit", "--sort", "speed"], "there is no column 'speed' to sort by"),
+        (["zoo:tiny-vit", "--depth", "1", "--by", "op"], "choose one of --depth, --granularity and --by"),
+        (["zoo:tiny-vit", "--granularity", "0"], "0 is not in the range"),
+        (["zoo:tiny-vit", "--convention", "thop"], "'thop' is not one of"),
+        (["zoo:tiny-vit", "--device", "nowhere"], "does not run on"),
+        (["zoo:tiny-vit", "--json", "/does/not/exist/p.json"], "No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_said_in_short(words: list[str], message: str) -> None:
+    result = run(*words)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_layers_that_ran_before_a_failing_one_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text("from torch import nn\ndef net():\n    return nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5))\n")
+    result = run(f"{file}:net", "--input", "1x4")
+    assert result.exit_code == 2
+    assert "in the call '1' (Linear)\n  layers that ran before: 0" in result.output
+
+
+def test_strict_fails_on_what_has_no_formula(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(
+        "from torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n        return x.cholesky_solve(x)\n"
+    )
+    assert "no formula is known" in run(f"{file}:Net", "--input", "3x3").output
+    strict = run(f"{file}:Net", "--input", "3x3", "--strict")
+    assert strict.exit_code == 2
+    assert "say what it costs with microtome.register_formula" in strict.output

@@ -1,0 +1,131 @@
+"""What torchvision publishes of its models: parameters and operations, and how those were counted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+import microtome as mt
+from microtome import zoo
+
+zoo.import_torchvision()
+from torchvision import models, ops  # noqa: E402
+
+#: The table was made with trained weights on noise. Detectors look again at what they find, and most of them found
+#: nothing there; these did, as the table tells: each thing found adds what their last head costs.
+FOUND = {
+    "KeypointRCNN_ResNet50_FPN_Weights.COCO_V1": 1,
+    "MaskRCNN_ResNet50_FPN_V2_Weights.COCO_V1": 100,
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """One entry of the table: a set of weights of a model."""
+
+    name: str
+    weights: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.weights.name}"
+
+    @property
+    def kind(self) -> str:
+        """`detection`, `video`, `segmentation`, `optical_flow`, `quantization`, or `models` for classifiers."""
+        return str(models.get_model_builder(self.name).__module__.split(".")[-2])
+
+    @property
+    def params(self) -> int:
+        return int(self.weights.meta["num_params"])
+
+    @property
+    def giga_macs(self) -> float:
+        return float(self.weights.meta["_ops"])
+
+    def build(self) -> nn.Module:
+        """The model as it is made for the weights, with random ones; on meta tensors where it can be made there."""
+        device = "cpu" if self.kind == "detection" or self.name.startswith("regnet") else "meta"
+        weights, options = self.weights, {}
+        if self.kind == "quantization":  # before it is quantised: the same layers
+            weights, options = None, {"quantize": False}
+            if "googlenet" in self.name:
+                options["aux_logits"] = False
+        with warnings.catch_warnings(), torch.device(device), _without_loading():
+            warnings.simplefilter("ignore")  # initialisations that will change, quantisation that will go
+            model: nn.Module = models.get_model_builder(self.name)(weights=weights, **options).eval()
+        found = FOUND.get(str(self.weights))
+        if found is not None:
+            model.roi_heads.detections_per_img = found  # type: ignore[union-attr]
+        elif self.kind == "detection":
+            _see_nothing(model)
+        return model
+
+    def inputs(self) -> Any:
+        """What torchvision counts with: an image of 512 x 512, for a video 16, through the weights' transforms."""
+        shape = {"detection": (3, 512, 512), "video": (1, 16, 3, 512, 512)}.get(self.kind, (1, 3, 512, 512))
+        image = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+        transform = self.weights.transforms()
+        if self.kind == "optical_flow":
+            return tuple(transform(image, image))
+        return ([transform(image)],) if self.kind == "detection" else (transform(image),)
+
+    def profile(self) -> mt.Profile:
+        with torch.no_grad(), _detection_runs(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which detectors use
+            return mt.profile(self.build(), self.inputs(), convention="torchvision")
+
+    def agrees(self, p: mt.Profile) -> bool:
+        assert p.total.flops is not None
+        close = abs(p.total.flops / 1e9 - self.giga_macs) <= max(0.005 * self.giga_macs, 0.001)
+        return p.total.params == self.params and close
+
+
+def table() -> list[Published]:
+    """Every entry that torchvision has."""
+    names = models.list_models()
+    return [Published(name, weights) for name in names for weights in models.get_model_weights(name)]
+
+
+@contextmanager
+def _without_loading() -> Iterator[None]:
+    """Weights that are asked for are not fetched, and those that were not are not loaded."""
+    with (
+        patch.object(models.WeightsEnum, "get_state_dict", lambda *_, **__: {}),
+        patch.object(nn.Module, "load_state_dict", lambda *_, **__: None),
+    ):
+        yield
+
+
+def _see_nothing(model: nn.Module) -> None:
+    """Have a detector find nothing in noise, as a trained one does: what it finds, it looks at again."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") and ("cls_logits" in name or "classification_head" in name):
+            nn.init.constant_(parameter, -20.0)
+        if name.endswith("box_predictor.cls_score.bias"):
+            nn.init.zeros_(parameter)
+            nn.init.constant_(parameter[:1].data, 50.0)  # the background
+
+
+@contextmanager
+def _detection_runs() -> Iterator[None]:
+    """Detection needs one compiled operator that the installed torchvision may lack; here it is in Python."""
+    with patch.object(ops.boxes, "nms", _suppress), patch.object(ops, "nms", _suppress):
+        yield
+
+
+def _suppress(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """The best boxes that do not overlap a better one by more than the threshold."""
+    left = scores.argsort(descending=True)
+    kept = []
+    while left.numel():
+        kept.append(left[0])
+        overlap = ops.box_iou(boxes[left[:1]], boxes[left[1:]])[0]
+        left = left[1:][overlap <= iou_threshold]
+    return torch.stack(kept) if kept else torch.empty(0, dtype=torch.int64)

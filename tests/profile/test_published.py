@@ -1,0 +1,45 @@
+"""Parameters and GMACs of torchvision's models, against the table that comes with its weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.profile.published import Published, table
+
+TABLE = table()
+#: Every family, small and large, images, videos, segmentation, flow; what needs no real run.
+SPREAD = """
+    alexnet convnext_tiny convnext_large deeplabv3_mobilenet_v3_large deeplabv3_resnet50 densenet121 densenet161
+    efficientnet_b0 efficientnet_b7 efficientnet_v2_s fcn_resnet101 googlenet inception_v3 lraspp_mobilenet_v3_large
+    maxvit_t mc3_18 mnasnet0_5 mnasnet1_3 mobilenet_v2 mobilenet_v3_large mvit_v1_b mvit_v2_s quantized_resnet50
+    quantized_shufflenet_v2_x1_0 r2plus1d_18 raft_large raft_small regnet_x_400mf regnet_y_800mf resnet18 resnet50
+    resnext50_32x4d s3d shufflenet_v2_x0_5 squeezenet1_1 swin3d_t swin_t swin_v2_b vgg16_bn vit_b_16 vit_h_14
+    wide_resnet50_2
+"""
+
+
+def one_of_each() -> list[Published]:
+    first = {entry.name: entry for entry in reversed(TABLE)}
+    return [first[name] for name in SPREAD.split()]
+
+
+def check(entry: Published) -> None:
+    p = entry.profile()
+    assert p.total.flops is not None
+    assert (p.total.params, round(p.total.flops / 1e9, 3)) == (entry.params, entry.giga_macs) or entry.agrees(p)
+
+
+@pytest.mark.parametrize("entry", one_of_each(), ids=str)
+def test_a_spread_of_torchvision_models_costs_what_is_published(entry: Published) -> None:
+    check(entry)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("entry", TABLE, ids=str)
+def test_every_torchvision_model_costs_what_is_published(entry: Published) -> None:
+    check(entry)
+
+
+def test_the_table_is_whole() -> None:
+    assert len(TABLE) >= 166
+    assert len(SPREAD.split()) >= 40

@@ -1,0 +1,149 @@
+"""Profiles as tables."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from rich.console import Console
+from torch import nn
+
+import microtome as mt
+from microtome import zoo
+from microtome.errors import BadQuery
+from microtome.report.profile import View, csv, markdown, text
+
+
+@pytest.fixture(scope="module")
+def p() -> mt.Profile:
+    return mt.profile(*zoo.build("tiny-decoder"), backward=True)
+
+
+def rows(table: str) -> list[list[str]]:
+    """The cells of the lines between the head and the total."""
+    lines = [line for line in table.splitlines() if "│" in line]
+    return [[cell.strip() for cell in line.split("│")] for line in lines]
+
+
+GOLDEN = """\
+Sequential on Inputs(4x6:float32)
+call   ┃ module     ┃ output ┃ params ┃ MACs ┃ FLOPs ┃ FLOPs share      ┃ moved ┃  peak
+━━━━━━━╇━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━╇━━━━━━━╇━━━━━━━━━━━━━━━━━━╇━━━━━━━╇━━━━━━
+(root) │ Sequential │ 4x3    │     83 │  288 │   652 │ ████████ 100.0 % │ 988 B │ 604 B
+  0    │ Linear     │ 4x8    │     56 │  192 │   416 │ █████▏    63.8 % │ 448 B │ 556 B
+  1    │ ReLU       │ 4x8    │      0 │    0 │    32 │ ▍          4.9 % │ 256 B │ 556 B
+  2    │ Linear     │ 4x3    │     27 │   96 │   204 │ ██▌       31.3 % │ 284 B │ 604 B
+───────┼────────────┼────────┼────────┼──────┼───────┼──────────────────┼───────┼──────
+total  │            │ 4x3    │     83 │  288 │   652 │                  │ 988 B │ 604 B
+83 parameters (83 trainable, 332 B); 288 MACs; 652 FLOPs (microtome convention)
+counted: 100.0% of 6 operators, on meta tensors"""
+
+
+def test_a_small_table_is_drawn_so() -> None:
+    p = mt.profile(nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), "4x6")
+    # 4 x 6 by 6 x 8 and 32 biases, 32 ReLUs, 4 x 8 by 8 x 3 and 12 biases.
+    assert p.total.flops == 2 * 192 + 32 + 32 + 2 * 96 + 12
+    assert text(p) == GOLDEN
+
+
+def test_the_tree_is_indented_and_ends_with_the_total(p: mt.Profile) -> None:
+    lines = rows(str(p))
+    assert [line[0] for line in lines][:5] == ["(root)", "tokens", "positions", "layers.0", "norm1"]
+    assert "\n    norm1 " in str(p)
+    assert lines[-1][0] == "total"
+
+
+def test_tied_parameters_are_in_brackets(p: mt.Profile) -> None:
+    (head,) = [line for line in rows(str(p)) if line[0] == "lm_head"]
+    assert "(2.05 k)" in head
+    assert "parameters in brackets are counted elsewhere" in str(p)
+
+
+def test_text_for_a_pipe_has_no_colours_and_a_width_of_its_own(p: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert "\x1b" not in str(p)
+    assert max(map(len, str(p).splitlines())) <= 140
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = str(p)
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert "no room for:" in narrow
+    assert "FLOPs" in narrow
+
+
+def test_a_terminal_gets_colours_unless_it_wants_none(p: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[32m" in str(p)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[32m" not in str(p)
+
+
+def test_rich_prints_a_profile(p: mt.Profile) -> None:
+    file = io.StringIO()
+    Console(file=file, width=200).print(p)
+    assert "lm_head" in file.getvalue()
+
+
+def test_views_choose_rows(p: mt.Profile) -> None:
+    assert [line[0] for line in rows(text(p, View(depth=1)))] == [
+        *["(root)", "tokens", "positions", "layers.0", "layers.1", "norm", "lm_head", "total"]
+    ]
+    assert [line[0] for line in rows(text(p, View(by="type")))][:2] == ["Linear", "Attention"]
+    assert [line[0] for line in rows(text(p, View(by="op")))][:2] == ["aten.addmm.default", "aten.mm.default"]
+    largest = [line[0] for line in rows(text(p, View(sort="params", top=2)))]
+    assert largest == ["layers.0.mlp.0", "layers.1.mlp.0", "total"]
+    assert [line[0] for line in rows(text(p, View(granularity=9)))] == ["(root)", "total"]
+    assert [line[0] for line in rows(text(p, View(sort="macs", depth=1, top=1)))] == ["layers.0", "total"]
+
+
+def test_views_choose_columns(p: mt.Profile) -> None:
+    head = text(p, View(columns=("macs", "madds", "intensity", "dtype", "inputs"))).splitlines()[1]
+    assert [cell.strip() for cell in head.split("┃")] == ["call", "MACs", "MAdds", "FLOPs/B", "dtype", "input"]
+    with pytest.raises(BadQuery, match="there is no column 'speed': write one of type"):
+        text(p, View(columns=("speed",)))
+    with pytest.raises(BadQuery, match="there is no column 'speed' to sort by"):
+        text(p, View(sort="speed"))
+    with pytest.raises(BadQuery, match="rows are sorted by a quantity, such as flops or params, not by type"):
+        text(p, View(sort="type"))
+
+
+def test_a_large_model_is_shown_as_deep_as_there_is_room() -> None:
+    deep = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.ReLU())) for _ in range(30)))
+    shown = str(mt.profile(deep, "1x2"))
+    assert "shown to depth 1 of 3" in shown
+    assert len(rows(shown)) == 32
+
+
+def test_markdown_keeps_the_tree_and_what_it_rests_on(p: mt.Profile) -> None:
+    lines = markdown(p).splitlines()
+    assert lines[0] == "**Decoder** on `Inputs(input_ids=2x12:int64)`"
+    assert lines[2].startswith("| call | module | output | params | MACs | FLOPs |")
+    assert sum(line.startswith("|") for line in lines) == len(p) + 3
+    assert "\N{NO-BREAK SPACE}\N{NO-BREAK SPACE}tokens" in lines[5]
+    assert lines[-1].startswith("- ")
+
+
+def test_csv_of_groups_has_their_numbers(p: mt.Profile) -> None:
+    lines = csv(p, View(by="op")).splitlines()
+    assert lines[0].startswith("name,runs,params")
+    assert lines[1].startswith("aten.addmm.default,8,")
+
+
+def test_what_is_not_counted_is_said() -> None:
+    class Sorts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.Linear(2, 2)
+
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            return x.cholesky_solve(x)
+
+    shown = str(mt.profile(Sorts(), "3x3"))
+    assert "no formula is known for aten.cholesky_solve.default (1)" in shown
+    assert "never ran: spare" in shown
+
+
+def test_a_profile_is_short_where_it_is_only_named(p: mt.Profile) -> None:
+    assert repr(p) == "<Profile of Decoder, 25 calls, microtome convention>"
