@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from microtome.count import elementwise, ptflops, torchstat  # noqa: F401  (registers its formulas)
 from microtome.count.whole import WHOLE
-from microtome.count.work import Work, first, op_name, work_of
+from microtome.count.work import NOTHING, Work, first, op_name, work_of
 from microtome.errors import NoMatch
 
 
@@ -73,12 +73,13 @@ def convention(name: str) -> Convention:
 
 
 def _of_work(work: Work) -> Cost:
-    return Cost(work.macs, work.flops, work.madds)
+    macs, sums, other = work
+    return Cost(macs, 2 * macs + other, 2 * macs - sums + other)
 
 
 def _microtome(_: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost | None:
     work = work_of(func, args, kwargs, out)
-    return None if work is None else _of_work(work)
+    return _ZERO if work is NOTHING else None if work is None else _of_work(work)
 
 
 # -- torchvision: MACs of products and convolutions, biases left out, called FLOPs -------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from microtome.engine.structure import map_tensors
 
-Before = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
-After = Callable[[Any, OpOverload, tuple[Any, ...], dict[str, Any], Any], None]
+#: Takes where it runs, the operator, its arguments and, when it ran, its output.
+Tell = Callable[..., None]
 
 #: What an operator on meta tensors gave, by its signature: (size, stride, dtype) of each output. For all sessions.
 _memo: dict[Any, tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...] | None] = {}
@@ -40,10 +40,11 @@ class OpMode(TorchDispatchMode):
             False  # compiled code runs as Python in a session; skipping would import the compiler at the first operator
         )
 
-    def __init__(self, before: Before, after: After) -> None:
+    def __init__(self, where: Callable[[], Any], begins: list[Tell], ends: list[Tell]) -> None:
         super().__init__()
-        self._before = before
-        self._after = after
+        self._where = where
+        self._begins = begins
+        self._ends = ends
         self.silent = False
         self.ran = False
 
@@ -51,35 +52,68 @@ class OpMode(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload):  # an operator on functions, such as flex_attention
-            before = self._before(func, args, kwargs)
-            output = func(*args, **kwargs)
-            self._after(before, func, args, kwargs, output)
-            return output
-        if _is_composed(func):  # reaches us whole in inference mode only
+        kind = _kinds.get(id(func)) or _kind_of(func)
+        if kind is _COMPOSED:  # reaches us whole in inference mode only
             with self:
                 return func.decompose(*args, **kwargs)
-        if func.namespace == "prim":
+        if kind is _ASKED:
             return func(*args, **kwargs)
         self.ran = True
         if self.silent:
-            return _compute(func, args, kwargs)
-        before = self._before(func, args, kwargs)
-        output = _compute(func, args, kwargs)
-        self._after(before, func, args, kwargs, output)
+            return _compute(kind, func, args, kwargs)
+        where = self._where()
+        for tell in self._begins:
+            tell(where, func, args, kwargs)
+        output = _compute(kind, func, args, kwargs)
+        for tell in self._ends:
+            tell(where, func, args, kwargs, output)
         return output
 
 
-@cache
-def _is_composed(func: OpOverload) -> bool:
-    if func.namespace == "prim":  # asked by torch itself, not known to its dispatcher
-        return False
+class _Kind:
+    """How an operator is to be run. It holds the operator, since kinds are found by its identity."""
+
+    __slots__ = ("func",)
+
+    def __init__(self, func: Any = None) -> None:
+        self.func = func
+
+
+class _Functional(_Kind):
+    """One whose outputs are fresh tensors, one for each that the schema names."""
+
+    __slots__ = ()
+
+
+_COMPOSED = _Kind()
+_ASKED = _Kind()  # by torch itself, not known to its dispatcher
+_kinds: dict[int, _Kind] = {}
+
+
+def _kind_of(func: Any) -> _Kind:
+    kind = _kinds[id(func)] = _find_kind(func)
+    return kind
+
+
+def _find_kind(func: Any) -> _Kind:
+    if not isinstance(func, OpOverload):  # an operator on functions, such as flex_attention
+        return _Kind(func)
+    if func.namespace == "prim":
+        return _ASKED
     composed = "CompositeImplicitAutograd"
-    return func._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composed)
+    if func._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composed):
+        return _COMPOSED
+    schema = func._schema
+    aliases = any(item.alias_info is not None for item in (*schema.arguments, *schema.returns))
+    fresh = not aliases and bool(schema.returns) and all(str(item.type) == "Tensor" for item in schema.returns)
+    return _Functional(func) if fresh else _Kind(func)
 
 
-def _compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _is_functional(func):
+def _compute(kind: _Kind, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = args[0] if args else None
+    if first.__class__ is list and first:
+        first = first[0]
+    if kind.__class__ is not _Functional or not isinstance(first, Tensor) or not first.is_meta:
         return func(*args, **kwargs)
     tensors: list[Tensor] = []
     try:
@@ -105,14 +139,6 @@ def _compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return func(*args, **kwargs)
     made = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in known]
     return made[0] if len(func._schema.returns) == 1 else tuple(made)
-
-
-@cache
-def _is_functional(func: OpOverload) -> bool:
-    """Whether the outputs are fresh tensors, one for each that the schema names."""
-    schema = func._schema
-    aliases = any(item.alias_info is not None for item in (*schema.arguments, *schema.returns))
-    return not aliases and bool(schema.returns) and all(str(item.type) == "Tensor" for item in schema.returns)
 
 
 def _signature(value: Any, tensors: list[Tensor]) -> Any:

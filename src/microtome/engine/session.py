@@ -18,7 +18,7 @@ from microtome.engine.functions import Function, FunctionMode, Whole, is_stand_i
 from microtome.engine.intercept import AnyCall, chain
 from microtome.engine.ops import OpMode
 from microtome.engine.owners import Owners, graph_task, next_number, nodes_of
-from microtome.engine.probes import AnyOp, Intervention, Probe, Replace, Skip, Stop, Stopped, Where
+from microtome.engine.probes import Intervention, Probe, Replace, Skip, Stop, Stopped, Where
 from microtome.engine.select import check_model, select
 from microtome.engine.sites import ModelSites, ProcessSites, Sites
 from microtome.engine.structure import tensors_in
@@ -93,7 +93,7 @@ class Session:
             chain.add(self)
             stack.callback(chain.remove, self)
             if self._op or self._op_begins:
-                ops = stack.enter_context(OpMode(self._tell_op_begins, self._tell_op))
+                ops = stack.enter_context(OpMode(self._where, self._op_begins, self._op))
                 if self._whole:
                     self._functions = stack.enter_context(FunctionMode(self._whole, partial(self._run_whole, ops)))
             self._open = stack.pop_all()
@@ -236,7 +236,11 @@ class Session:
         return run_backward
 
     def _where(self) -> Where:
-        task, run = graph_task(), self._threads.here().run
+        task = graph_task()
+        try:
+            run = self._threads.local.state.run
+        except AttributeError:
+            run = self._threads.here().run
         function = None if self._functions is None else self._functions.function
         if run is not None and run.task == task:
             return Where(run.open[-1], run.phase, function)
@@ -245,22 +249,14 @@ class Session:
         owners = self._owners
         return Where(None, "backward") if owners is None else Where(owners.current(), "backward", None, owners.whole())
 
-    def _tell_op_begins(self, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Where:
-        where = self._where()
-        for method in self._op_begins:
-            method(where, func, args, kwargs)
-        return where
-
-    def _tell_op(self, where: Where, *details: Any) -> None:
-        for method in self._op:
-            method(where, *details)
-
     def _run_whole(self, ops: OpMode, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function and tell of it as of one operator; of nothing, if it ran none."""
         if ops.silent:
             return func(*args, **kwargs)
+        where = self._where()
+        for method in self._op_begins:
+            method(where, func, args, kwargs)
         whole = Whole(func, next_number())
-        where = self._tell_op_begins(func, args, kwargs)._replace(whole=whole)
         ops.silent, ops.ran = True, False
         standing = any(map(is_stand_in, tensors_in((args, kwargs))))
         try:
@@ -271,8 +267,8 @@ class Session:
         run = self._threads.here().run
         if whole.end > whole.start and run is not None:
             run.wholes.append(whole)
-        if ops.ran:
-            self._tell_op(where, func, args, kwargs, output)
+        for method in self._op if ops.ran else ():
+            method(where._replace(whole=whole), func, args, kwargs, output)
         return output
 
     def _find(self, module: nn.Module) -> Site | None:

@@ -30,12 +30,39 @@ class CannotStand(Exception):
     """These stand-ins will not do for this model; others may."""
 
 
+class Originals:
+    """The tensors of a model that a real run may write to. Each is put back if it was copied before that."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, list[Tensor]] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def watch(self, tensor: Tensor) -> None:
+        self._by_storage.setdefault(id(tensor.untyped_storage()), []).append(tensor)
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Copy what lies in the memory of this tensor."""
+        for original in self._by_storage.pop(id(tensor.untyped_storage()), ()):
+            self._copies.append((original, original.detach().clone()))
+
+    def copy_all(self) -> None:
+        for originals in list(self._by_storage.values()):
+            self.before_write(originals[0])
+
+    def put_back(self) -> None:
+        for original, before in self._copies:
+            original.data.copy_(before)
+
+
 @contextmanager
-def stand_in(model: nn.Module, inputs: Inputs, stand: Stand) -> Iterator[Inputs]:
+def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Originals | None = None) -> Iterator[Inputs]:
     """For the time of the block, give the model stand-ins for weights and buffers; yield such inputs as go with them.
 
     Afterwards every module holds what it held, in lists and dicts too, and random states are as they were. While the
     block runs, no other thread may use the model.
+
+    Args:
+        originals: What is told before a tensor is written to in a real run; without it, all are copied first.
     """
     refuse_script(named(model))
     _refuse_lazy(model)
@@ -43,13 +70,13 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand) -> Iterator[Inputs]
         _import_shapes()
     modules = [module for _, module in named(model)]
     with ExitStack() as stack:
-        if stand != "real" and gc.isenabled():  # so many small objects would set it off, with little for it to free
+        if gc.isenabled():  # so many small objects would set it off, with little for it to free
             gc.disable()
             stack.callback(gc.enable)
         _keep_random_states(model, stand, stack)
         _keep(modules, stack)
         if stand == "real":
-            _keep_parameters(model, stack)
+            _keep_parameters(model, stack, originals)
         make = stack.enter_context(_maker(stand))
         for module in modules:
             spaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -142,13 +169,21 @@ def _keep(modules: list[nn.Module], stack: ExitStack) -> None:
     pending += [value for cls in own for value in vars(cls).values()]
     kept: list[tuple[Any, Any]] = []
     while pending:
-        held = pending.pop()
-        if isinstance(held, dict | list | set | deque) and id(held) not in seen:
-            seen.add(id(held))
-            before = held.copy() if held else ()  # most are the empty dicts of hooks
-            kept.append((held, before))
-            pending.extend(before.values() if isinstance(before, dict) else before)
+        # Most of what modules hold are the empty dicts of hooks, and there are many: so this is one flat pass.
+        held = [item for item in pending if item.__class__ in _CONTAINERS or isinstance(item, _KINDS)]
+        pending = []
+        for item in held:
+            if id(item) not in seen:
+                seen.add(id(item))
+                before = item.copy() if item else ()
+                kept.append((item, before))
+                if before:
+                    pending.extend(before.values() if isinstance(before, dict) else before)
     stack.callback(_put_back, kept)
+
+
+_KINDS = (dict, list, set, deque)
+_CONTAINERS = frozenset(_KINDS)
 
 
 def _put_back(kept: list[tuple[Any, Any]]) -> None:
@@ -158,20 +193,28 @@ def _put_back(kept: list[tuple[Any, Any]]) -> None:
             held.extend(before) if isinstance(held, list | deque) else held.update(before)
 
 
-def _keep_parameters(model: nn.Module, stack: ExitStack) -> None:
+def _keep_parameters(model: nn.Module, stack: ExitStack, originals: Originals | None) -> None:
     """Put back the values of parameters and of tensors kept as attributes, and gradients, which start as None."""
-    tensors = [value for _, module in named(model) for value in (*module._parameters.values(), *vars(module).values())]
-    for tensor in {id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_leaf}.values():
-        if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta:
-            stack.callback(_put_back_tensor, tensor, tensor._version, tensor.detach().clone(), tensor.requires_grad)
-            stack.callback(setattr, tensor, "grad", tensor.grad)
-            tensor.grad = None
+    watched = originals or Originals()
+    values = [value for _, module in named(model) for value in (*module._parameters.values(), *vars(module).values())]
+    tensors = {id(value): value for value in values if isinstance(value, Tensor) and value.is_leaf}.values()
+    found = [t for t in tensors if t.layout is torch.strided and not t.is_nested and not t.is_meta]
+    before = [(tensor, tensor.grad, tensor.requires_grad) for tensor in found]
+    for tensor in found:
+        watched.watch(tensor)
+        tensor.grad = None
+    if originals is None:
+        watched.copy_all()
+    stack.callback(_put_back_gradients, before)
+    stack.callback(watched.put_back)
 
 
-def _put_back_tensor(tensor: Tensor, version: int, before: Tensor, requires_grad: bool) -> None:
-    if tensor._version != version:
-        tensor.data.copy_(before)
-    tensor.requires_grad_(requires_grad)
+def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> None:
+    for tensor, grad, requires_grad in before:
+        if tensor.grad is not grad:
+            tensor.grad = grad
+        if tensor.requires_grad is not requires_grad:
+            tensor.requires_grad_(requires_grad)
 
 
 def _keep_random_states(model: nn.Module, stand: Stand, stack: ExitStack) -> None:

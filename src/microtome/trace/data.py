@@ -1,10 +1,13 @@
-"""One run as data: its calls, its operators and the values they make and read."""
+"""One run as data: its calls, its operators and the values they make and read.
+
+What there are thousands of are named tuples: they are made several times faster than frozen dataclasses.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -14,8 +17,7 @@ from microtome.engine.standin import Stand
 from microtome.errors import NoMatch
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """A tensor of the run: a place in memory seen in one shape. All tensor objects on it are this one value.
 
     Attributes:
@@ -31,7 +33,7 @@ class Value:
         memory: Which memory it lies in: an index into `Trace.memories`.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]
     origin: Literal["input", "parameter", "buffer", "constant", "op"]
     name: str | None
     shape: tuple[int, ...]
@@ -45,8 +47,7 @@ class Value:
     memory: int
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """A piece of memory that values lie in.
 
     Attributes:
@@ -59,8 +60,7 @@ class Memory:
     ends: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(NamedTuple):
     """One run of one operator.
 
     Attributes:
@@ -74,7 +74,7 @@ class Op:
         madds: Multiplications and additions apart, and all other operations; None likewise.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]
     name: str
     call: int | None
     phase: Phase

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,13 +17,13 @@ from microtome.count.conventions import Convention, Cost
 from microtome.engine import Call, Probe, tensors_in
 from microtome.engine.functions import Whole, is_stand_in, plain
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.standin import CannotStand, Stand
+from microtome.engine.standin import CannotStand, Originals, Stand
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 from microtome.trace.data import How, Memory, Op, Trace, TracedCall, Value
 
 
-@dataclass
+@dataclass(slots=True)
 class _Memory:
     index: int
     nbytes: int
@@ -33,21 +33,20 @@ class _Memory:
     alive: Any = None
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class _Value:
     index: int
     origin: Any
     name: str | None
-    tensor: tuple[tuple[int, ...], torch.dtype, str, int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    nbytes: int
     producer: int | None
     memory: _Memory
     alias_of: int | None
     consumers: list[int] = field(default_factory=list)
     mutated_by: list[int] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor[3]
 
 
 @dataclass
@@ -67,9 +66,9 @@ class _Call:
 
 @dataclass
 class _Function:
-    """A function shown whole, and what its backward costs."""
+    """A function shown whole: the index of its operator, and what its backward costs."""
 
-    op: Op
+    op: int
     backward: Cost
 
 
@@ -78,7 +77,7 @@ class _Fold:
     """Operators in a row that are part of the backward of one function, and become one operator."""
 
     where: Where
-    read: dict[int, _Value]
+    read: list[_Value]
     made: list[weakref.ref[Tensor]]
 
 
@@ -87,14 +86,16 @@ class Recorder(Probe):
 
     Attributes:
         by_module: What the convention counts for modules as such, by the index of the call.
+        originals: What is told before a tensor is written to.
     """
 
     def __init__(self, stand: Stand, device: str | None, convention: Convention) -> None:
         self._convention = convention
         self.by_module: dict[int, Cost] = {}
+        self.originals = Originals()
         self._stand = stand
         self._device = device if stand == "meta" else None
-        self._operands: tuple[dict[int, _Value], dict[int, _Value]] = {}, {}
+        self._operands: tuple[list[_Value], list[_Value]] = [], []
         self._paused = False
         self._calls: dict[Call, _Call] = {}
         self._ops: list[Op] = []
@@ -156,96 +157,128 @@ class Recorder(Probe):
             self._paused = False
 
     def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (where.whole is not None or self._fold is not None) and self._folds(where, args, kwargs):
+            return
+        facts = _facts.get(id(func)) or _facts_of(func)
+        if not facts.may_write:  # what it reads is afterwards as it was
+            return
         with plain():
-            operands = _operands((*args, *kwargs.values()))
-            if self._folds(where, operands):
-                return
-            written = _mutated(func, args, kwargs)
-            if written and self._stand != "real" and not all(map(is_stand_in, written)):
-                raise CannotStand(f"{_name(func)} would write into a tensor that the model keeps")
-            self._operands = (
-                {value.index: value for value in map(self._value, operands)},
-                {value.index: value for value in map(self._value, written)},
-            )
+            written = facts.written(args, kwargs)
+            for tensor in written:
+                if self._stand == "real":
+                    self.originals.before_write(tensor)
+                elif not is_stand_in(tensor):
+                    raise CannotStand(f"{facts.name} would write into a tensor that the model keeps")
+            self._operands = self._read(args, kwargs), [self._value(tensor) for tensor in written]
 
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._paused:
             return
-        with plain():
-            outputs = _operands(output if isinstance(output, tuple | list) else (output,))
-            if self._fold is not None:
-                self._fold.made.extend(map(weakref.ref, outputs))
-                return
-            index = len(self._ops)
-            made = {v.index: v for v in [self._value(tensor, "op", None, index) for tensor in outputs]}
-            if where.whole is None or where.phase == "backward":
-                cost = self._cost(where, func, args, kwargs, output)
-            else:
-                cost, backward = self._convention.of_whole(func, args, kwargs, output)
-        self._write(where, _name(func), *self._operands, made, cost, moves=not _only_views(func))
-        if where.whole is not None and where.phase != "backward":
-            self._functions[where.whole] = _Function(self._ops[-1], backward)
+        if where.phase == "forward":  # then torch's functions do not ask our mode, which slows down everything
+            self._record(where, func, args, kwargs, output)
+        else:
+            with plain():
+                self._record(where, func, args, kwargs, output)
 
-    def _cost(
-        self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Cost | None:
-        if where.phase != "forward" and not self._convention.has_backward:
-            return None
-        return self._convention.op(where.function, func, args, kwargs, output)
+    def _record(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """All the cost per operator is here and in what it calls, so these are few and flat."""
+        outputs = (output,) if isinstance(output, Tensor) else _tensors(output)
+        if self._fold is not None:
+            self._fold.made.extend(map(weakref.ref, outputs))
+            return
+        facts = _facts.get(id(func)) or _facts_of(func)
+        read, written = self._operands if facts.may_write else (self._read(args, kwargs), [])
+        index = len(self._ops)
+        made: list[_Value] = []
+        for tensor in outputs:
+            value = self._value(tensor, "op", None, index)
+            if value not in made:
+                made.append(value)
+        convention = self._convention
+        cost: Cost | None = None
+        if where.whole is not None and where.phase != "backward":
+            cost, backward = convention.of_whole(func, args, kwargs, output)
+            self._functions[where.whole] = _Function(index, backward)
+        elif where.phase == "forward" or convention.has_backward:
+            cost = convention.op(where.function, func, args, kwargs, output)
+        self._write(where, facts.name, read, written, made, cost, facts.is_view)
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Value]:
+        """The values among the arguments of an operator, which are at most lists of tensors."""
+        found: list[_Value] = []
+        for argument in (*args, *kwargs.values()) if kwargs else args:
+            if argument.__class__ in _NO_TENSORS:
+                continue
+            for tensor in (argument,) if isinstance(argument, Tensor) else _tensors(argument):
+                value = self._value(tensor)
+                if value not in found:
+                    found.append(value)
+        return found
 
     def _write(
         self,
         where: Where,
         name: str,
-        read: dict[int, _Value],
-        written: dict[int, _Value],
-        made: dict[int, _Value],
+        read: list[_Value],
+        written: list[_Value],
+        made: list[_Value],
         cost: Cost | None,
-        *,
-        moves: bool = True,
+        is_view: bool = False,
     ) -> None:
         index = len(self._ops)
-        for value in read.values():
+        memories = []
+        in_bytes = out_bytes = 0
+        for value in read:
             value.consumers.append(index)
-        for value in written.values():
+            memory = value.memory
+            memories.append(memory)
+            in_bytes += min(value.nbytes, memory.nbytes)  # an expanded tensor has fewer bytes in memory than elements
+        moves = not is_view and (bool(written) or not made)
+        for value in made:
+            if value.memory not in memories:
+                moves = not is_view
+            if value not in read:
+                out_bytes += min(value.nbytes, value.memory.nbytes)
+        for value in written:
             value.mutated_by.append(index)
-        if moves and not written and made:
-            memory = {value.memory.index for value in read.values()}
-            moves = not all(value.memory.index in memory for value in made.values())
-        moved_out = [value for value in made.values() if value.index not in read] + list(written.values())
-        call = None if where.call is None else self._calls[where.call]
-        if call is not None:
-            call.ops.append(index)
+            out_bytes += min(value.nbytes, value.memory.nbytes)
+        call = None
+        if where.call is not None:
+            record = self._calls[where.call]
+            record.ops.append(index)
+            call = record.index
+        macs, flops, madds = (None, None, None) if cost is None else cost[:3]
         self._ops.append(
             Op(
-                index=index,
-                name=name,
-                call=None if call is None else call.index,
-                phase=where.phase,
-                inputs=tuple(read),
-                outputs=tuple(made),
-                mutates=tuple(written),
-                read_bytes=sum(map(_moved, read.values())) if moves else 0,
-                write_bytes=sum(map(_moved, moved_out)) if moves else 0,
-                macs=None if cost is None else cost.macs,
-                flops=None if cost is None else cost.flops,
-                madds=None if cost is None else cost.madds,
+                index,
+                name,
+                call,
+                where.phase,
+                tuple([value.index for value in read]),
+                tuple([value.index for value in made]),
+                tuple([value.index for value in written]),
+                in_bytes if moves else 0,
+                out_bytes if moves else 0,
+                macs,
+                flops,
+                madds,
             )
         )
 
     # -- the backward of a function shown whole ------------------------------------------------------------------------
 
-    def _folds(self, where: Where, operands: list[Tensor]) -> bool:
+    def _folds(self, where: Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the operator that begins is part of such a backward, and goes into one operator with its like."""
         whole = where.whole if where.phase == "backward" else None
-        if self._fold is not None and self._fold.where.whole is not whole:
-            self._unfold()
-        if whole is None or whole not in self._functions:
-            return False
-        if self._fold is None:
-            self._fold = _Fold(where, {}, [])
-        known = (self._known(tensor) for tensor in operands)
-        self._fold.read.update({value.index: value for value in known if value is not None})
+        with plain():
+            if self._fold is not None and self._fold.where.whole is not whole:
+                self._unfold()
+            if whole is None or whole not in self._functions:
+                return False
+            if self._fold is None:
+                self._fold = _Fold(where, [], [])
+            known = map(self._known, tensors_in((args, kwargs)))
+            self._fold.read += [value for value in known if value is not None]
         return True
 
     def _unfold(self) -> None:
@@ -254,21 +287,23 @@ class Recorder(Probe):
         fold, self._fold = self._fold, None
         assert fold.where.whole is not None
         function = self._functions[fold.where.whole]
+        forward = self._ops[function.op]
         index = len(self._ops)
         alive = [tensor for made in fold.made if (tensor := made()) is not None]
-        made = {value.index: value for value in [self._value(tensor, "op", None, index) for tensor in alive]}
-        read = {at: self._values[at] for at in (*function.op.inputs, *function.op.outputs)}
+        own = [self._values[at] for at in (*forward.inputs, *forward.outputs)]
+        made = dict.fromkeys(self._value(tensor, "op", None, index) for tensor in alive)
         cost = function.backward if self._convention.has_backward else None
         function.backward = Cost()  # a backward in two parts costs it once
-        name = f"{function.op.name}_backward"
-        self._write(fold.where, name, read | fold.read, {}, {at: v for at, v in made.items() if at not in read}, cost)
-        for value in read.values():  # which memory the kernels keep depends on the device: the function's own is kept
+        read = list(dict.fromkeys([*own, *fold.read]))
+        self._write(fold.where, f"{forward.name}_backward", read, [], [v for v in made if v not in own], cost)
+        for value in own:  # which memory the kernels keep depends on the device: the function's own is kept
             if value.memory.ends is not None:
                 value.memory.ends = max(value.memory.ends, index + 1)
 
     def _known(self, tensor: Tensor) -> _Value | None:
         memory = self._by_storage.get(id(tensor.untyped_storage()))
-        return None if memory is None else memory.values.get(_key(tensor))
+        key = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        return None if memory is None else memory.values.get(key)
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -278,33 +313,38 @@ class Recorder(Probe):
     def _value(
         self, tensor: Tensor, origin: str = "constant", name: str | None = None, producer: int | None = None
     ) -> _Value:
-        if tensor.is_nested or tensor.layout is not torch.strided:
+        if tensor.layout is not _STRIDED or tensor.is_nested:
             kind = "nested" if tensor.is_nested else str(tensor.layout)
             raise Unsupported(f"the run has a tensor whose parts lie apart in memory ({kind}): it cannot be traced yet")
-        memory = self._memory(tensor)
-        key = _key(tensor)
+        storage = tensor.untyped_storage()
+        memory = self._by_storage.get(id(storage)) or self._memory(storage)
+        key = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
         value = memory.values.get(key)
         if value is None:
+            memory.nbytes = max(memory.nbytes, storage.nbytes())  # it may have been resized
             first = next(iter(memory.values.values()), None)
-            device = self._device or str(tensor.device)
-            facts = (tuple(tensor.shape), tensor.dtype, device, tensor.numel() * tensor.element_size())
-            alias = None if first is None else first.index
-            value = _Value(len(self._values), origin, name, facts, producer, memory, alias)
+            value = _Value(
+                len(self._values),
+                origin,
+                name,
+                tuple(tensor.shape),
+                tensor.dtype,
+                self._device or _device_name(tensor.device),
+                tensor.numel() * tensor.element_size(),
+                producer,
+                memory,
+                None if first is None else first.index,
+            )
             memory.values[key] = value
             self._values.append(value)
         return value
 
-    def _memory(self, tensor: Tensor) -> _Memory:
-        storage = tensor.untyped_storage()
+    def _memory(self, storage: torch.UntypedStorage) -> _Memory:
         key = id(storage)
-        memory = self._by_storage.get(key)
-        if memory is not None:
-            memory.nbytes = max(memory.nbytes, storage.nbytes())  # it may have been resized
-        else:
-            memory = _Memory(len(self._memories), storage.nbytes(), len(self._ops))
-            memory.alive = weakref.ref(storage, lambda _: self._gone(key))
-            self._by_storage[key] = memory
-            self._memories.append(memory)
+        memory = _Memory(len(self._memories), storage.nbytes(), len(self._ops))
+        memory.alive = weakref.ref(storage, lambda _: self._gone(key))
+        self._by_storage[key] = memory
+        self._memories.append(memory)
         return memory
 
     def _gone(self, key: int) -> None:
@@ -335,50 +375,73 @@ class Recorder(Probe):
         )
         values = (
             Value(
-                index=value.index,
-                origin=value.origin,
-                name=value.name,
-                shape=value.tensor[0],
-                dtype=value.tensor[1],
-                device=value.tensor[2],
-                nbytes=value.tensor[3],
-                producer=value.producer,
-                consumers=tuple(value.consumers),
-                mutated_by=tuple(value.mutated_by),
-                alias_of=value.alias_of,
-                memory=value.memory.index,
+                v.index,
+                v.origin,
+                v.name,
+                v.shape,
+                v.dtype,
+                v.device,
+                v.nbytes,
+                v.producer,
+                tuple(v.consumers),
+                tuple(v.mutated_by),
+                v.alias_of,
+                v.memory.index,
             )
-            for value in self._values
+            for v in self._values
         )
         memories = (Memory(memory.nbytes, memory.begins, memory.ends) for memory in self._memories)
         return Trace(how, tuple(calls), tuple(self._ops), tuple(values), tuple(memories))
 
 
-def _moved(value: _Value) -> int:
-    """The bytes that reading or writing it moves: an expanded tensor has fewer in memory than elements."""
-    return min(value.nbytes, value.memory.nbytes)
+def _tensors(argument: Any) -> list[Tensor]:
+    """The tensors in a list of them."""
+    return [item for item in argument if isinstance(item, Tensor)] if isinstance(argument, list | tuple) else []
 
 
-def _operands(arguments: Iterable[Any]) -> list[Tensor]:
-    """The tensors among the arguments of an operator, which are at most lists of tensors."""
-    found: list[Tensor] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            found.append(argument)
-        elif isinstance(argument, list | tuple):
-            found.extend(item for item in argument if isinstance(item, Tensor))
-    return found
+_device_name = cache(str)
+#: Kinds of arguments that hold no tensor, so that they need not be looked at.
+_NO_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
 
 
-def _key(tensor: Tensor) -> Any:
-    """What tells the values in one memory apart."""
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+class _Facts:
+    """What is asked of an operator each time that it runs.
+
+    Attributes:
+        writes: The positions and names of the arguments that it writes to.
+        is_view: Whether it only changes the shape of its first argument, in place.
+    """
+
+    __slots__ = ("func", "is_batch_norm", "is_view", "may_write", "name", "writes")
+
+    def __init__(self, func: AnyOp) -> None:
+        self.func = func  # held, since facts are found by its identity
+        self.name = f"aten.{func.__name__}"
+        self.writes: tuple[tuple[int, str], ...] = ()
+        self.is_view = self.is_batch_norm = False
+        if isinstance(func, OpOverload):
+            self.name = str(func)
+            self.is_view = torch.Tag.inplace_view in func.tags
+            self.is_batch_norm = func in _BATCH_NORMS
+            arguments = enumerate(func._schema.arguments)
+            self.writes = tuple((at, a.name) for at, a in arguments if a.alias_info and a.alias_info.is_write)
+        self.may_write = bool(self.writes) or self.is_batch_norm
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        if self.is_batch_norm and args[5]:
+            return _tensors(args[3:5])  # running statistics, which the schema does not say are written in training
+        given = [args[at] if at < len(args) else kwargs.get(name) for at, name in self.writes]
+        return [tensor for item in given for tensor in ((item,) if isinstance(item, Tensor) else _tensors(item))]
 
 
-def _mutated(func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    if func in _BATCH_NORMS and args[5]:
-        return _operands(args[3:5])  # running statistics, which the schema does not say are written in training
-    return _operands(args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(func))
+_facts: dict[int, _Facts] = {}
+
+
+def _facts_of(func: AnyOp) -> _Facts:
+    facts = _facts.get(id(func))
+    if facts is None:
+        facts = _facts[id(func)] = _Facts(func)
+    return facts
 
 
 _BATCH_NORMS = {
@@ -386,21 +449,4 @@ _BATCH_NORMS = {
     torch.ops.aten.cudnn_batch_norm.default,
     torch.ops.aten.miopen_batch_norm.default,
 }
-
-
-@cache
-def _name(func: AnyOp) -> str:
-    return str(func) if isinstance(func, OpOverload) else f"aten.{func.__name__}"
-
-
-@cache
-def _only_views(func: AnyOp) -> bool:
-    return isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags
-
-
-@cache
-def _written_arguments(func: AnyOp) -> tuple[tuple[int, str], ...]:
-    if not isinstance(func, OpOverload):
-        return ()
-    arguments = enumerate(func._schema.arguments)
-    return tuple((at, a.name) for at, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+_STRIDED = torch.strided

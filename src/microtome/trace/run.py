@@ -94,7 +94,7 @@ def _brief(error: BaseException) -> str:
 def _run(model: nn.Module, inputs: Inputs, how: How, recorder: Recorder, *, backward: bool) -> Trace:
     from microtome.count.whole import WHOLE
 
-    with stand_in(model, inputs, how.stand) as standing:
+    with stand_in(model, inputs, how.stand, recorder.originals) as standing:
         recorder.name(model, standing)
         grad = torch.is_grad_enabled() or backward
         with Session(model, [recorder], backward=backward, whole=WHOLE), torch.set_grad_enabled(grad):
