@@ -28,7 +28,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.dev       ## speed beside its peers, as ratios; add SAVE=1 to write benchmarks/results
+bench: $(VENV)/.bench     ## speed beside its peers, as ratios; add SAVE=1 to write benchmarks/results
 	$(BIN)/python -m benchmarks $(if $(SAVE),--save)
 
 docs: $(VENV)/.docs       ## the manual, into site/
@@ -40,6 +40,10 @@ clean:
 $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(PIP) -e '.[bench]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev

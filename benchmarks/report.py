@@ -18,12 +18,14 @@ class Target:
 
     Attributes:
         parts: What it was computed from: added microseconds per module call.
+        note: What else was measured in the same run.
     """
 
     name: str
     value: float
     most: float
     parts: dict[str, float] = field(default_factory=dict)
+    note: str = ""
 
     @property
     def met(self) -> bool:
@@ -38,6 +40,8 @@ def markdown(targets: Sequence[Target]) -> str:
             parts = ", ".join(f"{name} {value:.2f}" for name, value in target.parts.items() if name != "plain")
             line = f"Added per module call, microseconds ({target.name.partition(',')[0]}): {parts}."
             lines += [] if line in lines else ["", line]
+    for target in targets:
+        lines += ["", f"{target.note}."] if target.note else []
     return "\n".join(lines)
 
 

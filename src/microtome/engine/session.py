@@ -75,6 +75,7 @@ class Session:
         self._backward = backward or bool(self._enter_backward or self._exit_backward)
         self._whole = frozenset(whole)
         self._functions: FunctionMode | None = None
+        self._last = Where(None, "forward")
         self._open: ExitStack | None = None
         self._resolved = -1
 
@@ -105,6 +106,7 @@ class Session:
         if self._open is None:
             raise SessionError("this session is not open: enter it with `with`")
         stack, self._open, self._functions = self._open, None, None
+        self._last = Where(None, "forward")
         stack.close()
 
     @property
@@ -243,7 +245,10 @@ class Session:
             run = self._threads.here().run
         function = None if self._functions is None else self._functions.function
         if run is not None and run.task == task:
-            return Where(run.open[-1], run.phase, function)
+            last, call = self._last, run.open[-1]
+            if last.call is not call or last.function is not function:
+                last = self._last = Where(call, run.phase, function)
+            return last
         if task == -1:
             return Where(None, "forward", function)
         owners = self._owners

@@ -23,13 +23,14 @@ from microtome.inputs import Inputs
 from microtome.trace.data import How, Memory, Op, Trace, TracedCall, Value
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Memory:
     index: int
     nbytes: int
     begins: int
     ends: int | None = None
     values: dict[Any, _Value] = field(default_factory=dict)
+    first: _Value | None = None
     alive: Any = None
 
 
@@ -182,18 +183,16 @@ class Recorder(Probe):
 
     def _record(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """All the cost per operator is here and in what it calls, so these are few and flat."""
-        outputs = (output,) if isinstance(output, Tensor) else _tensors(output)
         if self._fold is not None:
-            self._fold.made.extend(map(weakref.ref, outputs))
+            self._fold.made.extend(map(weakref.ref, _tensors(output)))
             return
         facts = _facts.get(id(func)) or _facts_of(func)
-        read, written = self._operands if facts.may_write else (self._read(args, kwargs), [])
+        read, written = self._operands if facts.may_write else (self._read(args, kwargs), _NONE)
         index = len(self._ops)
-        made: list[_Value] = []
-        for tensor in outputs:
-            value = self._value(tensor, "op", None, index)
-            if value not in made:
-                made.append(value)
+        if output.__class__ is Tensor:
+            made = [self._value(output, "op", None, index)]
+        else:
+            made = list(dict.fromkeys([self._value(tensor, "op", None, index) for tensor in _tensors(output)]))
         convention = self._convention
         cost: Cost | None = None
         if where.whole is not None and where.phase != "backward":
@@ -209,10 +208,14 @@ class Recorder(Probe):
         for argument in (*args, *kwargs.values()) if kwargs else args:
             if argument.__class__ in _NO_TENSORS:
                 continue
-            for tensor in (argument,) if isinstance(argument, Tensor) else _tensors(argument):
-                value = self._value(tensor)
+            if isinstance(argument, Tensor):
+                value = self._value(argument)
                 if value not in found:
                     found.append(value)
+            else:
+                for value in map(self._value, _tensors(argument)):
+                    if value not in found:
+                        found.append(value)
         return found
 
     def _write(
@@ -232,13 +235,15 @@ class Recorder(Probe):
             value.consumers.append(index)
             memory = value.memory
             memories.append(memory)
-            in_bytes += min(value.nbytes, memory.nbytes)  # an expanded tensor has fewer bytes in memory than elements
+            # An expanded tensor has fewer bytes in memory than elements.
+            in_bytes += value.nbytes if value.nbytes < memory.nbytes else memory.nbytes
         moves = not is_view and (bool(written) or not made)
         for value in made:
-            if value.memory not in memories:
+            memory = value.memory
+            if memory not in memories:
                 moves = not is_view
             if value not in read:
-                out_bytes += min(value.nbytes, value.memory.nbytes)
+                out_bytes += value.nbytes if value.nbytes < memory.nbytes else memory.nbytes
         for value in written:
             value.mutated_by.append(index)
             out_bytes += min(value.nbytes, value.memory.nbytes)
@@ -313,33 +318,34 @@ class Recorder(Probe):
     def _value(
         self, tensor: Tensor, origin: str = "constant", name: str | None = None, producer: int | None = None
     ) -> _Value:
-        if tensor.layout is not _STRIDED or tensor.is_nested:
-            kind = "nested" if tensor.is_nested else str(tensor.layout)
-            raise Unsupported(f"the run has a tensor whose parts lie apart in memory ({kind}): it cannot be traced yet")
-        storage = tensor.untyped_storage()
-        memory = self._by_storage.get(id(storage)) or self._memory(storage)
+        memory = self._by_storage.get(id(_storage_of(tensor))) or self._memory(tensor)
         key = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
         value = memory.values.get(key)
         if value is None:
-            memory.nbytes = max(memory.nbytes, storage.nbytes())  # it may have been resized
-            first = next(iter(memory.values.values()), None)
-            value = _Value(
+            first = memory.first
+            value = memory.values[key] = _Value(
                 len(self._values),
                 origin,
                 name,
-                tuple(tensor.shape),
-                tensor.dtype,
+                tuple(key[0]),
+                key[3],
                 self._device or _device_name(tensor.device),
-                tensor.numel() * tensor.element_size(),
+                tensor.nbytes,
                 producer,
                 memory,
                 None if first is None else first.index,
             )
-            memory.values[key] = value
             self._values.append(value)
+            if first is None:
+                memory.first = value
+            else:
+                memory.nbytes = max(memory.nbytes, _storage_of(tensor).nbytes())  # it may have been resized
         return value
 
-    def _memory(self, storage: torch.UntypedStorage) -> _Memory:
+    def _memory(self, tensor: Tensor) -> _Memory:
+        if tensor.is_nested:
+            raise _lies_apart("nested")
+        storage = _storage_of(tensor)
         key = id(storage)
         memory = _Memory(len(self._memories), storage.nbytes(), len(self._ops))
         memory.alive = weakref.ref(storage, lambda _: self._gone(key))
@@ -394,11 +400,25 @@ class Recorder(Probe):
         return Trace(how, tuple(calls), tuple(self._ops), tuple(values), tuple(memories))
 
 
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError as error:
+        raise _lies_apart(str(tensor.layout)) from error
+
+
+def _lies_apart(kind: str) -> Unsupported:
+    return Unsupported(f"the run has a tensor whose parts lie apart in memory ({kind}): it cannot be traced yet")
+
+
 def _tensors(argument: Any) -> list[Tensor]:
-    """The tensors in a list of them."""
+    """A tensor, or the tensors in a list of them."""
+    if isinstance(argument, Tensor):
+        return [argument]
     return [item for item in argument if isinstance(item, Tensor)] if isinstance(argument, list | tuple) else []
 
 
+_NONE: list[_Value] = []
 _device_name = cache(str)
 #: Kinds of arguments that hold no tensor, so that they need not be looked at.
 _NO_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
@@ -431,7 +451,7 @@ class _Facts:
         if self.is_batch_norm and args[5]:
             return _tensors(args[3:5])  # running statistics, which the schema does not say are written in training
         given = [args[at] if at < len(args) else kwargs.get(name) for at, name in self.writes]
-        return [tensor for item in given for tensor in ((item,) if isinstance(item, Tensor) else _tensors(item))]
+        return [tensor for item in given for tensor in _tensors(item)]
 
 
 _facts: dict[int, _Facts] = {}
@@ -449,4 +469,3 @@ _BATCH_NORMS = {
     torch.ops.aten.cudnn_batch_norm.default,
     torch.ops.aten.miopen_batch_norm.default,
 }
-_STRIDED = torch.strided
