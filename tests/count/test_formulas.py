@@ -107,6 +107,8 @@ def test_attention_on_all_its_ways() -> None:
     q, k, v = (2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6)
     scores = 2 * 3 * 5 * 7
     assert counts(F.scaled_dot_product_attention, q, k, v)[:2] == (macs, 2 * macs + 6 * scores)
+    named = lambda q, k, v: F.scaled_dot_product_attention(query=q, key=k, value=v)  # noqa: E731
+    assert counts(named, q, k, v)[0] == macs
     mask = torch.zeros(5, 7)
     assert counts(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), q, k, v)[1] == 2 * macs + 7 * scores
     # Two heads of keys shared by four of queries: as many products as with four.

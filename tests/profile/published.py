@@ -60,11 +60,8 @@ class Published:
         with warnings.catch_warnings(), torch.device(device), _without_loading():
             warnings.simplefilter("ignore")  # initialisations that will change, quantisation that will go
             model: nn.Module = models.get_model_builder(self.name)(weights=weights, **options).eval()
-        found = FOUND.get(str(self.weights))
-        if found is not None:
-            model.roi_heads.detections_per_img = found  # type: ignore[union-attr]
-        elif self.kind == "detection":
-            _see_nothing(model)
+        if self.kind == "detection":
+            _find(model, FOUND.get(str(self.weights), 0))
         return model
 
     def inputs(self) -> Any:
@@ -103,14 +100,16 @@ def _without_loading() -> Iterator[None]:
         yield
 
 
-def _see_nothing(model: nn.Module) -> None:
-    """Have a detector find nothing in noise, as a trained one does: what it finds, it looks at again."""
+def _find(model: nn.Module, count: int) -> None:
+    """Have a detector find so many things in noise: what it finds, it looks at again."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias") and ("cls_logits" in name or "classification_head" in name):
             nn.init.constant_(parameter, -20.0)
-        if name.endswith("box_predictor.cls_score.bias"):
+        if name.endswith("box_predictor.cls_score.bias") and not count:
             nn.init.zeros_(parameter)
             nn.init.constant_(parameter[:1].data, 50.0)  # the background
+    if count:
+        model.roi_heads.detections_per_img = count  # type: ignore[union-attr]
 
 
 @contextmanager

@@ -25,9 +25,9 @@ class Costs(NamedTuple):
 
 
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     *_: Any,
@@ -35,13 +35,13 @@ def _attention(
     **__: Any,
 ) -> Work:
     scores = 6 + (attn_mask is not None) + (2 if dropout_p else 0)
-    return attention((*out.shape[:-1], q.shape[-1]), k.shape, v.shape, scores=scores)
+    return attention((*out.shape[:-1], query.shape[-1]), key.shape, value.shape, scores=scores)
 
 
 def _attention_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     *_: Any,
@@ -50,13 +50,13 @@ def _attention_backward(
 ) -> Work:
     """Through the softmax (4), the scale (1) and the dropout (1)."""
     to_mask = attn_mask is not None and attn_mask.requires_grad
-    needed = q.requires_grad, k.requires_grad, v.requires_grad
-    work = attention_backward(
-        (*out.shape[:-1], q.shape[-1]), k.shape, v.shape, needed, scores=5 + (1 if dropout_p else 0)
-    )
+    needed = query.requires_grad, key.requires_grad, value.requires_grad
+    scores = 5 + (1 if dropout_p else 0)
+    shapes = (*out.shape[:-1], query.shape[-1]), key.shape, value.shape
+    work = attention_backward(*shapes, needed, scores=scores)
     if to_mask and not (needed[0] or needed[1]):
-        each = out.numel() // v.shape[-1] * k.shape[-2]
-        work = work.plus(Work(each * v.shape[-1], each, 5 * each))
+        each = out.numel() // value.shape[-1] * key.shape[-2]
+        work = work.plus(Work(each * value.shape[-1], each, scores * each))
     return work
 
 

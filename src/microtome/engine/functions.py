@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from microtome.engine.structure import tensors_in
+from microtome.engine.ops import signature
+from microtome.engine.structure import map_tensors, tensors_in
 
 Function = Callable[..., Any]
 RunWhole = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -59,17 +62,49 @@ class FunctionMode(TorchFunctionMode):
 def run_standing(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function on tensors that stand in for others: one node in the graph, which keeps inputs and outputs.
 
-    What else its kernels keep, and how many nodes they make, depends on the device.
+    What else its kernels keep, and how many nodes they make, depends on the device. So do the kernels: shapes are
+    computed on meta tensors, where all functions have one that works.
     """
+    inputs = list(tensors_in((args, kwargs)))
 
     def compute() -> Any:
-        output = function(*args, **kwargs)
-        return _laid_out(output, inputs[0]) if function is F.scaled_dot_product_attention else output
+        return map_tensors(partial(_empty, inputs[0].device), _remembered(function, args, kwargs))
 
-    inputs = list(tensors_in((args, kwargs)))
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
         return compute()
     return _Link.apply(compute, *inputs)
+
+
+#: What functions gave on meta tensors, by their signatures.
+_memo: dict[Any, Any] = {}
+_MEMO_LIMIT = 10_000
+
+
+def _remembered(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        tensors: list[Tensor] = []
+        key = (function, signature(args, tensors), signature(tuple(kwargs.items()), tensors))
+        known = _memo.get(key)
+    except TypeError:  # an argument that cannot be a key
+        return _on_meta(function, args, kwargs)
+    if known is None:
+        if len(_memo) >= _MEMO_LIMIT:
+            _memo.clear()
+        known = _memo[key] = _on_meta(function, args, kwargs)
+    return known
+
+
+def _on_meta(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _disable_current_modes(), torch.no_grad():
+        meta_args, meta_kwargs = map_tensors(partial(_empty, "meta"), (args, kwargs))
+        output = function(*meta_args, **meta_kwargs)
+        if function is F.scaled_dot_product_attention:
+            return _laid_out(output, next(tensors_in((meta_args, meta_kwargs))))  # the query
+        return output
+
+
+def _empty(device: str | torch.device, like: Tensor) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
 def _laid_out(output: Tensor, query: Tensor) -> Tensor:

@@ -53,14 +53,14 @@ class OpMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = _kinds.get(id(func)) or _kind_of(func)
+        if self.silent:
+            self.ran = True
+            return _compute(kind, func, args, kwargs)
         if kind is _COMPOSED:  # reaches us whole in inference mode only
             with self:
                 return func.decompose(*args, **kwargs)
         if kind is _ASKED:
             return func(*args, **kwargs)
-        self.ran = True
-        if self.silent:
-            return _compute(kind, func, args, kwargs)
         where = self._where()
         for tell in self._begins:
             tell(where, func, args, kwargs)
@@ -120,10 +120,11 @@ def _compute(kind: _Kind, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
         key = (
             func,
             torch.get_default_dtype(),
-            _signature(args, tensors),
-            _signature(tuple(kwargs.items()), tensors),
+            signature(args, tensors),
+            signature(tuple(kwargs.items()), tensors),
         )
-        known = _memo.get(key, ()) if tensors else None
+        plain = all(tensor.is_meta and type(tensor) in _PLAIN for tensor in tensors)
+        known = _memo.get(key, ()) if tensors and plain else None
     except TypeError:  # an argument that cannot be a key
         known = None
     if known is None:
@@ -141,15 +142,16 @@ def _compute(kind: _Kind, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     return made[0] if len(func._schema.returns) == 1 else tuple(made)
 
 
-def _signature(value: Any, tensors: list[Tensor]) -> Any:
-    """What the outcome on meta tensors depends on; raises TypeError for what is not known to be enough."""
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def signature(value: Any, tensors: list[Tensor]) -> Any:
+    """What shapes depend on; raises TypeError for what is not known to be enough. The tensors go into the list."""
     if isinstance(value, Tensor):
-        if not value.is_meta or type(value) not in (Tensor, nn.Parameter, nn.Buffer):
-            raise TypeError
         tensors.append(value)
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
-        return tuple(_signature(item, tensors) for item in value)
+        return tuple([signature(item, tensors) for item in value])
     if isinstance(value, torch.Generator) or value != value:  # not a number is not equal to itself
         raise TypeError
     return type(value), value

@@ -6,6 +6,7 @@ import gc
 import logging
 import random
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -137,7 +138,8 @@ def _maker(stand: Stand) -> Iterator[Callable[[Tensor], Tensor]]:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     quiet, logger.disabled = logger.disabled, True  # what it logs is raised too
     try:
-        with mode:
+        with warnings.catch_warnings(), mode:
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which recurrent layers do
             yield once(mode.from_tensor)
     finally:
         logger.disabled = quiet
