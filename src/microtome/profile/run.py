@@ -37,7 +37,7 @@ def profile(
     >>> from microtome import zoo
     >>> p = mt.profile(*zoo.build("tiny-resnet"))
     >>> p.total.params, p.total.macs
-    (19882, 9355584)
+    (11122, 9355584)
     >>> p["layer1.0.conv1"].macs                    # 8 channels from 8, 3 x 3, at 2 x 32 x 32 places
     1179648
     >>> [(row.address, row.macs) for row in p.top(2, by="macs")]
