@@ -1,0 +1,165 @@
+"""The tensors of a run as values, and the memory they lie in."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from microtome.engine import tensors_in
+from microtome.errors import Unsupported
+from microtome.trace.data import Memory, Value
+from microtome.trace.facts import tensors
+
+
+@dataclass(slots=True, eq=False)
+class SeenMemory:
+    """A memory while the run goes on."""
+
+    index: int
+    nbytes: int
+    begins: int
+    ends: int | None = None
+    values: dict[Any, SeenValue] = field(default_factory=dict)
+    first: SeenValue | None = None
+    alive: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class SeenValue:
+    """A value while the run goes on."""
+
+    index: int
+    origin: Any
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    nbytes: int
+    producer: int | None
+    memory: SeenMemory
+    alias_of: int | None
+    consumers: list[int] = field(default_factory=list)
+    mutated_by: list[int] = field(default_factory=list)
+
+
+class Values:
+    """Knows each tensor by the memory it lies in and the shape it has there. It holds none: their memory must end.
+
+    Attributes:
+        clock: How many operators have run.
+    """
+
+    def __init__(self, device: str | None) -> None:
+        self._device = device
+        self._by_storage: dict[int, SeenMemory] = {}
+        self._memories: list[SeenMemory] = []
+        self._seen: list[SeenValue] = []
+        self.clock = 0
+
+    def __getitem__(self, index: int) -> SeenValue:
+        return self._seen[index]
+
+    def of(
+        self, tensor: Tensor, origin: str = "constant", name: str | None = None, producer: int | None = None
+    ) -> SeenValue:
+        """The value that a tensor is; what else is given holds if it is seen for the first time."""
+        memory = self._by_storage.get(id(_storage_of(tensor))) or self._memory(tensor)
+        key = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        value = memory.values.get(key)
+        if value is None:
+            first = memory.first
+            value = memory.values[key] = SeenValue(
+                len(self._seen),
+                origin,
+                name,
+                tuple(key[0]),
+                key[3],
+                self._device or _device_name(tensor.device),
+                tensor.nbytes,
+                producer,
+                memory,
+                None if first is None else first.index,
+            )
+            self._seen.append(value)
+            if first is None:
+                memory.first = value
+            else:
+                memory.nbytes = max(memory.nbytes, _storage_of(tensor).nbytes())  # it may have been resized
+        return value
+
+    def known(self, tensor: Tensor) -> SeenValue | None:
+        """The value that a tensor is, if it was seen before."""
+        memory = self._by_storage.get(id(_storage_of(tensor)))
+        key = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        return None if memory is None else memory.values.get(key)
+
+    def within(self, structure: Any) -> tuple[int, ...]:
+        """The indices of the values in what a module takes or returns."""
+        return tuple(self.of(tensor).index for tensor in tensors_in(structure))
+
+    def among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[SeenValue]:
+        """The values among the arguments of an operator, each once."""
+        found: list[SeenValue] = []
+        for argument in (*args, *kwargs.values()) if kwargs else args:
+            if argument.__class__ in _NO_TENSORS:
+                continue
+            for tensor in (argument,) if isinstance(argument, Tensor) else tensors(argument):
+                value = self.of(tensor)
+                if value not in found:
+                    found.append(value)
+        return found
+
+    def as_data(self) -> tuple[tuple[Value, ...], tuple[Memory, ...]]:
+        values = (
+            Value(
+                v.index,
+                v.origin,
+                v.name,
+                v.shape,
+                v.dtype,
+                v.device,
+                v.nbytes,
+                v.producer,
+                tuple(v.consumers),
+                tuple(v.mutated_by),
+                v.alias_of,
+                v.memory.index,
+            )
+            for v in self._seen
+        )
+        return tuple(values), tuple(Memory(memory.nbytes, memory.begins, memory.ends) for memory in self._memories)
+
+    def _memory(self, tensor: Tensor) -> SeenMemory:
+        if tensor.is_nested:
+            raise _lies_apart("nested")
+        storage = _storage_of(tensor)
+        key = id(storage)
+        memory = SeenMemory(len(self._memories), storage.nbytes(), self.clock)
+        memory.alive = weakref.ref(storage, lambda _: self._gone(key))
+        self._by_storage[key] = memory
+        self._memories.append(memory)
+        return memory
+
+    def _gone(self, key: int) -> None:
+        self._by_storage.pop(key).ends = self.clock
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError as error:
+        raise _lies_apart(str(tensor.layout)) from error
+
+
+def _lies_apart(kind: str) -> Unsupported:
+    return Unsupported(f"the run has a tensor whose parts lie apart in memory ({kind}): it cannot be traced yet")
+
+
+_device_name = cache(str)
+#: Kinds of arguments that hold no tensor, so that they need not be looked at.
+_NO_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
