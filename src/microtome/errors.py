@@ -9,6 +9,7 @@
     ├── BadWeights        a file of weights that does not fit the model
     ├── NotInstalled      a package that a model comes from is not there
     ├── BuildFailed       the code that makes a model cannot be imported, called so, or raised
+    ├── BadFormula        a formula for no operator, or one that fails or gives no count
     ├── BadFile           a file that is not there, is no result of microtome, or is of another version
     ├── BadQuery          a question to a result that it has no answer to: an unknown column, a depth below zero
     ├── BadSelector       a selector of a kind that microtome does not know
@@ -32,6 +33,10 @@ class NotAModule(MicrotomeError, TypeError):
 
 class NoMatch(MicrotomeError, LookupError):
     """A path, a selector or a name matches nothing."""
+
+
+class BadFormula(MicrotomeError, TypeError):
+    """What was registered as the cost of an operator cannot be that."""
 
 
 class BadFile(MicrotomeError, ValueError):

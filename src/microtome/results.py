@@ -78,10 +78,10 @@ def load(file: File) -> Any:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadFile(f"cannot read {str(file)!r}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadFile(f"{str(file)!r} is not JSON: {error}") from error
     kind = data.get("kind") if isinstance(data, dict) else None
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise BadFile(f"{str(file)!r} holds no result of microtome: its 'kind' is {kind!r}, not {' or '.join(_KINDS)}")
     module, name = _KINDS[kind]
     cls: type[Result] = getattr(import_module(module), name)
@@ -91,5 +91,5 @@ def load(file: File) -> Any:
         )
     try:
         return cls.from_dict(data)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadFile(f"{str(file)!r} is not a whole {kind}: {type(error).__name__} {error}") from error

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import microtome as mt
 from microtome.count.work import _found, _registered, register_formula, work_of
-from microtome.errors import NoMatch, Unsupported
+from microtome.errors import BadFormula, NoMatch, Unsupported
 
 
 class Function(nn.Module):
@@ -368,5 +368,66 @@ def test_users_say_what_their_operators_cost(name: str) -> None:
 def test_a_formula_for_no_operator_is_an_error() -> None:
     with pytest.raises(NoMatch, match="torch has no operator 'microtome_tests::none'"):
         register_formula("microtome_tests::none", lambda *_, out: 0)
-    with pytest.raises(TypeError, match="a formula is a function"):
+    with pytest.raises(BadFormula, match="a formula is a function of the operator's arguments, got int"):
         register_formula(torch.ops.aten.add, 3)  # type: ignore[arg-type]
+    for function in (torch.relu, nn.ReLU):
+        with pytest.raises(BadFormula, match="a formula is for an operator, such as torch.ops.mylib.scan, got"):
+            register_formula(function, lambda *_, out: 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("formula", "message"),
+    [
+        (lambda x, *, out: 1 / 0, "the formula of microtome_tests.scan.default failed: ZeroDivisionError"),
+        (lambda x, *, out: None, "the formula of microtome_tests.scan.default gave None"),
+        (lambda x, *, out: -5, "the formula of microtome_tests.scan.default gave -5"),
+    ],
+)
+def test_a_formula_that_is_wrong_names_its_operator(formula: Any, message: str) -> None:
+    register_formula("microtome_tests::scan", formula)
+    try:
+        with pytest.raises(BadFormula, match=message):
+            mt.profile(Function(scan), torch.rand(2, 3))
+    finally:
+        _registered.clear()
+        _found.clear()
+
+
+@pytest.mark.parametrize("convention", ["torchvision", "fvcore", "ptflops", "torchstat"])
+def test_no_convention_leaves_out_what_nobody_knows(convention: str) -> None:
+    p = mt.profile(Function(scan), torch.rand(2, 3), convention=convention)
+    assert [op.name for op in p.coverage.unknown] == ["microtome_tests.scan.default"]
+
+
+def test_operators_that_are_told_where_to_write_count_as_those_that_are_not() -> None:
+    assert counts(lambda a, b: torch.mm(a, b, out=a.new_empty(2, 5)), (2, 3), (3, 5)) == (30, 60, 50)
+    largest = lambda a: torch.max(a, 1, out=(a.new_empty(2), a.new_empty(2, dtype=torch.int64)))[0]  # noqa: E731
+    assert counts(largest, (2, 3))[1] == 6
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    assert mt.profile(normed, "2x8", strict=True).coverage.unknown == ()
+
+
+def test_whole_functions_take_their_arguments_by_name_too() -> None:
+    assert counts(lambda x: torch.rms_norm(x, normalized_shape=[4]), (2, 3, 4))[1] == 3 * 24 + 2 * 6
+    cell = nn.LSTMCell(3, 5)
+    named = lambda x: torch.lstm_cell(  # noqa: E731
+        x, (x.new_zeros(2, 5), x.new_zeros(2, 5)), cell.weight_ih, cell.weight_hh, b_ih=cell.bias_ih, b_hh=cell.bias_hh
+    )
+    assert counts(named, (2, 3)) == counts(cell, (2, 3))
+
+
+@pytest.mark.parametrize("fake", [None, True, False])
+def test_attention_as_an_operator_is_attention(fake: bool | None) -> None:
+    q = torch.rand(2, 3, 5, 8)
+    expected = mt.profile(Function(F.scaled_dot_product_attention), (q, q, q)).total
+    for op in (torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default):
+        total = mt.profile(Function(op), (q, q, q), fake=fake).total
+        assert (total.flops, total.peak_bytes) == (expected.flops, expected.peak_bytes)
+
+
+def test_ranges_of_a_profiler_cost_nothing() -> None:
+    def ranged(x: Tensor) -> Tensor:
+        with torch.profiler.record_function("here"):
+            return x + 1
+
+    assert counts(ranged, (2, 3))[1] == 6

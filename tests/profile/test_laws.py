@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import microtome as mt
@@ -190,6 +191,83 @@ def test_law_4_with_the_fast_path_of_attention() -> None:
     # Asking for the weights runs the products one by one: the same products, and their mean besides.
     a, b = (mt.profile(Attends(weights), x).total.macs for weights in (False, True))
     assert a == b
+
+
+class Again(nn.Module):
+    """A checkpoint of a module, or of a function, with attention or a recurrent layer inside."""
+
+    def __init__(self, what: str, reentrant: bool, plain: bool = False) -> None:
+        super().__init__()
+        self.what, self.reentrant, self.plain = what, reentrant, plain
+        self.lstm = nn.LSTM(8, 8)
+        self.linear = nn.Linear(8, 8)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q = self.linear(x)
+        return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    def forward(self, x: Tensor) -> Any:
+        function = self.lstm if self.what == "lstm" else self.attend
+        output = function(x) if self.plain else checkpoint(function, x, use_reentrant=self.reentrant)
+        return output[0] if self.what == "lstm" else output
+
+
+@pytest.mark.parametrize("what", ["lstm", "attention"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_law_4_where_a_backward_computes_again(what: str, reentrant: bool) -> None:
+    x = torch.rand(5, 2, 8, requires_grad=True)
+    once: Any = mt.profile(Again(what, reentrant, plain=True), x, backward=True).total
+    again: list[Any] = [mt.profile(Again(what, reentrant), x, backward=True, fake=fake) for fake in (None, True, False)]
+    for p in again:
+        assert p.total.backward_macs == once.backward_macs + once.macs
+        assert p.coverage.unknown == ()
+        same(p, again[0])
+
+
+def test_a_gradient_that_a_forward_takes_is_part_of_the_forward() -> None:
+    class Force(nn.Module):
+        def __init__(self, attends: bool) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            self.attends = attends
+
+        def forward(self, x: Tensor) -> Any:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                y = self.net(x)
+                y = nn.functional.scaled_dot_product_attention(y, y, y) if self.attends else y
+                return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+    x = torch.rand(1, 2, 8)
+    # Forward: two layers of 2 x 64. Its gradient for the input: the same again; the weights ask for none.
+    for fake in (None, True, False):
+        p = mt.profile(Force(attends=False), x, fake=fake)
+        assert p.total.macs == 4 * 128
+    same(mt.profile(Force(attends=True), x), mt.profile(Force(attends=True), x, fake=False))
+    both = mt.profile(Force(attends=True), x, backward=True)
+    assert both.total.macs == mt.profile(Force(attends=True), x).total.macs
+    assert both.total.backward_macs
+
+
+def test_gradients_that_inputs_carry_are_not_accumulated_to() -> None:
+    x = torch.rand(2, 8, requires_grad=True)
+    x.grad = torch.zeros(2, 8)
+    totals = [mt.profile(nn.Linear(8, 8), x, backward=True, fake=fake).total for fake in (None, True, False)]
+    assert len({total.backward_flops for total in totals}) == 1
+
+
+def test_autocast_around_functions_is_not_counted_on_meta_tensors() -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return nn.functional.linear(x, self.weight)
+
+    p = mt.profile(Casts(), torch.rand(2, 8))
+    assert (p.total.outputs[0].dtype, p.how.partition(" ")[0]) == ("bfloat16", "fake")
 
 
 @settings(deadline=None, max_examples=40)

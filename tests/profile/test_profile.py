@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.errors import BadFile, BadQuery, NoMatch
+from microtome.errors import BadFile, BadInputs, BadQuery, NoMatch, Unsupported
 from microtome.profile import Amounts
 from microtome.profile.data import AMOUNTS
 
@@ -156,6 +157,33 @@ def test_large_counts_do_not_overflow() -> None:
     assert total.flops == 2 * 10**18
 
 
+def test_a_module_in_another_thread_is_refused() -> None:
+    class Threaded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(self.linear, x).result()
+
+    with pytest.raises(Unsupported, match="'linear' runs in another thread than the model: its operators cannot be"):
+        mt.profile(Threaded(), "2x4")
+
+
+def test_transforms_of_functions_are_refused() -> None:
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return torch.vmap(self.linear)(torch.vmap(torch.sin)(x))
+
+    with pytest.raises(Unsupported, match="a module runs inside a transform of torch.func .vmap, grad, jvp."):
+        mt.profile(Mapped(), "2x4")
+
+
 # -- questions ---------------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +221,10 @@ def test_questions_without_an_answer_say_so(p: mt.Profile) -> None:
         p.top(3, by="speed")
     with pytest.raises(NoMatch, match="there is no convention 'thop': write one of 'microtome'"):
         mt.profile(Net(), IDS, convention="thop")
+    with pytest.raises(BadQuery, match="the top are 1 or more, got -1"):
+        p.top(-1)
+    with pytest.raises(BadInputs, match="fake is True, False or None, got 'meta'"):
+        mt.profile(Net(), IDS, fake="meta")  # type: ignore[arg-type]
 
 
 def test_groups_by_type_and_by_operator(p: mt.Profile) -> None:
@@ -234,7 +266,7 @@ def test_what_is_written_as_json_is_read_again(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ("[]", "holds no result of microtome: its 'kind' is None"),
         ('{"kind": "profile", "schema": 99}', "has version 99 of a profile; this microtome reads 1"),
-        ('{"kind": "profile", "schema": 1}', "is not a whole profile: KeyError 'coverage'"),
+        ('{"kind": "profile", "schema": 1}', "is not a whole profile: KeyError 'calls'"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from microtome.count import elementwise, ptflops, torchstat  # noqa: F401  (registers its formulas)
 from microtome.count.whole import WHOLE
-from microtome.count.work import NOTHING, Work, first, op_name, work_of
+from microtome.count.work import NOTHING, Work, first, op_name, registered, work_of
 from microtome.errors import NoMatch
 
 
@@ -55,16 +55,18 @@ class Convention:
     def of_whole(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[Cost, Cost]:
         """The cost of a function shown whole, and of its backward."""
         costs = WHOLE[function]
-        shape = first(out) if not isinstance(out, Tensor) else out
+        forward = registered(function) or costs.forward
+        shape = first(out)
+        work = forward(*args, out=shape, **kwargs)
         return (
-            self.whole(costs.forward(*args, out=shape, **kwargs)),
+            self.whole(work if isinstance(work, Work) else Work(other=work)),
             self.whole(costs.backward(*args, out=shape, **kwargs)),
         )
 
 
 def convention(name: str) -> Convention:
     """The convention of this name."""
-    if name not in CONVENTIONS:
+    if not isinstance(name, str) or name not in CONVENTIONS:
         raise NoMatch(f"there is no convention {name!r}: write one of {', '.join(map(repr, CONVENTIONS))}")
     return CONVENTIONS[name]
 
@@ -73,8 +75,7 @@ def convention(name: str) -> Convention:
 
 
 def _of_work(work: Work) -> Cost:
-    macs, sums, other = work
-    return Cost(macs, 2 * macs + other, 2 * macs - sums + other)
+    return Cost(work.macs, work.flops, work.madds)
 
 
 def _microtome(_: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost | None:
@@ -89,9 +90,9 @@ def _products_alone(work: Work) -> Cost:
     return Cost(work.macs, work.macs, 2 * work.macs - work.sums)
 
 
-def _torchvision(_: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+def _torchvision(_: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost | None:
     work = work_of(func, args, kwargs, out)
-    return _ZERO if work is None else _products_alone(work)
+    return None if work is None else _products_alone(work)
 
 
 # -- fvcore: MACs of products and convolutions, norms, interpolation and the last pooling; called FLOPs ----------------
@@ -149,13 +150,22 @@ def _first_tensor(value: Any) -> Tensor | None:
     return next((item for item in items if isinstance(item, Tensor)), None)
 
 
+def _of_known(rule: OpRule) -> OpRule:
+    """A rule that leaves out operators; but not those that nobody knows the cost of."""
+
+    def known(function: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost | None:
+        return None if work_of(func, args, kwargs, out) is None else rule(function, func, args, kwargs, out)
+
+    return known
+
+
 CONVENTIONS = {
     convention.name: convention
     for convention in (
         Convention("microtome", _microtome, _of_work, has_backward=True),
         Convention("torchvision", _torchvision, _products_alone, has_backward=True),
-        Convention("fvcore", _fvcore, _nothing, has_madds=False),
-        Convention("ptflops", _ptflops, _nothing, _ptflops_module, has_madds=False),
-        Convention("torchstat", _nothing, _nothing, _torchstat_module),
+        Convention("fvcore", _of_known(_fvcore), _nothing, has_madds=False),
+        Convention("ptflops", _of_known(_ptflops), _nothing, _ptflops_module, has_madds=False),
+        Convention("torchstat", _of_known(_nothing), _nothing, _torchstat_module),
     )
 }

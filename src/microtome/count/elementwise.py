@@ -20,23 +20,28 @@ _FREE = """
     _cudnn_rnn_flatten_weight dequantize detach diag_embed diagonal diagonal_backward diagonal_scatter
     _efficientzerotensor embedding empty _empty_affine_quantized empty_like empty_permuted empty_strided equal
     expand_copy exponential eye fill flip full full_like _fused_sdp_choice gather geometric im2col index index_copy
-    index_fill index_put index_select int_repr is_same_size isin item lift lift_fresh linspace _local_scalar_dense
-    log_normal logspace masked_fill masked_scatter masked_scatter_backward masked_select max_unpool2d max_unpool3d
-    multinomial native_channel_shuffle _neg_view new_empty new_empty_strided new_full new_ones new_zeros nonzero
-    nonzero_static normal normal_functional ones ones_like _pack_padded_sequence _pad_packed_sequence permute_copy
-    _pin_memory pixel_shuffle pixel_unshuffle poisson q_scale q_zero_point rand rand_like randint randint_like randn
-    randn_like random randperm reflection_pad1d reflection_pad2d reflection_pad3d repeat repeat_interleave
-    replication_pad1d replication_pad2d replication_pad3d _reshape_alias resize resize_as _resize_output
-    resolve_conj resolve_neg roll rot90 scalar_tensor scatter searchsorted select_backward select_scatter set
-    slice_backward slice_copy slice_scatter split_with_sizes_copy stack _stack sym_size take _to_copy tril
-    tril_indices triu triu_indices unfold_backward uniform _unique2 unique_consecutive _unsafe_index
-    _unsafe_index_put _unsafe_masked_index unsafe_split unsafe_split_with_sizes _unsafe_view upsample_nearest1d
-    upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
-    _upsample_nearest_exact3d view_as_complex view_as_real view_copy where zero zeros zeros_like
+    index_fill index_select int_repr is_same_size isin item lift lift_fresh linspace _local_scalar_dense log_normal
+    logspace masked_fill masked_scatter masked_scatter_backward masked_select max_unpool2d max_unpool3d multinomial
+    native_channel_shuffle _neg_view new_empty new_empty_strided new_full new_ones new_zeros nonzero nonzero_static
+    normal normal_functional ones ones_like _pack_padded_sequence _pad_packed_sequence permute_copy _pin_memory
+    pixel_shuffle pixel_unshuffle poisson q_scale q_zero_point rand rand_like randint randint_like randn randn_like
+    random randperm reflection_pad1d reflection_pad2d reflection_pad3d repeat repeat_interleave replication_pad1d
+    replication_pad2d replication_pad3d _reshape_alias resize resize_as _resize_output resolve_conj resolve_neg roll
+    rot90 scalar_tensor scatter searchsorted select_backward select_scatter set slice_backward slice_copy
+    slice_scatter split_with_sizes_copy stack _stack sym_size take _to_copy tril tril_indices triu triu_indices
+    unfold_backward uniform _unique2 unique_consecutive _unsafe_index _unsafe_masked_index unsafe_split
+    unsafe_split_with_sizes _unsafe_view upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d view_as_complex view_as_real
+    view_copy where zero zeros zeros_like
 """
 
 
-@formula(*_FREE.split())
+@formula(
+    *_FREE.split(),
+    "profiler::_record_function_enter",
+    "profiler::_record_function_enter_new",
+    "profiler::_record_function_exit",
+)
 def _free(*_: Any, out: Any, **__: Any) -> Work:
     return NOTHING
 
@@ -45,11 +50,11 @@ def _free(*_: Any, out: Any, **__: Any) -> Work:
 _PER_OUTPUT = {
     1: """binary_cross_entropy_backward elu_backward eq floor_divide gcd ge gelu glu gt hardshrink_backward
         hardsigmoid_backward hardswish hardswish_backward hardtanh_backward heaviside huber_loss_backward lcm le
-        leaky_relu_backward log_sigmoid_forward log_sigmoid_backward lt mish mse_loss_backward native_dropout_backward
-        ne        polar _prelu_kernel rrelu_with_noise rrelu_with_noise_backward rsub smooth_l1_loss_backward
-        soft_margin_loss_backward softplus_backward softshrink_backward threshold xlogy quantize_per_tensor
-        quantize_per_channel copysign abs nll_loss_backward nll_loss2d_backward sigmoid_backward tanh_backward
-        threshold_backward silu_backward gelu_backward mish_backward _euclidean_dist_backward linalg_cross
+        leaky_relu_backward log_sigmoid_forward log_sigmoid_backward lt mish mse_loss_backward
+        native_dropout_backward ne polar _prelu_kernel rrelu_with_noise rrelu_with_noise_backward rsub
+        smooth_l1_loss_backward soft_margin_loss_backward softplus_backward softshrink_backward threshold xlogy
+        quantize_per_tensor quantize_per_channel copysign abs nll_loss_backward nll_loss2d_backward
+        sigmoid_backward tanh_backward threshold_backward silu_backward gelu_backward mish_backward linalg_cross
         _masked_scale""",
     2: "addcdiv addcmul native_dropout _fused_dropout _prelu_kernel_backward glu_backward _add_relu",
     3: "lerp",
@@ -64,7 +69,7 @@ for _count, _names in _PER_OUTPUT.items():
 #: Operations for each element of the first argument.
 _PER_INPUT = {
     1: """_aminmax cummax cummin cumprod cumsum embedding_dense_backward histc kthvalue median mode nanmedian bincount
-        nll_loss_forward nll_loss2d_forward embedding_renorm renorm masked_softmax count_nonzero
+        nll_loss_forward nll_loss2d_forward embedding_renorm renorm count_nonzero
         upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward
         _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward
         reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward
@@ -89,7 +94,7 @@ def _accumulate(x: Tensor, dim: int, index: Tensor, source: Tensor, *_: Any, out
     return source.numel()
 
 
-@formula("_index_put_impl")
+@formula("_index_put_impl", "index_put", "_unsafe_index_put")
 def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, *_: Any, out: Tensor) -> int:
     return values.numel() if accumulate else 0
 
@@ -145,9 +150,16 @@ def _rms(x: Tensor, shape: Any, weight: Tensor | None = None, *_: Any, out: Any,
     return rms_norm(x, shape, weight, out=first(out))
 
 
-def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: Any = None, *, out: Tensor) -> int:
+def rms_norm(
+    input: Tensor,  # noqa: A002  as torch calls it
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: Any = None,
+    *,
+    out: Tensor,
+) -> int:
     """Square, sum, scale and weight each element; for each root, add epsilon and take it."""
-    return x.numel() * (3 + (weight is not None)) + 2 * (x.numel() // max(prod(shape), 1))
+    return input.numel() * (3 + (weight is not None)) + 2 * (input.numel() // max(prod(normalized_shape), 1))
 
 
 @formula("_fused_rms_norm_backward")

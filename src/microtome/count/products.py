@@ -180,7 +180,7 @@ def _quantised_linear(x: Tensor, packed: Any, *_: Any, out: Tensor, **__: Any) -
     return Work(out.numel() * x.shape[-1], out.numel(), 0 if bias is None else out.numel())
 
 
-@formula(*(f"quantized::conv{rank}d{suffix}" for rank in (1, 2, 3) for suffix in ("", "_relu", ".new", "_dynamic")))
+@formula(*(f"quantized::conv{rank}d{suffix}" for rank in (1, 2, 3) for suffix in ("", "_relu", "_dynamic")))
 def _quantised_convolution(x: Tensor, packed: Any, *_: Any, out: Tensor, **__: Any) -> Work:
     weight, bias = packed.unpack()
     return Work(out.numel() * prod(weight.shape[1:]), out.numel(), 0 if bias is None else out.numel())

@@ -87,6 +87,8 @@ def of_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
 
 def _multi_head(module: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
     batch, length = (0, 1) if module.batch_first else (1, 0)
+    if q.dim() == 2:  # without a batch
+        q, k, v = (tensor.unsqueeze(batch) for tensor in (q, k, v))
     rows, keys, values = q.shape[length], k.shape[length], v.shape[length]
     wide, key_wide, value_wide = q.shape[2], k.shape[2], v.shape[2]
     count = rows * wide + rows * wide * wide + keys * key_wide * key_wide + values * value_wide * value_wide

@@ -104,19 +104,29 @@ _STATE = {"lstm": 13, "gru": 10, "rnn": 2}
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 
 
-def _layers(kind: str, args: tuple[Any, ...]) -> _Layers:
-    """From (x, state, weights, has_biases, layers, dropout, train, bidirectional, ...); if packed, sizes after x."""
-    x, *rest = args
-    if not isinstance(rest[2], bool):
-        rest = rest[1:]
-    state, weights, _, _, dropout, train, bidirectional = rest[:7]
-    state = state if isinstance(state, Tensor) else state[0]
-    return _Layers(kind, x, state, weights, 2 if bidirectional else 1, dropout if train else 0)
+_SEQUENCE = ("input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
+_PACKED = ("data", "batch_sizes", *_SEQUENCE[1:-1])
 
 
-def _cell(kind: str, x: Tensor, state: Any, *weights: Tensor | None) -> _Layers:
-    state = state if isinstance(state, Tensor) else state[0]
-    return _Layers(kind, x, state, [weight for weight in weights if weight is not None], 1, 0)
+def _layers(kind: str, *args: Any, **kwargs: Any) -> _Layers:
+    names = _PACKED if "data" in kwargs or (len(args) > 3 and not isinstance(args[3], bool)) else _SEQUENCE
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    state = given["hx"] if isinstance(given["hx"], Tensor) else given["hx"][0]
+    both, dropout = 2 if given["bidirectional"] else 1, given["dropout"] if given["train"] else 0
+    return _Layers(kind, given[names[0]], state, given["params"], both, dropout)
+
+
+def _cell(
+    kind: str,
+    input: Tensor,  # noqa: A002  as torch calls it
+    hx: Any,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> _Layers:
+    weights = [weight for weight in (w_ih, w_hh, b_ih, b_hh) if weight is not None]
+    return _Layers(kind, input, hx if isinstance(hx, Tensor) else hx[0], weights, 1, 0)
 
 
 def _recurrent(layers: _Layers) -> Work:
@@ -148,13 +158,9 @@ def _recurrent_backward(layers: _Layers) -> Work:
 
 def _recurrent_costs(kind: str, read: Callable[..., _Layers]) -> Costs:
     return Costs(
-        lambda *args, out, **_: _recurrent(read(kind, *args)),
-        lambda *args, out, **_: _recurrent_backward(read(kind, *args)),
+        lambda *args, out, **kwargs: _recurrent(read(kind, *args, **kwargs)),
+        lambda *args, out, **kwargs: _recurrent_backward(read(kind, *args, **kwargs)),
     )
-
-
-def _sequence(kind: str) -> Costs:
-    return _recurrent_costs(kind, lambda kind, *args: _layers(kind, args))
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------
@@ -169,10 +175,11 @@ _ATTENTION = Costs(_attention, _attention_backward)
 WHOLE: dict[Callable[..., Any], Costs] = {
     F.scaled_dot_product_attention: _ATTENTION,
     torch.ops.aten.scaled_dot_product_attention: _ATTENTION,
-    torch.lstm: _sequence("lstm"),
-    torch.gru: _sequence("gru"),
-    torch.rnn_tanh: _sequence("rnn"),
-    torch.rnn_relu: _sequence("rnn"),
+    torch.ops.aten.scaled_dot_product_attention.default: _ATTENTION,
+    torch.lstm: _recurrent_costs("lstm", _layers),
+    torch.gru: _recurrent_costs("gru", _layers),
+    torch.rnn_tanh: _recurrent_costs("rnn", _layers),
+    torch.rnn_relu: _recurrent_costs("rnn", _layers),
     torch.lstm_cell: _recurrent_costs("lstm", _cell),
     torch.gru_cell: _recurrent_costs("gru", _cell),
     torch.rnn_tanh_cell: _recurrent_costs("rnn", _cell),

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from microtome.errors import NoMatch
+from microtome.errors import BadFormula, NoMatch, said
 
 
 class Work(NamedTuple):
@@ -62,7 +62,9 @@ def register_formula(op: OpOverload | OpOverloadPacket | str, formula: Formula) 
     >>> del _registered[ops.aten.frac]; _found.clear()
     """
     if not callable(formula):
-        raise TypeError(f"a formula is a function of the operator's arguments, got {type(formula).__name__}")
+        raise BadFormula(f"a formula is a function of the operator's arguments, got {type(formula).__name__}")
+    if not isinstance(op, OpOverload | OpOverloadPacket | HigherOrderOperator | str):
+        raise BadFormula(f"a formula is for an operator, such as torch.ops.mylib.scan, got {op!r}")
     _registered[_packet(op) if isinstance(op, str) else op] = formula
     _found.clear()
 
@@ -95,11 +97,39 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         found = _found[func] = _find(func)
     if found is None:
         return None
-    work = found(*args, out=out, **kwargs)
-    return work if isinstance(work, Work) else Work(0, 0, int(work))
+    try:
+        work = found(*args, **{**kwargs, "out": out})
+    except Exception as error:
+        raise BadFormula(f"the formula of {func} failed: {said(error)}") from error
+    if work.__class__ is Work:
+        return work
+    if work.__class__ is not int or work < 0:
+        raise BadFormula(f"the formula of {func} gave {work!r}: a Work or a count of operations was expected")
+    return Work(0, 0, work)
+
+
+def registered(function: Any) -> Formula | None:
+    """What a user registered for a function that is shown whole, by its operator."""
+    packet = getattr(torch.ops.aten, function.__name__, None)
+    return _registered.get(function) or _registered.get(packet)
 
 
 def _find(func: Any) -> Formula | None:
+    """The formula of an operator. One that is told where to write its output is as the one that is not."""
+    formula = _find_any(func)
+    if formula is None or not isinstance(func, OpOverload):
+        return formula
+    outs = {a.name for a in func._schema.arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write}
+    if not outs:
+        return formula
+
+    def without_outs(*args: Any, out: Any, **kwargs: Any) -> Work | int:
+        return formula(*args, **{name: value for name, value in kwargs.items() if name not in outs}, out=out)
+
+    return without_outs
+
+
+def _find_any(func: Any) -> Formula | None:
     if not isinstance(func, OpOverload):  # an operator on functions
         return _registered.get(func) or _of_torch(func)
     packet = func._overloadpacket

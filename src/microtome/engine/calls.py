@@ -10,8 +10,6 @@ from typing import Literal
 
 from torch import nn
 
-from microtome.engine.functions import Whole
-
 Phase = Literal["forward", "recompute", "backward"]
 
 _start = attrgetter("_start")
@@ -103,7 +101,6 @@ class Run:
         open: The calls now running, outermost first; never empty while it is its thread's run.
         counts: How many calls each site has had.
         calls: In the order they began, the calls since the first autograd node was made and those then open.
-        wholes: In the order they began, the runs of functions shown whole that made autograd nodes.
     """
 
     __slots__ = (
@@ -118,7 +115,6 @@ class Run:
         "start",
         "task",
         "thread",
-        "wholes",
     )
 
     def __init__(self, thread: int, outer: Run | None, task: int, base: Call | None, start: int) -> None:
@@ -131,7 +127,6 @@ class Run:
         self.open: list[Call] = []
         self.counts: dict[Site, int] = {}
         self.calls: list[Call] = []
-        self.wholes: list[Whole] = []
         self._firsts: dict[str, Call] = {}
 
     def made(self, number: int) -> bool:
@@ -162,8 +157,3 @@ class Run:
         while call is not None and call._end <= number:
             call = call.parent if call.parent is not self.base else None
         return call
-
-    def whole(self, number: int) -> Whole | None:
-        """The function shown whole that was running when the node with this sequence number was made."""
-        at = bisect_right(self.wholes, number, key=attrgetter("start")) - 1
-        return self.wholes[at] if at >= 0 and number < self.wholes[at].end else None

@@ -36,6 +36,7 @@ class FunctionMode(TorchFunctionMode):
 
     Attributes:
         function: The function of torch that the code called and that runs now.
+        autocast: Whether it was called under autocast, which operators below cannot tell.
     """
 
     def __init__(self, whole: Collection[Function], run_whole: RunWhole) -> None:
@@ -43,11 +44,13 @@ class FunctionMode(TorchFunctionMode):
         self._whole = whole
         self._run_whole = run_whole
         self.function: Function | None = None
+        self.autocast = False
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.function = func
+        self.autocast = _is_autocast()
         try:
             if func in self._whole:
                 return self._run_whole(func, args, kwargs or {})
@@ -59,6 +62,9 @@ class FunctionMode(TorchFunctionMode):
             self.function = None
 
 
+_is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
 def run_standing(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function on tensors that stand in for others: one node in the graph, which keeps inputs and outputs.
 
@@ -68,19 +74,25 @@ def run_standing(function: Function, args: tuple[Any, ...], kwargs: dict[str, An
     inputs = list(tensors_in((args, kwargs)))
 
     def compute() -> Any:
-        return map_tensors(partial(_empty, inputs[0].device), _remembered(function, args, kwargs))
+        return map_tensors(partial(_empty, inputs[0].device), outcome(function, args, kwargs))
 
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
         return compute()
     return _Link.apply(compute, *inputs)
 
 
+_ATTENTION = {
+    F.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+}
 #: What functions gave on meta tensors, by their signatures.
 _memo: dict[Any, Any] = {}
 _MEMO_LIMIT = 10_000
 
 
-def _remembered(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def outcome(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function gives, as meta tensors."""
     try:
         tensors: list[Tensor] = []
         key = (function, signature(args, tensors), signature(tuple(kwargs.items()), tensors))
@@ -98,7 +110,7 @@ def _on_meta(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     with _disable_current_modes(), torch.no_grad():
         meta_args, meta_kwargs = map_tensors(partial(_empty, "meta"), (args, kwargs))
         output = function(*meta_args, **meta_kwargs)
-        if function is F.scaled_dot_product_attention:
+        if function in _ATTENTION:
             return _laid_out(output, next(tensors_in((meta_args, meta_kwargs))))  # the query
         return output
 
@@ -124,8 +136,12 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        inputs = zip(ctx.saved_tensors[: ctx.count], ctx.needs_input_grad[1:], strict=True)
-        return None, *(torch.empty_like(tensor) if needed else None for tensor, needed in inputs)
+        inputs, needed = ctx.saved_tensors[: ctx.count], ctx.needs_input_grad[1:]
+        wanted = [tensor for tensor, asked in zip(inputs, needed, strict=True) if asked]
+        given = [grad for grad in grads if grad is not None]
+        # It links too, since a backward may have one of its own.
+        made = iter(_Link.apply(lambda: tuple(map(torch.empty_like, wanted)), *inputs, *given))
+        return None, *(next(made) if asked else None for asked in needed)
 
 
 def is_stand_in(tensor: Tensor) -> bool:

@@ -123,8 +123,11 @@ class Owners:
     def whole(self) -> Whole | None:
         """The function shown whole whose backward runs now in this thread."""
         node = current_node()
-        run = None if node is None or type(node) is AccumulateGrad else self._run_of(node)
-        return run.whole(node._sequence_nr()) if run is not None and run.wholes else None
+        if node is None or type(node) is AccumulateGrad:
+            return None
+        run = self._run_of(node)
+        thread = self._home()[0] if run is None else self._threads.living.get(run.thread)
+        return None if thread is None else thread.whole_that_made(node._sequence_nr())
 
     def original(self, site: Site) -> tuple[Call | None, int]:
         """Of a recomputation that begins now with this site: the call it hangs under, and the index of what it repeats.

@@ -22,13 +22,17 @@ class Where(NamedTuple):
     Attributes:
         call: The call whose code ran it, or whose backward it is part of; None outside any.
         function: The function of torch that the code called; None in a session that shows none whole, and outside any.
-        whole: Of a function that is shown whole, its run; of an operator in a backward, the run that it is part of.
+        autocast: Whether that function was called under autocast.
+        whole: Of a function that is shown whole, when it has run: this run.
+        part_of: Of an operator in a backward: the run of such a function whose backward it is part of.
     """
 
     call: Call | None
     phase: Phase
     function: Function | None = None
+    autocast: bool = False
     whole: Whole | None = None
+    part_of: Whole | None = None
 
 
 class Probe:

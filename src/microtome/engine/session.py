@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from microtome.engine.backward import Backward, BackwardProbes
 from microtome.engine.calls import Call, Run, Site
-from microtome.engine.functions import Function, FunctionMode, Whole, is_stand_in, run_standing
+from microtome.engine.functions import Function, FunctionMode, Whole, is_stand_in, outcome, run_standing
 from microtome.engine.intercept import AnyCall, chain
 from microtome.engine.ops import OpMode
 from microtome.engine.owners import Owners, graph_task, next_number, nodes_of
@@ -23,7 +24,7 @@ from microtome.engine.select import check_model, select
 from microtome.engine.sites import ModelSites, ProcessSites, Sites
 from microtome.engine.structure import tensors_in
 from microtome.engine.threads import Thread, Threads
-from microtome.errors import ProbeError, SessionError
+from microtome.errors import MicrotomeError, ProbeError, SessionError
 
 
 class Session:
@@ -72,7 +73,8 @@ class Session:
         self._op_begins = _methods(probes, "op_begins")
         self._enter_backward = _methods(probes, "enter_backward")
         self._exit_backward = _methods(probes, "exit_backward")
-        self._backward = backward or bool(self._enter_backward or self._exit_backward)
+        # A function that is shown whole is shown so in its backward too, which a forward may run.
+        self._backward = backward or bool(self._enter_backward or self._exit_backward or whole)
         self._whole = frozenset(whole)
         self._functions: FunctionMode | None = None
         self._last = Where(None, "forward")
@@ -84,6 +86,7 @@ class Session:
             raise SessionError("this session is already open: use a new one for each `with` that lies inside another")
         chain.run_eagerly()
         self._threads = Threads()
+        self._opener = self._threads.here()
         self._owners = Owners(self._threads, self._sites) if self._backward else None
         self._changes: dict[Site, _Change] = {}
         self._resolved = -1
@@ -216,7 +219,7 @@ class Session:
         """The way of a backward through this session; node by node only if probes are told or it makes a graph."""
         owners, threads = self._owners, self._threads
         if owners is None:
-            return inner
+            return self._wrap_functions(inner)
         probes = BackwardProbes(
             enter=partial(_tell, self._enter_backward, "enter_backward"),
             leave=partial(_tell, self._exit_backward, "exit_backward"),
@@ -235,7 +238,18 @@ class Session:
                     stack.enter_context(backward.watch(nodes))
                 return inner(roots, *args, **kwargs)
 
-        return run_backward
+        return self._wrap_functions(run_backward)
+
+    def _wrap_functions(self, run_backward: AnyCall) -> AnyCall:
+        """Show functions in a backward too: torch's own functions that run one hide what runs inside from our mode."""
+        if not self._whole:
+            return run_backward
+
+        def run_shown(*args: Any, **kwargs: Any) -> Any:
+            with self._functions or nullcontext():
+                return run_backward(*args, **kwargs)
+
+        return run_shown
 
     def _where(self) -> Where:
         task = graph_task()
@@ -243,16 +257,23 @@ class Session:
             run = self._threads.local.state.run
         except AttributeError:
             run = self._threads.here().run
-        function = None if self._functions is None else self._functions.function
+        functions = self._functions
+        function, autocast = (None, False) if functions is None else (functions.function, functions.autocast)
         if run is not None and run.task == task:
             last, call = self._last, run.open[-1]
-            if last.call is not call or last.function is not function:
-                last = self._last = Where(call, run.phase, function)
+            if last.call is not call or last.function is not function or last.autocast is not autocast:
+                last = self._last = Where(call, run.phase, function, autocast)
             return last
         if task == -1:
             return Where(None, "forward", function)
-        owners = self._owners
-        return Where(None, "backward") if owners is None else Where(owners.current(), "backward", None, owners.whole())
+        whole = None if self._owners is None else self._owners.whole()
+        outer = self._opener.run
+        if outer is not None and outer.task == -1:  # a backward that a forward runs is part of it
+            return Where(outer.open[-1], outer.phase, function, autocast, part_of=whole)
+        owner = None if self._owners is None else self._owners.current()
+        if torch.is_grad_enabled():  # autograd turns it off: this is code that a node runs again, as checkpoints do
+            return Where(owner, "recompute", function, autocast)
+        return Where(owner, "backward", part_of=whole)
 
     def _run_whole(self, ops: OpMode, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function and tell of it as of one operator; of nothing, if it ran none."""
@@ -264,16 +285,23 @@ class Session:
         whole = Whole(func, next_number())
         ops.silent, ops.ran = True, False
         standing = any(map(is_stand_in, tensors_in((args, kwargs))))
+        stopped: BaseException | None = None
         try:
             output = run_standing(func, args, kwargs) if standing else func(*args, **kwargs)
+        except BaseException as error:
+            if where.phase != "recompute" or not ops.ran:
+                raise
+            # A checkpoint stops when it has what it needs, here when the function keeps that: it has run by then.
+            stopped, output = error, outcome(func, args, kwargs)
         finally:
             ops.silent = False
         whole.end = next_number()
-        run = self._threads.here().run
-        if whole.end > whole.start and run is not None:
-            run.wholes.append(whole)
+        if whole.end > whole.start:
+            self._threads.here().wholes.append(whole)
         for method in self._op if ops.ran else ():
             method(where._replace(whole=whole), func, args, kwargs, output)
+        if stopped is not None:
+            raise stopped
         return output
 
     def _find(self, module: nn.Module) -> Site | None:
@@ -302,7 +330,7 @@ class Session:
     def _tell_failure(self, call: Call, error: BaseException) -> None:
         try:
             _tell(self._fail, "fail", call, error)
-        except ProbeError as second:  # what the model raised goes first
+        except MicrotomeError as second:  # what the model raised goes first
             error.add_note(str(second))
 
     def _resolve_interventions(self) -> None:
@@ -374,6 +402,8 @@ def _tell(methods: Iterable[Callable[..., None]], event: str, call: Call, *detai
     for method in methods:
         try:
             method(call, *details)
+        except MicrotomeError:
+            raise
         except Exception as error:  # noqa: BLE001  whatever a probe raises, the user must learn at which call
             name = getattr(method, "__qualname__", repr(method))
             message = f"{name} raised {type(error).__name__} at {event} of {call.address!r}: {error}"

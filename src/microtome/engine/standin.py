@@ -155,6 +155,8 @@ def _dressed(made: Tensor, original: Tensor) -> Tensor:
     elif made.is_leaf:
         made.requires_grad_(original.requires_grad)
     made.__dict__.update(original.__dict__)
+    if made.grad is not None:
+        made.grad = None
     return made
 
 

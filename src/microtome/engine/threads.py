@@ -7,9 +7,10 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from microtome.engine.calls import Call, Run
+from microtome.engine.functions import Whole
 
 _keys = itertools.count()
 _start = itemgetter(0)
@@ -24,9 +25,22 @@ class Thread:
         run: The run now open in the thread, or None.
         in_backward: The calls whose backward the probes were told is open in the thread, outermost first.
         told: The call that probes are being told of in a backward, or None.
+        wholes: In the order they began, the runs of functions shown whole that made autograd nodes.
     """
 
-    __slots__ = ("__weakref__", "_enough", "_lock", "_recent", "_runs", "in_backward", "key", "run", "tags", "told")
+    __slots__ = (
+        "__weakref__",
+        "_enough",
+        "_lock",
+        "_recent",
+        "_runs",
+        "in_backward",
+        "key",
+        "run",
+        "tags",
+        "told",
+        "wholes",
+    )
 
     def __init__(self, *, tags: bool) -> None:
         self.key = next(_keys)
@@ -34,6 +48,7 @@ class Thread:
         self.run: Run | None = None
         self.in_backward: tuple[Call, ...] = ()
         self.told: Call | None = None
+        self.wholes: list[Whole] = []
         # A run lives as long as a node that it tagged; the latest live on, for graphs that their output is not part of.
         self._recent: deque[Run] = deque(maxlen=16)
         # Those that ended, by where they began. Other threads read it too.
@@ -62,6 +77,11 @@ class Thread:
         while run is not None and not run.made(number):
             run = run.outer
         return run
+
+    def whole_that_made(self, number: int) -> Whole | None:
+        """The function shown whole that made the node with this number, if the node was made in this thread."""
+        at = bisect_right(self.wholes, number, key=attrgetter("start")) - 1
+        return self.wholes[at] if at >= 0 and number < self.wholes[at].end else None
 
     def _latest(self, number: int) -> Run | None:
         """Of the runs that ended and live, the last that began before the node with this number was made."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Builder:
         self._calls = [call for call in trace.calls if call.phase == "forward"]
         self._counted = {call.address: call.index for call in self._calls}
         self._holdings = _Holdings(model, self._calls)
-        self._live = _live(trace)
+        self._live, self._between = _live(trace)
         self._saved = self._saved_bytes() if backward else {}
 
     def rows(self) -> tuple[Row, ...]:
@@ -124,18 +125,15 @@ class Builder:
             outputs=tuple(_tensor(values[at].shape, values[at].dtype) for at in call.outputs),
             shared_params=self._holdings.shared(call),
             output_bytes=sum(values[at].nbytes for at in dict.fromkeys(call.outputs)),
-            peak_bytes=self._peak(call),
+            peak_bytes=self._peak(call, inside),
             own=own,
             ops=tuple(groups),
         )
 
-    def _peak(self, call: TracedCall) -> int:
+    def _peak(self, call: TracedCall, inside: list[Row]) -> int:
         """The most that live at once while it runs; where it runs no operator, what lives at that moment."""
-        if call.ends > call.begins:
-            return max(self._live[call.begins : call.ends])
-        at = call.begins
-        memories = self._trace.memories
-        return sum(m.nbytes for m in memories if m.begins < max(at, 1) and (m.ends is None or m.ends > at))
+        own = [self._live[at] for at in call.ops if self._trace.ops[at].phase == "forward"]
+        return max([*own, *(row.peak_bytes for row in inside)], default=self._between[call.begins])
 
     # -- the backward --------------------------------------------------------------------------------------------------
 
@@ -213,17 +211,20 @@ def _new(tensors: list[Any], seen: set[int]) -> list[Any]:
     return new
 
 
-def _live(trace: Trace) -> list[int]:
-    """The bytes that live while each operator runs."""
-    change = [0] * (len(trace.ops) + 2)
+def _live(trace: Trace) -> tuple[list[int], list[int]]:
+    """The bytes that live while each operator runs, and those that live before it and after it."""
+    count = len(trace.ops)
+    while_ = [0] * (count + 2)
+    between = [0] * (count + 2)
     for memory in trace.memories:
-        change[memory.begins] += memory.nbytes
-        change[len(trace.ops) + 1 if memory.ends is None else memory.ends] -= memory.nbytes
-    live, now = [], 0
-    for step in change[:-1]:
-        now += step
-        live.append(now)
-    return live
+        end = count + 1 if memory.ends is None else memory.ends
+        while_[memory.begins] += memory.nbytes
+        while_[end] -= memory.nbytes
+        begin = memory.begins + 1 if memory.begins else 0  # what was there before the run lives before the first, too
+        if begin < end:
+            between[begin] += memory.nbytes
+            between[end] -= memory.nbytes
+    return list(accumulate(while_)), list(accumulate(between))
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:

@@ -257,6 +257,8 @@ class Profile(Result):
         """The calls that themselves cost the most, without the calls inside them."""
         if by not in AMOUNTS:
             raise BadQuery(f"there is no quantity {by!r} to order by: write one of {', '.join(AMOUNTS)}")
+        if n < 1:
+            raise BadQuery(f"the top are 1 or more, got {n}")
         return tuple(sorted(self.calls, key=lambda row: -(getattr(row.own, by) or 0))[:n])
 
     def to_pandas(self) -> Any:

@@ -29,6 +29,8 @@ def flat(row: Row) -> dict[str, Any]:
 
 def profile_from(data: dict[str, Any]) -> dict[str, Any]:
     """The fields of a profile, from those that `Profile.as_dict` gave."""
+    if not data["calls"]:
+        raise ValueError("it has no calls")
     coverage = data["coverage"]
     unknown = tuple(Unknown(op["name"], op["runs"], tuple(op["calls"])) for op in coverage["unknown"])
     return {

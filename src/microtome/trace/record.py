@@ -16,6 +16,7 @@ from microtome.engine import Call, Probe, tensors_in
 from microtome.engine.functions import Whole, is_stand_in, plain
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.standin import CannotStand, Originals, Stand
+from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 from microtome.trace.data import How, Op, Trace, TracedCall
 from microtome.trace.facts import facts_of, tensors
@@ -92,6 +93,8 @@ class Recorder(Probe):
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._stand == "meta" and torch._C._is_any_autocast_enabled():
             raise CannotStand("autocast chooses dtypes by the device")
+        if call.parent is None and self._calls and call.phase == "forward":
+            raise Unsupported(f"{call.address!r} runs in another thread than the model: its operators cannot be seen")
         with plain():
             parent = None if call.parent is None else self._calls[call.parent]
             index = None if parent is None else parent.index
@@ -129,7 +132,9 @@ class Recorder(Probe):
             self._paused = False
 
     def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (where.whole is not None or self._fold is not None) and self._folds(where, args, kwargs):
+        if where.autocast and self._stand == "meta":
+            raise CannotStand("autocast chooses dtypes by the device")
+        if (where.part_of is not None or self._fold is not None) and self._folds(where, args, kwargs):
             return
         facts = facts_of(func)
         if not facts.may_write:  # what it reads is afterwards as it was
@@ -166,7 +171,7 @@ class Recorder(Probe):
             made = list(dict.fromkeys([self._values.of(tensor, "op", None, index) for tensor in tensors(output)]))
         convention = self._convention
         cost: Cost | None = None
-        if where.whole is not None and where.phase != "backward":
+        if where.whole is not None:
             cost, backward = convention.of_whole(func, args, kwargs, output)
             self._functions[where.whole] = _Function(index, backward)
         elif where.phase == "forward" or convention.has_backward:
@@ -230,11 +235,10 @@ class Recorder(Probe):
 
     def _folds(self, where: Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the operator that begins is part of such a backward, and goes into one operator with its like."""
-        whole = where.whole if where.phase == "backward" else None
         with plain():
-            if self._fold is not None and self._fold.where.whole is not whole:
+            if self._fold is not None and self._fold.where.part_of is not where.part_of:
                 self._unfold()
-            if whole is None or whole not in self._functions:
+            if where.part_of is None or where.part_of not in self._functions:
                 return False
             if self._fold is None:
                 self._fold = _Fold(where, [], [])
@@ -246,8 +250,8 @@ class Recorder(Probe):
         """Write the operators down as one, which reads what the function read and made, and makes what is left."""
         assert self._fold is not None
         fold, self._fold = self._fold, None
-        assert fold.where.whole is not None
-        function = self._functions[fold.where.whole]
+        assert fold.where.part_of is not None
+        function = self._functions[fold.where.part_of]
         forward = self._ops[function.op]
         index = len(self._ops)
         alive = [tensor for made in fold.made if (tensor := made()) is not None]

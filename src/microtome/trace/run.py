@@ -10,7 +10,7 @@ from torch import nn
 from microtome.engine import Session, tensors_in
 from microtome.engine.select import check_model
 from microtome.engine.standin import CannotStand, Stand, stand_in
-from microtome.errors import MicrotomeError, Unsupported, said
+from microtome.errors import BadInputs, MicrotomeError, Unsupported, said
 from microtome.inputs import Inputs
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ def record(
     from microtome.trace.record import Recorder
 
     counted = find(convention)
+    if fake not in (None, True, False):
+        raise BadInputs(f"fake is True, False or None, got {fake!r}")
     check_model(model)
     inputs = Inputs.of(inputs)
     device, empty = _devices(model, inputs)

@@ -153,6 +153,8 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
     try:
         return tensor.untyped_storage()
     except NotImplementedError as error:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise Unsupported("a module runs inside a transform of torch.func (vmap, grad, jvp)") from error
         raise _lies_apart(str(tensor.layout)) from error
 
 
