@@ -33,12 +33,12 @@ class Inputs:
         self.kwargs = kwargs
 
     @classmethod
-    def of(cls, inputs: Any) -> Inputs:
-        """What the user gave, as arguments."""
+    def of(cls, inputs: Any, *, device: str = "cpu") -> Inputs:
+        """What the user gave, as arguments. The tensors of a text lie on the device; on `meta` they have no values."""
         if isinstance(inputs, Inputs):
             return inputs
         if isinstance(inputs, str):
-            return _parse(inputs)
+            return _parse(inputs, device)
         if isinstance(inputs, dict):
             if not all(isinstance(name, str) for name in inputs):
                 raise BadInputs(f"a dict of inputs has the names of arguments as keys, got {list(inputs)!r}")
@@ -60,11 +60,14 @@ class Inputs:
         return f"Inputs({', '.join(parts)})"
 
 
-def _parse(text: str) -> Inputs:
+def _parse(text: str, device: str) -> Inputs:
     """Tensors of the shapes in a text such as `1x3x224x224:bfloat16, mask=1x77:bool`, the same in every run."""
     args: list[Tensor] = []
     kwargs: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
+    if "," in text and all(part.strip().isdecimal() for part in text.split(",")):
+        meant = "x".join(part.strip() for part in text.split(","))
+        raise BadInputs(f"commas stand between inputs, and 'x' between sizes: did you mean {meant!r}?")
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
         if match is None:
@@ -72,7 +75,9 @@ def _parse(text: str) -> Inputs:
                 f"cannot read {part.strip()!r} in the inputs {text!r}: write a shape and, if not float32, a dtype, "
                 "such as '1x3x224x224', '1x77:int64' or 'input_ids=1x128:int64', several with commas between"
             )
-        tensor = _tensor([int(size) for size in match["shape"].split("x")], match["dtype"] or "float32", generator)
+        tensor = _tensor(
+            [int(size) for size in match["shape"].split("x")], match["dtype"] or "float32", generator, device
+        )
         if match["name"] in kwargs:
             raise BadInputs(f"the input {match['name']!r} is given twice in {text!r}")
         if match["name"]:
@@ -84,10 +89,12 @@ def _parse(text: str) -> Inputs:
     return Inputs(*args, **kwargs)
 
 
-def _tensor(shape: list[int], name: str, generator: torch.Generator) -> Tensor:
+def _tensor(shape: list[int], name: str, generator: torch.Generator, device: str) -> Tensor:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise BadInputs(f"{name!r} is not a dtype of torch: write float32, bfloat16, int64, bool or another")
+    if device == "meta":
+        return torch.empty(shape, dtype=dtype, device="meta")
     try:
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(shape, generator=generator, device="cpu").to(dtype)

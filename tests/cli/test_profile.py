@@ -86,7 +86,16 @@ def test_weights_are_loaded(tmp_path: Path) -> None:
         (["zoo:tiny-vit", "--depth", "1", "--by", "op"], "choose one of --depth, --granularity and --by"),
         (["zoo:tiny-vit", "--granularity", "0"], "0 is not in the range"),
         (["zoo:tiny-vit", "--convention", "thop"], "'thop' is not one of"),
-        (["zoo:tiny-vit", "--device", "nowhere"], "does not run on"),
+        (["zoo:tiny-vit", "--device", "nowhere"], "--device nowhere: RuntimeError"),
+        (["zoo:tiny-vit", "--device", "cpu", "--meta"], "--meta builds a model on no device: leave out --device"),
+        (["zoo:tiny-vit", "--json", "a", "--csv", "a"], "--json and --csv both write to 'a'"),
+        (["zoo:tiny-vit", "--json", ""], "--json needs the name of a file, or - for the terminal"),
+        (
+            ["zoo:tiny-vit", "--by", "type", "--columns", "dtype"],
+            "there is no column 'dtype' of types: write one of runs",
+        ),
+        (["zoo:tiny-vit", "--by", "op", "--sort", "params"], "there is no column 'params' of operators to sort by"),
+        (["zoo:tiny-vit", "--input", "1,3,32,32"], "did you mean '1x3x32x32'?"),
         (["zoo:tiny-vit", "--json", "/does/not/exist/p.json"], "No such file or directory"),
     ],
 )

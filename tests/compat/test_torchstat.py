@@ -570,7 +570,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
-from neighbour import CHANNELS
+from torchstat_neighbour import CHANNELS
 
 @dataclass
 class Config:
@@ -593,7 +593,7 @@ def broken():
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    (tmp_path / "neighbour.py").write_text("CHANNELS = 10\n")
+    (tmp_path / "torchstat_neighbour.py").write_text("CHANNELS = 10\n")
     (tmp_path / "net.py").write_text(FILE)
     return tmp_path / "net.py"
 

@@ -51,6 +51,8 @@ def test_tied_and_shared_parameters_count_once_and_show_where_used(p: mt.Profile
     assert p.total.params == 58 == sum(parameter.numel() for parameter in Net().parameters())
     assert (p["tokens"].params, p["head"].params, p["head"].shared_params) == (28, 0, 28)
     assert (p["block.0#0"].params, p["block.0#1"].params, p["block.0#1"].shared_params) == (20, 0, 20)
+    assert (p["block#1"].params, p["block#1"].shared_params) == (0, 20)
+    assert p.total.shared_params == 0  # what is used in the whole is counted in it
 
 
 def test_parameters_of_a_module_that_never_ran_are_those_of_the_call_above(p: mt.Profile) -> None:

@@ -73,6 +73,7 @@ def test_text_for_a_pipe_has_no_colours_and_a_width_of_its_own(p: mt.Profile, mo
 
 def test_a_terminal_gets_colours_unless_it_wants_none(p: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert "\x1b[32m" in str(p)

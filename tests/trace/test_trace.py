@@ -463,6 +463,50 @@ def test_inputs_may_be_a_text_and_structures_pass_through() -> None:
     assert [value.shape for value in mt.trace(Takes(), "ids=2x3:int64").values] == [(2, 3), (2, 3)]
 
 
+@dataclass
+class Notes:
+    count: int = 0
+    last: Any = None
+
+
+class Keeps(nn.Module):
+    """Changes what it holds in every way."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.held: list[Any] = [torch.zeros(3), {"a": torch.zeros(3)}, (torch.zeros(3),)]
+        self.notes = Notes()
+        self.generator = torch.Generator().manual_seed(0)
+        self.made = torch.zeros(3, requires_grad=True) * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        for tensor in (self.held[0], self.held[1]["a"], self.held[2][0], self.made.detach()):
+            tensor.add_(1)
+        self.notes.count += 1
+        self.notes.last = x * 2
+        Keeps.total += 1
+        type(self).latest = x  # type: ignore[attr-defined]
+        self.linear.weight.data = self.linear.weight.data * 2
+        return self.linear(x * torch.rand(2, 4, generator=self.generator))
+
+
+@pytest.mark.parametrize("fake", [None, False])
+def test_whatever_a_forward_changes_in_what_the_model_holds_is_put_back(fake: bool | None) -> None:
+    model = Keeps()
+    weight, state = model.linear.weight.detach().clone(), model.generator.get_state()
+    memory = model.linear.weight.data_ptr()
+    mt.trace(model, torch.ones(2, 4), fake=fake)
+    held = (model.held[0], model.held[1]["a"], model.held[2][0], model.made.detach())
+    assert [float(tensor.sum()) for tensor in held] == [0.0] * 4
+    assert (model.notes, Keeps.total, hasattr(Keeps, "latest")) == (Notes(), 0, False)
+    assert torch.equal(model.linear.weight, weight)
+    assert model.linear.weight.data_ptr() == memory
+    assert torch.equal(model.generator.get_state(), state)
+
+
 # -- wrong use ---------------------------------------------------------------------------------------------------------
 
 
@@ -500,3 +544,17 @@ def test_addresses() -> None:
     assert [call.address for call in t.below(t["stem"])] == ["stem", "stem.0", "stem.1", "stem.2"]
     with pytest.raises(NotAModule):
         mt.trace("resnet", x)  # type: ignore[arg-type]
+
+
+def test_reading_a_table_takes_the_rows_that_are_read() -> None:
+    lookup = mt.trace(nn.Embedding(1000, 8), "1x4:int64").ops[0]
+    assert (lookup.read_bytes, lookup.write_bytes) == (4 * 8 + 4 * 8 * 4, 4 * 8 * 4)  # four indices, four rows
+
+
+def test_products_of_different_dtypes_are_refused_as_in_a_real_run() -> None:
+    with pytest.raises(RuntimeError, match="dtype"):
+        mt.trace(nn.Linear(4, 4), torch.zeros(1, 4, dtype=torch.float16))
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(Unsupported, match="aten.addmm.default takes one dtype, and got"):
+        mt.trace(model, torch.zeros(1, 4, dtype=torch.int64, device="meta"))

@@ -11,9 +11,7 @@ import click
 from rich.console import Console
 
 from microtome import zoo
-from microtome.engine import tensors_in
 from microtome.errors import BadInputs, MicrotomeError, said
-from microtome.units import shape
 from microtome.zoo import Resolved
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -51,7 +49,7 @@ def run(found: Resolved) -> Any:
 
 def describe(found: Resolved) -> str:
     """The inputs, in words."""
-    return f"inputs of {', '.join(shape(x.shape) for x in tensors_in((found.inputs.args, found.inputs.kwargs)))}"
+    return repr(found.inputs)
 
 
 @contextmanager

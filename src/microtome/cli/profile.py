@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,7 +13,7 @@ from microtome.cli.model import describe, model_options, resolve, working
 from microtome.count.conventions import CONVENTIONS
 from microtome.errors import BadInputs, MicrotomeError, said
 from microtome.profile import profile as profile_model
-from microtome.report.profile import View, csv, markdown, text
+from microtome.report.profile import View, check, csv, markdown, text
 from microtome.results import write
 
 if TYPE_CHECKING:
@@ -68,31 +70,53 @@ def profile(
         raise click.UsageError("choose one of --depth, --granularity and --by")
     chosen = tuple(name.strip() for name in columns.split(",")) if columns else ()
     view = View(depth, granularity, by, sort, top, chosen)
+    check(view)
+    outputs = {"--json": json_file, "--csv": csv_file, "--md": md_file}
+    _refuse_same(outputs)
+    if meta and device is not None:
+        raise click.UsageError("--meta builds a model on no device: leave out --device")
     with working(f"building {model}"):
         found = resolve(model, inputs, args, meta=meta, weights=weights)
     found.model.train(train)
     with working(f"counting {model}"):
         result = _run(found, device, backward=backward, convention=convention, strict=strict)
-    table = text(result, view)  # first: a wrong column is an error before files are written
-    files = {json_file: result.to_json, csv_file: lambda: csv(result, view), md_file: lambda: markdown(result, view)}
-    for file, make in files.items():
+    make: dict[str, Callable[[], str]] = {
+        "--json": result.to_json,
+        "--csv": partial(csv, result, view),
+        "--md": partial(markdown, result, view),
+    }
+    for option, file in outputs.items():
         if file == "-":
-            click.echo(make(), nl=False)
+            click.echo(make[option](), nl=False)
         elif file is not None:
-            write(make(), file)
-    if "-" not in files:
-        click.echo(table)
+            write(make[option](), file)
+    if "-" not in outputs.values():
+        click.echo(text(result, view))
+
+
+def _refuse_same(outputs: dict[str, str | None]) -> None:
+    seen: dict[str, str] = {}
+    for option, file in outputs.items():
+        if file == "":
+            raise click.UsageError(f"{option} needs the name of a file, or - for the terminal")
+        if file in seen:
+            raise click.UsageError(f"{seen[file]} and {option} both write to {file!r}")
+        if file is not None:
+            seen[file] = option
 
 
 def _run(found: Resolved, device: str | None, **options: Any) -> Profile:
-    try:
-        model, inputs = found.model, found.inputs
-        if device is not None:
+    model, inputs = found.model, found.inputs
+    if device is not None:
+        try:
             model, inputs = model.to(device), inputs.to(device)
+        except Exception as error:
+            raise BadInputs(f"--device {device}: {said(error)}") from error
+    try:
         with torch.set_grad_enabled(options["backward"]):
             return profile_model(model, inputs, **options)
     except MicrotomeError:
         raise
     except Exception as error:
-        where = "\n  ".join([said(error), *getattr(error, "__notes__", [])])
+        where = "\n  ".join([f"{said(error)}. Give others with --input", *getattr(error, "__notes__", [])])
         raise BadInputs(f"{found.name} does not run on {describe(found)}: {where}") from error

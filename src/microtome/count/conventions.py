@@ -113,7 +113,7 @@ def _fvcore(function: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         count = out.numel() * _FVCORE_OUTPUTS[name]
     elif function is F.adaptive_avg_pool2d and name in ("mean", "_adaptive_avg_pool2d"):
         count = args[0].numel()
-    return Cost(count, count)
+    return Cost(flops=count)
 
 
 _FVCORE_OUTPUTS = {"upsample_nearest2d": 1, "upsample_bilinear2d": 4, "grid_sampler_2d": 4, "cudnn_grid_sampler": 4}
@@ -123,17 +123,19 @@ _FVCORE_OUTPUTS = {"upsample_nearest2d": 1, "upsample_bilinear2d": 4, "grid_samp
 
 
 def _ptflops(function: Any, func: Any, args: tuple[Any, ...], _: dict[str, Any], out: Any) -> Cost:
-    count = ptflops.of_function(function, func, args, out)
-    return Cost(count, count)
+    return Cost(flops=ptflops.of_function(function, func, args, out))
 
 
 def _ptflops_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Cost:
-    count = ptflops.of_module(module, args, output)
-    return Cost(count, count)
+    return Cost(flops=ptflops.of_module(module, args, output))
 
 
 def _nothing(*_: Any) -> Cost:
     return _ZERO
+
+
+def _macs_alone(work: Work) -> Cost:
+    return Cost(macs=work.macs)
 
 
 def _torchstat_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Cost:
@@ -142,7 +144,7 @@ def _torchstat_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> 
         return Cost(0, 0, 0, 0, 0)
     flops, madds = torchstat.flops(module, x, out) or 0, torchstat.madds(module, x, out) or 0
     read, written = torchstat.memory(module, x, out) or (0, 0)
-    return Cost(flops, flops, madds, read * x.element_size(), written * x.element_size())
+    return Cost(0, flops, madds, read * x.element_size(), written * x.element_size())
 
 
 def _first_tensor(value: Any) -> Tensor | None:
@@ -151,10 +153,12 @@ def _first_tensor(value: Any) -> Tensor | None:
 
 
 def _of_known(rule: OpRule) -> OpRule:
-    """A rule that leaves out operators; but not those that nobody knows the cost of."""
+    """A rule for FLOPs. MACs are the same in all conventions, and what nobody knows the cost of is listed in all."""
 
     def known(function: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost | None:
-        return None if work_of(func, args, kwargs, out) is None else rule(function, func, args, kwargs, out)
+        work = work_of(func, args, kwargs, out)
+        cost = None if work is None else rule(function, func, args, kwargs, out)
+        return None if work is None or cost is None else cost._replace(macs=work.macs)
 
     return known
 
@@ -164,8 +168,8 @@ CONVENTIONS = {
     for convention in (
         Convention("microtome", _microtome, _of_work, has_backward=True),
         Convention("torchvision", _torchvision, _products_alone, has_backward=True),
-        Convention("fvcore", _of_known(_fvcore), _nothing, has_madds=False),
-        Convention("ptflops", _of_known(_ptflops), _nothing, _ptflops_module, has_madds=False),
-        Convention("torchstat", _of_known(_nothing), _nothing, _torchstat_module),
+        Convention("fvcore", _of_known(_fvcore), _macs_alone, has_madds=False),
+        Convention("ptflops", _of_known(_ptflops), _macs_alone, _ptflops_module, has_madds=False),
+        Convention("torchstat", _of_known(_nothing), _macs_alone, _torchstat_module),
     )
 }

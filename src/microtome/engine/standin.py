@@ -10,7 +10,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import is_dataclass
 from functools import cache
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -75,9 +77,9 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
             gc.disable()
             stack.callback(gc.enable)
         _keep_random_states(model, stand, stack)
-        _keep(modules, stack)
+        tensors = _keep(modules, stack)
         if stand == "real":
-            _keep_parameters(model, stack, originals)
+            _keep_tensors(tensors, stack, originals)
         make = stack.enter_context(_maker(stand))
         for module in modules:
             spaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -163,31 +165,46 @@ def _dressed(made: Tensor, original: Tensor) -> Tensor:
 # -- putting back ------------------------------------------------------------------------------------------------------
 
 
-def _keep(modules: list[nn.Module], stack: ExitStack) -> None:
-    """Put back, afterwards, what modules, parameters and the modules' own classes hold in dicts, lists and sets."""
-    seen: set[int] = set()
+def _keep(modules: list[nn.Module], stack: ExitStack) -> list[Tensor]:
+    """Put back, afterwards, what modules, parameters and the modules' own classes hold; return the tensors among it.
+
+    Dicts, lists, sets, tuples and dataclasses are looked into.
+    """
+    classes = {cls for module in modules for cls in type(module).__mro__}
+    own = [(cls, dict(vars(cls))) for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))]
     pending: list[Any] = [module.__dict__ for module in modules]
     pending += [tensor.__dict__ for module in modules for tensor in module._parameters.values() if tensor is not None]
-    classes = {cls for module in modules for cls in type(module).__mro__}
-    own = [cls for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))]
-    pending += [value for cls in own for value in vars(cls).values()]
+    pending += [value for _, attributes in own for value in attributes.values()]
+    seen: set[int] = set()
     kept: list[tuple[Any, Any]] = []
+    tensors: list[Tensor] = []
     while pending:
-        # Most of what modules hold are the empty dicts of hooks, and there are many: so this is one flat pass.
-        held = [item for item in pending if item.__class__ in _CONTAINERS or isinstance(item, _KINDS)]
-        pending = []
-        for item in held:
-            if id(item) not in seen:
-                seen.add(id(item))
+        # Most of what modules hold are the empty dicts of hooks, and there are many: so this is a flat pass.
+        level, pending = pending, []
+        for item in [item for item in level if item.__class__ not in _ATOMS]:
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
+            if isinstance(item, _KINDS):
                 before = item.copy() if item else ()
                 kept.append((item, before))
                 if before:
                     pending.extend(before.values() if isinstance(before, dict) else before)
+            elif isinstance(item, Tensor):
+                tensors.append(item)
+            elif isinstance(item, tuple):
+                pending.extend(item)
+            elif isinstance(item, torch.Generator):
+                stack.callback(item.set_state, item.get_state())
+            elif is_dataclass(item) and hasattr(item, "__dict__") and not isinstance(item, type):
+                pending.append(item.__dict__)
     stack.callback(_put_back, kept)
+    stack.callback(_put_back_classes, own)
+    return tensors
 
 
 _KINDS = (dict, list, set, deque)
-_CONTAINERS = frozenset(_KINDS)
+_ATOMS = frozenset((str, int, float, bool, type(None), type, FunctionType, property, staticmethod, classmethod))
 
 
 def _put_back(kept: list[tuple[Any, Any]]) -> None:
@@ -197,28 +214,39 @@ def _put_back(kept: list[tuple[Any, Any]]) -> None:
             held.extend(before) if isinstance(held, list | deque) else held.update(before)
 
 
-def _keep_parameters(model: nn.Module, stack: ExitStack, originals: Originals | None) -> None:
-    """Put back the values of parameters and of tensors kept as attributes, and gradients, which start as None."""
+def _put_back_classes(kept: list[tuple[type, dict[str, Any]]]) -> None:
+    for cls, before in kept:
+        for name, value in list(vars(cls).items()):
+            if name not in before:
+                delattr(cls, name)
+            elif value is not before[name]:
+                setattr(cls, name, before[name])
+
+
+def _keep_tensors(tensors: list[Tensor], stack: ExitStack, originals: Originals | None) -> None:
+    """Put back the values of tensors that a real run may write to, and gradients, which start as None."""
     watched = originals or Originals()
-    values = [value for _, module in named(model) for value in (*module._parameters.values(), *vars(module).values())]
-    tensors = {id(value): value for value in values if isinstance(value, Tensor) and value.is_leaf}.values()
     found = [t for t in tensors if t.layout is torch.strided and not t.is_nested and not t.is_meta]
-    before = [(tensor, tensor.grad, tensor.requires_grad) for tensor in found]
+    before = [(t, t.detach(), t.grad if t.is_leaf else None, t.requires_grad) for t in found]
     for tensor in found:
         watched.watch(tensor)
-        tensor.grad = None
+        if tensor.is_leaf:
+            tensor.grad = None
     if originals is None:
         watched.copy_all()
-    stack.callback(_put_back_gradients, before)
     stack.callback(watched.put_back)
+    stack.callback(_put_back_tensors, before)
 
 
-def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> None:
-    for tensor, grad, requires_grad in before:
-        if tensor.grad is not grad:
-            tensor.grad = grad
-        if tensor.requires_grad is not requires_grad:
-            tensor.requires_grad_(requires_grad)
+def _put_back_tensors(before: list[tuple[Tensor, Tensor, Tensor | None, bool]]) -> None:
+    for tensor, as_found, grad, requires_grad in before:
+        if tensor.untyped_storage() is not as_found.untyped_storage():  # another was set as its `data`
+            tensor.data = as_found
+        if tensor.is_leaf:
+            if tensor.grad is not grad:
+                tensor.grad = grad
+            if tensor.requires_grad is not requires_grad:
+                tensor.requires_grad_(requires_grad)
 
 
 def _keep_random_states(model: nn.Module, stand: Stand, stack: ExitStack) -> None:

@@ -175,6 +175,7 @@ class _Holdings:
         self._held: dict[str, list[Parameter]] = {}
         self._params: dict[int, list[Parameter]] = {}
         self._buffers: dict[int, list[torch.Tensor]] = {}
+        self._inside: dict[int, tuple[dict[int, int], set[int]]] = {}
         seen: set[int] = set()
         for path, module in named(model):
             owner = path
@@ -198,10 +199,15 @@ class _Holdings:
         }
 
     def shared(self, call: TracedCall) -> int:
-        """How many of the parameters of the call's own module are counted elsewhere."""
-        held = {id(param): param for param in self._held.get(call.path, [])}
-        here = {id(param) for param in self._params.get(call.index, [])}
-        return sum(param.numel() for key, param in held.items() if key not in here)
+        """How many of the parameters that are used in the call are counted outside. Asked of the calls inside first."""
+        used = {id(param): param.numel() for param in self._held.get(call.path, [])}
+        counted = {id(param) for param in self._params.get(call.index, [])}
+        for child in call.children:
+            inside_used, inside_counted = self._inside.get(child, ({}, set()))
+            used |= inside_used
+            counted |= inside_counted
+        self._inside[call.index] = used, counted
+        return sum(count for key, count in used.items() if key not in counted)
 
 
 def _new(tensors: list[Any], seen: set[int]) -> list[Any]:

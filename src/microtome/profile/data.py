@@ -174,6 +174,8 @@ class Profile(Result):
 
     def __getitem__(self, address: str) -> Any:
         """The row at an address; of a glob, a tuple of the rows whose path it matches."""
+        if not isinstance(address, str):
+            raise BadQuery(f"rows are found by their address, such as 'layer1.0.conv1', got {address!r}")
         if address in self._by_address:
             again = self._by_address.get(f"{address}#1")
             if again is not None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv as csv_format
 import io
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from rich.console import Group as Stack
 from rich.table import Table
@@ -85,10 +87,8 @@ _COLUMNS = {
     "saved_bytes": _amount("saved_bytes", size, "saved"),
 }
 #: The first are left out last where a terminal is too narrow.
-_SHOWN = ("flops", "params", "type", "share", "macs", "outputs", "backward_flops", "saved_bytes", "moved_bytes", "peak_bytes")  # fmt: skip  # noqa: E501
+_SHOWN = ("flops", "backward_flops", "params", "saved_bytes", "type", "share", "macs", "outputs", "moved_bytes", "peak_bytes")  # fmt: skip  # noqa: E501
 _ORDER = ("runs", "type", "outputs", "params", "macs", "flops", "share", "backward_flops", "saved_bytes", "moved_bytes", "peak_bytes")  # fmt: skip  # noqa: E501
-
-COLUMNS = tuple(_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -101,20 +101,24 @@ class _Lines:
     rows: list[list[str]]
     total: list[str]
     left_out: tuple[str, ...]
+    count: int
 
 
 def renderable(profile: Profile, view: View | None = None, width: int | None = None) -> Any:
     """What rich draws: the table, and under it what it rests on."""
     lines = _lines(profile, view or View(), width)
-    table = Table(title=f"{profile.model} on {profile.inputs}", title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(show_edge=False, pad_edge=False)
     styles = {"type": "cyan", "share": "green", "outputs": "dim"}
-    for name, header, right in zip(("", *lines.columns), lines.headers, lines.right, strict=True):
-        table.add_column(header, justify="right" if right else "left", style=styles.get(name, ""), no_wrap=True)
+    for at, (name, header, right) in enumerate(zip(("", *lines.columns), lines.headers, lines.right, strict=True)):
+        width_ = max(len(header), *(len(row[at]) for row in (*lines.rows, lines.total)))
+        justify: Literal["left", "right"] = "right" if right else "left"
+        table.add_column(header, justify=justify, style=styles.get(name, ""), min_width=width_, no_wrap=True)
     for row in lines.rows:
         table.add_row(*map(Text, row))
     table.add_section()
     table.add_row(*map(Text, lines.total), style="bold")
-    return Stack(table, Text("\n".join(_notes(profile, view or View(), lines)), style="dim"))
+    title = Text(f"{profile.model} on {profile.inputs}", style="italic")
+    return Stack(title, table, Text("\n".join(_notes(profile, view or View(), lines)), style="dim"))
 
 
 def text(profile: Profile, view: View | None = None) -> str:
@@ -123,24 +127,36 @@ def text(profile: Profile, view: View | None = None) -> str:
 
 
 def markdown(profile: Profile, view: View | None = None) -> str:
-    lines = _lines(profile, view or View(), None)
+    view = _whole_tree(profile, view or View())
+    lines = _lines(profile, view, None)
     indent = "\N{NO-BREAK SPACE}"  # other spaces at the beginning of a cell are not shown
     rows = [[name.replace(" ", indent), *(cell.lstrip("█▏▎▍▌▋▊▉ ") for cell in rest)] for name, *rest in lines.rows]
     rule = ["---:" if right else "---" for right in lines.right]
     cells = [lines.headers, rule, *rows, lines.total]
     table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
-    notes = "\n".join(f"- {note}" for note in _notes(profile, view or View(), lines))
+    notes = "\n".join(f"- {note}" for note in _notes(profile, view, lines))
     return f"**{profile.model}** on `{profile.inputs}`\n\n{table}\n\n{notes}\n"
 
 
 def csv(profile: Profile, view: View | None = None) -> str:
-    view = view or View(depth=max(row.depth for row in profile))
+    """Every row of the view, all calls if it does not say which, with all their numbers."""
+    view = _whole_tree(profile, view or View())
+    check(view)
     file = io.StringIO()
     records = [flat(row) if isinstance(row, Row) else _flat_group(row) for row, _ in _rows(profile, view)]
+    if view.columns:
+        named = ("address", "name", *view.columns)
+        records = [{name: value for name, value in record.items() if name in named} for record in records]
     writer = csv_format.DictWriter(file, list(records[0]) if records else [])
     writer.writeheader()
     writer.writerows(records)
     return file.getvalue()
+
+
+def _whole_tree(profile: Profile, view: View) -> View:
+    """The view as it is in a file, which has room for every call."""
+    chosen = (view.depth, view.granularity, view.by, view.sort)
+    return view if chosen != (None,) * 4 else replace(view, depth=_deepest(profile))
 
 
 def _flat_group(group: Group) -> dict[str, Any]:
@@ -152,8 +168,6 @@ def _flat_group(group: Group) -> dict[str, Any]:
 
 def _rows(profile: Profile, view: View) -> list[tuple[Any, str]]:
     """The rows or groups of a view, each with its name."""
-    if view.sort is not None and view.sort not in _COLUMNS:
-        raise BadQuery(f"there is no column {view.sort!r} to sort by: write one of {', '.join(COLUMNS)}")
     if view.by is not None:
         groups = {"type": profile.by_type, "op": profile.by_op}[view.by]()
         rows: list[tuple[Any, str]] = [(group, name) for name, group in groups.items()]
@@ -167,16 +181,11 @@ def _rows(profile: Profile, view: View) -> list[tuple[Any, str]]:
         depth = _depth(profile) if view.depth is None else view.depth
         rows = [(row, _in_tree(row)) for row in profile if row.depth <= depth]
     if view.sort is not None:
-        by = _sorted_by(view.sort)
+        by = "flops" if view.sort == "share" else view.sort
+        if by in ("peak_bytes", "output_bytes"):  # which rows of their own have from the calls inside
+            rows = [pair for pair in rows if not pair[0].type.endswith("(own)")]
         rows.sort(key=lambda pair: -(getattr(pair[0], by, None) or 0))
     return rows[: view.top]
-
-
-def _sorted_by(column: str) -> str:
-    by = "flops" if column == "share" else column
-    if by in ("type", "inputs", "outputs", "dtype"):
-        raise BadQuery(f"rows are sorted by a quantity, such as flops or params, not by {column}")
-    return by
 
 
 def _depth(profile: Profile) -> int:
@@ -201,9 +210,7 @@ def _in_tree(row: Row) -> str:
 
 
 def _lines(profile: Profile, view: View, width: int | None) -> _Lines:
-    for name in view.columns:
-        if name not in _COLUMNS:
-            raise BadQuery(f"there is no column {name!r}: write one of {', '.join(COLUMNS)}")
+    check(view)
     pairs = _rows(profile, view)
     names = [name for _, name in pairs]
     wanted = view.columns or tuple(name for name in _ORDER if _has(profile, view, name))
@@ -222,16 +229,39 @@ def _lines(profile: Profile, view: View, width: int | None) -> _Lines:
         rows=[[name, *(table[column][at] for column in chosen)] for at, name in enumerate(names)],
         total=["total", *(whole[name] for name in chosen)],
         left_out=tuple(name for name in wanted if name not in chosen),
+        count=len(_rows(profile, replace(view, top=None))),
     )
 
 
+#: Of groups there is only what adds up; of operators, what they do in the forward.
+_OF_CALLS = ("type", "inputs", "outputs", "dtype", "output_bytes", "peak_bytes")
+_OF_MODULES = ("params", "trainable_params", "param_bytes", "buffer_bytes", "backward_macs", "backward_flops", "saved_bytes")  # fmt: skip  # noqa: E501
+
+
+def columns_of(by: str | None) -> tuple[str, ...]:
+    """The names of the columns that a view can have."""
+    missing = {None: ("runs",), "type": _OF_CALLS, "op": (*_OF_CALLS, *_OF_MODULES)}[by]
+    return tuple(name for name in _COLUMNS if name not in missing)
+
+
+def check(view: View) -> None:
+    """Raise where a view asks for what there is not."""
+    known = columns_of(view.by)
+    for name in view.columns:
+        if name not in known:
+            raise BadQuery(f"there is no column {name!r}{_OF[view.by]}: write one of {', '.join(known)}")
+    if view.sort is not None and view.sort not in known:
+        raise BadQuery(f"there is no column {view.sort!r}{_OF[view.by]} to sort by: write one of {', '.join(known)}")
+    if view.sort in ("type", "inputs", "outputs", "dtype"):
+        raise BadQuery(f"rows are sorted by a quantity, such as flops or params, not by {view.sort}")
+
+
+_OF = {None: "", "type": " of types", "op": " of operators"}
+
+
 def _has(profile: Profile, view: View, column: str) -> bool:
-    total = profile.total
-    if column in ("backward_flops", "saved_bytes"):
-        return getattr(total, column) is not None and view.by != "op"
-    if view.by is not None:
-        return column not in ("type", "outputs", "peak_bytes") and not (view.by == "op" and column == "params")
-    return column != "runs"
+    backward = column in ("backward_flops", "saved_bytes")
+    return column in columns_of(view.by) and not (backward and getattr(profile.total, column) is None)
 
 
 def _whole(column: str, profile: Profile) -> str:
@@ -245,7 +275,9 @@ def _shapes(tensors: Sequence[Any]) -> str:
 
 def _params(row: Any) -> str:
     shared = getattr(row, "shared_params", 0)
-    return f"({count(shared)})" if shared and not row.params else count(row.params)
+    if not shared:
+        return count(row.params)
+    return f"{count(row.params)} (+{count(shared)})" if row.params else f"({count(shared)})"
 
 
 # -- what the numbers rest on ------------------------------------------------------------------------------------------
@@ -253,24 +285,46 @@ def _params(row: Any) -> str:
 
 def _notes(profile: Profile, view: View, lines: _Lines) -> list[str]:
     total, coverage = profile.total, profile.coverage
+    counted = f"{_known(total, 'macs', 'MACs')}; {_known(total, 'flops', 'FLOPs')} ({profile.convention} convention)"
     notes = [
-        f"{total.params:,} parameters ({total.trainable_params:,} trainable, {size(total.param_bytes)}); "
-        f"{_known(total, 'macs', 'MACs')}; {_known(total, 'flops', 'FLOPs')} ({profile.convention} convention)",
+        f"{total.params:,} parameters ({total.trainable_params:,} trainable, {size(total.param_bytes)}); {counted}",
         f"counted: {coverage.fraction:.1%} of {coverage.ops:,} operators, on {profile.how}",
     ]
+    if total.backward_flops is not None:
+        notes.append(f"backward: {total.backward_flops:,} FLOPs; {size(total.saved_bytes)} saved for it")
+    elif total.saved_bytes is not None:
+        notes.append(f"the {profile.convention} convention does not say what a backward costs")
     if coverage.unknown:
-        names = ", ".join(f"{op.name} ({op.runs})" for op in coverage.unknown[:6])
-        notes.append(f"no formula is known for {names}{', …' if len(coverage.unknown) > 6 else ''}")
+        notes.append(f"no formula is known for {_some([f'{op.name} ({op.runs})' for op in coverage.unknown])}")
     if coverage.never_ran:
-        names = ", ".join(coverage.never_ran[:6])
-        notes.append(f"never ran: {names}{', …' if len(coverage.never_ran) > 6 else ''}")
-    if any(row.shared_params for row in profile):
+        notes.append(
+            f"never ran: {_some(_folded(coverage.never_ran))}; parameters they hold count in the call above them"
+        )
+    if "params" in lines.columns and any("(" in row[1 + lines.columns.index("params")] for row in lines.rows):
         notes.append("parameters in brackets are counted elsewhere: tied weights, or a module that runs again")
-    if view == View() and _depth(profile) < max(row.depth for row in profile):
-        notes.append(f"shown to depth {_depth(profile)} of {max(row.depth for row in profile)}")
+    chosen = (view.depth, view.granularity, view.by, view.sort)
+    if chosen == (None,) * 4 and _depth(profile) < _deepest(profile):
+        notes.append(f"shown to depth {_depth(profile)} of {_deepest(profile)}")
+    if view.top is not None and len(lines.rows) < lines.count:
+        notes.append(f"shown: {len(lines.rows)} of {lines.count} rows; the total is of all")
     if lines.left_out:
-        notes.append(f"no room for: {', '.join(lines.left_out)}")
+        notes.append(f"no room for: {', '.join(_COLUMNS[name].header for name in lines.left_out)}")
     return notes
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
+def _folded(paths: Sequence[str]) -> list[str]:
+    """Paths that differ in a number alone as one, with how many there are."""
+    folded = Counter(re.sub(r"\b\d+\b|(?<=_)\d+\b", "*", path) for path in paths)
+    single = {re.sub(r"\b\d+\b|(?<=_)\d+\b", "*", path): path for path in paths}
+    return [f"{name} ({count_})" if count_ > 1 else single[name] for name, count_ in folded.items()]
+
+
+def _deepest(profile: Profile) -> int:
+    return max(row.depth for row in profile)
 
 
 def _known(total: Amounts, name: str, unit: str) -> str:

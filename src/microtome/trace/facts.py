@@ -17,6 +17,11 @@ _BATCH_NORMS = {
 }
 
 
+_aten = torch.ops.aten
+_GATHERS = {_aten.embedding, _aten.index, _aten._unsafe_index, _aten.index_select, _aten.gather, _aten.take, _aten._embedding_bag}  # fmt: skip  # noqa: E501
+_PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution}
+
+
 class Facts:
     """Of one operator.
 
@@ -24,19 +29,23 @@ class Facts:
         writes: The positions and names of the arguments that its schema says it writes to.
         may_write: Whether it may write to any.
         is_view: Whether it only changes the shape of its first argument, in place.
+        is_gather: Whether it reads of its first argument only what it returns.
+        is_product: Whether it wants one dtype for all, which meta tensors do not check.
     """
 
-    __slots__ = ("_func", "_is_batch_norm", "is_view", "may_write", "name", "writes")
+    __slots__ = ("_func", "_is_batch_norm", "is_gather", "is_product", "is_view", "may_write", "name", "writes")
 
     def __init__(self, func: AnyOp) -> None:
         self._func = func  # held, since facts are found by its identity
         self.name = f"aten.{func.__name__}"
         self.writes: tuple[tuple[int, str], ...] = ()
-        self.is_view = self._is_batch_norm = False
+        self.is_view = self._is_batch_norm = self.is_gather = self.is_product = False
         if isinstance(func, OpOverload):
             self.name = str(func)
             self.is_view = torch.Tag.inplace_view in func.tags
             self._is_batch_norm = func in _BATCH_NORMS
+            self.is_gather = func._overloadpacket in _GATHERS
+            self.is_product = func._overloadpacket in _PRODUCTS
             arguments = enumerate(func._schema.arguments)
             self.writes = tuple((at, a.name) for at, a in arguments if a.alias_info and a.alias_info.is_write)
         self.may_write = bool(self.writes) or self._is_batch_norm

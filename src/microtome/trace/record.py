@@ -19,7 +19,7 @@ from microtome.engine.standin import CannotStand, Originals, Stand
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 from microtome.trace.data import How, Op, Trace, TracedCall
-from microtome.trace.facts import facts_of, tensors
+from microtome.trace.facts import Facts, facts_of, tensors
 from microtome.trace.values import SeenValue, Values
 
 
@@ -118,7 +118,8 @@ class Recorder(Probe):
     def fail(self, call: Call, error: BaseException) -> None:
         if not self._failed:  # the innermost is told first
             self._failed = True
-            error.add_note(f"in the call {call.address!r} ({type(call.module).__name__})")
+            where = f"the call {call.address!r}" if call.address else "the model itself"
+            error.add_note(f"in {where} ({type(call.module).__name__})")
             done = [record.call.address for record in self._calls.values() if record.done and not record.children]
             shown = ", ".join(done if len(done) <= 12 else ["…", *done[-12:]])
             error.add_note(f"layers that ran before: {shown}" if done else "no layer ran before")
@@ -164,6 +165,8 @@ class Recorder(Probe):
             return
         facts = facts_of(func)
         read, written = self._operands if facts.may_write else (self._values.among(args, kwargs), [])
+        if facts.is_product and self._stand != "real":
+            _check_dtypes(facts, read)
         index = len(self._ops)
         if output.__class__ is Tensor:
             made = [self._values.of(output, "op", None, index)]
@@ -176,7 +179,7 @@ class Recorder(Probe):
             self._functions[where.whole] = _Function(index, backward)
         elif where.phase == "forward" or convention.has_backward:
             cost = convention.op(where.function, func, args, kwargs, output)
-        self._write(where, facts.name, read, written, made, cost, facts.is_view)
+        self._write(where, facts.name, read, written, made, cost, facts)
 
     def _write(
         self,
@@ -186,8 +189,9 @@ class Recorder(Probe):
         written: list[SeenValue],
         made: list[SeenValue],
         cost: Cost | None,
-        is_view: bool = False,
+        facts: Facts | None = None,
     ) -> None:
+        is_view = facts is not None and facts.is_view
         index = len(self._ops)
         memories = []
         in_bytes = out_bytes = 0
@@ -204,6 +208,8 @@ class Recorder(Probe):
                 moves = not is_view
             if value not in read:
                 out_bytes += value.nbytes if value.nbytes < memory.nbytes else memory.nbytes
+        if facts is not None and facts.is_gather and read:
+            in_bytes -= max(min(read[0].nbytes, read[0].memory.nbytes) - out_bytes, 0)
         for value in written:
             value.mutated_by.append(index)
             out_bytes += min(value.nbytes, value.memory.nbytes)
@@ -289,3 +295,9 @@ class Recorder(Probe):
             for record in self._calls.values()
         )
         return Trace(how, tuple(calls), tuple(self._ops), *self._values.as_data())
+
+
+def _check_dtypes(facts: Facts, read: list[SeenValue]) -> None:
+    dtypes = dict.fromkeys(value.dtype for value in read)
+    if len(dtypes) > 1:
+        raise CannotStand(f"{facts.name} takes one dtype, and got {' and '.join(map(str, dtypes))}")

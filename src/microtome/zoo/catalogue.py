@@ -42,6 +42,8 @@ def listing(pattern: str | None = None) -> Listing:
         except MicrotomeError as error:
             notes.append(f"{source}: {error}")
     notes += operators_note()
+    if pattern is not None and not any(sign in pattern for sign in "*?[:"):
+        pattern = f"*{pattern}*"  # a word, wherever it is in the name
     fitting = tuple(names) if pattern is None else tuple(name for name in names if fnmatchcase(name, pattern))
     if not fitting:
         raise NoMatch(_nothing(pattern or "", names, notes))

@@ -64,7 +64,7 @@ def resolve(
     >>> resolve("torch.nn:Linear", args={"in_features": 8, "out_features": 2}, inputs="4x8").model
     Linear(in_features=8, out_features=2, bias=True)
     """
-    asked = None if inputs is None else Inputs.of(inputs)
+    asked = None if inputs is None else Inputs.of(inputs, device="meta" if meta and weights is None else "cpu")
     with seeded():  # a file may build its model when it is imported
         found = _find(text, dict(args or {}), meta=meta)
         with seeded():
@@ -84,6 +84,8 @@ def _find(text: str, args: dict[str, Any], *, meta: bool) -> Found:
             raise NoMatch(f"{text!r} lacks the name of a model: microtome models '{source}:*' lists them")
         return SOURCES[source].find(name, args)
     place, _, name = text.rpartition(":")
+    if text.removesuffix(":").endswith(".py"):
+        raise NoMatch(f"{text!r} names a file: say what to take from it, such as {text.removesuffix(':')}:Net")
     if not place or not name:
         raise _nameless(text)
     if not python.exists(place):
