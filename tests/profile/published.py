@@ -57,7 +57,8 @@ class Published:
             weights, options = None, {"quantize": False}
             if "googlenet" in self.name:
                 options["aux_logits"] = False
-        with warnings.catch_warnings(), torch.device(device), _without_loading():
+        with warnings.catch_warnings(), torch.device(device), _without_loading(), torch.random.fork_rng():
+            torch.manual_seed(0)
             warnings.simplefilter("ignore")  # initialisations that will change, quantisation that will go
             model: nn.Module = models.get_model_builder(self.name)(weights=weights, **options).eval()
         if self.kind == "detection":
@@ -110,6 +111,8 @@ def _find(model: nn.Module, count: int) -> None:
             nn.init.constant_(parameter[:1].data, 50.0)  # the background
     if count:
         model.roi_heads.detections_per_img = count  # type: ignore[union-attr]
+    if hasattr(model, "rpn"):
+        model.rpn.nms_thresh = 1.0  # type: ignore[union-attr]  # as many places to look at as it takes, as a trained one finds
 
 
 @contextmanager
