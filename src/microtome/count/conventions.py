@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from microtome.count import elementwise, ptflops, torchstat  # noqa: F401  (registers its formulas)
 from microtome.count.whole import WHOLE
-from microtome.count.work import NOTHING, Work, first, op_name, registered, work_of
+from microtome.count.work import NOTHING, Work, first, op_name, registered, work_by, work_of
 from microtome.errors import NoMatch
 
 
@@ -52,16 +52,14 @@ class Convention:
     has_backward: bool = False
     has_madds: bool = True
 
-    def of_whole(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[Cost, Cost]:
-        """The cost of a function shown whole, and of its backward."""
-        costs = WHOLE[function]
-        forward = registered(function) or costs.forward
-        shape = first(out)
-        work = forward(*args, out=shape, **kwargs)
-        return (
-            self.whole(work if isinstance(work, Work) else Work(other=work)),
-            self.whole(costs.backward(*args, out=shape, **kwargs)),
-        )
+    def of_whole(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> tuple[Cost | None, Cost | None]:
+        """The cost of a function shown whole, and of its backward; None where it is not known."""
+        both = (registered(function) or WHOLE[function].forward, WHOLE[function].backward)
+        works = [work_by(formula, function, args, kwargs, first(out)) for formula in both]
+        forward, backward = (None if work is None else self.whole(work) for work in works)
+        return forward, backward
 
 
 def convention(name: str) -> Convention:

@@ -95,11 +95,16 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         found = _found[func]
     except KeyError:
         found = _found[func] = _find(func)
-    if found is None:
-        return None
+    return None if found is None else work_by(found, func, args, kwargs, out)
+
+
+def work_by(formula: Formula, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work | None:
+    """What a formula says."""
     try:
-        work = found(*args, **{**kwargs, "out": out})
+        work = formula(*args, **{**kwargs, "out": out})
     except Exception as error:
+        if formula not in _registered.values():
+            return None  # arguments that our formula did not foresee: not known, and so listed
         raise BadFormula(f"the formula of {func} failed: {said(error)}") from error
     if work.__class__ is Work:
         return work

@@ -43,7 +43,7 @@ class _Function:
     """A function shown whole: the index of its operator, and what its backward costs."""
 
     op: int
-    backward: Cost
+    backward: Cost | None
 
 
 @dataclass
