@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import imports, profile, report, trace, tracker
+from benchmarks import imports, profile, report, times, trace, tracker
 
-SUITES = {"tracker": [tracker.run, imports.run], "trace": [trace.run], "profile": [profile.run]}
+SUITES = {"tracker": [tracker.run, imports.run], "trace": [trace.run], "profile": [profile.run], "times": [times.run]}
 
 
 def main() -> int:

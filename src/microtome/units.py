@@ -4,6 +4,8 @@
 ('1.81 G', '999', '0')
 >>> size(605_152), size(512)
 ('591 KiB', '512 B')
+>>> seconds(0.00123), seconds(2.5)
+('1.23 ms', '2.5 s')
 >>> share(1, 3), shape((1, 3, 224, 224))
 ('33.3 %', '1x3x224x224')
 """
@@ -23,6 +25,16 @@ def count(number: float | None) -> str:
 def size(nbytes: float | None) -> str:
     """Bytes, in steps of 1024."""
     return _scaled(nbytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB"))
+
+
+def seconds(number: float | None) -> str:
+    """A time, in the unit that fits it."""
+    if number is None:
+        return UNKNOWN
+    for unit, size_ in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(number) >= size_:
+            return f"{number / size_:.3g} {unit}"
+    return f"{number / 1e-9:.0f} ns"
 
 
 def share(part: float | None, whole: float | None) -> str:

@@ -53,10 +53,10 @@ def describe(found: Resolved) -> str:
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Say on a terminal what takes its time."""
-    with Console(stderr=True, markup=False, emoji=False).status(what):
-        yield
+def working(what: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Say on a terminal what takes its time, and, where that is known, how much of it is done."""
+    with Console(stderr=True, markup=False, emoji=False).status(what) as status:
+        yield lambda done, whole: status.update(f"{what}: {done} of {whole}")
 
 
 def say(notes: tuple[str, ...]) -> None:

@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 @click.option("--meta", is_flag=True, help="Build the model without allocating its weights.")
 @click.option("--weights", type=click.Path(dir_okay=False), metavar="F.safetensors", help="Load these weights.")
 @click.option("--device", metavar="D", help="Put the model and its inputs on this device, such as cuda.")
+@click.option("--time", is_flag=True, help="Measure the time of each call too, on a CPU.")
+@click.option("--repeat", type=click.IntRange(min=3), default=30, help="How many passes to measure.")
+@click.option(
+    "--budget", type=click.FloatRange(min=0, min_open=True), default=20.0, metavar="S", help="Seconds for it."
+)
 @click.option("--strict", is_flag=True, help="Fail where an operator has no formula.")
 @click.option("--json", "json_file", metavar="F", help="Write JSON that microtome.load reads; - for the terminal.")
 @click.option("--csv", "csv_file", metavar="F", help="Write CSV, raw numbers; - for the terminal.")
@@ -56,6 +61,9 @@ def profile(
     meta: bool,
     weights: str | None,
     device: str | None,
+    time: bool,
+    repeat: int,
+    budget: float,
     strict: bool,
     json_file: str | None,
     csv_file: str | None,
@@ -78,8 +86,11 @@ def profile(
     with working(f"building {model}"):
         found = resolve(model, inputs, args, meta=meta, weights=weights)
     found.model.train(train)
-    with working(f"counting {model}"):
-        result = _run(found, device, backward=backward, convention=convention, strict=strict)
+    options = {"backward": backward, "convention": convention, "strict": strict}
+    if time:
+        options |= {"measure": "time", "repeat": repeat, "budget_s": budget}
+    with working(f"{'measuring' if time else 'counting'} {model}") as progress:
+        result = _run(found, device, progress=progress, **options)
     make: dict[str, Callable[[], str]] = {
         "--json": result.to_json,
         "--csv": partial(csv, result, view),

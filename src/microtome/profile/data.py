@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self
 
 from microtome.engine.select import glob, is_glob, no_path
 from microtome.errors import BadQuery, NoMatch
+from microtome.measure.spread import Spread
+from microtome.profile.timing import Timing
 from microtome.results import Result
 
 
@@ -27,6 +29,7 @@ class Amounts:
         backward_macs: Multiply-accumulates of the backward, what it computes again included.
         backward_flops: Its floating-point operations.
         saved_bytes: What the forward makes and the backward reads, and is kept in memory between them.
+        time_s: Seconds of the forward, measured: the median of the passes.
     """
 
     params: int = 0
@@ -41,6 +44,7 @@ class Amounts:
     backward_macs: int | None = None
     backward_flops: int | None = None
     saved_bytes: int | None = None
+    time_s: float | None = None
 
     @property
     def moved_bytes(self) -> int:
@@ -95,6 +99,7 @@ class Row(Amounts):
         shared_params: Parameters that are used here and counted elsewhere: tied weights, modules that run again.
         output_bytes: What it returns.
         peak_bytes: The most bytes that live at once while its forward runs, weights and inputs included.
+        time: The spread of `time_s`, in seconds; None if it was not measured.
     """
 
     address: str = ""
@@ -110,6 +115,7 @@ class Row(Amounts):
     peak_bytes: int = 0
     own: Amounts = Amounts()
     ops: tuple[Group, ...] = ()
+    time: Spread | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +161,7 @@ class Profile(Result):
         inputs: What it was given, as text.
         convention: How MACs, FLOPs and MAdds are counted.
         how: On what the run was made, and why.
+        timing: How times were measured; None if they were not.
     """
 
     kind: ClassVar[str] = "profile"
@@ -166,6 +173,7 @@ class Profile(Result):
     how: str
     coverage: Coverage
     calls: tuple[Row, ...]
+    timing: Timing | None = None
 
     @property
     def total(self) -> Row:

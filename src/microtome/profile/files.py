@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from microtome.measure.spread import Spread
 from microtome.profile.data import AMOUNTS, Amounts, Coverage, Group, Row, Tensor, Unknown
+from microtome.profile.timing import Timing
 from microtome.units import shape
 
 
@@ -37,7 +39,12 @@ def profile_from(data: dict[str, Any]) -> dict[str, Any]:
         **{name: data[name] for name in ("model", "inputs", "convention", "how")},
         "coverage": Coverage(coverage["ops"], unknown, tuple(coverage["never_ran"])),
         "calls": tuple(_row(row) for row in data["calls"]),
+        "timing": _timing(data["timing"]),
     }
+
+
+def _timing(data: dict[str, Any] | None) -> Timing | None:
+    return None if data is None else Timing(**{**data, "bare": Spread(**data["bare"])})
 
 
 def _row(data: dict[str, Any]) -> Row:
@@ -46,5 +53,6 @@ def _row(data: dict[str, Any]) -> Row:
         "outputs": tuple(Tensor(tuple(tensor["shape"]), tensor["dtype"]) for tensor in data["outputs"]),
         "own": Amounts(**data["own"]),
         "ops": tuple(Group(**op) for op in data["ops"]),
+        "time": None if data["time"] is None else Spread(**data["time"]),
     }
     return Row(**{field.name: data[field.name] for field in fields(Row) if field.name not in nested}, **nested)

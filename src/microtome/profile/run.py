@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from microtome.errors import Unsupported
+from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs
 from microtome.trace.run import record
 
 if TYPE_CHECKING:
     from microtome.profile.data import Coverage, Profile
+    from microtome.profile.timing import Progress
 
 
 def profile(
@@ -22,6 +24,10 @@ def profile(
     convention: str = "microtome",
     strict: bool = False,
     fake: bool | None = None,
+    measure: Collection[str] = (),
+    repeat: int = 30,
+    budget_s: float = 20.0,
+    progress: Progress | None = None,
 ) -> Profile:
     """Say what each call of a model costs: parameters, MACs, FLOPs, bytes. Nothing is computed where it need not be.
 
@@ -32,6 +38,10 @@ def profile(
             `"torchvision"`, `"fvcore"`, `"ptflops"` or `"torchstat"` count.
         strict: Raise where an operator has no formula, rather than list it in `Profile.coverage`.
         fake: As for `trace`: True runs on fake tensors; False runs the model as it is.
+        measure: What to measure too, in passes of its own: `"time"`, on a CPU.
+        repeat: How many passes to measure.
+        budget_s: After so many seconds no further pass begins; three are made in any case.
+        progress: Told of each pass: how many are done, and how many there are to be.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -53,14 +63,28 @@ def profile(
     coverage = builder.coverage()
     if strict and coverage.unknown:
         raise _not_known(coverage)
+    rows, timing = builder.rows(), None
+    if _wants_time(measure):
+        from microtome.profile.measured import timed
+
+        rows, timing = timed(rows, model, given, repeat=repeat, budget_s=budget_s, progress=progress)
     return Profile(
         model=type(model).__name__,
         inputs=repr(given),
         convention=convention,
         how=f"{trace.how.stand} tensors" + (f" ({trace.how.why})" if trace.how.why else ""),
         coverage=coverage,
-        calls=builder.rows(),
+        calls=rows,
+        timing=timing,
     )
+
+
+def _wants_time(measure: Collection[str]) -> bool:
+    names = (measure,) if isinstance(measure, str) else tuple(measure)
+    for name in names:
+        if name != "time":
+            raise BadQuery(f"{name!r} cannot be measured: write 'time'")
+    return bool(names)
 
 
 def _not_known(coverage: Coverage) -> Unsupported:

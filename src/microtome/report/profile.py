@@ -15,11 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from microtome.errors import BadQuery
+from microtome.measure.spread import Spread
 from microtome.profile import Amounts, Group, Profile, Row
 from microtome.profile.data import AMOUNTS
 from microtome.profile.files import flat
+from microtome.profile.timing import Timing
 from microtome.report.terminal import bar, fitted, plain_text
-from microtome.units import UNKNOWN, count, ratio, shape, share, size
+from microtome.units import UNKNOWN, count, ratio, seconds, shape, share, size
 
 #: A table that is not told how deep to go shows at most about this many rows.
 _ROWS = 60
@@ -85,10 +87,13 @@ _COLUMNS = {
     "backward_macs": _amount("backward_macs", count, "bwd MACs"),
     "backward_flops": _amount("backward_flops", count, "bwd FLOPs"),
     "saved_bytes": _amount("saved_bytes", size, "saved"),
+    "time": _amount("time_s", seconds, "time"),
+    "time_share": _Column("time share", lambda row, profile: share(row.time_s, profile.total.time_s)),
+    "spread": _Column("95 % interval", lambda row, _: _interval(getattr(row, "time", None))),
 }
 #: The first are left out last where a terminal is too narrow.
-_SHOWN = ("flops", "backward_flops", "params", "saved_bytes", "type", "share", "macs", "outputs", "moved_bytes", "peak_bytes")  # fmt: skip  # noqa: E501
-_ORDER = ("runs", "type", "outputs", "params", "macs", "flops", "share", "backward_flops", "saved_bytes", "moved_bytes", "peak_bytes")  # fmt: skip  # noqa: E501
+_SHOWN = ("flops", "time", "time_share", "backward_flops", "params", "saved_bytes", "type", "share", "macs", "outputs", "moved_bytes", "peak_bytes")  # fmt: skip  # noqa: E501
+_ORDER = ("runs", "type", "outputs", "params", "macs", "flops", "share", "time", "time_share", "backward_flops", "saved_bytes", "moved_bytes", "peak_bytes")  # fmt: skip  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ def _rows(profile: Profile, view: View) -> list[tuple[Any, str]]:
         depth = _depth(profile) if view.depth is None else view.depth
         rows = [(row, _in_tree(row)) for row in profile if row.depth <= depth]
     if view.sort is not None:
-        by = "flops" if view.sort == "share" else view.sort
+        by = {"share": "flops", "time": "time_s", "time_share": "time_s"}.get(view.sort, view.sort)
         if by in ("peak_bytes", "output_bytes"):  # which rows of their own have from the calls inside
             rows = [pair for pair in rows if not pair[0].type.endswith("(own)")]
         rows.sort(key=lambda pair: -(getattr(pair[0], by, None) or 0))
@@ -234,8 +239,8 @@ def _lines(profile: Profile, view: View, width: int | None) -> _Lines:
 
 
 #: Of groups there is only what adds up; of operators, what they do in the forward.
-_OF_CALLS = ("type", "inputs", "outputs", "dtype", "output_bytes", "peak_bytes")
-_OF_MODULES = ("params", "trainable_params", "param_bytes", "buffer_bytes", "backward_macs", "backward_flops", "saved_bytes")  # fmt: skip  # noqa: E501
+_OF_CALLS = ("type", "inputs", "outputs", "dtype", "output_bytes", "peak_bytes", "spread")
+_OF_MODULES = ("params", "trainable_params", "param_bytes", "buffer_bytes", "backward_macs", "backward_flops", "saved_bytes", "time", "time_share")  # fmt: skip  # noqa: E501
 
 
 def columns_of(by: str | None) -> tuple[str, ...]:
@@ -260,8 +265,14 @@ _OF = {None: "", "type": " of types", "op": " of operators"}
 
 
 def _has(profile: Profile, view: View, column: str) -> bool:
-    backward = column in ("backward_flops", "saved_bytes")
-    return column in columns_of(view.by) and not (backward and getattr(profile.total, column) is None)
+    needed = {
+        "time": "time_s",
+        "time_share": "time_s",
+        "backward_flops": "backward_flops",
+        "saved_bytes": "saved_bytes",
+    }
+    unknown = column in needed and getattr(profile.total, needed[column]) is None
+    return column in columns_of(view.by) and not unknown
 
 
 def _whole(column: str, profile: Profile) -> str:
@@ -294,6 +305,8 @@ def _notes(profile: Profile, view: View, lines: _Lines) -> list[str]:
         notes.append(f"backward: {total.backward_flops:,} FLOPs; {size(total.saved_bytes)} saved for it")
     elif total.saved_bytes is not None:
         notes.append(f"the {profile.convention} convention does not say what a backward costs")
+    if profile.timing is not None:
+        notes += _timing_notes(profile.timing)
     if coverage.unknown:
         notes.append(f"no formula is known for {_some([f'{op.name} ({op.runs})' for op in coverage.unknown])}")
     if coverage.never_ran:
@@ -310,6 +323,22 @@ def _notes(profile: Profile, view: View, lines: _Lines) -> list[str]:
     if lines.left_out:
         notes.append(f"no room for: {', '.join(_COLUMNS[name].header for name in lines.left_out)}")
     return notes
+
+
+def _timing_notes(timing: Timing) -> list[str]:
+    bare, where = timing.bare, timing.environment
+    notes = [
+        f"time: median of {bare.count} passes after {timing.warmups}, {where['threads']} threads of {where['cpu']}; "
+        f"a bare pass takes {seconds(bare.median)} ({_interval(bare)}), one with time stamps {timing.ratio:.3f} of it; "
+        f"{seconds(timing.stamp_s)} a call are taken off"
+    ]
+    if timing.ratio > 1.05:
+        notes.append("the time stamps cost more than 5 %: short calls look longer than they are")
+    return notes
+
+
+def _interval(spread: Spread | None) -> str:
+    return UNKNOWN if spread is None else f"{seconds(spread.low)} to {seconds(spread.high)}"
 
 
 def _some(names: Sequence[str], most: int = 6) -> str:

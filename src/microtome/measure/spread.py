@@ -1,0 +1,64 @@
+"""What repeated measurements say: a middle, how far they spread, and how sure the middle is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+#: How many times the samples are drawn again for the interval of the median.
+_DRAWS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Repeated measurements of one quantity, in its own unit.
+
+    Attributes:
+        median: The middle.
+        q1: A quarter of the samples is below.
+        q3: A quarter is above.
+        low: With `high`, the 95 % interval of the median, by drawing the samples again.
+        count: How many samples there are.
+        outliers: How many lie more than one and a half times q3 - q1 outside of those. They are kept.
+    """
+
+    median: float
+    q1: float
+    q3: float
+    low: float
+    high: float
+    count: int
+    outliers: int
+
+
+def spreads(samples: torch.Tensor) -> list[Spread]:
+    """The spread of each column of a table with a row for each pass. The same samples give the same answer.
+
+    >>> spreads(torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]]))[0].median
+    3.0
+    >>> spreads(torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]]))[0].outliers
+    1
+    """
+    table = samples.to(torch.float64)
+    count = table.shape[0]
+    q1, median, q3 = torch.quantile(table, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=0)
+    reach = 1.5 * (q3 - q1)
+    outliers = ((table < q1 - reach) | (table > q3 + reach)).sum(0)
+    chosen = torch.randint(count, (_DRAWS, count), generator=torch.Generator().manual_seed(0))
+    columns = []
+    for column in range(table.shape[1]):
+        medians = torch.quantile(table[:, column][chosen], 0.5, dim=1)
+        low, high = torch.quantile(medians, torch.tensor([0.025, 0.975], dtype=torch.float64))
+        columns.append(
+            Spread(
+                median=float(median[column]),
+                q1=float(q1[column]),
+                q3=float(q3[column]),
+                low=float(low),
+                high=float(high),
+                count=count,
+                outliers=int(outliers[column]),
+            )
+        )
+    return columns

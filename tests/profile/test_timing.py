@@ -1,0 +1,146 @@
+"""Times of calls. No test asserts how long something takes; benchmarks do."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import microtome as mt
+from microtome import zoo
+from microtome.errors import BadQuery, Unsupported
+from microtome.profile.timing import Timing
+
+
+def timed(model: nn.Module, inputs: Any, **options: Any) -> Any:
+    return mt.profile(model, inputs, measure=("time",), repeat=3, **options)
+
+
+class Uneven(nn.Module):
+    """A layer that does a hundred times what the other does, and glue that does as much as that one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.much = nn.Sequential(*(nn.Linear(256, 256) for _ in range(100)))
+        self.little = nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.little(self.much(x)) @ torch.ones(256, 256)
+
+
+def test_times_of_calls_are_in_proportion_and_add_up() -> None:
+    p = timed(Uneven(), "64x256")
+    much, little = p["much"].time_s, p["little"].time_s
+    assert much > 20 * little > 0
+    assert p.total.time_s >= much + little
+    for row in p:
+        inside = sum(child.time_s for child in p.children(row))
+        assert row.own.time_s + inside == pytest.approx(row.time_s, abs=1e-12)
+    assert sum(row.time_s for row in p.rows(granularity=1)) == pytest.approx(p.total.time_s)
+
+
+def test_a_time_has_a_spread_a_count_and_how_it_was_measured(tmp_path: Path) -> None:
+    p = timed(*zoo.build("tiny-resnet"))
+    assert p.total.time is not None
+    assert (p.total.time.count, p.total.time.median) == (3, p.total.time_s)
+    assert isinstance(p.timing, Timing)
+    assert (p.timing.bare.count, p.timing.ratio > 0, p.timing.stamp_s >= 0) == (3, True, True)
+    assert p.timing.environment["torch"] == torch.__version__
+    p.to_json(tmp_path / "p.json")
+    assert mt.load(tmp_path / "p.json") == p
+    assert "time: median of 3 passes after" in str(p)
+
+
+def test_without_measuring_there_is_no_time() -> None:
+    p = mt.profile(*zoo.build("tiny-resnet"))
+    assert (p.total.time_s, p.total.time, p.timing) == (None, None, None)
+    assert "time" not in str(p)
+
+
+def test_a_module_that_runs_twice_has_two_times() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(self.layer(x))
+
+    p = timed(Twice(), "2x8")
+    assert p["layer#0"].time_s > 0
+    assert p["layer#1"].time_s > 0
+
+
+def test_the_budget_ends_the_passes_but_not_before_three() -> None:
+    p = mt.profile(*zoo.build("tiny-resnet"), measure="time", repeat=1000, budget_s=1e-6)
+    assert p.total.time is not None
+    assert p.total.time.count == 3
+
+
+def test_progress_is_told_of_every_pass() -> None:
+    told: list[tuple[int, int | None]] = []
+    timed(*zoo.build("tiny-resnet"), progress=lambda done, whole: told.append((done, whole)))
+    assert told == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_the_model_is_as_found_also_when_a_pass_fails() -> None:
+    class Breaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.passes = 0
+
+        def forward(self, x: Tensor) -> Any:
+            self.passes += 1
+            if self.passes == 4 and not x.is_meta:
+                raise ValueError("the fourth pass")
+            return self.norm(x)
+
+    model = Breaks()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="the fourth pass"):
+        timed(model, torch.rand(3, 4))
+    assert model.passes == 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert gc.isenabled()
+
+
+def test_calls_that_differ_from_pass_to_pass_are_refused() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.passes = 0
+
+        def forward(self, x: Tensor) -> Any:
+            self.passes += 1
+            for _ in range(1 + self.passes % 3):
+                x = self.layer(x)
+            return x
+
+    with pytest.raises(Unsupported, match="a pass made . calls, and another .: their times have no order"):
+        timed(Odd(), "2x4")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"measure": ("weight",)}, "'weight' cannot be measured: write 'time'"),
+        ({"measure": "time", "repeat": 0}, "a spread needs 3 passes or more: repeat is 0"),
+        ({"measure": "time", "budget_s": 0}, "the budget is a time in seconds above 0, got 0"),
+    ],
+)
+def test_what_cannot_be_measured_so_is_said(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadQuery, match=message):
+        mt.profile(nn.Linear(2, 2), "1x2", **options)
+
+
+def test_a_model_without_values_has_no_times() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(Unsupported, match="times are measured on the CPU, and there are tensors on meta"):
+        timed(model, torch.empty(1, 2, device="meta"))
