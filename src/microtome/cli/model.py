@@ -29,8 +29,9 @@ def model_options(command: Command) -> Command:
 
 
 def resolve(model: str, inputs: str | None, args: dict[str, Any], **options: Any) -> Resolved:
-    """The model as the command line names it; what there is to say about it goes to stderr."""
-    found = zoo.resolve(model, inputs=inputs, args=args, **options)
+    """The model as the command line names it, with a sign of life; what there is to say about it goes to stderr."""
+    with working(f"building {model}"):
+        found = zoo.resolve(model, inputs=inputs, args=args, **options)
     say(found.notes)
     return found
 

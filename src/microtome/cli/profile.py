@@ -83,8 +83,7 @@ def profile(
     _refuse_same(outputs)
     if meta and device is not None:
         raise click.UsageError("--meta builds a model on no device: leave out --device")
-    with working(f"building {model}"):
-        found = resolve(model, inputs, args, meta=meta, weights=weights)
+    found = resolve(model, inputs, args, meta=meta, weights=weights)
     found.model.train(train)
     options = {"backward": backward, "convention": convention, "strict": strict}
     if time:
