@@ -14,6 +14,7 @@
     ├── BadQuery          a question to a result that it has no answer to: an unknown column, a depth below zero
     ├── BadSelector       a selector of a kind that microtome does not know
     ├── SessionError      a session entered twice, or asked something it cannot answer in its state
+    ├── SensorFailed      a sensor that cannot be read, or that says what cannot be
     ├── Unsupported       what cannot be looked into (a ScriptModule, a graph too deep), with what to do instead
     └── ProbeError        a probe or callback raised; carries the address of the call it was looking at
 
@@ -69,6 +70,10 @@ class BuildFailed(MicrotomeError, RuntimeError):
 
 class SessionError(MicrotomeError, RuntimeError):
     """A session was used in a way its state does not allow."""
+
+
+class SensorFailed(MicrotomeError, OSError):
+    """A sensor that cannot be read, or that says what cannot be."""
 
 
 class Unsupported(MicrotomeError, RuntimeError):
