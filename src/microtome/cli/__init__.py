@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from microtome import __version__
+from microtome.cli.doctor import doctor
 from microtome.cli.models import models
 from microtome.cli.profile import profile
 from microtome.cli.track import track
@@ -35,6 +36,7 @@ def main() -> None:
     """Open a PyTorch model at any layer."""
 
 
+main.add_command(doctor)
 main.add_command(models)
 main.add_command(profile)
 main.add_command(track)
