@@ -380,6 +380,7 @@ def test_a_formula_for_no_operator_is_an_error() -> None:
     [
         (lambda x, *, out: 1 / 0, "the formula of microtome_tests.scan.default failed: ZeroDivisionError"),
         (lambda x, *, out: None, "the formula of microtome_tests.scan.default gave None"),
+        (lambda *, out: 1, "the formula of microtome_tests.scan.default failed: TypeError"),
         (lambda x, *, out: -5, "the formula of microtome_tests.scan.default gave -5"),
     ],
 )

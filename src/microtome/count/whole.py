@@ -24,37 +24,37 @@ class Costs(NamedTuple):
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    *_: Any,
-    out: Tensor,
-    **__: Any,
-) -> Work:
-    scores = 6 + (attn_mask is not None) + (2 if dropout_p else 0)
-    return attention((*out.shape[:-1], query.shape[-1]), key.shape, value.shape, scores=scores)
+class _Attention(NamedTuple):
+    """The arguments of attention that its cost depends on, by their names, and those it does not depend on."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def shapes(self, out: Tensor) -> tuple[Any, Any, Any]:
+        """Of queries, keys and values; there are as many queries as outputs, where some are broadcast."""
+        return (*out.shape[:-1], self.query.shape[-1]), self.key.shape, self.value.shape
 
 
-def _attention_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    *_: Any,
-    out: Tensor,
-    **__: Any,
-) -> Work:
+def _attention(*args: Any, out: Tensor, **kwargs: Any) -> Work:
+    given = _Attention(*args, **kwargs)
+    scores = 6 + (given.attn_mask is not None) + (2 if given.dropout_p else 0)
+    return attention(*given.shapes(out), scores=scores)
+
+
+def _attention_backward(*args: Any, out: Tensor, **kwargs: Any) -> Work:
     """Through the softmax (4), the scale (1) and the dropout (1)."""
-    to_mask = attn_mask is not None and attn_mask.requires_grad
+    given = _Attention(*args, **kwargs)
+    query, key, value, mask = given[:4]
     needed = query.requires_grad, key.requires_grad, value.requires_grad
-    scores = 5 + (1 if dropout_p else 0)
-    shapes = (*out.shape[:-1], query.shape[-1]), key.shape, value.shape
-    work = attention_backward(*shapes, needed, scores=scores)
-    if to_mask and not (needed[0] or needed[1]):
+    scores = 5 + (1 if given.dropout_p else 0)
+    work = attention_backward(*given.shapes(out), needed, scores=scores)
+    if mask is not None and mask.requires_grad and not (needed[0] or needed[1]):
         each = out.numel() // value.shape[-1] * key.shape[-2]
         work = work.plus(Work(each * value.shape[-1], each, scores * each))
     return work

@@ -103,7 +103,7 @@ def work_by(formula: Formula, func: Any, args: tuple[Any, ...], kwargs: dict[str
     try:
         work = formula(*args, **{**kwargs, "out": out})
     except Exception as error:
-        if formula not in _registered.values():
+        if func not in _registered and registered(func) is None:
             return None  # arguments that our formula did not foresee: not known, and so listed
         raise BadFormula(f"the formula of {func} failed: {said(error)}") from error
     if work.__class__ is Work:
@@ -114,7 +114,9 @@ def work_by(formula: Formula, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def registered(function: Any) -> Formula | None:
-    """What a user registered for a function that is shown whole, by its operator."""
+    """What a user registered for an operator, or for the operator of a function that is shown whole."""
+    if isinstance(function, OpOverload):
+        return _registered.get(function._overloadpacket)
     packet = getattr(torch.ops.aten, function.__name__, None)
     return _registered.get(function) or _registered.get(packet)
 

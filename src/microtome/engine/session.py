@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from microtome.engine.backward import Backward, BackwardProbes
 from microtome.engine.calls import Call, Run, Site
+from microtome.engine.changes import Change
 from microtome.engine.functions import Function, FunctionMode, Whole, is_stand_in, outcome, run_standing
 from microtome.engine.intercept import AnyCall, chain
 from microtome.engine.ops import OpMode
@@ -88,7 +88,7 @@ class Session:
         self._threads = Threads()
         self._opener = self._threads.here()
         self._owners = Owners(self._threads, self._sites) if self._backward else None
-        self._changes: dict[Site, _Change] = {}
+        self._changes: dict[Site, Change] = {}
         self._resolved = -1
         self._resolve_interventions()
         with ExitStack() as stack:
@@ -288,7 +288,7 @@ class Session:
         stopped: BaseException | None = None
         try:
             output = run_standing(func, args, kwargs) if standing else func(*args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # the one that checkpoints stop with is private
             if where.phase != "recompute" or not ops.ran:
                 raise
             # A checkpoint stops when it has what it needs, here when the function keeps that: it has run by then.
@@ -342,44 +342,12 @@ class Session:
             for module in select(self.model, intervention.at).values():
                 site = self._sites.by_id.get(id(module)) or self._sites.find(module, self.model)
                 assert site is not None
-                self._changes.setdefault(site, _Change()).add(intervention)
+                self._changes.setdefault(site, Change()).add(intervention)
         self._resolved = self._sites.looks
-
-
-@dataclass
-class _Change:
-    """What the interventions of a session do to the calls of one module."""
-
-    skip: Skip | None = None
-    replaces: list[Replace] = field(default_factory=list)
-    stop: bool = False
-
-    def add(self, intervention: Intervention) -> None:
-        match intervention:
-            case Skip():
-                self.skip = intervention
-            case Replace():
-                self.replaces.append(intervention)
-            case Stop():
-                self.stop = True
-
-    def run(self, call: Call, inner: AnyCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = inner(module, *args, **kwargs) if self.skip is None else _do(self.skip.output, call, args, kwargs)
-        for replace in self.replaces:
-            output = _do(replace.by, call, output)
-        return output
 
 
 def _run_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
-
-
-def _do(change: Callable[..., Any], call: Call, *details: Any) -> Any:
-    try:
-        return change(call, *details)
-    except Exception as error:
-        error.add_note(f"raised by an intervention at {call.address!r}")
-        raise
 
 
 def _several(given: Any, what: str, *kinds: type) -> tuple[Any, ...]:
@@ -398,12 +366,12 @@ def _methods(probes: Iterable[Probe], name: str) -> list[Callable[..., None]]:
 
 def _tell(methods: Iterable[Callable[..., None]], event: str, call: Call, *details: Any) -> None:
     """Tell every probe; then raise what the first of them raised, if any did."""
-    failed: ProbeError | None = None
+    failed: MicrotomeError | None = None
     for method in methods:
         try:
             method(call, *details)
-        except MicrotomeError:
-            raise
+        except MicrotomeError as error:  # says itself what is wrong
+            failed = failed or error
         except Exception as error:  # noqa: BLE001  whatever a probe raises, the user must learn at which call
             name = getattr(method, "__qualname__", repr(method))
             message = f"{name} raised {type(error).__name__} at {event} of {call.address!r}: {error}"

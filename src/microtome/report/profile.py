@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv as csv_format
 import io
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -347,9 +346,10 @@ def _some(names: Sequence[str], most: int = 6) -> str:
 
 def _folded(paths: Sequence[str]) -> list[str]:
     """Paths that differ in a number alone as one, with how many there are."""
-    folded = Counter(re.sub(r"\b\d+\b|(?<=_)\d+\b", "*", path) for path in paths)
-    single = {re.sub(r"\b\d+\b|(?<=_)\d+\b", "*", path): path for path in paths}
-    return [f"{name} ({count_})" if count_ > 1 else single[name] for name, count_ in folded.items()]
+    alike: dict[str, list[str]] = {}
+    for path in paths:
+        alike.setdefault(re.sub(r"\b\d+\b|(?<=_)\d+\b", "*", path), []).append(path)
+    return [f"{name} ({len(several)})" if len(several) > 1 else several[0] for name, several in alike.items()]
 
 
 def _deepest(profile: Profile) -> int:

@@ -1,0 +1,45 @@
+"""What the interventions of a session do to the calls of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from microtome.engine.calls import Call
+from microtome.engine.intercept import AnyCall
+from microtome.engine.probes import Intervention, Replace, Skip, Stop
+
+
+@dataclass
+class Change:
+    """All that is to be done to the calls of one module."""
+
+    skip: Skip | None = None
+    replaces: list[Replace] = field(default_factory=list)
+    stop: bool = False
+
+    def add(self, intervention: Intervention) -> None:
+        match intervention:
+            case Skip():
+                self.skip = intervention
+            case Replace():
+                self.replaces.append(intervention)
+            case Stop():
+                self.stop = True
+
+    def run(self, call: Call, inner: AnyCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = inner(module, *args, **kwargs) if self.skip is None else _do(self.skip.output, call, args, kwargs)
+        for replace in self.replaces:
+            output = _do(replace.by, call, output)
+        return output
+
+
+def _do(change: Callable[..., Any], call: Call, *details: Any) -> Any:
+    try:
+        return change(call, *details)
+    except Exception as error:
+        error.add_note(f"raised by an intervention at {call.address!r}")
+        raise
