@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv as csv_format
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from microtome.errors import BadQuery
-from microtome.measure.spread import Spread
 from microtome.profile import Amounts, Group, Profile, Row
 from microtome.profile.data import AMOUNTS
 from microtome.profile.files import flat
 from microtome.profile.timing import Timing
-from microtome.report.terminal import bar, fitted, plain_text
-from microtome.units import UNKNOWN, count, ratio, seconds, shape, share, size
+from microtome.report.columns import COLUMNS, columns_of, interval
+from microtome.report.terminal import fitted, plain_text
+from microtome.units import seconds, size
 
 #: A table that is not told how deep to go shows at most about this many rows.
 _ROWS = 60
@@ -47,49 +47,6 @@ class View:
     columns: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Column:
-    header: str
-    cell: Callable[[Any, Profile], str]
-    right: bool = True
-
-
-def _amount(name: str, write: Callable[[Any], str], header: str) -> _Column:
-    return _Column(header, lambda row, _: write(getattr(row, name, None)))
-
-
-def _flops_share(row: Any, profile: Profile) -> str:
-    whole = profile.total.flops
-    return f"{bar(row.flops, whole)} {share(row.flops, whole):>7}" if whole else UNKNOWN
-
-
-_COLUMNS = {
-    "type": _Column("module", lambda row, _: getattr(row, "type", ""), right=False),
-    "runs": _Column("runs", lambda row, _: str(getattr(row, "runs", ""))),
-    "inputs": _Column("input", lambda row, _: _shapes(getattr(row, "inputs", ())), right=False),
-    "outputs": _Column("output", lambda row, _: _shapes(getattr(row, "outputs", ())), right=False),
-    "dtype": _Column("dtype", lambda row, _: " ".join(dict.fromkeys(t.dtype for t in row.outputs)), right=False),
-    "params": _Column("params", lambda row, _: _params(row)),
-    "share": _Column("FLOPs share", _flops_share, right=False),
-    "intensity": _Column("FLOPs/B", lambda row, _: ratio(row.intensity)),
-    "output_bytes": _amount("output_bytes", size, "output"),
-    "peak_bytes": _amount("peak_bytes", size, "peak"),
-    "moved_bytes": _amount("moved_bytes", size, "moved"),
-    "trainable_params": _amount("trainable_params", count, "trainable"),
-    "param_bytes": _amount("param_bytes", size, "weights"),
-    "buffer_bytes": _amount("buffer_bytes", size, "buffers"),
-    "macs": _amount("macs", count, "MACs"),
-    "flops": _amount("flops", count, "FLOPs"),
-    "madds": _amount("madds", count, "MAdds"),
-    "read_bytes": _amount("read_bytes", size, "read"),
-    "write_bytes": _amount("write_bytes", size, "written"),
-    "backward_macs": _amount("backward_macs", count, "bwd MACs"),
-    "backward_flops": _amount("backward_flops", count, "bwd FLOPs"),
-    "saved_bytes": _amount("saved_bytes", size, "saved"),
-    "time": _amount("time_s", seconds, "time"),
-    "time_share": _Column("time share", lambda row, profile: share(row.time_s, profile.total.time_s)),
-    "spread": _Column("95 % interval", lambda row, _: _interval(getattr(row, "time", None))),
-}
 #: The first are left out last where a terminal is too narrow.
 _SHOWN = ("flops", "time", "time_share", "backward_flops", "params", "saved_bytes", "type", "share", "macs", "outputs", "moved_bytes", "peak_bytes")  # fmt: skip  # noqa: E501
 _ORDER = ("runs", "type", "outputs", "params", "macs", "flops", "share", "time", "time_share", "backward_flops", "saved_bytes", "moved_bytes", "peak_bytes")  # fmt: skip  # noqa: E501
@@ -218,34 +175,23 @@ def _lines(profile: Profile, view: View, width: int | None) -> _Lines:
     pairs = _rows(profile, view)
     names = [name for _, name in pairs]
     wanted = view.columns or tuple(name for name in _ORDER if _has(profile, view, name))
-    table = {name: [_COLUMNS[name].cell(row, profile) for row, _ in pairs] for name in wanted}
+    table = {name: [COLUMNS[name].cell(row, profile) for row, _ in pairs] for name in wanted}
     whole = {name: _whole(name, profile) for name in wanted}
     chosen = wanted
     if width is not None and not view.columns:
-        widths = {name: max(map(len, (_COLUMNS[name].header, whole[name], *table[name])), default=0) for name in wanted}
+        widths = {name: max(map(len, (COLUMNS[name].header, whole[name], *table[name])), default=0) for name in wanted}
         first = max(map(len, ("total", *names)), default=0)
         chosen = fitted(wanted, widths, [name for name in ("runs", *_SHOWN) if name in wanted], width - first)
     what = "call" if view.by is None else {"type": "module", "op": "operator"}[view.by]
     return _Lines(
         columns=chosen,
-        headers=[what, *(_COLUMNS[name].header for name in chosen)],
-        right=[False, *(_COLUMNS[name].right for name in chosen)],
+        headers=[what, *(COLUMNS[name].header for name in chosen)],
+        right=[False, *(COLUMNS[name].right for name in chosen)],
         rows=[[name, *(table[column][at] for column in chosen)] for at, name in enumerate(names)],
         total=["total", *(whole[name] for name in chosen)],
         left_out=tuple(name for name in wanted if name not in chosen),
         count=len(_rows(profile, replace(view, top=None))),
     )
-
-
-#: Of groups there is only what adds up; of operators, what they do in the forward.
-_OF_CALLS = ("type", "inputs", "outputs", "dtype", "output_bytes", "peak_bytes", "spread")
-_OF_MODULES = ("params", "trainable_params", "param_bytes", "buffer_bytes", "backward_macs", "backward_flops", "saved_bytes", "time", "time_share")  # fmt: skip  # noqa: E501
-
-
-def columns_of(by: str | None) -> tuple[str, ...]:
-    """The names of the columns that a view can have."""
-    missing = {None: ("runs",), "type": _OF_CALLS, "op": (*_OF_CALLS, *_OF_MODULES)}[by]
-    return tuple(name for name in _COLUMNS if name not in missing)
 
 
 def check(view: View) -> None:
@@ -275,19 +221,7 @@ def _has(profile: Profile, view: View, column: str) -> bool:
 
 
 def _whole(column: str, profile: Profile) -> str:
-    return "" if column in ("type", "share", "runs") else _COLUMNS[column].cell(profile.total, profile)
-
-
-def _shapes(tensors: Sequence[Any]) -> str:
-    shown = [shape(tensor.shape) for tensor in tensors[:2]]
-    return ", ".join(shown) + (", …" if len(tensors) > 2 else "")
-
-
-def _params(row: Any) -> str:
-    shared = getattr(row, "shared_params", 0)
-    if not shared:
-        return count(row.params)
-    return f"{count(row.params)} (+{count(shared)})" if row.params else f"({count(shared)})"
+    return "" if column in ("type", "share", "runs") else COLUMNS[column].cell(profile.total, profile)
 
 
 # -- what the numbers rest on ------------------------------------------------------------------------------------------
@@ -320,7 +254,7 @@ def _notes(profile: Profile, view: View, lines: _Lines) -> list[str]:
     if view.top is not None and len(lines.rows) < lines.count:
         notes.append(f"shown: {len(lines.rows)} of {lines.count} rows; the total is of all")
     if lines.left_out:
-        notes.append(f"no room for: {', '.join(_COLUMNS[name].header for name in lines.left_out)}")
+        notes.append(f"no room for: {', '.join(COLUMNS[name].header for name in lines.left_out)}")
     return notes
 
 
@@ -328,16 +262,12 @@ def _timing_notes(timing: Timing) -> list[str]:
     bare, where = timing.bare, timing.environment
     notes = [
         f"time: median of {bare.count} passes after {timing.warmups}, {where['threads']} threads of {where['cpu']}; "
-        f"a bare pass takes {seconds(bare.median)} ({_interval(bare)}), one with time stamps {timing.ratio:.3f} of it; "
+        f"a bare pass takes {seconds(bare.median)} ({interval(bare)}), one with time stamps {timing.ratio:.3f} of it; "
         f"{seconds(timing.stamp_s)} a call are taken off"
     ]
     if timing.ratio > 1.05:
         notes.append("the time stamps cost more than 5 %: short calls look longer than they are")
     return notes
-
-
-def _interval(spread: Spread | None) -> str:
-    return UNKNOWN if spread is None else f"{seconds(spread.low)} to {seconds(spread.high)}"
 
 
 def _some(names: Sequence[str], most: int = 6) -> str:
