@@ -47,10 +47,11 @@ def markdown(targets: Sequence[Target]) -> str:
 
 def machine() -> str:
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{datetime.date.today()}, {os.cpu_count()} cores, {versions}"
+    gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
+    return f"{datetime.date.today()}, {gpu}{os.cpu_count()} cores, {versions}"
 
 
-def save(name: str, text: str) -> Path:
+def save(name: str, text: str, made_by: str = "make bench SAVE=1") -> Path:
     file = Path(__file__).parent / "results" / f"{name}.md"
-    file.write_text(f"# {name}\n\n{machine()}. Made by `make bench SAVE=1`.\n\n{text}\n")
+    file.write_text(f"# {name}\n\n{machine()}. Made by `{made_by}`.\n\n{text}\n")
     return file

@@ -11,8 +11,9 @@ from microtome import errors
 
 def test_public_names() -> None:
     assert sorted(microtome.__all__) == [
-        *("Call", "Inputs", "MicrotomeError", "Probe", "Profile", "Replace", "Session", "Skip", "Stop"),
-        *("Stopped", "Trace", "Tracker", "Work", "load", "profile", "register_formula", "select", "trace", "track"),
+        *("Call", "EnergyModel", "Inputs", "Meter", "MicrotomeError", "Probe", "Profile", "Replace", "Session"),
+        *("Skip", "Stop", "Stopped", "Trace", "Tracker", "Work", "load", "profile", "register_column"),
+        *("register_formula", "register_meter", "select", "trace", "track"),
     ]
     assert all(getattr(microtome, name).__doc__ for name in microtome.__all__)
 

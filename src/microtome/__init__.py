@@ -1,5 +1,6 @@
 """microtome opens a PyTorch model at any layer: measure it, watch it, cut it."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from microtome.count import Work, register_formula
@@ -12,14 +13,19 @@ from microtome.trace import trace
 from microtome.track import Tracker, track
 
 if TYPE_CHECKING:
+    from microtome.measure.energy import Meter, register_meter
     from microtome.profile import Profile
+    from microtome.profile.energy import EnergyModel
+    from microtome.report.columns import register_column
     from microtome.trace import Trace
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Call",
+    "EnergyModel",
     "Inputs",
+    "Meter",
     "MicrotomeError",
     "Probe",
     "Profile",
@@ -33,7 +39,9 @@ __all__ = [
     "Work",
     "load",
     "profile",
+    "register_column",
     "register_formula",
+    "register_meter",
     "select",
     "trace",
     "track",
@@ -41,13 +49,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import classes that only results are made of when they are first asked for."""
-    if name == "Trace":
-        from microtome.trace.data import Trace
+    """Import what most runs do not need when it is first asked for."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)
 
-        return Trace
-    if name == "Profile":
-        from microtome.profile.data import Profile
 
-        return Profile
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_LATER = {
+    "EnergyModel": "microtome.profile.energy",
+    "Meter": "microtome.measure.energy",
+    "Profile": "microtome.profile.data",
+    "Trace": "microtome.trace.data",
+    "register_column": "microtome.report.columns",
+    "register_meter": "microtome.measure.energy",
+}

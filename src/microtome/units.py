@@ -6,6 +6,8 @@
 ('591 KiB', '512 B')
 >>> seconds(0.00123), seconds(2.5)
 ('1.23 ms', '2.5 s')
+>>> joules(0.00123), watts(687.4)
+('1.23 mJ', '687 W')
 >>> share(1, 3), shape((1, 3, 224, 224))
 ('33.3 %', '1x3x224x224')
 """
@@ -29,12 +31,16 @@ def size(nbytes: float | None) -> str:
 
 def seconds(number: float | None) -> str:
     """A time, in the unit that fits it."""
-    if number is None:
-        return UNKNOWN
-    for unit, size_ in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(number) >= size_:
-            return f"{number / size_:.3g} {unit}"
-    return f"{number / 1e-9:.0f} ns"
+    return UNKNOWN if number is None else _scaled_down(number, "s")
+
+
+def joules(number: float | None) -> str:
+    """An energy, in the unit that fits it."""
+    return UNKNOWN if number is None else _scaled_down(number, "J")
+
+
+def watts(number: float | None) -> str:
+    return UNKNOWN if number is None else _scaled_down(number, "W")
 
 
 def share(part: float | None, whole: float | None) -> str:
@@ -60,3 +66,11 @@ def _scaled(number: float | None, step: int, units: Sequence[str]) -> str:
         return f"{number:,}{units[0]}"
     digits = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
     return f"{number:.{digits}f}{units[at]}"
+
+
+def _scaled_down(number: float, unit: str) -> str:
+    """With three digits, in the unit or in thousandths, millionths and so on of it."""
+    for letter, size_ in (("", 1.0), ("m", 1e-3), ("u", 1e-6)):
+        if abs(number) >= size_:
+            return f"{number / size_:.3g} {letter}{unit}"
+    return f"{number / 1e-9:.0f} n{unit}"

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from microtome.cli import main
 from microtome.errors import SensorFailed
 from microtome.measure.doctor import check_clock, check_sources
-from microtome.measure.energy import Missing, Reading, Source
+from microtome.measure.energy import Meter, Missing, Reading
 
 
-class Steps(Source):
+class Steps(Meter):
     """A counter that moves at each reading, or fails."""
 
     name = "steps"

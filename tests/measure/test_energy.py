@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from microtome.errors import SensorFailed, SessionError
-from microtome.measure.energy import CsvMeter, Energy, Missing, Reading, Source, Window, find, jetson, nvml, pi, rapl
-from microtome.measure.energy.source import Kind
+from microtome.measure.energy import CsvMeter, Energy, Meter, Missing, Reading, Window, find, jetson, nvml, pi, rapl
+from microtome.measure.energy.meter import Kind
 
 RANGE_UJ = 262_143_328_850
 
@@ -36,14 +36,14 @@ def domain(folder: str, name: str, energy_uj: object, range_uj: int = RANGE_UJ) 
     return {f"{folder}/name": name, f"{folder}/energy_uj": energy_uj, f"{folder}/max_energy_range_uj": range_uj}
 
 
-def only(found: tuple[list[Source], list[Missing]]) -> Source:
+def only(found: tuple[list[Meter], list[Missing]]) -> Meter:
     sources, missing = found
     assert missing == []
     assert len(sources) == 1
     return sources[0]
 
 
-def absent(found: tuple[list[Source], list[Missing]]) -> Missing:
+def absent(found: tuple[list[Meter], list[Missing]]) -> Missing:
     sources, missing = found
     assert sources == []
     assert len(missing) == 1
@@ -642,7 +642,7 @@ def test_importing_the_meters_imports_no_library_of_a_device() -> None:
 # Windows
 
 
-class Scripted(Source):
+class Scripted(Meter):
     """A sensor that gives what a function of the reading's number gives."""
 
     name = "scripted"
@@ -662,7 +662,7 @@ class Scripted(Source):
         return self._reading(self.reads - 1)
 
 
-def measured(source: Source) -> Energy:
+def measured(source: Meter) -> Energy:
     with Window(source) as window:
         pass
     return window.energy()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery, Unsupported
-from microtome.profile.timing import Timing
+from microtome.profile.how import Timing
 
 
 def timed(model: nn.Module, inputs: Any, **options: Any) -> Any:
@@ -45,11 +45,12 @@ def test_times_of_calls_are_in_proportion_and_add_up() -> None:
 
 def test_a_time_has_a_spread_a_count_and_how_it_was_measured(tmp_path: Path) -> None:
     p = timed(*zoo.build("tiny-resnet"))
-    assert p.total.time is not None
-    assert (p.total.time.count, p.total.time.median) == (3, p.total.time_s)
+    spread = p.total.spreads["time_s"]
+    assert (spread.count, spread.median) == (3, p.total.time_s)
+    assert spread.method
     assert isinstance(p.timing, Timing)
     assert (p.timing.bare.count, p.timing.ratio > 0, p.timing.stamp_s >= 0) == (3, True, True)
-    assert p.timing.environment["torch"] == torch.__version__
+    assert p.environment["torch"] == torch.__version__
     p.to_json(tmp_path / "p.json")
     assert mt.load(tmp_path / "p.json") == p
     assert "time: median of 3 passes after" in str(p)
@@ -57,7 +58,7 @@ def test_a_time_has_a_spread_a_count_and_how_it_was_measured(tmp_path: Path) -> 
 
 def test_without_measuring_there_is_no_time() -> None:
     p = mt.profile(*zoo.build("tiny-resnet"))
-    assert (p.total.time_s, p.total.time, p.timing) == (None, None, None)
+    assert (p.total.time_s, p.total.spreads, p.timing) == (None, {}, None)
     assert "time" not in str(p)
 
 
@@ -77,14 +78,13 @@ def test_a_module_that_runs_twice_has_two_times() -> None:
 
 def test_the_budget_ends_the_passes_but_not_before_three() -> None:
     p = mt.profile(*zoo.build("tiny-resnet"), measure="time", repeat=1000, budget_s=1e-6)
-    assert p.total.time is not None
-    assert p.total.time.count == 3
+    assert p.total.spreads["time_s"].count == 3
 
 
 def test_progress_is_told_of_every_pass() -> None:
-    told: list[tuple[int, int | None]] = []
-    timed(*zoo.build("tiny-resnet"), progress=lambda done, whole: told.append((done, whole)))
-    assert told == [(0, 3), (1, 3), (2, 3)]
+    told: list[tuple[str, int, int]] = []
+    timed(*zoo.build("tiny-resnet"), warmup=2, progress=lambda *step: told.append(step))
+    assert told == [("warming up", at, 2) for at in range(2)] + [("timing", at, 3) for at in range(3)]
 
 
 def test_the_model_is_as_found_also_when_a_pass_fails() -> None:
@@ -129,7 +129,7 @@ def test_calls_that_differ_from_pass_to_pass_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"measure": ("weight",)}, "'weight' cannot be measured: write 'time'"),
+        ({"measure": ("weight",)}, "'weight' cannot be measured: write 'time', 'memory'"),
         ({"measure": "time", "repeat": 0}, "a spread needs 3 passes or more: repeat is 0"),
         ({"measure": "time", "budget_s": 0}, "the budget is a time in seconds above 0, got 0"),
     ],
@@ -142,5 +142,5 @@ def test_what_cannot_be_measured_so_is_said(options: dict[str, Any], message: st
 def test_a_model_without_values_has_no_times() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
-    with pytest.raises(Unsupported, match="times are measured on the CPU, and there are tensors on meta"):
+    with pytest.raises(Unsupported, match="CPU and CUDA devices can be measured, and there are tensors on meta"):
         timed(model, torch.empty(1, 2, device="meta"))

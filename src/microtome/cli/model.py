@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from microtome import zoo
 from microtome.errors import BadInputs, MicrotomeError, said
@@ -54,10 +55,22 @@ def describe(found: Resolved) -> str:
 
 
 @contextmanager
-def working(what: str) -> Iterator[Callable[[int, int | None], None]]:
+def working(what: str) -> Iterator[Callable[[str, int, int], None]]:
     """Say on a terminal what takes its time, and, where that is known, how much of it is done."""
-    with Console(stderr=True, markup=False, emoji=False).status(what) as status:
-        yield lambda done, whole: status.update(f"{what}: {done} of {whole}")
+    console = Console(stderr=True, markup=False, emoji=False)
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
+    with ExitStack() as stack:
+        status = stack.enter_context(console.status(what))
+        bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+        task = bar.add_task(what)
+
+        def tell(step: str, done: int, whole: int) -> None:
+            if not bar.live.is_started:  # the two cannot be shown at once
+                status.stop()
+                stack.enter_context(bar)
+            bar.update(task, description=f"{what}: {step}", completed=done, total=whole)
+
+        yield tell
 
 
 def say(notes: tuple[str, ...]) -> None:

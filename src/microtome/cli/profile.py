@@ -13,6 +13,8 @@ from microtome.cli.model import describe, model_options, resolve, working
 from microtome.count.conventions import CONVENTIONS
 from microtome.errors import BadInputs, MicrotomeError, said
 from microtome.profile import profile as profile_model
+from microtome.profile.device import WAYS, Way
+from microtome.profile.energy import EnergyModel
 from microtome.report.profile import View, check, csv, markdown, text
 from microtome.results import write
 
@@ -20,12 +22,15 @@ if TYPE_CHECKING:
     from microtome.profile import Profile
     from microtome.zoo import Resolved
 
+_ENERGY_METHOD = "Share the whole model's energy by time, or replay each layer alone."
+_ENERGY_MODEL = "Estimate energy, from such as flop=0.5e-12,byte=20e-12,watts=3, in joules."
+
 
 @click.command()
 @model_options
-@click.option("--depth", type=click.IntRange(min=0), help="Show the tree of calls down to here.")
+@click.option("--depth", type=click.IntRange(min=0), help="Show the tree of calls down to here, and measure no deeper.")
 @click.option("--granularity", type=click.IntRange(min=1), help="Show calls of this height; 1 for single layers.")
-@click.option("--by", type=click.Choice(["type", "op"]), help="Show kinds of modules, or operators.")
+@click.option("--by", type=click.Choice(["module", "type", "op"]), help="Show modules, kinds of them, or operators.")
 @click.option("--sort", metavar="COLUMN", help="Order by this column, the largest first.")
 @click.option("--top", type=click.IntRange(min=1), metavar="K", help="Show the first K rows.")
 @click.option("--columns", metavar="A,B,…", help="Show these columns.")
@@ -35,11 +40,25 @@ if TYPE_CHECKING:
 @click.option("--meta", is_flag=True, help="Build the model without allocating its weights.")
 @click.option("--weights", type=click.Path(dir_okay=False), metavar="F.safetensors", help="Load these weights.")
 @click.option("--device", metavar="D", help="Put the model and its inputs on this device, such as cuda.")
-@click.option("--time", is_flag=True, help="Measure the time of each call too, on a CPU.")
+@click.option("--time", is_flag=True, help="Measure the time of each call too.")
+@click.option("--memory", is_flag=True, help="Measure how much memory is in use at most.")
+@click.option("--energy", is_flag=True, help="Measure the energy of each call, where there is a sensor.")
+@click.option("--load", is_flag=True, help="Sample how busy CPU, GPU and memory are.")
+@click.option(
+    "--warmup", type=click.IntRange(min=0), metavar="N", help="How many passes to make before; else until stable."
+)
 @click.option("--repeat", type=click.IntRange(min=3), default=30, help="How many passes to measure.")
 @click.option(
-    "--budget", type=click.FloatRange(min=0, min_open=True), default=20.0, metavar="S", help="Seconds for it."
+    "--budget",
+    type=click.FloatRange(min=0, min_open=True),
+    default=20.0,
+    metavar="S",
+    help="Seconds for each quantity.",
 )
+@click.option("--device-time", type=click.Choice(list(WAYS)), default=WAYS[0], help="How the times of a GPU are taken.")
+@click.option("--energy-method", type=click.Choice(["share", "replay"]), default="share", help=_ENERGY_METHOD)
+@click.option("--energy-model", metavar="COEFFICIENTS", help=_ENERGY_MODEL)
+@click.option("--meter", metavar="NAME", help="Read energy from this meter, such as nvml or csv:FILE.")
 @click.option("--strict", is_flag=True, help="Fail where an operator has no formula.")
 @click.option("--json", "json_file", metavar="F", help="Write JSON that microtome.load reads; - for the terminal.")
 @click.option("--csv", "csv_file", metavar="F", help="Write CSV, raw numbers; - for the terminal.")
@@ -62,6 +81,14 @@ def profile(
     weights: str | None,
     device: str | None,
     time: bool,
+    memory: bool,
+    energy: bool,
+    load: bool,
+    warmup: int | None,
+    device_time: Way,
+    energy_method: str,
+    energy_model: str | None,
+    meter: str | None,
     repeat: int,
     budget: float,
     strict: bool,
@@ -85,11 +112,13 @@ def profile(
         raise click.UsageError("--meta builds a model on no device: leave out --device")
     found = resolve(model, inputs, args, meta=meta, weights=weights)
     found.model.train(train)
-    options = {"backward": backward, "convention": convention, "strict": strict}
-    if time:
-        options |= {"measure": "time", "repeat": repeat, "budget_s": budget}
-    with working(f"{'measuring' if time else 'counting'} {model}") as progress:
-        result = _run(found, device, progress=progress, **options)
+    options: dict[str, Any] = {"backward": backward, "convention": convention, "strict": strict}
+    wanted = {"time": time, "memory": memory, "energy": energy or energy_model is not None, "load": load}
+    options["measure"] = [name for name, wants in wanted.items() if wants]
+    options |= {"depth": depth, "warmup": warmup, "repeat": repeat, "budget_s": budget, "device_time": device_time}
+    options["energy"] = energy_method if energy_model is None else EnergyModel.parse(energy_model)
+    with working(f"{'measuring' if options['measure'] else 'counting'} {model}") as progress:
+        result = _run(found, device, progress=progress, meter=meter, **options)
     make: dict[str, Callable[[], str]] = {
         "--json": result.to_json,
         "--csv": partial(csv, result, view),

@@ -104,6 +104,37 @@ class Backward:
         handle = node.register_hook(after)
 
 
+@contextmanager
+def watch_moves(owners: Owners, roots: list[Node], tell: Callable[[Call | None], None]) -> Iterator[None]:
+    """Tell when the backward goes over from one call to another, and when it has ended.
+
+    Autograd runs the nodes of a thread in the order in which they were made, the last first, so it is known beforehand
+    where that happens, and only those nodes get a hook. Accumulations of gradients come right after what they add.
+    """
+    handles: list[Any] = []
+    last: Call | None = None
+    try:
+        nodes = [node for node in _all_below(roots) if type(node) is not AccumulateGrad]
+        for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
+            call = owners.owner(node)
+            if call is not last or not handles:
+                handles.append(node.register_prehook(_telling(tell, call)))
+            last = call
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    tell(None)
+
+
+def _telling(tell: Callable[[Call | None], None], call: Call | None) -> Callable[[Any], None]:
+    def hook(_: Any) -> None:
+        if call is not None:
+            tell(call)
+
+    return hook
+
+
 def _all_below(roots: list[Node]) -> Iterator[Node]:
     """Every node of the graph below the roots; an error where it is too deep to be safe."""
     depths = dict.fromkeys(roots, 1)

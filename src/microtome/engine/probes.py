@@ -57,6 +57,9 @@ class Probe:
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """An operator ran, in the thread that opened the session or in a backward that it called."""
 
+    def backward_moves(self, call: Call | None) -> None:
+        """The backward goes on with this call, or, at None, has ended. Cheaper than to be told of all entries."""
+
     def enter_backward(self, call: Call) -> None:
         """The backward of the call begins, or comes back to it after another."""
 

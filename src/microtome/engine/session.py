@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, nullcontext
-from functools import partial
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from microtome.engine.backward import Backward, BackwardProbes
+from microtome.engine.backward import Backward, BackwardProbes, watch_moves
 from microtome.engine.calls import Call, Run, Site
 from microtome.engine.changes import Change
 from microtome.engine.functions import Function, FunctionMode, Whole, is_stand_in, outcome, run_standing
@@ -20,7 +20,7 @@ from microtome.engine.intercept import AnyCall, chain
 from microtome.engine.ops import OpMode
 from microtome.engine.owners import Owners, graph_task, next_number, nodes_of
 from microtome.engine.probes import Intervention, Probe, Replace, Skip, Stop, Stopped, Where
-from microtome.engine.select import check_model, select
+from microtome.engine.select import Selector, check_model, select
 from microtome.engine.sites import ModelSites, ProcessSites, Sites
 from microtome.engine.structure import tensors_in
 from microtome.engine.threads import Thread, Threads
@@ -37,6 +37,8 @@ class Session:
         model: The model to look at. None: every module that runs in the process, named by the class of its root.
         probes: What looks.
         interventions: What changes the run; needs a model.
+        at: Which modules of the model to look at, as a selector; the others run as if there were no session, and no
+            stack of calls has them. None: all.
         backward: Whether to know whose backward runs. Probes that watch the backward turn it on by themselves.
         whole: Functions of torch that probes are told of as of one operator, in place of those inside.
 
@@ -56,6 +58,7 @@ class Session:
         probes: Iterable[Probe] = (),
         interventions: Iterable[Intervention] = (),
         *,
+        at: Selector | None = None,
         backward: bool = False,
         whole: Collection[Function] = (),
     ) -> None:
@@ -65,16 +68,21 @@ class Session:
         self.changes_runs = bool(self._interventions)
         if self.changes_runs and model is None:
             raise SessionError("interventions need a model: give the one that they are to change")
-        self._sites: Sites = ProcessSites() if self.model is None else ModelSites(self.model)
-        self._enter = _methods(probes, "enter")
-        self._exit = _methods(probes, "exit")
-        self._fail = _methods(probes, "fail")
+        if at is not None and (self.model is None or self.changes_runs):
+            raise SessionError("`at` chooses what probes see of a model: give one, and no interventions")
+        self._sites: Sites = ProcessSites() if self.model is None else ModelSites(self.model, at)
+        unseen = at is not None and self.model is not None and "" not in select(self.model, at)
+        self._enter = _methods(probes, "enter", unseen=unseen)
+        self._exit = _methods(probes, "exit", unseen=unseen)
+        self._fail = _methods(probes, "fail", unseen=unseen)
         self._op = _methods(probes, "op")
         self._op_begins = _methods(probes, "op_begins")
-        self._enter_backward = _methods(probes, "enter_backward")
-        self._exit_backward = _methods(probes, "exit_backward")
+        self._enter_backward = _methods(probes, "enter_backward", unseen=unseen)
+        self._exit_backward = _methods(probes, "exit_backward", unseen=unseen)
+        self._backward_moves = _methods(probes, "backward_moves")
         # A function that is shown whole is shown so in its backward too, which a forward may run.
-        self._backward = backward or bool(self._enter_backward or self._exit_backward or whole)
+        told = self._enter_backward or self._exit_backward or self._backward_moves
+        self._backward = backward or bool(told or whole)
         self._whole = frozenset(whole)
         self._functions: FunctionMode | None = None
         self._last = Where(None, "forward")
@@ -226,6 +234,7 @@ class Session:
             are_open=lambda: self.is_open,
         )
         told = bool(self._enter_backward or self._exit_backward)
+        moves = self._backward_moves
 
         def run_backward(roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
             create_graph = bool(args[2])  # roots, grad_tensors, retain_graph, create_graph, inputs, ...
@@ -236,6 +245,8 @@ class Session:
                 if told or create_graph:
                     backward = Backward(owners, threads, probes, create_graph=create_graph)
                     stack.enter_context(backward.watch(nodes))
+                if moves:
+                    stack.enter_context(watch_moves(owners, nodes, partial(_tell_moves, moves)))
                 return inner(roots, *args, **kwargs)
 
         return self._wrap_functions(run_backward)
@@ -359,9 +370,23 @@ def _several(given: Any, what: str, *kinds: type) -> tuple[Any, ...]:
     return items
 
 
-def _methods(probes: Iterable[Probe], name: str) -> list[Callable[..., None]]:
-    """The probes' methods of this name, without those that only inherit the empty one."""
-    return [getattr(probe, name) for probe in probes if getattr(type(probe), name) is not getattr(Probe, name)]
+def _methods(probes: Iterable[Probe], name: str, *, unseen: bool = False) -> list[Callable[..., None]]:
+    """The probes' methods of this name, without those that only inherit the empty one.
+
+    Args:
+        unseen: Whether the model itself is not looked at; it is in the session, since its call is the run.
+    """
+    methods = [getattr(probe, name) for probe in probes if getattr(type(probe), name) is not getattr(Probe, name)]
+    return [_but_the_root(method) for method in methods] if unseen else methods
+
+
+def _but_the_root(method: Callable[..., None]) -> Callable[..., None]:
+    @wraps(method)
+    def told(call: Call, *details: Any) -> None:
+        if call.path:
+            method(call, *details)
+
+    return told
 
 
 def _tell(methods: Iterable[Callable[..., None]], event: str, call: Call, *details: Any) -> None:
@@ -378,6 +403,14 @@ def _tell(methods: Iterable[Callable[..., None]], event: str, call: Call, *detai
             failed = failed or _because(ProbeError(message, call.address), error)
     if failed is not None:
         raise failed
+
+
+def _tell_moves(methods: Iterable[Callable[..., None]], call: Call | None) -> None:
+    if call is not None:
+        _tell(methods, "the backward", call)
+        return
+    for method in methods:
+        method(None)
 
 
 def _because(error: ProbeError, cause: Exception) -> ProbeError:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine.calls import Site
-from microtome.engine.select import check_model, named, names, no_path
+from microtome.engine.select import Selector, check_model, named, names, no_path, select
 from microtome.errors import BadSelector, NoMatch, Unsupported
 
 _Seen = tuple[weakref.ref[nn.Module], list[tuple[str, int]]]
@@ -45,7 +45,7 @@ class Sites(ABC):
 
     def registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         """Told by torch whenever a module gets a child."""
-        if id(parent) in self.by_id:
+        if id(parent) in self._seen:
             self._registered = True
             self.others.clear()
 
@@ -115,18 +115,20 @@ class Sites(ABC):
 
 
 class ModelSites(Sites):
-    """The modules of one model."""
+    """The modules of one model, or those that a selector names, and the root."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, at: Selector | None = None) -> None:
         super().__init__()
         self._model = model
+        self._at = at
         self._look(model)
 
     def _look(self, module: nn.Module) -> None:
         modules = dict(named(self._model))
         refuse_script(modules.items())
-        gone = self.by_id.keys() - {id(module) for module in modules.values()}
-        for path, module in modules.items():
+        chosen = modules if self._at is None else {"": self._model, **select(self._model, self._at)}
+        gone = self.by_id.keys() - {id(module) for module in chosen.values()}
+        for path, module in chosen.items():
             if id(module) in self.by_id:
                 self.by_id[id(module)].path = path
             else:
@@ -134,6 +136,9 @@ class ModelSites(Sites):
         for key in gone:
             self.by_id.pop(key, None)
         self._looked(modules.items())
+        for path in modules.keys() - chosen.keys():
+            key = id(modules[path])
+            self.others[key] = weakref.ref(modules[path], _forget(key, self.others, self._seen))
 
     def _find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
         ours = self._model if self._registered else caller

@@ -46,7 +46,7 @@ class Originals:
     def before_write(self, tensor: Tensor) -> None:
         """Copy what lies in the memory of this tensor."""
         for original in self._by_storage.pop(id(tensor.untyped_storage()), ()):
-            self._copies.append((original, original.detach().clone()))
+            self._copies.append((original, original.detach().to("cpu", copy=True)))  # a GPU may have no room for it
 
     def copy_all(self) -> None:
         for originals in list(self._by_storage.values()):

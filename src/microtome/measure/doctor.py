@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from microtome.errors import SensorFailed
-from microtome.measure.energy import Missing, Source, find
+from microtome.measure.energy import Meter, Missing, find
 
 #: How long a sensor is watched for its steps.
 _WATCH_S = 0.6
@@ -37,7 +37,7 @@ def check_clock() -> Checkup:
     return Checkup("perf_counter", "time", *_try(time.perf_counter, 0.01))
 
 
-def check_sources(found: list[Source], missing: list[Missing]) -> tuple[list[Checkup], list[Missing]]:
+def check_sources(found: list[Meter], missing: list[Missing]) -> tuple[list[Checkup], list[Missing]]:
     """Each energy source, tried; one that fails is missing."""
     checked, lost = [], list(missing)
     for source in found:
@@ -57,7 +57,7 @@ def checkup() -> tuple[list[Checkup], list[Missing]]:
     return [check_clock(), *sources], missing
 
 
-def _joules_or_watts(source: Source) -> Callable[[], Any]:
+def _joules_or_watts(source: Meter) -> Callable[[], Any]:
     def read() -> Any:
         reading = source.read()
         return reading.watts if reading.joules is None else reading.joules

@@ -21,6 +21,7 @@ class Spread:
         low: With `high`, the 95 % interval of the median, by drawing the samples again.
         count: How many samples there are.
         outliers: How many lie more than one and a half times q3 - q1 outside of those. They are kept.
+        method: How it was measured.
     """
 
     median: float
@@ -30,9 +31,10 @@ class Spread:
     high: float
     count: int
     outliers: int
+    method: str = ""
 
 
-def spreads(samples: torch.Tensor) -> list[Spread]:
+def spreads(samples: torch.Tensor, method: str = "") -> list[Spread]:
     """The spread of each column of a table with a row for each pass. The same samples give the same answer.
 
     >>> spreads(torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]]))[0].median
@@ -59,6 +61,7 @@ def spreads(samples: torch.Tensor) -> list[Spread]:
                 high=float(high),
                 count=count,
                 outliers=int(outliers[column]),
+                method=method,
             )
         )
     return columns

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from microtome.engine.select import glob, is_glob, no_path
 from microtome.errors import BadQuery, NoMatch
 from microtome.measure.spread import Spread
-from microtome.profile.timing import Timing
+from microtome.profile.how import EnergyUse, Load, MemoryUse, Sampling, Timing
 from microtome.results import Result
 
 
@@ -29,7 +29,13 @@ class Amounts:
         backward_macs: Multiply-accumulates of the backward, what it computes again included.
         backward_flops: Its floating-point operations.
         saved_bytes: What the forward makes and the backward reads, and is kept in memory between them.
-        time_s: Seconds of the forward, measured: the median of the passes.
+        time_s: Seconds that the host took for the forward, measured: the median of the passes. On a GPU it launches
+            the work, and goes on before that is done.
+        device_s: Seconds that the GPU worked for the forward.
+        backward_s: As `time_s`, of the backward.
+        backward_device_s: As `device_s`, of the backward.
+        energy_j: Joules of a pass, the backward included if there was one.
+        net_energy_j: The same, without what is drawn when nothing runs.
     """
 
     params: int = 0
@@ -45,6 +51,11 @@ class Amounts:
     backward_flops: int | None = None
     saved_bytes: int | None = None
     time_s: float | None = None
+    device_s: float | None = None
+    backward_s: float | None = None
+    backward_device_s: float | None = None
+    energy_j: float | None = None
+    net_energy_j: float | None = None
 
     @property
     def moved_bytes(self) -> int:
@@ -99,7 +110,9 @@ class Row(Amounts):
         shared_params: Parameters that are used here and counted elsewhere: tied weights, modules that run again.
         output_bytes: What it returns.
         peak_bytes: The most bytes that live at once while its forward runs, weights and inputs included.
-        time: The spread of `time_s`, in seconds; None if it was not measured.
+        measured_peak_bytes: The same as measured; None if it was not.
+        load: How busy the machine was; None if that was not sampled.
+        spreads: Of measured quantities, by their names: how far the passes spread, and by which method.
     """
 
     address: str = ""
@@ -115,7 +128,14 @@ class Row(Amounts):
     peak_bytes: int = 0
     own: Amounts = Amounts()
     ops: tuple[Group, ...] = ()
-    time: Spread | None = None
+    measured_peak_bytes: int | None = None
+    load: Load | None = None
+    spreads: dict[str, Spread] = field(default_factory=dict)
+
+    @property
+    def is_launch_bound(self) -> bool | None:
+        """Whether the host takes longer to launch the work than the GPU to do it; None if that is not known."""
+        return None if self.device_s is None or self.time_s is None else self.time_s > self.device_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +181,12 @@ class Profile(Result):
         inputs: What it was given, as text.
         convention: How MACs, FLOPs and MAdds are counted.
         how: On what the run was made, and why.
+        environment: The machine and the software that measured values come from; empty if there are none.
         timing: How times were measured; None if they were not.
+        energy: How energies were obtained.
+        memory: How memory was measured.
+        sampling: How the load was sampled.
+        unavailable: Why something that was asked for could not be measured, by its name.
     """
 
     kind: ClassVar[str] = "profile"
@@ -173,7 +198,12 @@ class Profile(Result):
     how: str
     coverage: Coverage
     calls: tuple[Row, ...]
+    environment: dict[str, str] = field(default_factory=dict)
     timing: Timing | None = None
+    energy: EnergyUse | None = None
+    memory: MemoryUse | None = None
+    sampling: Sampling | None = None
+    unavailable: dict[str, str] = field(default_factory=dict)
 
     @property
     def total(self) -> Row:
@@ -255,6 +285,23 @@ class Profile(Result):
             types.setdefault(row.type, []).append(row)
         return _groups({name: ([row.own for row in rows], len(rows)) for name, rows in types.items()})
 
+    def by_module(self) -> dict[str, Group]:
+        """What each module costs over all its runs, with all calls inside them, by its path."""
+        paths: dict[str, list[Row]] = {}
+        for row in self.calls:
+            paths.setdefault(row.path, []).append(row)
+        outermost = {path: [row for row in rows if not self._is_inside(row, path)] for path, rows in paths.items()}
+        return {path: Group(name=path, runs=len(paths[path]), **add(rows)) for path, rows in outermost.items()}
+
+    def _is_inside(self, row: Row, path: str) -> bool:
+        """Whether it is inside another run of the module at this path, which may call itself."""
+        above = row.parent
+        while above is not None:
+            if self._by_address[above].path == path:
+                return True
+            above = self._by_address[above].parent
+        return False
+
     def by_op(self) -> dict[str, Group]:
         """What the operators of the forward cost, by their names, the most FLOPs first."""
         names: dict[str, list[Group]] = {}
@@ -270,6 +317,16 @@ class Profile(Result):
         if n < 1:
             raise BadQuery(f"the top are 1 or more, got {n}")
         return tuple(sorted(self.calls, key=lambda row: -(getattr(row.own, by) or 0))[:n])
+
+    def layer_metrics(self, depth: int | None = None) -> list[dict[str, Any]]:
+        """What is known of each layer, under the names that tracr gave it; None for what was not measured.
+
+        Args:
+            depth: A layer is a call that deep, or one above without calls inside; None: any without calls inside.
+        """
+        from microtome.profile.files import layer_metrics
+
+        return layer_metrics(self, depth)
 
     def to_pandas(self) -> Any:
         """The rows as a DataFrame. Needs pandas."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from microtome.measure.spread import Spread
-from microtome.profile.data import AMOUNTS, Amounts, Coverage, Group, Row, Tensor, Unknown
-from microtome.profile.timing import Timing
+from microtome.profile.data import AMOUNTS, Amounts, Coverage, Group, Profile, Row, Tensor, Unknown
+from microtome.profile.how import EnergyUse, Load, MemoryUse, Sampling, Timing
 from microtome.units import shape
 
 
@@ -24,9 +24,43 @@ def flat(row: Row) -> dict[str, Any]:
         "output_bytes": row.output_bytes,
         "peak_bytes": row.peak_bytes,
         "intensity_flops_per_byte": row.intensity,
+        "measured_peak_bytes": row.measured_peak_bytes,
     }
     record |= {name: getattr(row, name) for name in AMOUNTS}
-    return record | {f"own_{name}": getattr(row.own, name) for name in AMOUNTS}
+    record |= {f"own_{name}": getattr(row.own, name) for name in AMOUNTS}
+    for name, spread in row.spreads.items():
+        record |= {f"{name}_{part}": getattr(spread, part) for part in ("q1", "q3", "low", "high", "count", "method")}
+    if row.load is not None:
+        record |= {f"load_{name}": value for name, value in asdict(row.load).items()}
+    return record
+
+
+def layer_metrics(profile: Profile, depth: int | None) -> list[dict[str, Any]]:
+    """The records that tracr kept of each layer: seconds, joules, watts, and per cent."""
+    layers = [row for row in profile if row.height == 1 or row.depth == depth]
+    return [_metrics(at, row) for at, row in enumerate(row for row in layers if depth is None or row.depth <= depth)]
+
+
+def _metrics(at: int, row: Row) -> dict[str, Any]:
+    load = row.load
+    return {
+        "layer_id": at,
+        "layer_name": row.address,
+        "layer_type": row.type,
+        "output_bytes": row.output_bytes,
+        "inference_time": row.time_s if row.device_s is None else row.device_s,
+        "processing_energy": row.energy_j,
+        "communication_energy": None,  # nothing is sent while a model is profiled
+        "power_reading": None if load is None else load.watts,
+        "gpu_utilization": None if load is None else _per_cent(load.gpu),
+        "memory_utilization": None if load is None else _per_cent(load.memory),
+        "cpu_utilization": None if load is None else _per_cent(load.cpu),
+        "total_energy": row.energy_j,
+    }
+
+
+def _per_cent(part: float | None) -> float | None:
+    return None if part is None else 100 * part
 
 
 def profile_from(data: dict[str, Any]) -> dict[str, Any]:
@@ -39,12 +73,21 @@ def profile_from(data: dict[str, Any]) -> dict[str, Any]:
         **{name: data[name] for name in ("model", "inputs", "convention", "how")},
         "coverage": Coverage(coverage["ops"], unknown, tuple(coverage["never_ran"])),
         "calls": tuple(_row(row) for row in data["calls"]),
-        "timing": _timing(data["timing"]),
+        **{name: data.get(name, {}) for name in ("environment", "unavailable")},
+        "timing": _with_spreads(Timing, data["timing"]),
+        **{name: _with_spreads(kind, data.get(name)) for name, kind in _HOW.items()},
     }
 
 
-def _timing(data: dict[str, Any] | None) -> Timing | None:
-    return None if data is None else Timing(**{**data, "bare": Spread(**data["bare"])})
+_HOW = {"energy": EnergyUse, "memory": MemoryUse, "sampling": Sampling}
+_SPREADS = ("bare", "backward", "device", "device_backward", "whole")
+
+
+def _with_spreads(kind: Any, data: dict[str, Any] | None) -> Any:
+    if data is None:
+        return None
+    made = {name: Spread(**value) for name, value in data.items() if name in _SPREADS and value is not None}
+    return kind(**(data | made))
 
 
 def _row(data: dict[str, Any]) -> Row:
@@ -53,6 +96,7 @@ def _row(data: dict[str, Any]) -> Row:
         "outputs": tuple(Tensor(tuple(tensor["shape"]), tensor["dtype"]) for tensor in data["outputs"]),
         "own": Amounts(**data["own"]),
         "ops": tuple(Group(**op) for op in data["ops"]),
-        "time": None if data["time"] is None else Spread(**data["time"]),
+        "load": None if data["load"] is None else Load(**data["load"]),
+        "spreads": {name: Spread(**spread) for name, spread in data["spreads"].items()},
     }
     return Row(**{field.name: data[field.name] for field in fields(Row) if field.name not in nested}, **nested)

@@ -1,32 +1,211 @@
-"""The measured half of a profile."""
+"""The measured half of a profile: runs of their own, each as light as what it measures allows."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import psutil
 from torch import nn
 
+from microtome.errors import BadQuery, SensorFailed
 from microtome.inputs import Inputs
+from microtome.measure.energy import Meter, pick
+from microtome.measure.environment import environment
+from microtome.measure.load import LoadSampler
+from microtome.measure.spread import Spread, spreads
+from microtome.profile import device, energy, timing
 from microtome.profile.data import Row
-from microtome.profile.timing import Timing, time_calls
+from microtome.profile.energy import Energies, EnergyModel
+from microtome.profile.how import EnergyUse, MemoryUse, Sampling, Timing
+from microtome.profile.load import sample_load
+from microtome.profile.passes import Passes, Schedule, passes
+from microtome.profile.tree import Tree
+
+QUANTITIES = ("time", "memory", "energy", "load")
 
 
-def timed(rows: tuple[Row, ...], model: nn.Module, inputs: Inputs, **options: Any) -> tuple[tuple[Row, ...], Timing]:
-    """The rows with their times. What a call takes itself is what is left of it without the calls inside."""
-    at = {row.address: index for index, row in enumerate(rows)}
-    children: list[list[int]] = [[] for _ in rows]
-    for index, row in enumerate(rows):
-        if row.parent is not None:
-            children[at[row.parent]].append(index)
-    descendants = [0] * len(rows)
-    for index in reversed(range(len(rows))):
-        descendants[index] = sum(1 + descendants[child] for child in children[index])
-    spreads, timing = time_calls(model, inputs, descendants, **options)
-    whole = [spread.median for spread in spreads]
-    own = [whole[index] - sum(whole[child] for child in children[index]) for index in range(len(rows))]
-    measured = (
-        replace(row, time_s=whole[index], time=spreads[index], own=replace(row.own, time_s=own[index]))
-        for index, row in enumerate(rows)
-    )
-    return tuple(measured), timing
+@dataclass(frozen=True)
+class Wish:
+    """What is to be measured, and how.
+
+    Attributes:
+        measure: Which quantities.
+        schedule: How many passes.
+        depth: How deep in the tree of calls to look.
+        device_time: How the times of a GPU are taken.
+        energy: How energies are: `"share"`, `"replay"`, or what an estimate is made with.
+        meter: What is read for them.
+    """
+
+    measure: frozenset[str]
+    schedule: Schedule
+    depth: int | None = None
+    device_time: device.Way = "kernels"
+    energy: str | EnergyModel = "share"
+    meter: Meter | str | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.measure - set(QUANTITIES):
+            raise BadQuery(f"{name!r} cannot be measured: write {', '.join(map(repr, QUANTITIES))}")
+        if self.device_time not in device.METHODS:
+            raise BadQuery(f"device_time is one of {', '.join(map(repr, device.METHODS))}, got {self.device_time!r}")
+        if not isinstance(self.energy, EnergyModel) and self.energy not in ("share", "replay"):
+            raise BadQuery(f"energy is 'share', 'replay' or an EnergyModel, got {self.energy!r}")
+        if self.depth is not None and self.depth < 0:
+            raise BadQuery(f"depth is a number from 0 on, got {self.depth}")
+
+
+def wished(measure: Collection[str]) -> frozenset[str]:
+    """The quantities, from what a user gave."""
+    return frozenset((measure,) if isinstance(measure, str) else measure)
+
+
+@dataclass
+class Measured:
+    """What was found: of each call, and how."""
+
+    rows: list[Row]
+    environment: dict[str, str] = field(default_factory=dict)
+    timing: Timing | None = None
+    energy: EnergyUse | None = None
+    memory: MemoryUse | None = None
+    sampling: Sampling | None = None
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+    def how(self) -> dict[str, Any]:
+        """All but the rows."""
+        return {name: value for name, value in vars(self).items() if name != "rows"}
+
+
+def measure(rows: Sequence[Row], model: nn.Module, inputs: Inputs, wish: Wish, *, backward: bool) -> Measured:
+    """The rows with what was measured of them."""
+    tree = Tree(rows, wish.depth)
+    found = Measured(list(rows))
+    with passes(model, inputs, backward=backward) as runs:
+        if wish.measure & {"time", "energy"}:
+            _time(found, runs, tree, wish)
+        if "memory" in wish.measure and runs.devices:
+            _device_memory(found, runs, tree)
+        if "energy" in wish.measure:
+            _energy(found, runs, tree, wish)
+        if "load" in wish.measure:
+            loads, found.sampling = sample_load(runs, tree, wish.schedule, wish.meter)
+            for at, load in zip(tree.at, loads, strict=True):
+                found.rows[at] = replace(found.rows[at], load=load)
+        found.environment = environment(runs.devices)
+    return found
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def _time(found: Measured, runs: Passes, tree: Tree, wish: Wish) -> None:
+    schedule = wish.schedule
+    seconds, how = timing.time_forward(runs, tree, schedule)
+    _put(found, tree, "time_s", spreads(seconds, timing.METHOD))
+    if runs.backward:
+        own, how = timing.time_backward(runs, tree, schedule, how)
+        _put(found, tree, "backward_s", spreads(tree.inclusive(own), timing.BACKWARD_METHOD))
+    if runs.devices:
+        how = _device_time(found, runs, tree, wish, how)
+    found.timing = how
+
+
+def _device_time(found: Measured, runs: Passes, tree: Tree, wish: Wish, how: Timing) -> Timing:
+    take = device.kernel_times if wish.device_time == "kernels" else device.graph_times
+    times = take(runs, tree, wish.schedule)
+    method = device.METHODS[wish.device_time]
+    _put(found, tree, "device_s", spreads(tree.inclusive(times.forward), method))
+    bare = spreads(times.bare, f"{method}, of bare passes")[0]
+    backward = None
+    if times.backward is not None and times.bare_backward is not None:
+        _put(found, tree, "backward_device_s", spreads(tree.inclusive(times.backward), method))
+        backward = spreads(times.bare_backward, f"{method}, of bare passes")[0]
+    ratio = float(times.forward.sum(1).median()) / bare.median
+    return replace(how, device=bare, device_backward=backward, device_ratio=ratio)
+
+
+def _put(found: Measured, tree: Tree, name: str, of_calls: Sequence[Spread]) -> None:
+    """Write a quantity into the rows. What a call takes itself is what is left of it without the calls inside."""
+    own = tree.own([spread.median for spread in of_calls])
+    for at, spread, alone in zip(tree.at, of_calls, own, strict=True):
+        row = found.rows[at]
+        row = replace(row, spreads=row.spreads | {name: spread})
+        found.rows[at] = _with(row, name, spread.median, alone)
+
+
+def _with(row: Row, name: str, whole: float | None, own: float | None) -> Row:
+    amount: dict[str, Any] = {name: whole}
+    own_amount: dict[str, Any] = {name: own}
+    return replace(row, own=replace(row.own, **own_amount), **amount)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _device_memory(found: Measured, runs: Passes, tree: Tree) -> None:
+    before = psutil.Process().memory_info().rss
+    with LoadSampler() as sampler:
+        peaks = device.peak_bytes(runs, tree)
+    there = runs.resident_bytes()
+    for at, peak in zip(tree.at, peaks, strict=True):
+        found.rows[at] = replace(found.rows[at], measured_peak_bytes=there + peak)
+    method = "the moves of the CUDA allocator, and what weights and inputs take of it"
+    found.memory = MemoryUse(method, before, sampler.rss_peak_bytes)
+
+
+def host_memory(found: Measured, real_rows: Callable[[], Sequence[Row]]) -> None:
+    """On a CPU: the tensors that live at each moment of a real run.
+
+    Args:
+        real_rows: Makes the same rows of a real run.
+    """
+    before = psutil.Process().memory_info().rss
+    with LoadSampler() as sampler:
+        rows = real_rows()
+    for at, (row, real) in enumerate(zip(found.rows, rows, strict=True)):
+        found.rows[at] = replace(row, measured_peak_bytes=real.peak_bytes)
+    found.memory = MemoryUse("the tensors that live at each moment of a real run", before, sampler.rss_peak_bytes)
+
+
+# -- energy ------------------------------------------------------------------------------------------------------------
+
+
+def _energy(found: Measured, runs: Passes, tree: Tree, wish: Wish) -> None:
+    rows = [found.rows[at] for at in tree.at]
+    own_s = [_seconds(row) for row in rows]
+    if isinstance(wish.energy, EnergyModel):
+        _put_energies(found, tree, energy.estimate(tree, wish.energy, own_s))
+        return
+    method = energy.share if wish.energy == "share" else energy.replay
+    try:
+        meter = pick(wish.meter, runs.devices)
+        try:
+            _put_energies(found, tree, method(runs, tree, meter, wish.schedule, own_s))
+        finally:
+            if meter is not wish.meter:
+                meter.close()
+    except SensorFailed as error:
+        found.unavailable["energy"] = str(error)
+
+
+def _seconds(row: Row) -> float:
+    """What a call itself takes of whatever does the work."""
+    own = row.own
+    times = (own.time_s, own.backward_s) if own.device_s is None else (own.device_s, own.backward_device_s)
+    return sum(time for time in times if time is not None)
+
+
+def _put_energies(found: Measured, tree: Tree, energies: Energies) -> None:
+    found.energy = energies.use
+    columns = {"energy_j": energies.own, "net_energy_j": energies.net}
+    for name, own in columns.items():
+        sums = tree.known_sums(own)
+        for at, alone, whole in zip(tree.at, own, sums, strict=True):
+            found.rows[at] = _with(found.rows[at], name, whole, alone)
+    for at, spread in zip(tree.at, energies.spreads, strict=True):
+        if spread is not None:
+            row = found.rows[at]
+            found.rows[at] = replace(row, spreads=row.spreads | {"energy_j": spread})

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from microtome.errors import BadQuery, Unsupported
+from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 from microtome.trace.run import record
 
 if TYPE_CHECKING:
-    from microtome.profile.data import Coverage, Profile
-    from microtome.profile.timing import Progress
+    from microtome.measure.energy import Meter
+    from microtome.profile.data import Coverage, Profile, Row
+    from microtome.profile.device import Way
+    from microtome.profile.energy import EnergyModel
+    from microtome.profile.measured import Wish
+    from microtome.profile.passes import Progress
 
 
 def profile(
@@ -25,8 +30,13 @@ def profile(
     strict: bool = False,
     fake: bool | None = None,
     measure: Collection[str] = (),
+    depth: int | None = None,
+    warmup: int | None = None,
     repeat: int = 30,
     budget_s: float = 20.0,
+    device_time: Way = "kernels",
+    energy: Literal["share", "replay"] | EnergyModel = "share",
+    meter: Meter | str | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Say what each call of a model costs: parameters, MACs, FLOPs, bytes. Nothing is computed where it need not be.
@@ -38,10 +48,17 @@ def profile(
             `"torchvision"`, `"fvcore"`, `"ptflops"` or `"torchstat"` count.
         strict: Raise where an operator has no formula, rather than list it in `Profile.coverage`.
         fake: As for `trace`: True runs on fake tensors; False runs the model as it is.
-        measure: What to measure too, in passes of its own: `"time"`, on a CPU.
+        measure: What to measure too, in runs of their own: `"time"`, `"memory"`, `"energy"`, `"load"`, or several.
+        depth: Measure calls down to here in the tree, and nothing below.
+        warmup: How many passes to make before; None: until two in a row take about the same.
         repeat: How many passes to measure.
-        budget_s: After so many seconds no further pass begins; three are made in any case.
-        progress: Told of each pass: how many are done, and how many there are to be.
+        budget_s: For each thing that is measured: after so many seconds no further pass begins, but three are made.
+        device_time: How the times of a GPU are taken: `"kernels"`, their durations from torch's profiler, or
+            `"graph"`, events in a CUDA graph of the forward.
+        energy: `"share"`, the whole model's energy shared by time; `"replay"`, each layer run alone; or an
+            `EnergyModel`, whose coefficients make an estimate.
+        meter: What energy is read from: a `Meter`, the name of one, `"csv:FILE"`; None: the first that is there.
+        progress: Told what is being done, how many steps of it are done, and how many there are to be.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -57,34 +74,40 @@ def profile(
     from microtome.profile.build import Builder  # not before they are needed: see `microtome.profile`
     from microtome.profile.data import Profile
 
+    wish: Wish | None = None
+    if measure:
+        from microtome.profile.measured import Wish, wished
+        from microtome.profile.passes import Schedule
+
+        schedule = Schedule(repeat, budget_s, warmup, progress)
+        wish = Wish(wished(measure), schedule, depth, device_time, energy, meter)
     given = Inputs.of(inputs)
     trace, by_module = record(model, given, backward=backward, fake=fake, convention=convention)
     builder = Builder(trace, model, find(convention), by_module, backward=backward)
     coverage = builder.coverage()
     if strict and coverage.unknown:
         raise _not_known(coverage)
-    rows, timing = builder.rows(), None
-    if _wants_time(measure):
-        from microtome.profile.measured import timed
-
-        rows, timing = timed(rows, model, given, repeat=repeat, budget_s=budget_s, progress=progress)
-    return Profile(
+    static = Profile(
         model=type(model).__name__,
         inputs=repr(given),
         convention=convention,
         how=f"{trace.how.stand} tensors" + (f" ({trace.how.why})" if trace.how.why else ""),
         coverage=coverage,
-        calls=rows,
-        timing=timing,
+        calls=builder.rows(),
     )
+    if wish is None:
+        return static
+    from microtome.profile import measured
 
+    found = measured.measure(static.calls, model, given, wish, backward=backward)
+    if "memory" in wish.measure and found.memory is None:
 
-def _wants_time(measure: Collection[str]) -> bool:
-    names = (measure,) if isinstance(measure, str) else tuple(measure)
-    for name in names:
-        if name != "time":
-            raise BadQuery(f"{name!r} cannot be measured: write 'time'")
-    return bool(names)
+        def real_rows() -> tuple[Row, ...]:
+            run, modules = record(model, given, backward=backward, fake=False, convention=convention)
+            return Builder(run, model, find(convention), modules, backward=backward).rows()
+
+        measured.host_memory(found, real_rows)
+    return replace(static, calls=tuple(found.rows), **found.how())
 
 
 def _not_known(coverage: Coverage) -> Unsupported:

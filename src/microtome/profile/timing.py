@@ -1,52 +1,29 @@
-"""How long each call takes on a CPU: passes with two time stamps a call, beside bare ones."""
+"""How long the host takes for each call: passes with two time stamps a call, beside bare ones."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import pairwise
 from statistics import median
-from time import perf_counter, perf_counter_ns
+from time import perf_counter_ns
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from microtome.engine import Call, Probe, Session, tensors_in
-from microtome.engine.standin import stand_in
-from microtome.errors import BadQuery, Unsupported
+from microtome.engine import Call, Probe, Session
+from microtome.errors import Unsupported
 from microtome.inputs import Inputs
-from microtome.measure.environment import environment
-from microtome.measure.spread import Spread, spreads
+from microtome.measure.spread import spreads
+from microtome.profile.how import Timing
+from microtome.profile.passes import Passes, Schedule
+from microtome.profile.tree import Tree
 
-#: Told how many passes are done and how many there will be, if that is known.
-Progress = Callable[[int, int | None], None]
-
-_WARM_UP_MOST = 20
-_STABLE = 0.03
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """How the times of a profile were measured.
-
-    Attributes:
-        bare: Seconds of a whole pass without time stamps, run in turns with the others.
-        ratio: A pass with time stamps over a bare one, the medians.
-        stamp_s: What the stamps of a call take, measured on modules that do nothing; it is taken off the calls around.
-        warmups: How many passes were made before.
-        environment: The machine and the software.
-    """
-
-    bare: Spread
-    ratio: float
-    stamp_s: float
-    warmups: int
-    environment: dict[str, str]
+METHOD = "two time stamps a call; the least cost of stamps is taken off"
+BACKWARD_METHOD = "a time stamp wherever the backward goes from one call to another"
 
 
-class _Stopwatch(Probe):
+class Stopwatch(Probe):
     """Notes when each call began and ended, in the order they began. Nothing else happens in it."""
 
     def __init__(self, calls: int) -> None:
@@ -68,107 +45,132 @@ class _Stopwatch(Probe):
             self.ends[at] = perf_counter_ns()
 
 
-def time_calls(
-    model: nn.Module,
-    inputs: Inputs,
-    descendants: list[int],
-    *,
-    repeat: int = 30,
-    budget_s: float = 20.0,
-    progress: Progress | None = None,
-) -> tuple[list[Spread], Timing]:
-    """The seconds that each call of the forward takes, with all calls inside it, in the order they begin.
+class _BackwardWatch(Probe):
+    """Notes when the backward goes over to another call, those that run again in it included."""
 
-    Args:
-        descendants: Of each call, how many calls lie inside it.
-        repeat: How many passes to make, fewer where the budget is used up before.
-    """
-    _check(model, inputs, repeat, budget_s)
-    calls = len(descendants)
-    with stand_in(model, inputs, "real") as given, _no_garbage_collection():
-        warmups = _warm_up(model, given, budget_s)
-        bare: list[float] = []
-        stamped: list[float] = []
-        table: list[list[int]] = []
-        watch = _Stopwatch(calls)
-        session = Session(model, [watch])
-        with session:
-            _seconds(model, given)  # it looks up the modules once
-        began = perf_counter()
-        for done in range(repeat):
-            if progress is not None:
-                progress(done, repeat)
-            bare.append(_seconds(model, given))
+    def __init__(self) -> None:
+        self.events: list[tuple[Call | None, int]] = []
+        self._at: Call | None = None
+        self._before: list[Call | None] = []
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if call.phase == "recompute":
+            self._before.append(self._at)
+            self.backward_moves(call)
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if call.phase == "recompute":
+            self.backward_moves(self._before.pop())
+
+    def fail(self, call: Call, error: BaseException) -> None:  # how a checkpoint ends early
+        if call.phase == "recompute":
+            self.backward_moves(self._before.pop())
+
+    def backward_moves(self, call: Call | None) -> None:
+        self._at = call
+        self.events.append((call, perf_counter_ns()))
+
+    @property
+    def seconds(self) -> float:
+        """From the first of it to the end."""
+        return (self.events[-1][1] - self.events[0][1]) / 1e9 if self.events else 0.0
+
+    def own(self, tree: Tree, stamp_s: float) -> list[float]:
+        """The seconds of each call's own backward; nobody's are the root's."""
+        seconds = [0.0] * len(tree)
+        for (call, begin), (_, end) in pairwise(self.events):
+            seconds[0 if call is None else tree.addresses[call.address]] += (end - begin) / 1e9 - stamp_s
+        return seconds
+
+
+def time_forward(runs: Passes, tree: Tree, schedule: Schedule) -> tuple[torch.Tensor, Timing]:
+    """The seconds of each call with all calls inside it, a row for each pass; and how it was done."""
+    warmups = runs.warm_up(schedule)
+    bare: list[float] = []
+    stamped: list[float] = []
+    table: list[list[int]] = []
+    watch = Stopwatch(len(tree))
+    session = Session(runs.model, [watch], at=tree.selector())
+    alone = Passes(runs.model, runs.inputs, backward=False)
+    grad = torch.is_grad_enabled() or runs.backward
+    with session, torch.set_grad_enabled(grad):
+        alone.once()  # it looks up the modules once
+    for _ in schedule.rounds("timing"):
+        with torch.set_grad_enabled(grad):
+            bare.append(alone.once().forward_s)
             watch.count = 0
             with session:
-                stamped.append(_seconds(model, given))
-            if watch.count != calls:
-                raise Unsupported(f"a pass made {watch.count} calls, and another {calls}: their times have no order")
-            table.append([end - begin for begin, end in zip(watch.begins, watch.ends, strict=True)])
-            if perf_counter() - began > budget_s and len(bare) >= 3:
-                break
+                stamped.append(alone.once().forward_s)
+        if watch.count != len(tree):
+            raise Unsupported(f"a pass made {watch.count} calls, and another {len(tree)}: their times have no order")
+        table.append([end - begin for begin, end in zip(watch.begins, watch.ends, strict=True)])
     stamp_s = _stamp_cost()
-    seconds = torch.tensor(table, dtype=torch.float64) / 1e9 - stamp_s * torch.tensor(descendants, dtype=torch.float64)
+    seconds = torch.tensor(table, dtype=torch.float64) / 1e9
+    seconds -= stamp_s * torch.tensor(tree.inside(), dtype=torch.float64)
     timing = Timing(
-        bare=spreads(torch.tensor(bare)[:, None])[0],
+        bare=spreads(torch.tensor(bare)[:, None], "bare passes")[0],
         ratio=median(stamped) / median(bare),
         stamp_s=stamp_s,
         warmups=warmups,
-        environment=environment(),
     )
-    return spreads(seconds), timing
+    return seconds, timing
 
 
-def _check(model: nn.Module, inputs: Inputs, repeat: int, budget_s: float) -> None:
-    if repeat < 3:
-        raise BadQuery(f"a spread needs 3 passes or more: repeat is {repeat}")
-    if budget_s <= 0:
-        raise BadQuery(f"the budget is a time in seconds above 0, got {budget_s}")
-    tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
-    other = sorted({tensor.device.type for tensor in tensors} - {"cpu"})
-    if other:
-        raise Unsupported(f"times are measured on the CPU, and there are tensors on {', '.join(other)}")
+def time_backward(runs: Passes, tree: Tree, schedule: Schedule, timing: Timing) -> tuple[torch.Tensor, Timing]:
+    """The seconds of each call's own backward, a row for each pass; and how it was done."""
+    stamp_s = _backward_stamp_cost()
+    table: list[list[float]] = []
+    bare: list[float] = []
+    stamped: list[float] = []
+    for _ in schedule.rounds("timing the backward"):
+        bare.append(runs.once().backward_s)
+        watch = _BackwardWatch()
+        with Session(runs.model, [watch], at=tree.selector()):
+            runs.once()
+        stamped.append(watch.seconds)
+        table.append(watch.own(tree, stamp_s))
+    timing = replace(
+        timing,
+        backward=spreads(torch.tensor(bare)[:, None], "bare passes")[0],
+        backward_ratio=median(stamped) / median(bare),
+        backward_stamp_s=stamp_s,
+    )
+    return torch.tensor(table, dtype=torch.float64), timing
 
 
-def _warm_up(model: nn.Module, inputs: Inputs, budget_s: float) -> int:
-    """Run until two passes in a row take about the same."""
-    last, began = _seconds(model, inputs), perf_counter()
-    for done in range(2, _WARM_UP_MOST + 1):
-        now = _seconds(model, inputs)
-        if abs(now - last) <= _STABLE * last or perf_counter() - began > budget_s / 4:
-            return done
-        last = now
-    return _WARM_UP_MOST
+class _Step(nn.Module):
+    """Makes one node of autograd and computes nothing."""
 
-
-def _seconds(model: nn.Module, inputs: Inputs) -> float:
-    began = perf_counter()
-    inputs.run(model)
-    return perf_counter() - began
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
 
 
 def _stamp_cost(calls: int = 200, rounds: int = 7) -> float:
     """What a call with stamps takes more than one without, on modules that do nothing."""
-    model, given = nn.Sequential(*(nn.Identity() for _ in range(calls))), Inputs(None)
-    watch = _Stopwatch(calls + 1)
-    session = Session(model, [watch])
+    runs = Passes(nn.Sequential(*(nn.Identity() for _ in range(calls))), Inputs(None), backward=False)
+    watch = Stopwatch(calls + 1)
+    session = Session(runs.model, [watch])
     bare: list[float] = []
     stamped: list[float] = []
     for _ in range(rounds):  # the least counts, so that the first, which looks up the modules, does not
-        bare.append(_seconds(model, given))
+        bare.append(runs.once().forward_s)
         watch.count = 0
         with session:
-            stamped.append(_seconds(model, given))
+            stamped.append(runs.once().forward_s)
     return max(min(stamped) - min(bare), 0.0) / calls
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+def _backward_stamp_cost(calls: int = 200, rounds: int = 7) -> float:
+    """What the backward of a call takes more when it is watched, where it computes nothing."""
+    with torch.inference_mode(False):
+        x = torch.zeros(1, requires_grad=True)
+        runs = Passes(nn.Sequential(*(_Step() for _ in range(calls))), Inputs(x), backward=True)
+        bare: list[float] = []
+        watched: list[float] = []
+        for _ in range(rounds):
+            bare.append(runs.once().backward_s)
+            watch = _BackwardWatch()
+            with Session(runs.model, [watch]):
+                runs.once()
+            watched.append(watch.seconds)
+    return max(min(watched) - min(bare), 0.0) / calls

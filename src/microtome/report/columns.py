@@ -6,21 +6,44 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from microtome.errors import BadQuery
 from microtome.measure.spread import Spread
-from microtome.profile import Profile
+from microtome.profile import Profile, Row
 from microtome.report.terminal import bar
-from microtome.units import UNKNOWN, count, ratio, seconds, shape, share, size
+from microtome.units import UNKNOWN, count, joules, ratio, seconds, shape, share, size, watts
 
 
 @dataclass(frozen=True)
 class Column:
+    """How the cells of a column are written.
+
+    Attributes:
+        needs: The quantity that a profile must have for the column to be shown unasked; None: any has it.
+    """
+
     header: str
     cell: Callable[[Any, Profile], str]
     right: bool = True
+    needs: str | None = None
 
 
-def _amount(name: str, write: Callable[[Any], str], header: str) -> Column:
-    return Column(header, lambda row, _: write(getattr(row, name, None)))
+def _amount(name: str, write: Callable[[Any], str], header: str, *, measured: bool = False) -> Column:
+    return Column(header, lambda row, _: write(getattr(row, name, None)), needs=name if measured else None)
+
+
+def _load(name: str, header: str, write: Callable[[Any], str]) -> Column:
+    return Column(header, lambda row, _: write(getattr(getattr(row, "load", None), name, None)), needs="load")
+
+
+def _part(of: str, header: str) -> Column:
+    return Column(header, lambda row, profile: share(getattr(row, of), getattr(profile.total, of)), needs=of)
+
+
+def _per_cent(part: float | None) -> str:
+    return UNKNOWN if part is None else f"{100 * part:.0f} %"
+
+
+_BOUND = {None: UNKNOWN, True: "launch", False: "device"}
 
 
 def _flops_share(row: Any, profile: Profile) -> str:
@@ -49,22 +72,80 @@ COLUMNS = {
     "read_bytes": _amount("read_bytes", size, "read"),
     "write_bytes": _amount("write_bytes", size, "written"),
     "backward_macs": _amount("backward_macs", count, "bwd MACs"),
-    "backward_flops": _amount("backward_flops", count, "bwd FLOPs"),
-    "saved_bytes": _amount("saved_bytes", size, "saved"),
-    "time": _amount("time_s", seconds, "time"),
-    "time_share": Column("time share", lambda row, profile: share(row.time_s, profile.total.time_s)),
-    "spread": Column("95 % interval", lambda row, _: interval(getattr(row, "time", None))),
+    "backward_flops": _amount("backward_flops", count, "bwd FLOPs", measured=True),
+    "saved_bytes": _amount("saved_bytes", size, "saved", measured=True),
+    "time": _amount("time_s", seconds, "time", measured=True),
+    "time_share": _part("time_s", "time share"),
+    "spread": Column("95 % interval", lambda row, _: interval(getattr(row, "spreads", {}).get("time_s"))),
+    "device_time": _amount("device_s", seconds, "device", measured=True),
+    "device_share": _part("device_s", "device share"),
+    "device_spread": Column("device 95 %", lambda row, _: interval(getattr(row, "spreads", {}).get("device_s"))),
+    "bound": Column(
+        "bound", lambda row, _: _BOUND[getattr(row, "is_launch_bound", None)], right=False, needs="device_s"
+    ),
+    "backward_time": _amount("backward_s", seconds, "bwd time", measured=True),
+    "backward_device": _amount("backward_device_s", seconds, "bwd device", measured=True),
+    "energy": _amount("energy_j", joules, "energy", measured=True),
+    "energy_share": _part("energy_j", "energy share"),
+    "net_energy": _amount("net_energy_j", joules, "net energy", measured=True),
+    "energy_spread": Column(
+        "energy 95 %", lambda row, _: interval(getattr(row, "spreads", {}).get("energy_j"), joules)
+    ),
+    "measured_peak": _amount("measured_peak_bytes", size, "measured peak", measured=True),
+    "cpu": _load("cpu", "CPU", _per_cent),
+    "gpu": _load("gpu", "GPU", _per_cent),
+    "memory": _load("memory", "memory", _per_cent),
+    "gpu_memory": _load("gpu_memory", "GPU memory", _per_cent),
+    "watts": _load("watts", "power", watts),
 }
 
 
+def register_column(name: str, value: Callable[[Row], Any], header: str | None = None) -> None:
+    """Have a column of your own in the tables and files of profiles, where `columns` names it.
+
+    Args:
+        value: What it says of a call: a number, a text, or None where it says nothing.
+        header: What is written above it; else the name.
+
+    >>> import microtome as mt
+    >>> from microtome import zoo
+    >>> mt.register_column("flops_per_param", lambda row: row.flops / row.params if row.params else None)
+    >>> from microtome.report.profile import View, csv
+    >>> print(csv(mt.profile(*zoo.build("tiny-mlp")), View(columns=("flops_per_param",))).splitlines()[:2])
+    ['address,flops_per_param', ',31.70114942528736']
+    >>> unregister_column("flops_per_param")
+    """
+    if name in COLUMNS or not name.isidentifier():
+        raise BadQuery(f"a column is named by a word that no other has, got {name!r}")
+    REGISTERED[name] = value
+    COLUMNS[name] = Column(header or name, lambda row, _: _written(value(row)))
+
+
+def unregister_column(name: str) -> None:
+    """Forget a column that was registered."""
+    if REGISTERED.pop(name, None) is None:
+        raise BadQuery(f"no column is registered as {name!r}")
+    del COLUMNS[name]
+
+
+REGISTERED: dict[str, Callable[[Row], Any]] = {}
+
+
+def _written(value: Any) -> str:
+    return UNKNOWN if value is None else count(value) if isinstance(value, int | float) else str(value)
+
+
 #: Of groups there is only what adds up; of operators, what they do in the forward.
-_OF_CALLS = ("type", "inputs", "outputs", "dtype", "output_bytes", "peak_bytes", "spread")
-_OF_MODULES = ("params", "trainable_params", "param_bytes", "buffer_bytes", "backward_macs", "backward_flops", "saved_bytes", "time", "time_share")  # fmt: skip  # noqa: E501
+_LOAD = ("cpu", "gpu", "memory", "gpu_memory", "watts")
+_OF_CALLS = ("type", "inputs", "outputs", "dtype", "output_bytes", "peak_bytes", "measured_peak", "bound", "spread", "device_spread", "energy_spread", *_LOAD)  # fmt: skip  # noqa: E501
+_TIMES = ("time", "time_share", "device_time", "device_share", "backward_time", "backward_device", "energy", "energy_share", "net_energy")  # fmt: skip  # noqa: E501
+_OF_MODULES = ("params", "trainable_params", "param_bytes", "buffer_bytes", "backward_macs", "backward_flops", "saved_bytes", *_TIMES)  # fmt: skip  # noqa: E501
 
 
 def columns_of(by: str | None) -> tuple[str, ...]:
     """The names of the columns that a view can have."""
-    missing = {None: ("runs",), "type": _OF_CALLS, "op": (*_OF_CALLS, *_OF_MODULES)}[by]
+    of_calls = (*_OF_CALLS, *REGISTERED)
+    missing = {None: ("runs",), "module": of_calls, "type": of_calls, "op": (*of_calls, *_OF_MODULES)}[by]
     return tuple(name for name in COLUMNS if name not in missing)
 
 
@@ -80,5 +161,5 @@ def _params(row: Any) -> str:
     return f"{count(row.params)} (+{count(shared)})" if row.params else f"({count(shared)})"
 
 
-def interval(spread: Spread | None) -> str:
-    return UNKNOWN if spread is None else f"{seconds(spread.low)} to {seconds(spread.high)}"
+def interval(spread: Spread | None, write: Callable[[float], str] = seconds) -> str:
+    return UNKNOWN if spread is None else f"{write(spread.low)} to {write(spread.high)}"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv as csv_format
 import io
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,13 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from microtome.errors import BadQuery
-from microtome.profile import Amounts, Group, Profile, Row
+from microtome.profile import Group, Profile, Row
 from microtome.profile.data import AMOUNTS
 from microtome.profile.files import flat
-from microtome.profile.timing import Timing
-from microtome.report.columns import COLUMNS, columns_of, interval
+from microtome.report.columns import COLUMNS, REGISTERED, columns_of
+from microtome.report.notes import notes_of
 from microtome.report.terminal import fitted, plain_text
-from microtome.units import seconds, size
 
 #: A table that is not told how deep to go shows at most about this many rows.
 _ROWS = 60
@@ -33,7 +30,7 @@ class View:
     Attributes:
         depth: Show the tree down to here.
         granularity: Show calls of this height, not the tree.
-        by: Show groups, `"type"` or `"op"`, not calls.
+        by: Show groups, `"module"`, `"type"` or `"op"`, not calls.
         sort: Order by this quantity, the largest first, and show no tree.
         top: Show the first so many.
         columns: The names of the columns; () for those that fit the profile and the terminal.
@@ -48,8 +45,8 @@ class View:
 
 
 #: The first are left out last where a terminal is too narrow.
-_SHOWN = ("flops", "time", "time_share", "backward_flops", "params", "saved_bytes", "type", "share", "macs", "outputs", "moved_bytes", "peak_bytes")  # fmt: skip  # noqa: E501
-_ORDER = ("runs", "type", "outputs", "params", "macs", "flops", "share", "time", "time_share", "backward_flops", "saved_bytes", "moved_bytes", "peak_bytes")  # fmt: skip  # noqa: E501
+_SHOWN = ("flops", "time", "device_time", "energy", "measured_peak", "time_share", "backward_time", "bound", "net_energy", "cpu", "gpu", "watts", "backward_flops", "params", "saved_bytes", "type", "share", "macs", "outputs", "moved_bytes", "peak_bytes", "device_share", "backward_device", "energy_share", "memory", "gpu_memory")  # fmt: skip  # noqa: E501
+_ORDER = ("runs", "type", "outputs", "params", "macs", "flops", "share", "time", "time_share", "device_time", "device_share", "bound", "backward_flops", "backward_time", "backward_device", "energy", "energy_share", "net_energy", "saved_bytes", "moved_bytes", "peak_bytes", "measured_peak", "cpu", "gpu", "memory", "gpu_memory", "watts")  # fmt: skip  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -104,9 +101,9 @@ def csv(profile: Profile, view: View | None = None) -> str:
     view = _whole_tree(profile, view or View())
     check(view)
     file = io.StringIO()
-    records = [flat(row) if isinstance(row, Row) else _flat_group(row) for row, _ in _rows(profile, view)]
+    records = [_flat(row) if isinstance(row, Row) else _flat_group(row) for row, _ in _rows(profile, view)]
     if view.columns:
-        named = ("address", "name", *view.columns)
+        named = ("address", "name", *(_FIELDS.get(name, name) for name in view.columns))
         records = [{name: value for name, value in record.items() if name in named} for record in records]
     writer = csv_format.DictWriter(file, list(records[0]) if records else [])
     writer.writeheader()
@@ -120,6 +117,23 @@ def _whole_tree(profile: Profile, view: View) -> View:
     return view if chosen != (None,) * 4 else replace(view, depth=_deepest(profile))
 
 
+#: What columns are called in files, where the unit is in the name.
+_FIELDS = {
+    "time": "time_s",
+    "device_time": "device_s",
+    "backward_time": "backward_s",
+    "backward_device": "backward_device_s",
+    "energy": "energy_j",
+    "net_energy": "net_energy_j",
+    "measured_peak": "measured_peak_bytes",
+    **{name: f"load_{name}" for name in ("cpu", "gpu", "memory", "gpu_memory", "watts")},
+}
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    return flat(row) | {name: value(row) for name, value in REGISTERED.items()}
+
+
 def _flat_group(group: Group) -> dict[str, Any]:
     return {"name": group.name, "runs": group.runs} | {name: getattr(group, name) for name in AMOUNTS}
 
@@ -130,8 +144,8 @@ def _flat_group(group: Group) -> dict[str, Any]:
 def _rows(profile: Profile, view: View) -> list[tuple[Any, str]]:
     """The rows or groups of a view, each with its name."""
     if view.by is not None:
-        groups = {"type": profile.by_type, "op": profile.by_op}[view.by]()
-        rows: list[tuple[Any, str]] = [(group, name) for name, group in groups.items()]
+        groups = {"module": profile.by_module, "type": profile.by_type, "op": profile.by_op}[view.by]()
+        rows: list[tuple[Any, str]] = [(group, name or "(root)") for name, group in groups.items()]
     elif view.granularity is not None:
         rows = [(row, _name(row)) for row in profile.rows(granularity=view.granularity)]
     elif view.sort is not None and view.depth is not None:
@@ -142,11 +156,20 @@ def _rows(profile: Profile, view: View) -> list[tuple[Any, str]]:
         depth = _depth(profile) if view.depth is None else view.depth
         rows = [(row, _in_tree(row)) for row in profile if row.depth <= depth]
     if view.sort is not None:
-        by = {"share": "flops", "time": "time_s", "time_share": "time_s"}.get(view.sort, view.sort)
+        by = "flops" if view.sort == "share" else COLUMNS[view.sort].needs or view.sort
         if by in ("peak_bytes", "output_bytes"):  # which rows of their own have from the calls inside
             rows = [pair for pair in rows if not pair[0].type.endswith("(own)")]
-        rows.sort(key=lambda pair: -(getattr(pair[0], by, None) or 0))
+        column = view.sort
+        rows.sort(key=lambda pair: -(_quantity(pair[0], column, by) or 0))
     return rows[: view.top]
+
+
+def _quantity(row: Any, column: str, by: str) -> float | None:
+    if column in REGISTERED:
+        value = REGISTERED[column](row)
+        return value if isinstance(value, int | float) else None
+    number: float | None = getattr(row.load, column, None) if by == "load" else getattr(row, by, None)
+    return number
 
 
 def _depth(profile: Profile) -> int:
@@ -182,7 +205,7 @@ def _lines(profile: Profile, view: View, width: int | None) -> _Lines:
         widths = {name: max(map(len, (COLUMNS[name].header, whole[name], *table[name])), default=0) for name in wanted}
         first = max(map(len, ("total", *names)), default=0)
         chosen = fitted(wanted, widths, [name for name in ("runs", *_SHOWN) if name in wanted], width - first)
-    what = "call" if view.by is None else {"type": "module", "op": "operator"}[view.by]
+    what = {None: "call", "module": "module", "type": "module", "op": "operator"}[view.by]
     return _Lines(
         columns=chosen,
         headers=[what, *(COLUMNS[name].header for name in chosen)],
@@ -202,50 +225,28 @@ def check(view: View) -> None:
             raise BadQuery(f"there is no column {name!r}{_OF[view.by]}: write one of {', '.join(known)}")
     if view.sort is not None and view.sort not in known:
         raise BadQuery(f"there is no column {view.sort!r}{_OF[view.by]} to sort by: write one of {', '.join(known)}")
-    if view.sort in ("type", "inputs", "outputs", "dtype"):
+    if view.sort in ("type", "inputs", "outputs", "dtype", "bound", "spread", "device_spread", "energy_spread"):
         raise BadQuery(f"rows are sorted by a quantity, such as flops or params, not by {view.sort}")
 
 
-_OF = {None: "", "type": " of types", "op": " of operators"}
+_OF = {None: "", "module": " of modules", "type": " of types", "op": " of operators"}
 
 
 def _has(profile: Profile, view: View, column: str) -> bool:
-    needed = {
-        "time": "time_s",
-        "time_share": "time_s",
-        "backward_flops": "backward_flops",
-        "saved_bytes": "saved_bytes",
-    }
-    unknown = column in needed and getattr(profile.total, needed[column]) is None
-    return column in columns_of(view.by) and not unknown
+    needs = COLUMNS[column].needs
+    total = profile.total
+    if needs == "load":  # a machine without a GPU has no load of one
+        return column in columns_of(view.by) and getattr(total.load, column, None) is not None
+    return column in columns_of(view.by) and (needs is None or getattr(total, needs) is not None)
 
 
 def _whole(column: str, profile: Profile) -> str:
     return "" if column in ("type", "share", "runs") else COLUMNS[column].cell(profile.total, profile)
 
 
-# -- what the numbers rest on ------------------------------------------------------------------------------------------
-
-
 def _notes(profile: Profile, view: View, lines: _Lines) -> list[str]:
-    total, coverage = profile.total, profile.coverage
-    counted = f"{_known(total, 'macs', 'MACs')}; {_known(total, 'flops', 'FLOPs')} ({profile.convention} convention)"
-    notes = [
-        f"{total.params:,} parameters ({total.trainable_params:,} trainable, {size(total.param_bytes)}); {counted}",
-        f"counted: {coverage.fraction:.1%} of {coverage.ops:,} operators, on {profile.how}",
-    ]
-    if total.backward_flops is not None:
-        notes.append(f"backward: {total.backward_flops:,} FLOPs; {size(total.saved_bytes)} saved for it")
-    elif total.saved_bytes is not None:
-        notes.append(f"the {profile.convention} convention does not say what a backward costs")
-    if profile.timing is not None:
-        notes += _timing_notes(profile.timing)
-    if coverage.unknown:
-        notes.append(f"no formula is known for {_some([f'{op.name} ({op.runs})' for op in coverage.unknown])}")
-    if coverage.never_ran:
-        notes.append(
-            f"never ran: {_some(_folded(coverage.never_ran))}; parameters they hold count in the call above them"
-        )
+    """What the numbers rest on, and what of them is not shown."""
+    notes = notes_of(profile)
     if "params" in lines.columns and any("(" in row[1 + lines.columns.index("params")] for row in lines.rows):
         notes.append("parameters in brackets are counted elsewhere: tied weights, or a module that runs again")
     chosen = (view.depth, view.granularity, view.by, view.sort)
@@ -258,34 +259,5 @@ def _notes(profile: Profile, view: View, lines: _Lines) -> list[str]:
     return notes
 
 
-def _timing_notes(timing: Timing) -> list[str]:
-    bare, where = timing.bare, timing.environment
-    notes = [
-        f"time: median of {bare.count} passes after {timing.warmups}, {where['threads']} threads of {where['cpu']}; "
-        f"a bare pass takes {seconds(bare.median)} ({interval(bare)}), one with time stamps {timing.ratio:.3f} of it; "
-        f"{seconds(timing.stamp_s)} a call are taken off"
-    ]
-    if timing.ratio > 1.05:
-        notes.append("the time stamps cost more than 5 %: short calls look longer than they are")
-    return notes
-
-
-def _some(names: Sequence[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
-
-
-def _folded(paths: Sequence[str]) -> list[str]:
-    """Paths that differ in a number alone as one, with how many there are."""
-    alike: dict[str, list[str]] = {}
-    for path in paths:
-        alike.setdefault(re.sub(r"\b\d+\b|(?<=_)\d+\b", "*", path), []).append(path)
-    return [f"{name} ({len(several)})" if len(several) > 1 else several[0] for name, several in alike.items()]
-
-
 def _deepest(profile: Profile) -> int:
     return max(row.depth for row in profile)
-
-
-def _known(total: Amounts, name: str, unit: str) -> str:
-    number = getattr(total, name)
-    return f"no {unit}" if number is None else f"{number:,} {unit}"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from microtome.errors import SensorFailed
-from microtome.measure.energy.source import Log, Reading, finite, read_raw
+from microtome.measure.energy.meter import Log, Reading, finite, read_raw
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from microtome.errors import SensorFailed
-from microtome.measure.energy.source import Missing, Reading, Source, finite, read_text, read_whole
+from microtome.measure.energy.meter import Meter, Missing, Reading, finite, read_text, read_whole
 
 ROOT = Path("/sys/bus/i2c/drivers/ina3221")
 
@@ -39,7 +39,7 @@ class Rail:
         return read_whole(self.millivolts) * read_whole(self.milliamperes, signed=True) / 1e6
 
 
-class Jetson(Source):
+class Jetson(Meter):
     """The module of a Jetson board: the sum of rails that do not overlap."""
 
     name = "jetson"
@@ -56,7 +56,7 @@ class Jetson(Source):
         return Reading(time.perf_counter(), watts=watts)
 
 
-def find(root: Path = ROOT) -> tuple[list[Source], list[Missing]]:
+def find(root: Path = ROOT) -> tuple[list[Meter], list[Missing]]:
     """The source of this machine, or why there is none."""
     try:
         rails = list_rails(root)

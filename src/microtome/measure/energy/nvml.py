@@ -11,10 +11,10 @@ from importlib import import_module
 from typing import Any
 
 from microtome.errors import SensorFailed, said
-from microtome.measure.energy.source import Missing, Reading, Source, finite
+from microtome.measure.energy.meter import Meter, Missing, Reading, finite
 
 
-class Nvml(Source):
+class Nvml(Meter):
     """One GPU.
 
     Attributes:
@@ -79,7 +79,7 @@ class Nvml(Source):
         return finite(answer, f"{question} of {self.what}")
 
 
-def find() -> tuple[list[Source], list[Missing]]:
+def find() -> tuple[list[Meter], list[Missing]]:
     """One source for each GPU, and why others have none."""
     try:
         pynvml: Any = import_module("pynvml")
@@ -97,8 +97,8 @@ def find() -> tuple[list[Source], list[Missing]]:
         pynvml.nvmlShutdown()
 
 
-def _gpus(pynvml: Any) -> tuple[list[Source], list[Missing]]:
-    sources: list[Source] = []
+def _gpus(pynvml: Any) -> tuple[list[Meter], list[Missing]]:
+    sources: list[Meter] = []
     missing: list[Missing] = []
     try:
         number = pynvml.nvmlDeviceGetCount()

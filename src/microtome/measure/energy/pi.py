@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from microtome.errors import SensorFailed, said
-from microtome.measure.energy.source import Missing, Reading, Source, finite
+from microtome.measure.energy.meter import Meter, Missing, Reading, finite
 
 COMMAND = ("vcgencmd", "pmic_read_adc")
 LINE = re.compile(r"(\w+)_([AV])\s+(?:current|volt)\(\d+\)=(\S+)([AV])")
@@ -32,7 +32,7 @@ def ask() -> str:
     return done.stdout
 
 
-class Pi(Source):
+class Pi(Meter):
     """The rails that the power chip of a Raspberry Pi 5 feeds."""
 
     name = "pi"
@@ -50,7 +50,7 @@ class Pi(Source):
         return Reading(time.perf_counter(), watts=watts)
 
 
-def find(ask: Callable[[], str] = ask) -> tuple[list[Source], list[Missing]]:
+def find(ask: Callable[[], str] = ask) -> tuple[list[Meter], list[Missing]]:
     """The source of this machine, or why there is none."""
     try:
         return [Pi(ask)], []

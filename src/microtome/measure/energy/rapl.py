@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from microtome.errors import SensorFailed
-from microtome.measure.energy.source import Missing, Reading, Source, read_text, read_whole
+from microtome.measure.energy.meter import Meter, Missing, Reading, read_text, read_whole
 
 ROOT = Path("/sys/class/powercap")
 
@@ -68,7 +68,7 @@ class Domain:
         return raw
 
 
-class Rapl(Source):
+class Rapl(Meter):
     """The processor packages and their memory, as one counter."""
 
     name = "rapl"
@@ -89,7 +89,7 @@ class Rapl(Source):
         return Reading(now_s, joules=total_uj / 1e6)
 
 
-def find(root: Path = ROOT) -> tuple[list[Source], list[Missing]]:
+def find(root: Path = ROOT) -> tuple[list[Meter], list[Missing]]:
     """The source of this machine, or why there is none."""
     try:
         folders = sorted(root.iterdir())

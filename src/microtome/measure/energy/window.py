@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from microtome.errors import SensorFailed, SessionError, said
-from microtome.measure.energy.source import Log, Reading, Source, finite
+from microtome.measure.energy.meter import Log, Meter, Reading, finite
 
 METHOD = {"counter": "counter, end minus start", "power": "power, sampled and integrated", "log": "log, interpolated"}
 
@@ -42,6 +42,10 @@ class Window:
         source: An open source.
         every_s: How often to read it, instead of the source's own `every_s`.
 
+    Attributes:
+        points: When it was read, and the joules until then. Of a counter, only where it had moved.
+        reason: Why nothing is read any more; empty otherwise.
+
     >>> from microtome.measure.energy import find
     >>> for source in find()[0]:
     ...     with source, Window(source) as window:
@@ -49,7 +53,7 @@ class Window:
     ...     energy = window.energy()
     """
 
-    def __init__(self, source: Source, every_s: float | None = None) -> None:
+    def __init__(self, source: Meter, every_s: float | None = None) -> None:
         self._source = source
         self._every_s = source.every_s if every_s is None else every_s
         self._thread: threading.Thread | None = None
@@ -63,11 +67,12 @@ class Window:
         self._last: Reading | None = None
         self._joules = 0.0
         self._samples = 0
-        self._reason = ""
+        self.points: list[tuple[float, float]] = []
+        self.reason = ""
         self._stop = threading.Event()
         self._start_s = self._end_s = time.perf_counter()
         self._sample()
-        if self._every_s is not None and not self._reason:
+        if self._every_s is not None and not self.reason:
             self._thread = threading.Thread(
                 target=self._run, args=(self._every_s,), name="microtome-energy", daemon=True
             )
@@ -92,8 +97,8 @@ class Window:
             return Energy(None, 0.0, method, 0, "the block has not ended")
         if isinstance(self._source, Log):
             return self._logged(self._source, method)
-        if self._reason or self._first is None or self._last is None:
-            return Energy(None, self._end_s - self._start_s, method, self._samples, self._reason)
+        if self.reason or self._first is None or self._last is None:
+            return Energy(None, self._end_s - self._start_s, method, self._samples, self.reason)
         seconds = self._last.time_s - self._first.time_s
         if self._source.kind == "counter" and self._joules == 0:
             reason = (
@@ -110,30 +115,34 @@ class Window:
             return Energy(None, seconds, method, 0, str(error))
 
     def _run(self, every_s: float) -> None:
-        while not self._reason and not self._stop.wait(every_s):
+        while not self.reason and not self._stop.wait(every_s):
             self._sample()
 
     def _sample(self) -> None:
         """One reading, added up; the first failure is kept and ends it."""
-        if self._reason or isinstance(self._source, Log):
+        if self.reason or isinstance(self._source, Log):
             return
         try:
             self._add(self._source.read())
         except SensorFailed as error:
-            self._reason = str(error)
+            self.reason = str(error)
         except Exception as error:  # noqa: BLE001  in a thread it would be lost, and the sum would be a guess
-            self._reason = f"reading {self._source.what} failed: {said(error)}"
+            self.reason = f"reading {self._source.what} failed: {said(error)}"
 
     def _add(self, now: Reading) -> None:
+        step = 0.0
         if self._last is not None:
-            self._joules += _step(self._last, now, self._source)
+            step = _step(self._last, now, self._source)
+            self._joules += step
         else:
             self._first = now
+        if step or self._source.kind == "power":
+            self.points.append((now.time_s, self._joules))
         self._last = now
         self._samples += 1
 
 
-def _step(last: Reading, now: Reading, source: Source) -> float:
+def _step(last: Reading, now: Reading, source: Meter) -> float:
     """The joules between two readings."""
     if now.time_s < last.time_s:
         raise SensorFailed(f"the time of {source.what} went backwards, from {last.time_s} to {now.time_s}")
@@ -145,7 +154,7 @@ def _step(last: Reading, now: Reading, source: Source) -> float:
     return step
 
 
-def _said(number: float | None, source: Source) -> float:
+def _said(number: float | None, source: Meter) -> float:
     if number is None:
         raise SensorFailed(f"{source.what} gave a reading without the {source.kind} that it is for")
     return finite(number, f"a reading of {source.what}")

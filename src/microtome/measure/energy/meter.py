@@ -35,7 +35,7 @@ class Missing:
     """A source that is not there.
 
     Attributes:
-        name: Which one, as in `Source.name`.
+        name: Which one, as in `Meter.name`.
         reason: Why it is not there.
         fix: What would help.
     """
@@ -48,7 +48,7 @@ class Missing:
         return f"{self.name}: {self.reason}; {self.fix}"
 
 
-class Source(ABC):
+class Meter(ABC):
     """One sensor, open.
 
     Attributes:
@@ -88,7 +88,7 @@ class Source(ABC):
         return f"<{self.name}: {self.what}>"
 
 
-class Log(Source):
+class Log(Meter):
     """A record that somebody else writes; it can be asked about any time that it covers."""
 
     kind = "log"

@@ -1,0 +1,233 @@
+"""How long a CUDA device takes for each call, and how much of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from microtome.engine import Call, Probe, Session
+from microtome.errors import Unsupported, said
+from microtome.measure import activity
+from microtome.measure.activity import Activity
+from microtome.profile.passes import Passes, Schedule
+from microtome.profile.tree import Tree
+
+Way = Literal["kernels", "graph"]
+WAYS: tuple[Way, ...] = ("kernels", "graph")
+METHODS: dict[Way, str] = {
+    "kernels": "durations of the kernels that the call launched, from torch's profiler",
+    "graph": "CUDA events in a graph of the whole forward",
+}
+
+#: How many passes one run of torch's profiler holds.
+_AT_ONCE = 10
+
+
+class DeviceTimes(NamedTuple):
+    """Device seconds, a row for each pass.
+
+    Attributes:
+        forward: What each call took itself, a column for each.
+        backward: The same of the backward; None if there was none.
+        bare: One column: whole forwards without marks.
+        bare_backward: Likewise.
+    """
+
+    forward: torch.Tensor
+    backward: torch.Tensor | None
+    bare: torch.Tensor
+    bare_backward: torch.Tensor | None
+
+
+class _Owner(NamedTuple):
+    """Whose a launch is: of which pass, in which phase, of which call."""
+
+    at_pass: int
+    phase: str
+    call: int
+
+
+class _Marks(Probe):
+    """Says on the device's timeline whose all is that is launched from now on."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._addresses = tree.addresses
+        self._open = ["forward:0"]
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._push(call, "forward" if call.phase == "forward" else "backward")
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._pop()
+
+    def fail(self, call: Call, error: BaseException) -> None:
+        self._pop()
+
+    def _push(self, call: Call, phase: str) -> None:
+        self._open.append(f"{phase}:{self._addresses[call.address]}")
+        activity.mark(self._open[-1])
+
+    def _pop(self) -> None:
+        self._open.pop()
+        activity.mark(self._open[-1])
+
+
+class _BackwardMarks(_Marks):
+    """Those of the backward too. Making it known whose the backward is costs the host time, and the device none."""
+
+    def backward_moves(self, call: Call | None) -> None:
+        self._open = [f"backward:{0 if call is None else self._addresses[call.address]}"]
+        activity.mark(self._open[-1])
+
+
+def kernel_times(runs: Passes, tree: Tree, schedule: Schedule) -> DeviceTimes:
+    """The durations of kernels, copies and fills, each with the call that launched it."""
+    calls = len(tree)
+    forward: list[torch.Tensor] = []
+    backward: list[torch.Tensor] = []
+    bare: list[torch.Tensor] = []
+    bare_backward: list[torch.Tensor] = []
+    for done in schedule.rounds("timing kernels"):
+        if done % _AT_ONCE == 0:
+            count = min(_AT_ONCE, schedule.repeat - done)
+            marked, plain = _watch(runs, tree, count), _watch(runs, None, count)
+            forward.append(_table(marked, "forward", count, calls))
+            backward.append(_table(marked, "backward", count, calls))
+            bare.append(_table(plain, "forward", count, 1))
+            bare_backward.append(_table(plain, "backward", count, 1))
+    if not torch.cat(bare).any():
+        raise Unsupported(
+            "torch's profiler saw no kernel: it may not be allowed to, or was built without CUPTI; "
+            "with device_time='graph' it is not needed"
+        )
+    again = runs.backward
+    return DeviceTimes(
+        torch.cat(forward),
+        torch.cat(backward) if again else None,
+        torch.cat(bare),
+        torch.cat(bare_backward) if again else None,
+    )
+
+
+def peak_bytes(runs: Passes, tree: Tree) -> list[int]:
+    """The most that the allocator had given out while each call's forward ran, above what it had before the pass."""
+    seen = _watch(runs, tree, 1, memory=True)
+    owners = list(_owners(seen))
+    most = [-1] * len(tree)
+    last, given = -1, 0
+    for move in (*seen.moves, None):
+        until = len(owners) if move is None else move.mark + 1
+        for owner in owners[last + 1 : until]:
+            if owner.phase == "forward":
+                most[owner.call] = max(most[owner.call], given)
+        last = max(last, until - 1)
+        if move is not None:
+            given += move.nbytes
+            if move.mark >= 0 and (owner := owners[move.mark]).phase == "forward":
+                most[owner.call] = max(most[owner.call], given)
+    return tree.peaks(most)
+
+
+def _watch(runs: Passes, tree: Tree | None, count: int, *, memory: bool = False) -> Activity:
+    """So many passes; with marks for each call of a tree, or none."""
+    with activity.watch(memory=memory) as seen:
+        for _ in range(count):
+            if tree is None:
+                runs.once(activity.mark)
+                continue
+            probe = _BackwardMarks(tree) if runs.backward else _Marks(tree)
+            with Session(runs.model, [probe], at=tree.selector()):
+                runs.once(activity.mark)
+    return seen
+
+
+def _owners(seen: Activity) -> Iterator[_Owner]:
+    """What each mark says. A pass begins with one that names no call."""
+    at_pass = -1
+    for label in seen.labels:
+        phase, _, call = label.partition(":")
+        at_pass += label == "forward"
+        yield _Owner(at_pass, phase, int(call or 0))
+
+
+def _table(seen: Activity, phase: str, count: int, calls: int) -> torch.Tensor:
+    table = torch.zeros(count, calls, dtype=torch.float64)
+    owners = list(_owners(seen))
+    for launch in seen.launches:
+        if launch.mark >= 0 and (owner := owners[launch.mark]).phase == phase:
+            table[owner.at_pass, owner.call] += launch.seconds
+    return table
+
+
+# -- the other way -----------------------------------------------------------------------------------------------------
+
+
+class _Events(Probe):
+    """Records an event whenever the forward goes from one call to another."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[torch.cuda.Event, int]] = []
+        self._open: list[int] = []
+        self._count = 0
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._open.append(self._count)
+        self._count += 1
+        self._record()
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._open.pop()
+        self._record()
+
+    def _record(self) -> None:
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record()
+        self.events.append((event, self._open[-1] if self._open else -1))
+
+
+def graph_times(runs: Passes, tree: Tree, schedule: Schedule) -> DeviceTimes:
+    """The times between events that are recorded in a graph of the forward, where the host cannot slow it down.
+
+    What the device does for an event, and its pauses between kernels, are in them.
+    """
+    if runs.backward or len(runs.devices) != 1:
+        raise Unsupported("the CUDA graph has the forward of a model on one device: leave out device_time")
+    with torch.cuda.device(runs.devices[0]):
+        probe = _Events()
+        with Session(runs.model, [probe], at=tree.selector()):
+            graph = _captured(runs)
+        plain = _captured(runs)
+        begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        table: list[list[float]] = []
+        bare: list[float] = []
+        for _ in schedule.rounds("timing a CUDA graph"):
+            graph.replay()
+            torch.cuda.synchronize()
+            own = [0.0] * len(tree)
+            for (event, owner), (after, _) in zip(probe.events, probe.events[1:], strict=False):
+                own[owner] += event.elapsed_time(after) / 1e3
+            table.append(own)
+            begins.record()
+            plain.replay()
+            ends.record()
+            torch.cuda.synchronize()
+            bare.append(begins.elapsed_time(ends) / 1e3)
+    tables = (torch.tensor(rows, dtype=torch.float64) for rows in (table, [[one] for one in bare]))
+    forward, whole = tables
+    return DeviceTimes(forward, None, whole, None)
+
+
+def _captured(runs: Passes) -> torch.cuda.CUDAGraph:
+    """The forward as a graph."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            runs.inputs.run(runs.model)
+    except Exception as error:
+        torch.cuda.synchronize()
+        raise Unsupported(
+            f"the model cannot be captured in a CUDA graph: {said(error)}; leave out device_time"
+        ) from error
+    return graph

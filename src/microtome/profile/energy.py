@@ -1,0 +1,261 @@
+"""How much energy each call takes: the whole model's shared by time, each layer replayed alone, or an estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microtome.engine import Call, Probe, Session
+from microtome.engine.structure import map_tensors
+from microtome.errors import BadQuery, SensorFailed, Unsupported, said
+from microtome.inputs import Inputs
+from microtome.measure.energy import Meter, Part, metered
+from microtome.measure.spread import Spread, spreads
+from microtome.profile.data import Row
+from microtome.profile.how import EnergyUse
+from microtome.profile.passes import Passes, Schedule
+from microtome.profile.tree import Tree
+
+METHODS = {
+    "share": "the whole model's energy, shared by time",
+    "replay": "the layer run alone, again and again",
+    "estimate": "an estimate from counts, not measured",
+}
+_IDLE_S = 1.0
+#: A layer is run alone for so many seconds, more where the budget allows it.
+_REPLAY_S, _REPLAY_MOST_S = 1.0, 3.0
+
+
+@dataclass(frozen=True)
+class EnergyModel:
+    """Coefficients for an estimate of energy, of your own hardware: none are known that hold everywhere.
+
+    Attributes:
+        joules_per_flop: For each floating-point operation.
+        joules_per_byte: For each byte that operators read or write.
+        watts: For each second that a call takes; needs the time to be measured.
+    """
+
+    joules_per_flop: float = 0.0
+    joules_per_byte: float = 0.0
+    watts: float = 0.0
+
+    def __post_init__(self) -> None:
+        values = (self.joules_per_flop, self.joules_per_byte, self.watts)
+        if min(values) < 0 or not any(values):
+            raise BadQuery(f"coefficients of energy are 0 or more, and one is above 0, got {self}")
+
+    @classmethod
+    def parse(cls, text: str) -> EnergyModel:
+        """From a text such as `flop=0.5e-12,byte=20e-12,watts=3`."""
+        names = {"flop": "joules_per_flop", "byte": "joules_per_byte", "watts": "watts"}
+        given: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            try:
+                given[names[name.strip()]] = float(value)
+            except (KeyError, ValueError) as error:
+                raise BadQuery(f"{part!r} is no coefficient: write flop=JOULES, byte=JOULES or watts=W") from error
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class Energies:
+    """What each call took itself, in joules; without what is drawn when nothing runs; and how sure that is.
+
+    Attributes:
+        spreads: Of each call with all calls inside it.
+    """
+
+    own: list[float | None]
+    net: list[float | None]
+    spreads: list[Spread | None]
+    use: EnergyUse
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A whole pass: its parts of the time, and what is drawn when nothing runs."""
+
+    parts: list[Part]
+    idle_w: float
+
+    def spread(self, method: str) -> Spread:
+        return spreads(torch.tensor([[part.joules / part.runs] for part in self.parts]), method)[0]
+
+    @property
+    def pass_s(self) -> float:
+        return sum(part.seconds for part in self.parts) / sum(part.runs for part in self.parts)
+
+    def net(self, gross_j: float, seconds: float) -> float:
+        return gross_j - self.idle_w * seconds
+
+
+def share(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Sequence[float]) -> Energies:
+    """The energy of the whole, measured in a plain loop, shared by the time that each call itself takes."""
+    whole = _measure_whole(runs, meter, schedule)
+    spread = whole.spread(METHODS["share"])
+    parts = torch.tensor([own_s], dtype=torch.float64)
+    parts /= parts.sum()
+    own = [spread.median * part for part in parts[0].tolist()]
+    net_j = whole.net(spread.median, whole.pass_s)
+    net = [net_j * part for part in parts[0].tolist()]
+    use = _use("share", meter, whole, own, net)
+    scaled = [_scaled(spread, part) for part in tree.inclusive(parts)[0].tolist()]
+    return Energies(list(own), list(net), list(scaled), use)
+
+
+def estimate(tree: Tree, model: EnergyModel, own_s: Sequence[float | None]) -> Energies:
+    """What given coefficients say. None where a count or a time is not known."""
+    own: list[float | None] = []
+    for row, seconds in zip(tree.rows, own_s, strict=True):
+        terms = [
+            (model.joules_per_flop, row.own.flops),
+            (model.joules_per_byte, row.own.moved_bytes),
+            (model.watts, seconds),
+        ]
+        known = all(amount is not None for coefficient, amount in terms if coefficient)
+        own.append(sum(c * a for c, a in terms if c and a is not None) if known else None)
+    use = EnergyUse("estimate", "", None, None, None, None, None, {})
+    return Energies(own, [None] * len(own), [None] * len(own), use)
+
+
+# -- each layer alone --------------------------------------------------------------------------------------------------
+
+
+class _Capture(Probe):
+    """Keeps the arguments of the first call of each kind."""
+
+    def __init__(self, kinds: dict[str, Any]) -> None:
+        self._kinds = kinds
+        self.layers: dict[Any, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kind = self._kinds.get(call.address)
+        if kind is not None and kind not in self.layers and call.module is not None:
+            copied = map_tensors(_copy, (args, kwargs))
+            self.layers[kind] = (call.module, *copied)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def replay(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Sequence[float]) -> Energies:
+    """The energy of each layer, run alone; of layers of the same type, configuration and shapes, one is run.
+
+    Those that take the most time come first; for some there may be no time left.
+    """
+    if runs.backward:
+        raise Unsupported("a layer is replayed in the forward alone: leave out backward, or energy='replay'")
+    began = perf_counter()
+    whole = _measure_whole(runs, meter, schedule)
+    leaves = {row.address: at for at, row in enumerate(tree.rows) if row.height == 1}
+    kinds = {address: _kind(tree.rows[at], runs.model) for address, at in leaves.items()}
+    capture = _Capture(kinds)
+    with Session(runs.model, [capture]):
+        runs.once()
+    times: dict[Any, float] = {}
+    for address, kind in kinds.items():
+        times[kind] = times.get(kind, 0.0) + own_s[leaves[address]]
+    left = schedule.budget_s - (perf_counter() - began)
+    each = min(max(left / len(times), _REPLAY_S), _REPLAY_MOST_S)
+    found: dict[Any, tuple[Spread, float] | str] = {}
+    for done, kind in enumerate(sorted(times, key=lambda kind: -times[kind])):
+        schedule.tell("replaying layers", done, len(times))
+        if perf_counter() - began + each > schedule.budget_s and found:
+            found[kind] = f"no time was left for it: the budget is {schedule.budget_s:g} s"
+            continue
+        found[kind] = _alone(runs, capture.layers[kind], meter, each)
+    return _replayed(tree, meter, whole, {at: found[kinds[address]] for address, at in leaves.items()})
+
+
+def _kind(row: Row, model: nn.Module) -> Any:
+    """What layers have in common that take the same energy: type, configuration, shapes, and all that is counted."""
+    module = model.get_submodule(row.path)
+    shapes = tuple((tensor.shape, tensor.dtype) for tensor in (*row.inputs, *row.outputs))
+    weights = tuple((tuple(p.shape), p.dtype) for p in (*module.parameters(), *module.buffers()))
+    counts = (row.flops, row.read_bytes, row.write_bytes, tuple((op.name, op.runs) for op in row.ops))
+    return type(module), module.extra_repr(), module.training, shapes, weights, counts
+
+
+def _alone(runs: Passes, layer: tuple[Any, ...], meter: Meter, seconds: float) -> tuple[Spread, float] | str:
+    """Joules and seconds of a run of the layer, or why they are not known."""
+    module, args, kwargs = layer
+    given = Inputs(*args, **kwargs)
+    try:
+        parts = metered(meter, _looped(lambda: given.run(module), runs.wait), seconds=seconds)
+    except SensorFailed:
+        raise
+    except Exception as error:  # noqa: BLE001  a layer that cannot be run alone says so in its own way
+        return f"it does not run alone: {said(error)}"
+    alone = _Whole(parts, 0.0)
+    return alone.spread(METHODS["replay"]), alone.pass_s
+
+
+def _replayed(tree: Tree, meter: Meter, whole: _Whole, found: dict[int, tuple[Spread, float] | str]) -> Energies:
+    own: list[float | None] = [None] * len(tree)
+    net: list[float | None] = [None] * len(tree)
+    of_calls: list[Spread | None] = [None] * len(tree)
+    why: dict[str, str] = {}
+    for at, result in found.items():
+        if isinstance(result, str):
+            why[tree.rows[at].address] = result
+            continue
+        of_calls[at], seconds = result
+        own[at] = result[0].median
+        net[at] = whole.net(result[0].median, seconds)
+    return Energies(own, net, of_calls, _use("replay", meter, whole, own, net, why))
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+def _measure_whole(runs: Passes, meter: Meter, schedule: Schedule) -> _Whole:
+    """First nothing, then the model, in a loop."""
+    schedule.tell("measuring idle power", 0, 2)
+    runs.wait()
+    idle = metered(meter, lambda count: sleep(0.02 * count), seconds=min(_IDLE_S, schedule.budget_s / 4))
+    schedule.tell("measuring the energy of the model", 1, 2)
+    parts = metered(meter, _looped(runs.again, runs.wait), seconds=min(schedule.budget_s / 4, 5.0))
+    return _Whole(parts, sum(part.joules for part in idle) / sum(part.seconds for part in idle))
+
+
+def _looped(run: Callable[[], object], wait: Callable[[], object]) -> Callable[[int], None]:
+    def work(count: int) -> None:
+        for _ in range(count):
+            run()
+        wait()
+
+    return work
+
+
+def _use(
+    method: str,
+    meter: Meter,
+    whole: _Whole,
+    own: Sequence[float | None],
+    net: Sequence[float | None],
+    why: dict[str, str] | None = None,
+) -> EnergyUse:
+    spread = whole.spread("a plain loop")
+    return EnergyUse(
+        method=method,
+        meter=meter.what,
+        whole=spread,
+        idle_w=whole.idle_w,
+        pass_s=whole.pass_s,
+        closure_j=spread.median - sum(joules for joules in own if joules is not None),
+        net_closure_j=whole.net(spread.median, whole.pass_s) - sum(joules for joules in net if joules is not None),
+        not_replayed=why or {},
+    )
+
+
+def _scaled(spread: Spread, by: float) -> Spread:
+    numbers = {name: by * getattr(spread, name) for name in ("median", "q1", "q3", "low", "high")}
+    return replace(spread, **numbers)

@@ -1,0 +1,109 @@
+"""How busy the machine is while each call runs."""
+
+from __future__ import annotations
+
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from microtome.engine import Session
+from microtome.errors import SensorFailed
+from microtome.measure.energy import Meter, pick
+from microtome.measure.load import QUANTITIES, LoadSampler, Sample
+from microtome.profile.how import Load, Sampling
+from microtome.profile.passes import Passes, Schedule
+from microtome.profile.timing import Stopwatch
+from microtome.profile.tree import Tree
+
+#: For so long the passes go on at least, for there to be samples.
+_LEAST_S = 1.0
+
+
+def sample_load(runs: Passes, tree: Tree, schedule: Schedule, meter: Meter | str | None) -> tuple[list[Load], Sampling]:
+    """The load of each call, and how it was sampled.
+
+    A sample is the mean of its interval, and goes to the calls that ran in it, by the time that they overlap. On a GPU
+    these are the calls that the host was at.
+    """
+    watch = Stopwatch(len(tree))
+    times: list[torch.Tensor] = []
+    watts = None if runs.devices else _Watts.of(meter)
+    with LoadSampler(runs.devices[0] if runs.devices else None, watts) as sampler:
+        began = perf_counter()
+        while len(times) < schedule.repeat or perf_counter() - began < _LEAST_S:
+            elapsed = perf_counter() - began
+            if elapsed > schedule.budget_s and len(sampler.samples) > 1:
+                break
+            schedule.tell("sampling the load", min(len(times), schedule.repeat), schedule.repeat)
+            watch.count = 0
+            with Session(runs.model, [watch], at=tree.selector()):
+                runs.once()
+            times.append(torch.tensor([watch.begins, watch.ends], dtype=torch.float64) / 1e9)
+    if watts is not None:
+        watts.close()
+    samples = sampler.samples
+    begins, ends = (part.contiguous() for part in torch.stack(times).unbind(1))
+    columns = {name: _mean(samples, name, begins, ends) for name in QUANTITIES}
+    overlaps = _overlapping(samples, begins, ends)
+    loads = [Load(**{name: columns[name][at] for name in QUANTITIES}, samples=overlaps[at]) for at in range(len(tree))]
+    every_s = median(sample.end_s - sample.begin_s for sample in samples)
+    return loads, Sampling(every_s, len(samples), len(times), sampler.missing)
+
+
+class _Watts:
+    """The power that a meter sees: what it says, or what its counter moved by since it was last asked."""
+
+    def __init__(self, meter: Meter, *, keep: bool) -> None:
+        self._meter = meter
+        self._keep = keep
+        self._last = meter.read()
+
+    @classmethod
+    def of(cls, wanted: Meter | str | None) -> _Watts | None:
+        try:
+            return cls(pick(wanted), keep=isinstance(wanted, Meter))
+        except SensorFailed:
+            return None
+
+    def __call__(self) -> float:
+        now, last = self._meter.read(), self._last
+        self._last = now
+        if now.watts is not None:
+            return now.watts
+        if now.joules is None or last.joules is None or now.time_s <= last.time_s:
+            raise SensorFailed(f"{self._meter.what} does not say how much is drawn now")
+        return (now.joules - last.joules) / (now.time_s - last.time_s)
+
+    def close(self) -> None:
+        if not self._keep:
+            self._meter.close()
+
+
+def _mean(samples: list[Sample], name: str, begins: torch.Tensor, ends: torch.Tensor) -> list[float | None]:
+    """The mean of a quantity over the times in which each call ran, one column each."""
+    read = [(sample.begin_s, sample.end_s, value) for sample in samples if (value := getattr(sample, name)) is not None]
+    if len(read) < len(samples) or not read:
+        return [None] * begins.shape[1]
+    edges = torch.tensor([read[0][0], *(end for _, end, _ in read)], dtype=torch.float64)
+    steps = torch.tensor([(end - begin) * value for begin, end, value in read], dtype=torch.float64)
+    sums = torch.cat([torch.zeros(1, dtype=torch.float64), steps.cumsum(0)])
+
+    def until(times: torch.Tensor) -> torch.Tensor:
+        """The integral from the first edge on."""
+        at = times.clamp(edges[0], edges[-1])
+        after = torch.searchsorted(edges, at).clamp(1, len(edges) - 1)
+        part = (at - edges[after - 1]) / (edges[after] - edges[after - 1])
+        return sums[after - 1] + part * steps[after - 1]
+
+    sampled = (ends.clamp(edges[0], edges[-1]) - begins.clamp(edges[0], edges[-1])).sum(0)
+    means = (until(ends) - until(begins)).sum(0) / sampled
+    return [float(mean) if time > 0 else None for mean, time in zip(means, sampled, strict=True)]
+
+
+def _overlapping(samples: list[Sample], begins: torch.Tensor, ends: torch.Tensor) -> list[int]:
+    """How many samples overlap with each call."""
+    starts = torch.tensor([sample.begin_s for sample in samples], dtype=torch.float64)
+    stops = torch.tensor([sample.end_s for sample in samples], dtype=torch.float64)
+    counts = torch.searchsorted(starts, ends) - torch.searchsorted(stops, begins)
+    return [int(count) for count in counts.clamp(min=0).sum(0)]

@@ -1,0 +1,192 @@
+"""Running a model again and again, for measuring: how often, how long, and with nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from microtome.engine import tensors_in
+from microtome.engine.standin import stand_in
+from microtome.errors import BadQuery, Unsupported
+from microtome.inputs import Inputs
+
+#: Told what is being done, how many steps of it are done and how many there will be.
+Progress = Callable[[str, int, int], None]
+
+_WARM_UP_MOST = 20
+_STABLE = 0.03
+_FEWEST = 3
+_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many passes to make.
+
+    Attributes:
+        repeat: How many passes are measured.
+        budget_s: After so many seconds no further pass begins; three are made in any case.
+        warmup: How many passes are made before; None: until two in a row take about the same.
+    """
+
+    repeat: int = 30
+    budget_s: float = 20.0
+    warmup: int | None = None
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if self.repeat < _FEWEST:
+            raise BadQuery(f"a spread needs {_FEWEST} passes or more: repeat is {self.repeat}")
+        if not self.budget_s > 0:
+            raise BadQuery(f"the budget is a time in seconds above 0, got {self.budget_s}")
+        if self.warmup is not None and self.warmup < 0:
+            raise BadQuery(f"warmup is how many passes are made before, 0 or more, got {self.warmup}")
+
+    def rounds(self, what: str) -> Iterator[int]:
+        """One for each pass that is to be made."""
+        began = perf_counter()
+        for done in range(self.repeat):
+            if done >= _FEWEST and perf_counter() - began > self.budget_s:
+                return
+            self.tell(what, done, self.repeat)
+            yield done
+
+    def tell(self, what: str, done: int, whole: int) -> None:
+        if self.progress is not None:
+            self.progress(what, done, whole)
+
+
+class Lap(NamedTuple):
+    """The host's seconds of a pass, and those until all devices were done."""
+
+    forward_s: float
+    backward_s: float
+    whole_s: float
+
+
+def _nobody(_: str) -> None:
+    return
+
+
+class Passes:
+    """A model with its inputs, ready to be run again and again, each time the same.
+
+    Attributes:
+        devices: The CUDA devices that it runs on.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs, *, backward: bool) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.backward = backward
+        self._tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
+        self.devices = sorted({tensor.device.index for tensor in self._tensors if tensor.is_cuda})
+        self._leaves = [tensor for tensor in self._tensors if tensor.is_leaf and tensor.requires_grad]
+
+    def once(self, told: Callable[[str], object] = _nobody) -> Lap:
+        """One pass; devices are waited for before it and after it, and nowhere in between.
+
+        Args:
+            told: Told `"forward"` and `"backward"` when these begin, and `"none"` when they have ended.
+        """
+        self.wait()
+        grad = torch.is_grad_enabled() or self.backward
+        with torch.set_grad_enabled(grad):
+            told("forward")
+            began = perf_counter()
+            output = self.inputs.run(self.model)
+            forward = perf_counter()
+            told("none")
+            roots, seeds = self._seeds(output) if self.backward else ([], [])
+            told("backward")
+            middle = perf_counter()
+            if roots:
+                torch.autograd.backward(roots, seeds)
+            ended = perf_counter()
+            told("none")
+            del output, roots, seeds
+        self.wait()
+        whole = perf_counter() - began - (middle - forward)
+        self._forget_gradients()
+        return Lap(forward - began, ended - middle, whole)
+
+    def resident_bytes(self) -> int:
+        """What weights, buffers and inputs take of the allocator of CUDA devices, which gives out whole blocks."""
+        storages = {
+            storage.data_ptr(): storage.nbytes()
+            for tensor in self._tensors
+            if tensor.is_cuda and (storage := tensor.untyped_storage())
+        }
+        return sum(-(-size // _BLOCK) * _BLOCK for size in storages.values())
+
+    def again(self) -> None:
+        """One pass, without waiting for devices."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() or self.backward):
+            output = self.inputs.run(self.model)
+            if self.backward:
+                torch.autograd.backward(*self._seeds(output))
+        self._forget_gradients()
+
+    def wait(self) -> None:
+        for index in self.devices:
+            torch.cuda.synchronize(index)
+
+    def _forget_gradients(self) -> None:
+        """So that the next pass does not add to them, which is more work."""
+        for leaf in self._leaves:
+            leaf.grad = None
+
+    def warm_up(self, schedule: Schedule) -> int:
+        """Run before measuring; until two passes in a row take about the same, if it is not said how often."""
+        if schedule.warmup is not None:
+            for done in range(schedule.warmup):
+                schedule.tell("warming up", done, schedule.warmup)
+                self.once()
+            return schedule.warmup
+        last, began = self.once().whole_s, perf_counter()
+        for done in range(2, _WARM_UP_MOST + 1):
+            schedule.tell("warming up", done - 1, _WARM_UP_MOST)
+            now = self.once().whole_s
+            if abs(now - last) <= _STABLE * last or perf_counter() - began > schedule.budget_s / 4:
+                return done
+            last = now
+        return _WARM_UP_MOST
+
+    def _seeds(self, output: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """What the backward begins at: the sum of the outputs."""
+        roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        return roots, [torch.ones_like(tensor) for tensor in roots]
+
+
+@contextmanager
+def passes(model: nn.Module, inputs: Inputs, *, backward: bool) -> Iterator[Passes]:
+    """A model ready to be run for the time of the block, without garbage collection; it is as found afterwards."""
+    _check(model, inputs)
+    with stand_in(model, inputs, "real") as given, _no_garbage_collection():
+        yield Passes(model, given, backward=backward)
+
+
+def _check(model: nn.Module, inputs: Inputs) -> None:
+    tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
+    other = sorted({tensor.device.type for tensor in tensors} - {"cpu", "cuda"})
+    if other:
+        raise Unsupported(f"CPU and CUDA devices can be measured, and there are tensors on {', '.join(other)}")
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,138 @@
+"""What the numbers of a profile rest on, in sentences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from microtome.profile import Amounts, Profile
+from microtome.profile.how import EnergyUse, Timing
+from microtome.report.columns import interval
+from microtome.units import joules, seconds, size, watts
+
+#: Above this, measuring has changed what was measured.
+_DISTURBED = 1.05
+
+
+def notes_of(profile: Profile) -> list[str]:
+    total, coverage = profile.total, profile.coverage
+    counted = f"{_known(total, 'macs', 'MACs')}; {_known(total, 'flops', 'FLOPs')} ({profile.convention} convention)"
+    notes = [
+        f"{total.params:,} parameters ({total.trainable_params:,} trainable, {size(total.param_bytes)}); {counted}",
+        f"counted: {coverage.fraction:.1%} of {coverage.ops:,} operators, on {profile.how}",
+    ]
+    if total.backward_flops is not None:
+        notes.append(f"backward: {total.backward_flops:,} FLOPs; {size(total.saved_bytes)} saved for it")
+    elif total.saved_bytes is not None:
+        notes.append(f"the {profile.convention} convention does not say what a backward costs")
+    notes += _measured(profile)
+    if coverage.unknown:
+        notes.append(f"no formula is known for {_some([f'{op.name} ({op.runs})' for op in coverage.unknown])}")
+    if coverage.never_ran:
+        notes.append(
+            f"never ran: {_some(_folded(coverage.never_ran))}; parameters they hold count in the call above them"
+        )
+    return notes
+
+
+def _measured(profile: Profile) -> Iterator[str]:
+    where = profile.environment
+    if where:
+        yield f"measured on {where['cpu']}, {where['threads']} threads, torch {where['torch']}{_gpu(where)}"
+    if profile.timing is not None:
+        yield from _timing(profile, profile.timing)
+    if (memory := profile.memory) is not None:
+        held = f"the process held {size(memory.rss_before_bytes)} before and {size(memory.rss_peak_bytes)} at most"
+        yield f"measured peak: {memory.method}; {held}"
+    if profile.energy is not None:
+        yield from _energy(profile, profile.energy)
+    if (sampling := profile.sampling) is not None:
+        yield (
+            f"load: {sampling.samples} samples, one every {seconds(sampling.every_s)}, over {sampling.passes} passes; "
+            "calls shorter than that have what was around them"
+        )
+        reasons: dict[str, list[str]] = {}
+        for name, why in sampling.missing.items():
+            reasons.setdefault(why, []).append(name)
+        yield from (f"no load of {' and '.join(names)}: {why}" for why, names in reasons.items())
+    yield from (f"no {name}: {why}" for name, why in profile.unavailable.items())
+
+
+def _gpu(where: dict[str, str]) -> str:
+    if "gpu" not in where:
+        return ""
+    parts = [where["gpu"], f"CUDA {where['cuda']}"]
+    if "driver" in where:
+        parts.append(f"driver {where['driver']}")
+    if "gpu_clock" in where:
+        parts.append(f"at {where['gpu_clock']}, held back: {where.get('gpu_throttling', 'not known')}")
+    return "; " + ", ".join(parts)
+
+
+def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
+    bare = timing.bare
+    yield (
+        f"time: median of {bare.count} passes after {timing.warmups}; a bare forward takes {seconds(bare.median)} "
+        f"({interval(bare)}), one with time stamps {timing.ratio:.3f} of it; "
+        f"{seconds(timing.stamp_s)} a call are taken off"
+    )
+    if timing.backward is not None and timing.backward_ratio is not None:
+        yield (
+            f"backward: a bare one takes {seconds(timing.backward.median)} ({interval(timing.backward)}), "
+            f"one with time stamps {timing.backward_ratio:.3f} of it; "
+            f"{seconds(timing.backward_stamp_s)} a stamp are taken off"
+        )
+    if timing.device is not None and timing.device_ratio is not None:
+        device = timing.device
+        method = profile.total.spreads["device_s"].method
+        yield (
+            f"device: {method}; {seconds(device.median)} ({interval(device)}) for a bare forward, "
+            f"and all calls are {timing.device_ratio:.3f} of it"
+        )
+        layers = [row for row in profile if row.height == 1 and row.is_launch_bound is not None and row.device_s]
+        bound = sum(bool(row.is_launch_bound) for row in layers)
+        if bound:
+            yield (
+                f"{bound} of {len(layers)} layers are launch-bound: "
+                "the host takes longer to launch them than the GPU to run them"
+            )
+    if max(timing.ratio, timing.backward_ratio or 0.0) > _DISTURBED:
+        yield (
+            "time stamps cost more than 5 %, so short calls look longer than they are: "
+            "measure with a smaller depth, such as --depth 1"
+        )
+
+
+def _energy(profile: Profile, use: EnergyUse) -> Iterator[str]:
+    if use.whole is None:
+        yield "energy: an estimate from given coefficients, not measured"
+        return
+    methods = {"share": "shared by time", "replay": "each layer run alone"}
+    yield (
+        f"energy: {use.meter}, {methods[use.method]}; a whole pass takes {joules(use.whole.median)} "
+        f"({interval(use.whole, joules)}, {use.whole.count} windows) in {seconds(use.pass_s)}; idle {watts(use.idle_w)}"
+    )
+    closure = f"{joules(use.closure_j)} ({joules(use.net_closure_j)} net)"
+    yield f"closure: the whole takes {closure} more than its parts"
+    if use.not_replayed:
+        reasons: dict[str, int] = {}
+        for why in use.not_replayed.values():
+            reasons[why] = reasons.get(why, 0) + 1
+        yield "not replayed: " + "; ".join(f"{count} layers, {why}" for why, count in reasons.items())
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
+def _folded(paths: Sequence[str]) -> list[str]:
+    """Paths that differ in a number alone as one, with how many there are."""
+    alike: dict[str, list[str]] = {}
+    for path in paths:
+        alike.setdefault(re.sub(r"\b\d+\b|(?<=_)\d+\b", "*", path), []).append(path)
+    return [f"{name} ({len(several)})" if len(several) > 1 else several[0] for name, several in alike.items()]
+
+
+def _known(total: Amounts, name: str, unit: str) -> str:
+    number = getattr(total, name)
+    return f"no {unit}" if number is None else f"{number:,} {unit}"
