@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ _LOOP_S = 10.0
 
 def plain_loop(model: nn.Module, x: torch.Tensor) -> float:
     """Joules of a pass, from the counter alone: from a tick, for ten seconds, until a tick."""
-    import pynvml
-
+    pynvml: Any = import_module("pynvml")
     pynvml.nvmlInit()
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -68,9 +68,10 @@ def _targets(p: mt.Profile, title: str, plain: float) -> list[Target]:
     spread = top.spreads["energy_j"]
     note = (
         f"{title}: {use.whole.median:.3f} J a pass ({use.whole.low:.3f} to {use.whole.high:.3f}), plain loop "
-        f"{plain:.3f} J, {1e3 * (use.pass_s or 0):.2f} ms, idle {use.idle_w:.0f} W; layers {p.total.energy_j:.3f} J + closure "
-        f"{use.closure_j:.3f} J; net {p.total.net_energy_j:.3f} J; {len(use.not_replayed)} layers not replayed; "
-        f"the most in {top.address!r}: {1e3 * spread.median:.2f} mJ ({1e3 * spread.low:.2f} to {1e3 * spread.high:.2f})"
+        f"{plain:.3f} J, {1e3 * (use.pass_s or 0):.2f} ms, idle {use.idle_w:.0f} W; "
+        f"layers {p.total.energy_j:.3f} J + closure {use.closure_j:.3f} J; net {p.total.net_energy_j:.3f} J; "
+        f"{len(use.not_replayed)} layers not replayed; the most in {top.address!r}: "
+        f"{1e3 * spread.median:.2f} mJ ({1e3 * spread.low:.2f} to {1e3 * spread.high:.2f})"
     )
     closes = abs(p.total.energy_j + use.closure_j - use.whole.median) / use.whole.median
     return [

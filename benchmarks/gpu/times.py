@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,13 +19,15 @@ CASES = {("resnet50", 32): 0.02, ("vit_b_16", 32): 0.02, ("resnet50", 1): 0.05, 
 
 def kernel_seconds(model: nn.Module, x: torch.Tensor, passes: int = 10) -> float:
     """What torch's own table says, without microtome."""
-    sums = []
-    for _ in range(passes):
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
-            model(x)
-            torch.cuda.synchronize()
-        sums.append(sum(event.self_device_time_total for event in seen.key_averages()) / 1e6)
-    return median(sums)
+    return median(kernels_of(lambda: model(x)) for _ in range(passes))
+
+
+def kernels_of(run: Callable[[], object]) -> float:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
+        run()
+        torch.cuda.synchronize()
+    rows = seen.key_averages()  # rows of operators have the times of their kernels too
+    return sum(row.self_device_time_total for row in rows if row.device_type.name == "CUDA") / 1e6
 
 
 @torch.no_grad()
@@ -35,7 +39,8 @@ def run() -> list[Target]:
             model(x)
         real = kernel_seconds(model, x)
         for way in ("kernels", "graph"):
-            p = mt.profile(model, x, measure="time", device_time=way)
+            options: dict[str, Any] = {"device_time": way}
+            p = mt.profile(model, x, measure="time", **options)
             whole = sum(row.own.device_s or 0.0 for row in p)
             bound = sum(bool(row.is_launch_bound) for row in p if row.height == 1)
             note = (
@@ -48,17 +53,16 @@ def run() -> list[Target]:
     return targets + backward()
 
 
+@torch.enable_grad()
 def backward() -> list[Target]:
     model, x = torchvision_model("resnet50").cuda().train(), torch.randn(32, 3, 224, 224, device="cuda")
-    sums = []
-    for at in range(8):
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
-            output = model(x)
-            torch.autograd.backward(output, torch.ones_like(output))
-            torch.cuda.synchronize()
+
+    def step() -> None:
+        output = model(x)
+        torch.autograd.backward(output, torch.ones_like(output))
         model.zero_grad()
-        if at >= 3:
-            sums.append(sum(event.self_device_time_total for event in seen.key_averages()) / 1e6)
+
+    sums = [kernels_of(step) for _ in range(8)][3:]
     p = mt.profile(model, x, measure="time", backward=True)
     whole = sum((row.own.device_s or 0.0) + (row.own.backward_device_s or 0.0) for row in p)
     note = f"resnet50, batch 32, training: {1e3 * whole:.3f} ms, kernels {1e3 * median(sums):.3f} ms"

@@ -70,6 +70,8 @@ def _scaled(number: float | None, step: int, units: Sequence[str]) -> str:
 
 def _scaled_down(number: float, unit: str) -> str:
     """With three digits, in the unit or in thousandths, millionths and so on of it."""
+    if abs(number) < 0.5e-9:
+        return f"0 {unit}"
     for letter, size_ in (("", 1.0), ("m", 1e-3), ("u", 1e-6)):
         if abs(number) >= size_:
             return f"{number / size_:.3g} {letter}{unit}"

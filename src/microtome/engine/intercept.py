@@ -35,6 +35,7 @@ class Interceptor(Protocol):
     """A session as the chain sees it."""
 
     changes_runs: bool
+    fast_paths: bool
 
     def wrap_call(self, inner: AnyCall | None) -> AnyCall: ...
     def wrap_backward(self, inner: AnyCall) -> AnyCall: ...
@@ -51,13 +52,15 @@ class Chain:
         self._open: list[Interceptor] = []
         self._undo: list[Callable[[], object]] = []
         self._eager = False
+        self._slow = False
         self._backward: AnyCall = vars(torch.autograd)[_BACKWARD]
 
     def add(self, session: Interceptor) -> None:
         with self._lock:
             self.run_eagerly()
-            if not self._open:
+            if not session.fast_paths and not self._slow:
                 self._fast_paths_off()
+            if not self._open:
                 self._backward = vars(torch.autograd)[_BACKWARD]
                 self._undo.append(partial(setattr, torch.autograd, _BACKWARD, self._backward))
                 self._undo.append(partial(setattr, nn.Module, _CALL, vars(nn.Module)[_CALL]))
@@ -73,7 +76,7 @@ class Chain:
             missed = not self._eager and "torch._dynamo" in sys.modules
             while self._undo:
                 self._undo.pop()()
-            self._eager = False
+            self._eager = self._slow = False
             if missed:
                 self._warn_of_compiled()
 
@@ -91,6 +94,7 @@ class Chain:
         """Keep TransformerEncoderLayer and MultiheadAttention from running their children inside one fused operator."""
         before = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
+        self._slow = True
         self._undo.append(partial(torch.backends.mha.set_fastpath_enabled, before))
 
     def run_eagerly(self) -> None:

@@ -41,6 +41,8 @@ class Session:
             stack of calls has them. None: all.
         backward: Whether to know whose backward runs. Probes that watch the backward turn it on by themselves.
         whole: Functions of torch that probes are told of as of one operator, in place of those inside.
+        fast_paths: Whether TransformerEncoderLayer and MultiheadAttention may run as one fused operator, as they do
+            without a session, and so without the calls inside them.
 
     >>> from torch import nn, ones
     >>> class Show(Probe):
@@ -61,7 +63,9 @@ class Session:
         at: Selector | None = None,
         backward: bool = False,
         whole: Collection[Function] = (),
+        fast_paths: bool = False,
     ) -> None:
+        self.fast_paths = fast_paths
         self.model = None if model is None else check_model(model)
         probes = _several(probes, "probes", Probe)
         self._interventions = _several(interventions, "interventions", Replace, Skip, Stop)

@@ -74,7 +74,7 @@ def watch(*, memory: bool = False) -> Iterator[Activity]:
     if torch._C._autograd._profiler_enabled():
         raise Unsupported("torch's profiler is running, and there can be one only: measure outside of it")
     activity = Activity()
-    with profile(use_device="cuda", profile_memory=memory) as profiler:
+    with profile(use_device="cuda", use_kineto=True, profile_memory=memory) as profiler:
         yield activity
         torch.cuda.synchronize()
     results = profiler.kineto_results

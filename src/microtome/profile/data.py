@@ -134,8 +134,8 @@ class Row(Amounts):
 
     @property
     def is_launch_bound(self) -> bool | None:
-        """Whether the host takes longer to launch the work than the GPU to do it; None if that is not known."""
-        return None if self.device_s is None or self.time_s is None else self.time_s > self.device_s
+        """Whether the host takes longer to launch the work than the GPU to do it; None without work, or times of it."""
+        return self.time_s > self.device_s if self.device_s and self.time_s is not None else None
 
 
 @dataclass(frozen=True, slots=True)

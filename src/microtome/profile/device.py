@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from microtome.engine import Call, Probe, Session
+from microtome.engine import Call, Probe
 from microtome.errors import Unsupported, said
 from microtome.measure import activity
 from microtome.measure.activity import Activity
@@ -138,7 +138,7 @@ def _watch(runs: Passes, tree: Tree | None, count: int, *, memory: bool = False)
                 runs.once(activity.mark)
                 continue
             probe = _BackwardMarks(tree) if runs.backward else _Marks(tree)
-            with Session(runs.model, [probe], at=tree.selector()):
+            with runs.session(probe, tree):
                 runs.once(activity.mark)
     return seen
 
@@ -196,7 +196,7 @@ def graph_times(runs: Passes, tree: Tree, schedule: Schedule) -> DeviceTimes:
         raise Unsupported("the CUDA graph has the forward of a model on one device: leave out device_time")
     with torch.cuda.device(runs.devices[0]):
         probe = _Events()
-        with Session(runs.model, [probe], at=tree.selector()):
+        with runs.session(probe, tree):
             graph = _captured(runs)
         plain = _captured(runs)
         begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -219,6 +219,13 @@ def graph_times(runs: Passes, tree: Tree, schedule: Schedule) -> DeviceTimes:
     return DeviceTimes(forward, None, whole, None)
 
 
+def _end_capture() -> None:
+    """After a capture that failed, torch's random numbers are still for graphs only: one that succeeds ends that."""
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
+
+
 def _captured(runs: Passes) -> torch.cuda.CUDAGraph:
     """The forward as a graph."""
     graph = torch.cuda.CUDAGraph()
@@ -226,7 +233,7 @@ def _captured(runs: Passes) -> torch.cuda.CUDAGraph:
         with torch.cuda.graph(graph):
             runs.inputs.run(runs.model)
     except Exception as error:
-        torch.cuda.synchronize()
+        _end_capture()
         raise Unsupported(
             f"the model cannot be captured in a CUDA graph: {said(error)}; leave out device_time"
         ) from error

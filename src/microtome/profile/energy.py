@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microtome.engine import Call, Probe, Session
+from microtome.engine import Call, Probe
 from microtome.engine.structure import map_tensors
 from microtome.errors import BadQuery, SensorFailed, Unsupported, said
 from microtome.inputs import Inputs
@@ -158,7 +158,7 @@ def replay(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Se
     leaves = {row.address: at for at, row in enumerate(tree.rows) if row.height == 1}
     kinds = {address: _kind(tree.rows[at], runs.model) for address, at in leaves.items()}
     capture = _Capture(kinds)
-    with Session(runs.model, [capture]):
+    with runs.session(capture, tree):
         runs.once()
     times: dict[Any, float] = {}
     for address, kind in kinds.items():

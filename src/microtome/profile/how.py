@@ -16,6 +16,7 @@ class Timing:
         ratio: A forward with time stamps over a bare one, the medians.
         stamp_s: What the stamps of a call take, measured on modules that do nothing; it is taken off the calls around.
         warmups: How many passes were made before.
+        fast_paths: Whether fused operators of torch ran, as in bare passes; False where they would hide calls.
         backward: Seconds of a bare backward; None if there was none.
         backward_ratio: A backward with time stamps over a bare one.
         backward_stamp_s: What a stamp in the backward takes; it is taken off.
@@ -28,6 +29,7 @@ class Timing:
     ratio: float
     stamp_s: float
     warmups: int
+    fast_paths: bool = True
     backward: Spread | None = None
     backward_ratio: float | None = None
     backward_stamp_s: float | None = None

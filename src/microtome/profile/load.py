@@ -7,7 +7,6 @@ from time import perf_counter
 
 import torch
 
-from microtome.engine import Session
 from microtome.errors import SensorFailed
 from microtome.measure.energy import Meter, pick
 from microtome.measure.load import QUANTITIES, LoadSampler, Sample
@@ -37,7 +36,7 @@ def sample_load(runs: Passes, tree: Tree, schedule: Schedule, meter: Meter | str
                 break
             schedule.tell("sampling the load", min(len(times), schedule.repeat), schedule.repeat)
             watch.count = 0
-            with Session(runs.model, [watch], at=tree.selector()):
+            with runs.session(watch, tree):
                 runs.once()
             times.append(torch.tensor([watch.begins, watch.ends], dtype=torch.float64) / 1e9)
     if watts is not None:

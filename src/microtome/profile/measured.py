@@ -84,6 +84,7 @@ def measure(rows: Sequence[Row], model: nn.Module, inputs: Inputs, wish: Wish, *
     tree = Tree(rows, wish.depth)
     found = Measured(list(rows))
     with passes(model, inputs, backward=backward) as runs:
+        runs.look(tree)
         if wish.measure & {"time", "energy"}:
             _time(found, runs, tree, wish)
         if "memory" in wish.measure and runs.devices:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from microtome.engine import tensors_in
+from microtome.engine import Call, Probe, Session, tensors_in
 from microtome.engine.standin import stand_in
 from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs
+from microtome.profile.tree import Tree
 
 #: Told what is being done, how many steps of it are done and how many there will be.
 Progress = Callable[[str, int, int], None]
@@ -71,6 +72,13 @@ class Lap(NamedTuple):
     whole_s: float
 
 
+class _Counter(Probe):
+    calls = 0
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.calls += call.phase == "forward"
+
+
 def _nobody(_: str) -> None:
     return
 
@@ -80,9 +88,11 @@ class Passes:
 
     Attributes:
         devices: The CUDA devices that it runs on.
+        fast_paths: Whether its calls are all seen on the fast paths that it takes when nobody looks.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, *, backward: bool) -> None:
+        self.fast_paths = True
         self.model = model
         self.inputs = inputs
         self.backward = backward
@@ -116,6 +126,17 @@ class Passes:
         whole = perf_counter() - began - (middle - forward)
         self._forget_gradients()
         return Lap(forward - began, ended - middle, whole)
+
+    def session(self, probe: Probe, tree: Tree) -> Session:
+        """What shows a probe the calls of a tree."""
+        return Session(self.model, [probe], at=tree.selector(), fast_paths=self.fast_paths)
+
+    def look(self, tree: Tree) -> None:
+        """Find out whether fast paths hide calls."""
+        counter = _Counter()
+        with self.session(counter, tree):
+            self.once()
+        self.fast_paths = counter.calls == len(tree)
 
     def resident_bytes(self) -> int:
         """What weights, buffers and inputs take of the allocator of CUDA devices, which gives out whole blocks."""

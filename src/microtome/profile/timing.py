@@ -90,7 +90,7 @@ def time_forward(runs: Passes, tree: Tree, schedule: Schedule) -> tuple[torch.Te
     stamped: list[float] = []
     table: list[list[int]] = []
     watch = Stopwatch(len(tree))
-    session = Session(runs.model, [watch], at=tree.selector())
+    session = runs.session(watch, tree)
     alone = Passes(runs.model, runs.inputs, backward=False)
     grad = torch.is_grad_enabled() or runs.backward
     with session, torch.set_grad_enabled(grad):
@@ -112,6 +112,7 @@ def time_forward(runs: Passes, tree: Tree, schedule: Schedule) -> tuple[torch.Te
         ratio=median(stamped) / median(bare),
         stamp_s=stamp_s,
         warmups=warmups,
+        fast_paths=runs.fast_paths,
     )
     return seconds, timing
 
@@ -125,7 +126,7 @@ def time_backward(runs: Passes, tree: Tree, schedule: Schedule, timing: Timing) 
     for _ in schedule.rounds("timing the backward"):
         bare.append(runs.once().backward_s)
         watch = _BackwardWatch()
-        with Session(runs.model, [watch], at=tree.selector()):
+        with runs.session(watch, tree):
             runs.once()
         stamped.append(watch.seconds)
         table.append(watch.own(tree, stamp_s))

@@ -89,13 +89,15 @@ def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
             f"device: {method}; {seconds(device.median)} ({interval(device)}) for a bare forward, "
             f"and all calls are {timing.device_ratio:.3f} of it"
         )
-        layers = [row for row in profile if row.height == 1 and row.is_launch_bound is not None and row.device_s]
+        layers = [row for row in profile if row.height == 1 and row.is_launch_bound is not None]
         bound = sum(bool(row.is_launch_bound) for row in layers)
         if bound:
             yield (
                 f"{bound} of {len(layers)} layers are launch-bound: "
                 "the host takes longer to launch them than the GPU to run them"
             )
+    if not timing.fast_paths:
+        yield "fused operators of torch, which bare passes run, would hide calls: they are off where calls are measured"
     if max(timing.ratio, timing.backward_ratio or 0.0) > _DISTURBED:
         yield (
             "time stamps cost more than 5 %, so short calls look longer than they are: "

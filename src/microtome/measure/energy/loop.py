@@ -13,7 +13,7 @@ from microtome.measure.energy.meter import Log, Meter
 from microtome.measure.energy.window import Window
 
 #: How often a counter is looked at, for when it moves.
-_LOOK_S = 0.002
+_LOOK_S = 0.005
 #: How long the work goes on between two looks at the clock.
 _CHUNK_S = 0.02
 #: A counter that has not moved enough in so many times the wished seconds stands still.
