@@ -87,6 +87,12 @@ def test_weights_are_loaded(tmp_path: Path) -> None:
         (["zoo:tiny-vit", "--granularity", "0"], "0 is not in the range"),
         (["zoo:tiny-vit", "--convention", "thop"], "'thop' is not one of"),
         (["zoo:tiny-vit", "--device", "nowhere"], "--device nowhere: RuntimeError"),
+        (["zoo:tiny-vit", "--device", "cuda:99", "--time"], "--device cuda:99: "),
+        (["zoo:tiny-vit", "--time", "--repeat", "0"], "0 is not in the range"),
+        (["zoo:tiny-vit", "--time", "--budget", "0"], "0 is not in the range"),
+        (["zoo:tiny-vit", "--energy", "--meter", "crystal"], "there is no meter 'crystal': write one of nvml"),
+        (["zoo:tiny-vit", "--energy-model", "flop"], "'flop' is no coefficient"),
+        (["zoo:tiny-vit", "--energy", "--meter", "csv:/no/file"], "/no/file is not there"),
         (["zoo:tiny-vit", "--device", "cpu", "--meta"], "--meta builds a model on no device: leave out --device"),
         (["zoo:tiny-vit", "--json", "a", "--csv", "a"], "--json and --csv both write to 'a'"),
         (["zoo:tiny-vit", "--json", ""], "--json needs the name of a file, or - for the terminal"),
@@ -123,3 +129,25 @@ def test_strict_fails_on_what_has_no_formula(tmp_path: Path) -> None:
     strict = run(f"{file}:Net", "--input", "3x3", "--strict")
     assert strict.exit_code == 2
     assert "say what it costs with microtome.register_formula" in strict.output
+
+
+def test_all_that_can_be_measured_is_in_the_table_and_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    wanted = ["--time", "--memory", "--load", "--energy-model", "flop=1e-12,byte=2e-11", "--repeat", "3"]
+    result = run("zoo:tiny-resnet", *wanted, "--depth", "1", "--json", str(file))
+    assert result.exit_code == 0
+    p = mt.load(file)
+    assert isinstance(p, mt.Profile)
+    assert p["layer1"].time_s is not None
+    assert p["layer1"].measured_peak_bytes is not None
+    assert p["layer1"].load is not None
+    assert p["layer1"].energy_j is not None
+    assert p["layer1.0"].time_s is None
+    for header in ("time", "measured peak", "energy", "CPU"):
+        assert header in result.output
+
+
+def test_modules_that_ran_twice_are_one_row() -> None:
+    result = run("zoo:tiny-resnet", "--by", "module", "--columns", "runs,flops")
+    row = next(line for line in result.output.splitlines() if line.startswith("layer1.0.relu "))
+    assert row.split()[2] == "2"

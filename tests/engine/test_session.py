@@ -488,3 +488,124 @@ def test_a_probe_that_raises_while_the_model_raises_does_not_hide_the_models_err
     with mt.Session(model := Raises(), [Second()]), pytest.raises(KeyError, match="first") as caught:
         model()
     assert "Second.fail raised ValueError at fail of ''" in caught.value.__notes__[0]
+
+
+# -- parts of a model --------------------------------------------------------------------------------------------------
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
+
+
+def test_a_probe_for_one_type_of_layer_sees_those_and_nothing_else() -> None:
+    events, model = Log(), net()
+    with mt.Session(model, [events], at=nn.Linear):
+        model(X)
+    assert events.addresses == ["0", "1.1"]
+    assert [call.parent and call.parent.address for call in events.calls] == ["", ""]
+
+
+def test_a_module_that_is_added_later_is_seen_if_the_selector_names_it() -> None:
+    events, model = Log(), net()
+    with mt.Session(model, [events], at=nn.Linear):
+        model(X)
+        events.calls.clear()
+        model.append(nn.Linear(2, 2))
+        model.append(nn.ReLU())
+        model(X)
+    assert events.addresses == ["0", "1.1", "2"]
+
+
+def test_a_module_that_runs_twice_has_two_calls_where_only_it_is_seen() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(self.layer(x))
+
+    events, model = Log(), Twice()
+    with mt.Session(model, [events], at="layer"):
+        model(X)
+    assert events.addresses == ["layer", "layer#1"]
+
+
+def test_parts_are_of_a_model_and_for_probes() -> None:
+    with pytest.raises(SessionError, match="`at` chooses what probes see of a model: give one, and no interventions"):
+        mt.Session(None, [Log()], at=nn.Linear)
+    with pytest.raises(SessionError, match="`at` chooses what probes see"):
+        mt.Session(net(), [], [mt.Stop("0")], at=nn.Linear)
+
+
+def test_fast_paths_may_stay_on() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    events = Log()
+    with torch.no_grad(), mt.Session(layer, [events], fast_paths=True):
+        layer(torch.rand(1, 2, 8))
+        with mt.Session(layer, []):
+            assert not torch.backends.mha.get_fastpath_enabled()
+    assert events.addresses == [""]
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+# -- where the backward is ---------------------------------------------------------------------------------------------
+
+
+class Moves(mt.Probe):
+    def __init__(self) -> None:
+        self.calls: list[str | None] = []
+
+    def backward_moves(self, call: mt.Call | None) -> None:
+        self.calls.append(None if call is None else call.address)
+
+
+def test_the_backward_moves_as_its_nodes_run() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.last = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.last(self.left(x).relu() + self.right(x))
+
+    class Seen(mt.Probe):
+        """The innermost call of each node's backward, as another way of the engine tells."""
+
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def enter_backward(self, call: mt.Call) -> None:
+            self.calls.append(call.address)
+
+    model, moves, seen = Branches(), Moves(), Seen()
+    with mt.Session(model, [moves, seen]):
+        model(X).sum().backward()
+    assert moves.calls == ["last", "", "right", "", "left", None]  # the sum, then the relu, are the model's own
+    assert [address for address in seen.calls if address] == ["last", "right", "left"]
+
+
+def test_a_backward_that_raises_leaves_no_hooks() -> None:
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise ValueError("no way back")
+
+    class Raises(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return Bad.apply(x)
+
+    model, moves = nn.Sequential(nn.Linear(2, 2), Raises(), nn.Linear(2, 2)), Moves()
+    with mt.Session(model, [moves]):
+        loss = model(X).sum()
+        with pytest.raises(ValueError, match="no way back"):
+            loss.backward()
+    assert moves.calls == ["2", "1"]
+    again = torch.ones((), requires_grad=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.backward(loss + again)
+    assert moves.calls == ["2", "1"]

@@ -10,7 +10,7 @@ import click
 import torch
 
 from microtome.cli.model import working
-from microtome.measure.doctor import checkup
+from microtome.measure.doctor import checkup, kernels_seen
 from microtome.measure.environment import environment
 from microtome.units import seconds
 
@@ -24,8 +24,8 @@ def doctor(json_file: TextIO | None) -> None:
     """
     with working("trying clocks and sensors"):
         works, missing = checkup()
-    devices = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
-    found = environment() | {"gpus": ", ".join(devices) or "none"}
+        devices = range(torch.cuda.device_count())
+        found = environment(devices) | {"device_time": kernels_seen() if devices else "no CUDA device"}
     if json_file is not None:
         data = {
             "environment": found,
@@ -37,10 +37,10 @@ def doctor(json_file: TextIO | None) -> None:
         if json_file.name == "<stdout>":
             return
     for name, value in found.items():
-        click.echo(f"{name:>10}  {value}")
+        click.echo(f"{name:>16}  {value}")
     click.echo()
     for item in works:
         moves = "it did not move" if item.period_s is None else f"moves every {seconds(item.period_s)}"
-        click.echo(f"     works  {item.name}: {item.what}; a reading takes {seconds(item.read_s)}; {moves}")
+        click.echo(f"           works  {item.name}: {item.what}; a reading takes {seconds(item.read_s)}; {moves}")
     for gone in missing:
-        click.echo(f"   missing  {gone.name}: {gone.reason}\n            {gone.fix}")
+        click.echo(f"         missing  {gone.name}: {gone.reason}\n                  {gone.fix}")

@@ -9,7 +9,10 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from microtome.errors import SensorFailed
+import torch
+
+from microtome.errors import SensorFailed, Unsupported, said
+from microtome.measure import activity
 from microtome.measure.energy import Meter, Missing, find
 
 #: How long a sensor is watched for its steps.
@@ -55,6 +58,18 @@ def checkup() -> tuple[list[Checkup], list[Missing]]:
     """All that can be measured here, and what is missing with what would help."""
     sources, missing = check_sources(*find())
     return [check_clock(), *sources], missing
+
+
+def kernels_seen() -> str:
+    """Whether torch's profiler sees what a CUDA device does, in words."""
+    try:
+        with activity.watch() as seen:
+            torch.zeros(1, device="cuda")
+    except (Unsupported, RuntimeError) as error:
+        return f"not from kernels: {said(error)}"
+    if not seen.launches:
+        return "not from kernels: torch's profiler sees none; measure with --device-time graph"
+    return "durations of kernels, from torch's profiler"
 
 
 def _joules_or_watts(source: Meter) -> Callable[[], Any]:

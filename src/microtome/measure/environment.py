@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Iterable
 
+import psutil
 import torch
 
 from microtome.errors import SensorFailed
@@ -20,6 +21,7 @@ def environment(devices: Iterable[int] = ()) -> dict[str, str]:
     """
     found = {
         "cpu": _cpu(),
+        **_cpu_clock(),
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
         "system": f"{platform.system()} {platform.release()}",
@@ -35,6 +37,17 @@ def environment(devices: Iterable[int] = ()) -> dict[str, str]:
         except SensorFailed as error:
             found["gpu_state"] = f"not known: {error}"
     return found
+
+
+def _cpu_clock() -> dict[str, str]:
+    """The mean clock of the cores now, where the system tells it."""
+    try:
+        clock = psutil.cpu_freq()
+    except (OSError, NotImplementedError, RuntimeError):
+        clock = None
+    if clock is None or not clock.current:
+        return {}
+    return {"cpu_clock": f"{clock.current:.0f}{f' of {clock.max:.0f}' if clock.max else ''} MHz"}
 
 
 def _cpu() -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from microtome.engine import Call, Probe
+from microtome.engine.probes import AnyOp, Where
 from microtome.errors import Unsupported, said
 from microtome.measure import activity
 from microtome.measure.activity import Activity
@@ -165,12 +166,16 @@ def _table(seen: Activity, phase: str, count: int, calls: int) -> torch.Tensor:
 
 
 class _Events(Probe):
-    """Records an event whenever the forward goes from one call to another."""
+    """Records an event where the forward goes from one call to another, if an operator ran since the last."""
 
     def __init__(self) -> None:
         self.events: list[tuple[torch.cuda.Event, int]] = []
         self._open: list[int] = []
         self._count = 0
+        self._ran = True
+
+    def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._ran = True
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._open.append(self._count)
@@ -182,9 +187,14 @@ class _Events(Probe):
         self._record()
 
     def _record(self) -> None:
+        owner = self._open[-1] if self._open else -1
+        if not self._ran:
+            self.events[-1] = self.events[-1][0], owner
+            return
         event = torch.cuda.Event(enable_timing=True, external=True)
         event.record()
-        self.events.append((event, self._open[-1] if self._open else -1))
+        self.events.append((event, owner))
+        self._ran = False
 
 
 def graph_times(runs: Passes, tree: Tree, schedule: Schedule) -> DeviceTimes:

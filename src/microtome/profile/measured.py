@@ -11,7 +11,7 @@ from torch import nn
 
 from microtome.errors import BadQuery, SensorFailed
 from microtome.inputs import Inputs
-from microtome.measure.energy import Meter, pick
+from microtome.measure.energy import Meter, check, pick
 from microtome.measure.environment import environment
 from microtome.measure.load import LoadSampler
 from microtome.measure.spread import Spread, spreads
@@ -53,6 +53,7 @@ class Wish:
             raise BadQuery(f"device_time is one of {', '.join(map(repr, device.METHODS))}, got {self.device_time!r}")
         if not isinstance(self.energy, EnergyModel) and self.energy not in ("share", "replay"):
             raise BadQuery(f"energy is 'share', 'replay' or an EnergyModel, got {self.energy!r}")
+        check(self.meter)
         if self.depth is not None and self.depth < 0:
             raise BadQuery(f"depth is a number from 0 on, got {self.depth}")
 

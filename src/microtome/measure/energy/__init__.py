@@ -1,7 +1,7 @@
 """Joules, from whatever sensor the machine has, or the reason why there are none."""
 
 from microtome.measure.energy.csv_meter import CsvMeter
-from microtome.measure.energy.find import find, pick, register_meter
+from microtome.measure.energy.find import check, find, pick, register_meter
 from microtome.measure.energy.loop import Part, metered
 from microtome.measure.energy.meter import Log, Meter, Missing, Reading
 from microtome.measure.energy.window import Energy, Window
@@ -15,6 +15,7 @@ __all__ = [
     "Part",
     "Reading",
     "Window",
+    "check",
     "find",
     "metered",
     "pick",

@@ -51,6 +51,17 @@ def unregister_meter(name: str) -> None:
 _BUILT_IN = ("nvml", "rapl", "jetson", "pi", "csv")
 
 
+def check(wanted: Meter | str | None) -> None:
+    """Raise where there can be no such meter, before anything is measured."""
+    if isinstance(wanted, Meter | None):
+        return
+    if wanted.startswith("csv:"):
+        CsvMeter(wanted.removeprefix("csv:")).close()
+    elif wanted not in (*_REGISTERED, *_BUILT_IN[:-1]):
+        known = ", ".join((*_REGISTERED, *_BUILT_IN[:-1], "csv:FILE"))
+        raise BadQuery(f"there is no meter {wanted!r}: write one of {known}")
+
+
 def pick(wanted: Meter | str | None, devices: Sequence[int] = ()) -> Meter:
     """The meter that sees what a model does.
 
@@ -61,13 +72,11 @@ def pick(wanted: Meter | str | None, devices: Sequence[int] = ()) -> Meter:
     Raises:
         SensorFailed: There is none; the error says why, and what would help.
     """
+    check(wanted)
     if isinstance(wanted, Meter):
         return wanted
     if wanted is not None and wanted.startswith("csv:"):
         return CsvMeter(wanted.removeprefix("csv:"))
-    if wanted is not None and wanted not in (*_REGISTERED, *_BUILT_IN[:-1]):
-        known = ", ".join((*_REGISTERED, *_BUILT_IN[:-1], "csv:FILE"))
-        raise BadQuery(f"there is no meter {wanted!r}: write one of {known}")
     found, missing = find()
     uuids = {f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in devices}
     # A GPU's counter does not see the CPU, nor a processor's the GPU; boards and meters of one's own see everything.
