@@ -9,6 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+REASONS = {
+    "nvmlClocksEventReasonGpuIdle": 1,
+    "nvmlClocksEventReasonApplicationsClocksSetting": 2,
+    "nvmlClocksEventReasonSwPowerCap": 4,
+    "nvmlClocksEventReasonHwSlowdown": 8,
+    "nvmlClocksEventReasonSyncBoost": 16,
+    "nvmlClocksEventReasonSwThermalSlowdown": 32,
+    "nvmlClocksEventReasonHwThermalSlowdown": 64,
+    "nvmlClocksEventReasonHwPowerBrakeSlowdown": 128,
+}
+
 
 class NVMLError(Exception):
     pass
@@ -25,14 +36,6 @@ class StandIn:
 
     NVMLError = NVMLError
     NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
-    nvmlClocksEventReasonGpuIdle = 1
-    nvmlClocksEventReasonApplicationsClocksSetting = 2
-    nvmlClocksEventReasonSwPowerCap = 4
-    nvmlClocksEventReasonHwSlowdown = 8
-    nvmlClocksEventReasonSyncBoost = 16
-    nvmlClocksEventReasonSwThermalSlowdown = 32
-    nvmlClocksEventReasonHwThermalSlowdown = 64
-    nvmlClocksEventReasonHwPowerBrakeSlowdown = 128
 
     def __init__(self, gpus: int = 1) -> None:
         self.opened = 0
@@ -75,6 +78,8 @@ class StandIn:
         return _told(self.driver)
 
     def __getattr__(self, question: str) -> Any:
+        if question in REASONS:
+            return REASONS[question]
         answers = self.__dict__.get("answers", {})
         if question not in answers:
             raise AttributeError(f"no {question}")

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.autograd.profiler import profile
 
 from microtome.errors import Unsupported

@@ -62,10 +62,15 @@ def test_no_samples_are_taken_outside_of_the_block() -> None:
 
 
 def test_the_thread_ends_when_the_block_raises() -> None:
-    sampler = LoadSampler()
-    with pytest.raises(KeyError, match="mine"), sampler:
-        until(lambda: bool(sampler.samples))
+    alive: list[str] = []
+
+    def fail() -> None:
+        alive.extend(threads())
         raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"), LoadSampler():
+        fail()
+    assert alive == ["microtome-load"]
     assert threads() == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -256,17 +256,19 @@ def test_the_thread_ends_with_the_work(bench: Make) -> None:
 
 def test_a_log_is_asked_about_equal_parts_of_the_whole_time(bench: Make, tmp_path: Path) -> None:
     path = tmp_path / "meter.csv"
-    path.write_text("time_s,watts\n0,0\n2,20\n")  # 10 W more each second
+    path.write_text("time_s,watts\n0,10\n0.15,10\n0.150001,20\n2,20\n")  # twice as much from 0.15 s on
     clock = bench("power", fails)  # not read
     parts = metered(CsvMeter(path, clock="perf"), clock.work, seconds=0.3)
     each = parts[0].seconds
     assert 5 * each == pytest.approx(0.3, abs=0.03)
     assert [part.seconds for part in parts] == pytest.approx([each] * 5)
     assert [part.runs for part in parts] == pytest.approx([RUNS_PER_S * each] * 5)
-    # The work ended now, and began five parts before. Joules until t: 10 t^2 / 2.
+    # The work ended now, and began five parts before.
     edges = [clock.clock() - each * back for back in range(5, -1, -1)]
-    joules = [5 * (end**2 - start**2) for start, end in zip(edges, edges[1:], strict=False)]
-    assert [part.joules for part in parts] == pytest.approx(joules)
+    until = [10 * time + 10 * max(time - 0.15, 0) for time in edges]
+    joules = [end - start for start, end in pairwise(until)]
+    assert [part.joules for part in parts] == pytest.approx(joules, abs=1e-4)
+    assert joules[-1] == pytest.approx(2 * joules[0])
     assert clock.told == []
 
 

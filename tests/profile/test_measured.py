@@ -333,3 +333,38 @@ def test_fast_paths_that_hide_no_call_run_as_they_do_without_us() -> None:
     assert (p.timing.fast_paths, q.timing.fast_paths) == (True, False)
     assert "fused operators of torch" in str(q)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_calls_at_the_depth_are_replayed_as_a_whole() -> None:
+    p = mt.profile(*zoo.build("tiny-resnet"), measure="energy", energy="replay", depth=0, meter=Steady(), repeat=3)
+    assert p.energy is not None
+    assert p.energy.whole is not None
+    assert p.total.energy_j == pytest.approx(p.energy.whole.median, rel=0.5)
+
+
+def test_an_estimate_has_the_backwards_operations_and_refuses_to_leave_out_its_bytes() -> None:
+    p = mt.profile(
+        nn.Linear(8, 8, bias=False), "2x8", measure="energy", energy=mt.EnergyModel(joules_per_flop=1.0), backward=True
+    )
+    assert p.total.energy_j == p.total.flops + p.total.backward_flops  # type: ignore[operator]
+    with pytest.raises(Unsupported, match="the bytes that a backward moves are not counted"):
+        mt.profile(nn.Linear(2, 2), "1x2", measure="energy", energy=mt.EnergyModel(joules_per_byte=1.0), backward=True)
+
+
+def test_load_of_calls_that_differ_from_pass_to_pass_is_refused() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            if not x.is_meta:
+                passes.append(1)
+            for _ in range(1 + len(passes) % 3):
+                x = self.layer(x)
+            return x
+
+    passes: list[int] = []
+    with pytest.raises(Unsupported, match="their times have no order"):
+        mt.profile(Odd(), "2x4", measure="load", repeat=3)
+    assert no_threads_left()

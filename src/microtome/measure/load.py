@@ -78,6 +78,7 @@ class LoadSampler:
     ) -> None:
         self._stop.set()
         self._thread.join()
+        self._note_rss()
         if self._gpu is not None:
             self._gpu.close()
 
@@ -85,7 +86,7 @@ class LoadSampler:
         psutil.cpu_percent()  # from now on
         last = perf_counter()
         while not self._stop.wait(EVERY_S):
-            self.rss_peak_bytes = max(self.rss_peak_bytes, self._process.memory_info().rss)
+            self._note_rss()
             cpu, memory = psutil.cpu_percent() / 100, psutil.virtual_memory().percent / 100
             used = None if self._gpu is None else self._read(self._gpu.utilisation, "gpu", "gpu_memory")
             gpu, gpu_memory = used or (None, None)
@@ -93,6 +94,9 @@ class LoadSampler:
             now = perf_counter()
             self.samples.append(Sample(last, now, cpu, gpu, memory, gpu_memory, watts))
             last = now
+
+    def _note_rss(self) -> None:
+        self.rss_peak_bytes = max(self.rss_peak_bytes, self._process.memory_info().rss)
 
     def _read(self, read: Callable[[], T] | None, *names: str) -> T | None:
         """What it says; the first failure is kept and ends it."""

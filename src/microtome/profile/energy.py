@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
@@ -92,8 +93,9 @@ class _Whole:
     def pass_s(self) -> float:
         return sum(part.seconds for part in self.parts) / sum(part.runs for part in self.parts)
 
-    def net(self, gross_j: float, seconds: float) -> float:
-        return gross_j - self.idle_w * seconds
+    def net(self, idle_w: float) -> float:
+        """Joules of a pass without what is drawn when nothing runs, the median."""
+        return median((part.joules - idle_w * part.seconds) / part.runs for part in self.parts)
 
 
 def share(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Sequence[float]) -> Energies:
@@ -103,19 +105,22 @@ def share(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Seq
     parts = torch.tensor([own_s], dtype=torch.float64)
     parts /= parts.sum()
     own = [spread.median * part for part in parts[0].tolist()]
-    net_j = whole.net(spread.median, whole.pass_s)
+    net_j = whole.net(whole.idle_w)
     net = [net_j * part for part in parts[0].tolist()]
     use = _use("share", meter, whole, own, net)
     scaled = [_scaled(spread, part) for part in tree.inclusive(parts)[0].tolist()]
     return Energies(list(own), list(net), list(scaled), use)
 
 
-def estimate(tree: Tree, model: EnergyModel, own_s: Sequence[float | None]) -> Energies:
+def estimate(rows: Sequence[Row], model: EnergyModel, own_s: Sequence[float | None], *, backward: bool) -> Energies:
     """What given coefficients say. None where a count or a time is not known."""
+    if backward and model.joules_per_byte:
+        raise Unsupported("the bytes that a backward moves are not counted: estimate without it, or without bytes")
     own: list[float | None] = []
-    for row, seconds in zip(tree.rows, own_s, strict=True):
+    for row, seconds in zip(rows, own_s, strict=True):
+        flops = (row.own.flops, row.own.backward_flops) if backward else (row.own.flops,)
         terms = [
-            (model.joules_per_flop, row.own.flops),
+            (model.joules_per_flop, None if None in flops else sum(flops)),  # type: ignore[arg-type]
             (model.joules_per_byte, row.own.moved_bytes),
             (model.watts, seconds),
         ]
@@ -155,7 +160,7 @@ def replay(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Se
         raise Unsupported("a layer is replayed in the forward alone: leave out backward, or energy='replay'")
     began = perf_counter()
     whole = _measure_whole(runs, meter, schedule)
-    leaves = {row.address: at for at, row in enumerate(tree.rows) if row.height == 1}
+    leaves = {row.address: at for at, row in enumerate(tree.rows) if at not in tree.parents}
     kinds = {address: _kind(tree.rows[at], runs.model) for address, at in leaves.items()}
     capture = _Capture(kinds)
     with runs.session(capture, tree):
@@ -171,7 +176,7 @@ def replay(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Se
         if perf_counter() - began + each > schedule.budget_s and found:
             found[kind] = f"no time was left for it: the budget is {schedule.budget_s:g} s"
             continue
-        found[kind] = _alone(runs, capture.layers[kind], meter, each)
+        found[kind] = _alone(runs, capture.layers[kind], meter, each, whole.idle_w)
     return _replayed(tree, meter, whole, {at: found[kinds[address]] for address, at in leaves.items()})
 
 
@@ -181,11 +186,13 @@ def _kind(row: Row, model: nn.Module) -> Any:
     shapes = tuple((tensor.shape, tensor.dtype) for tensor in (*row.inputs, *row.outputs))
     weights = tuple((tuple(p.shape), p.dtype) for p in (*module.parameters(), *module.buffers()))
     counts = (row.flops, row.read_bytes, row.write_bytes, tuple((op.name, op.runs) for op in row.ops))
-    return type(module), module.extra_repr(), module.training, shapes, weights, counts
+    return type(module), str(module), module.training, shapes, weights, counts
 
 
-def _alone(runs: Passes, layer: tuple[Any, ...], meter: Meter, seconds: float) -> tuple[Spread, float] | str:
-    """Joules and seconds of a run of the layer, or why they are not known."""
+def _alone(
+    runs: Passes, layer: tuple[Any, ...], meter: Meter, seconds: float, idle_w: float
+) -> tuple[Spread, float] | str:
+    """Joules of a run of the layer, and those above idle, or why they are not known."""
     module, args, kwargs = layer
     given = Inputs(*args, **kwargs)
     try:
@@ -194,8 +201,8 @@ def _alone(runs: Passes, layer: tuple[Any, ...], meter: Meter, seconds: float) -
         raise
     except Exception as error:  # noqa: BLE001  a layer that cannot be run alone says so in its own way
         return f"it does not run alone: {said(error)}"
-    alone = _Whole(parts, 0.0)
-    return alone.spread(METHODS["replay"]), alone.pass_s
+    alone = _Whole(parts, idle_w)
+    return alone.spread(METHODS["replay"]), alone.net(idle_w)
 
 
 def _replayed(tree: Tree, meter: Meter, whole: _Whole, found: dict[int, tuple[Spread, float] | str]) -> Energies:
@@ -207,9 +214,8 @@ def _replayed(tree: Tree, meter: Meter, whole: _Whole, found: dict[int, tuple[Sp
         if isinstance(result, str):
             why[tree.rows[at].address] = result
             continue
-        of_calls[at], seconds = result
+        of_calls[at], net[at] = result
         own[at] = result[0].median
-        net[at] = whole.net(result[0].median, seconds)
     return Energies(own, net, of_calls, _use("replay", meter, whole, own, net, why))
 
 
@@ -251,7 +257,7 @@ def _use(
         idle_w=whole.idle_w,
         pass_s=whole.pass_s,
         closure_j=spread.median - sum(joules for joules in own if joules is not None),
-        net_closure_j=whole.net(spread.median, whole.pass_s) - sum(joules for joules in net if joules is not None),
+        net_closure_j=whole.net(whole.idle_w) - sum(joules for joules in net if joules is not None),
         not_replayed=why or {},
     )
 

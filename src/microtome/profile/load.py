@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from statistics import median
 from time import perf_counter
 
 import torch
 
 from microtome.errors import SensorFailed
-from microtome.measure.energy import Meter, pick
+from microtome.measure.energy import Log, Meter, pick
 from microtome.measure.load import QUANTITIES, LoadSampler, Sample
 from microtome.profile.how import Load, Sampling
 from microtome.profile.passes import Passes, Schedule
@@ -28,7 +29,10 @@ def sample_load(runs: Passes, tree: Tree, schedule: Schedule, meter: Meter | str
     watch = Stopwatch(len(tree))
     times: list[torch.Tensor] = []
     watts = None if runs.devices else _Watts.of(meter)
-    with LoadSampler(runs.devices[0] if runs.devices else None, watts) as sampler:
+    with ExitStack() as stack:
+        if watts is not None:
+            stack.callback(watts.close)
+        sampler = stack.enter_context(LoadSampler(runs.devices[0] if runs.devices else None, watts))
         began = perf_counter()
         while len(times) < schedule.repeat or perf_counter() - began < _LEAST_S:
             elapsed = perf_counter() - began
@@ -38,9 +42,8 @@ def sample_load(runs: Passes, tree: Tree, schedule: Schedule, meter: Meter | str
             watch.count = 0
             with runs.session(watch, tree):
                 runs.once()
+            watch.durations()
             times.append(torch.tensor([watch.begins, watch.ends], dtype=torch.float64) / 1e9)
-    if watts is not None:
-        watts.close()
     samples = sampler.samples
     begins, ends = (part.contiguous() for part in torch.stack(times).unbind(1))
     columns = {name: _mean(samples, name, begins, ends) for name in QUANTITIES}
@@ -61,7 +64,8 @@ class _Watts:
     @classmethod
     def of(cls, wanted: Meter | str | None) -> _Watts | None:
         try:
-            return cls(pick(wanted), keep=isinstance(wanted, Meter))
+            meter = pick(wanted)
+            return None if isinstance(meter, Log) else cls(meter, keep=isinstance(wanted, Meter))
         except SensorFailed:
             return None
 
@@ -101,8 +105,9 @@ def _mean(samples: list[Sample], name: str, begins: torch.Tensor, ends: torch.Te
 
 
 def _overlapping(samples: list[Sample], begins: torch.Tensor, ends: torch.Tensor) -> list[int]:
-    """How many samples overlap with each call."""
+    """How many samples overlap with a run of each call."""
     starts = torch.tensor([sample.begin_s for sample in samples], dtype=torch.float64)
     stops = torch.tensor([sample.end_s for sample in samples], dtype=torch.float64)
-    counts = torch.searchsorted(starts, ends) - torch.searchsorted(stops, begins)
-    return [int(count) for count in counts.clamp(min=0).sum(0)]
+    first, last = torch.searchsorted(stops, begins), torch.searchsorted(starts, ends)
+    spans = zip(first.T.tolist(), last.T.tolist(), strict=True)
+    return [len({at for a, b in zip(*span, strict=True) for at in range(a, b)}) for span in spans]

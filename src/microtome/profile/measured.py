@@ -158,7 +158,7 @@ def _device_memory(found: Measured, runs: Passes, tree: Tree) -> None:
     found.memory = MemoryUse(method, before, sampler.rss_peak_bytes)
 
 
-def host_memory(found: Measured, real_rows: Callable[[], Sequence[Row]]) -> None:
+def host_memory(found: Measured, wish: Wish, real_rows: Callable[[], Sequence[Row]]) -> None:
     """On a CPU: the tensors that live at each moment of a real run.
 
     Args:
@@ -167,8 +167,8 @@ def host_memory(found: Measured, real_rows: Callable[[], Sequence[Row]]) -> None
     before = psutil.Process().memory_info().rss
     with LoadSampler() as sampler:
         rows = real_rows()
-    for at, (row, real) in enumerate(zip(found.rows, rows, strict=True)):
-        found.rows[at] = replace(row, measured_peak_bytes=real.peak_bytes)
+    for at in Tree(found.rows, wish.depth).at:
+        found.rows[at] = replace(found.rows[at], measured_peak_bytes=rows[at].peak_bytes)
     found.memory = MemoryUse("the tensors that live at each moment of a real run", before, sampler.rss_peak_bytes)
 
 
@@ -179,7 +179,7 @@ def _energy(found: Measured, runs: Passes, tree: Tree, wish: Wish) -> None:
     rows = [found.rows[at] for at in tree.at]
     own_s = [_seconds(row) for row in rows]
     if isinstance(wish.energy, EnergyModel):
-        _put_energies(found, tree, energy.estimate(tree, wish.energy, own_s))
+        _put_energies(found, tree, energy.estimate(rows, wish.energy, own_s, backward=runs.backward))
         return
     method = energy.share if wish.energy == "share" else energy.replay
     try:

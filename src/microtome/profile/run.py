@@ -106,7 +106,7 @@ def profile(
             run, modules = record(model, given, backward=backward, fake=False, convention=convention)
             return Builder(run, model, find(convention), modules, backward=backward).rows()
 
-        measured.host_memory(found, real_rows)
+        measured.host_memory(found, wish, real_rows)
     return replace(static, calls=tuple(found.rows), **found.how())
 
 

@@ -44,6 +44,14 @@ class Stopwatch(Probe):
         if at < len(self.ends):
             self.ends[at] = perf_counter_ns()
 
+    def durations(self) -> list[int]:
+        """Nanoseconds of each call, if the pass made as many as there are to be."""
+        if self.count != len(self.begins):
+            raise Unsupported(
+                f"a pass made {self.count} calls, and another {len(self.begins)}: their times have no order"
+            )
+        return [end - begin for begin, end in zip(self.begins, self.ends, strict=True)]
+
 
 class _BackwardWatch(Probe):
     """Notes when the backward goes over to another call, those that run again in it included."""
@@ -101,9 +109,7 @@ def time_forward(runs: Passes, tree: Tree, schedule: Schedule) -> tuple[torch.Te
             watch.count = 0
             with session:
                 stamped.append(alone.once().forward_s)
-        if watch.count != len(tree):
-            raise Unsupported(f"a pass made {watch.count} calls, and another {len(tree)}: their times have no order")
-        table.append([end - begin for begin, end in zip(watch.begins, watch.ends, strict=True)])
+        table.append(watch.durations())
     stamp_s = _stamp_cost()
     seconds = torch.tensor(table, dtype=torch.float64) / 1e9
     seconds -= stamp_s * torch.tensor(tree.inside(), dtype=torch.float64)

@@ -23,7 +23,7 @@ def register_meter(name: str, make: Callable[[], Meter]) -> None:
     """Have a meter of your own beside the built-in ones, and before them where none is named.
 
     Args:
-        name: What it is called by `mt.profile(…, meter=name)` and `microtome doctor`.
+        name: What it is called by, as in `mt.profile(…, meter=name)`.
         make: Opens the meter, such as its class; it raises `SensorFailed` where there is none.
 
     >>> import time

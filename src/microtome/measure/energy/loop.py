@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from time import perf_counter
+from time import perf_counter, sleep
 
 from microtome.errors import SensorFailed
 from microtome.measure.energy.meter import Log, Meter
@@ -16,6 +16,8 @@ from microtome.measure.energy.window import Window
 _LOOK_S = 0.005
 #: How long the work goes on between two looks at the clock.
 _CHUNK_S = 0.02
+#: How long the lines of an external meter may come late.
+_LATE_S = 5.0
 #: A counter that has not moved enough in so many times the wished seconds stands still.
 _PATIENCE = 5
 
@@ -92,8 +94,20 @@ def _cuts(meter: Meter, points: Sequence[tuple[float, float]], whole: tuple[floa
 
 def _joules(meter: Meter, points: Sequence[tuple[float, float]], cuts: Sequence[float]) -> list[float]:
     if isinstance(meter, Log):
-        return [meter.between(start, end) for start, end in pairwise(cuts)]
+        return [_between(meter, start, end) for start, end in pairwise(cuts)]
     return [_at(points, end) - _at(points, start) for start, end in pairwise(cuts)]
+
+
+def _between(meter: Log, start: float, end: float) -> float:
+    """What the log says, once it has been written so far."""
+    until = perf_counter() + _LATE_S
+    while True:
+        try:
+            return meter.between(start, end)
+        except SensorFailed:
+            if perf_counter() > until:
+                raise
+            sleep(_CHUNK_S)
 
 
 def _at(points: Sequence[tuple[float, float]], time: float) -> float:
