@@ -9,7 +9,8 @@ import microtome
 
 #: Top to bottom. Folders on one line do not import each other; zoo stands above cli.
 LINES = [
-    ["errors", "units"],
+    ["errors"],
+    ["units"],
     ["importing", "results"],
     ["inputs"],
     ["count", "engine", "measure"],

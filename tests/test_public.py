@@ -11,9 +11,21 @@ from microtome import errors
 
 def test_public_names() -> None:
     assert sorted(microtome.__all__) == [
-        *("Call", "EnergyModel", "Inputs", "Meter", "MicrotomeError", "Probe", "Profile", "Replace", "Session"),
-        *("Skip", "Stop", "Stopped", "Trace", "Tracker", "Work", "load", "profile", "register_column"),
-        *("register_formula", "register_meter", "select", "trace", "track"),
+        *(
+            "Call",
+            "EnergyModel",
+            "Features",
+            "Inputs",
+            "Meter",
+            "MicrotomeError",
+            "Probe",
+            "Profile",
+            "Replace",
+            "Session",
+        ),
+        *("Skip", "Stop", "Stopped", "Trace", "Tracker", "Work", "attention", "edit", "extract", "load", "noise"),
+        *("patch_from", "profile", "record", "register_column", "register_formula", "register_meter", "rollout"),
+        *("scale", "select", "trace", "track", "zero"),
     ]
     assert all(getattr(microtome, name).__doc__ for name in microtome.__all__)
 

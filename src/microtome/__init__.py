@@ -13,6 +13,11 @@ from microtome.trace import trace
 from microtome.track import Tracker, track
 
 if TYPE_CHECKING:
+    from microtome.capture.attention import attention, rollout
+    from microtome.capture.edit import edit, noise, patch_from, scale, zero
+    from microtome.capture.extract import extract
+    from microtome.capture.features import Features
+    from microtome.capture.record import record
     from microtome.measure.energy import Meter, register_meter
     from microtome.profile import Profile
     from microtome.profile.energy import EnergyModel
@@ -24,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Call",
     "EnergyModel",
+    "Features",
     "Inputs",
     "Meter",
     "MicrotomeError",
@@ -37,14 +43,23 @@ __all__ = [
     "Trace",
     "Tracker",
     "Work",
+    "attention",
+    "edit",
+    "extract",
     "load",
+    "noise",
+    "patch_from",
     "profile",
+    "record",
     "register_column",
     "register_formula",
     "register_meter",
+    "rollout",
+    "scale",
     "select",
     "trace",
     "track",
+    "zero",
 ]
 
 
@@ -57,9 +72,19 @@ def __getattr__(name: str) -> Any:
 
 _LATER = {
     "EnergyModel": "microtome.profile.energy",
+    "Features": "microtome.capture.features",
     "Meter": "microtome.measure.energy",
     "Profile": "microtome.profile.data",
     "Trace": "microtome.trace.data",
+    "attention": "microtome.capture.attention",
+    "edit": "microtome.capture.edit",
+    "extract": "microtome.capture.extract",
+    "noise": "microtome.capture.edit",
+    "patch_from": "microtome.capture.edit",
+    "record": "microtome.capture.record",
     "register_column": "microtome.report.columns",
     "register_meter": "microtome.measure.energy",
+    "rollout": "microtome.capture.attention",
+    "scale": "microtome.capture.edit",
+    "zero": "microtome.capture.edit",
 }

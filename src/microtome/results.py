@@ -67,13 +67,15 @@ def write(text: str, file: File | None) -> str:
 
 
 def load(file: File) -> Any:
-    """Read a result that `to_json` wrote.
+    """Read a result that `to_json` wrote, or a folder that `mt.record` wrote to.
 
     >>> load("/does/not/exist.json")
     Traceback (most recent call last):
         ...
     microtome.errors.BadFile: cannot read '/does/not/exist.json': No such file or directory
     """
+    if Path(file).is_dir():
+        return import_module("microtome.capture.store").open_folder(file)
     try:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:

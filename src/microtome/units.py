@@ -14,7 +14,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+from microtome.errors import BadQuery
 
 UNKNOWN = "–"  # noqa: RUF001
 
@@ -27,6 +30,24 @@ def count(number: float | None) -> str:
 def size(nbytes: float | None) -> str:
     """Bytes, in steps of 1024."""
     return _scaled(nbytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB"))
+
+
+def parse_size(text: int | str) -> int:
+    """Bytes, from a number or a text: KB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024.
+
+    >>> parse_size("4GB"), parse_size("1.5 MiB"), parse_size(10)
+    (4000000000, 1572864, 10)
+    """
+    if isinstance(text, int) and text > 0:
+        return text
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?\s*", str(text), re.IGNORECASE)
+    nbytes = 0
+    if found:
+        power = " kmgt".index((found[2] or " ").lower())
+        nbytes = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if nbytes <= 0:
+        raise BadQuery(f"{text!r} is no number of bytes: write such as 4GB or 256MiB")
+    return nbytes
 
 
 def seconds(number: float | None) -> str:

@@ -31,6 +31,7 @@ class Bench(Meter):
     Attributes:
         ms: The clock.
         told: All that was read, in order.
+        while_asleep: What happens when somebody has slept, at that millisecond.
     """
 
     name = "bench"
@@ -41,6 +42,7 @@ class Bench(Meter):
         self.every_s = OFTEN_S if kind == "power" else None
         self.ms = 0
         self.told: list[Reading] = []
+        self.while_asleep: Callable[[int], object] | None = None
         self._say = say
         self._read = threading.Event()
 
@@ -64,6 +66,11 @@ class Bench(Meter):
             while threads() and not self._read.wait(0.01):
                 pass
 
+    def sleep(self, seconds: float) -> None:
+        self.ms += max(round(1000 * seconds), 1)
+        if self.while_asleep is not None:
+            self.while_asleep(self.ms)
+
     def moves(self) -> dict[float, float]:
         """When it was seen to have moved, and to where."""
         found: dict[float, float] = {}
@@ -81,6 +88,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kind, Callable[[int], fl
     def make(kind: Kind, say: Callable[[int], float | None]) -> Bench:
         made = Bench(kind, say)
         monkeypatch.setattr(loop, "perf_counter", made.clock)
+        monkeypatch.setattr(loop, "sleep", made.sleep)
         monkeypatch.setattr(loop, "_LOOK_S", OFTEN_S)
         return made
 
@@ -272,12 +280,26 @@ def test_a_log_is_asked_about_equal_parts_of_the_whole_time(bench: Make, tmp_pat
     assert clock.told == []
 
 
+def test_the_lines_of_a_log_may_come_late(bench: Make, tmp_path: Path) -> None:
+    path = tmp_path / "meter.csv"
+    path.write_text("time_s,watts\n0,10\n0.2,10\n")
+    clock = bench("power", fails)
+    late = "time_s,watts\n0,10\n0.2,10\n1,10\n"
+    clock.while_asleep = lambda ms: path.write_text(late) if ms > 1000 else None
+    parts = metered(CsvMeter(path, clock="perf"), clock.work, seconds=0.3)
+    assert [part.joules for part in parts] == pytest.approx([10 * part.seconds for part in parts])
+    # The wait is no part of the time.
+    assert sum(part.seconds for part in parts) == pytest.approx(0.3, abs=0.03)
+    assert clock.ms > 1000
+
+
 def test_a_log_that_does_not_reach_to_the_end_is_an_error(bench: Make, tmp_path: Path) -> None:
     path = tmp_path / "meter.csv"
     path.write_text("time_s,watts\n0,10\n0.2,10\n")
     clock = bench("power", fails)
     with pytest.raises(SensorFailed, match=r"covers 0.0 to 0.2, not .*: the meter must log from before the block"):
         metered(CsvMeter(path, clock="perf"), clock.work, seconds=0.3)
+    assert 5000 < clock.ms < 6000  # five seconds after the work
 
 
 def test_a_part_says_runs_seconds_and_joules_and_cannot_be_changed() -> None:

@@ -258,7 +258,7 @@ def test_what_is_written_as_json_is_read_again(tmp_path: Path) -> None:
     text = p.to_json(tmp_path / "p.json")
     assert mt.load(tmp_path / "p.json") == p
     data = json.loads(text)
-    assert (data["kind"], data["schema"], data["coverage"]["fraction"]) == ("profile", 1, 1.0)
+    assert (data["kind"], data["schema"], data["coverage"]["fraction"]) == ("profile", 2, 1.0)
     assert {"param_bytes", "read_bytes", "peak_bytes", "saved_bytes", "macs"} <= data["calls"][0].keys()
 
 
@@ -267,8 +267,8 @@ def test_what_is_written_as_json_is_read_again(tmp_path: Path) -> None:
     [
         ("{", "is not JSON"),
         ("[]", "holds no result of microtome: its 'kind' is None"),
-        ('{"kind": "profile", "schema": 99}', "has version 99 of a profile; this microtome reads 1"),
-        ('{"kind": "profile", "schema": 1}', "is not a whole profile: KeyError 'calls'"),
+        ('{"kind": "profile", "schema": 99}', "has version 99 of a profile; this microtome reads 2"),
+        ('{"kind": "profile", "schema": 2}', "is not a whole profile: KeyError 'calls'"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str, message: str) -> None:

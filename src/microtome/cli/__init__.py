@@ -10,6 +10,7 @@ from microtome import __version__
 from microtome.cli.doctor import doctor
 from microtome.cli.models import models
 from microtome.cli.profile import profile
+from microtome.cli.record import record
 from microtome.cli.track import track
 from microtome.errors import MicrotomeError
 
@@ -39,4 +40,5 @@ def main() -> None:
 main.add_command(doctor)
 main.add_command(models)
 main.add_command(profile)
+main.add_command(record)
 main.add_command(track)

@@ -13,7 +13,7 @@ from microtome.cli.model import describe, model_options, resolve, working
 from microtome.count.conventions import CONVENTIONS
 from microtome.errors import BadInputs, MicrotomeError, said
 from microtome.profile import profile as profile_model
-from microtome.profile.device import WAYS, Way
+from microtome.profile.device import METHODS, Way
 from microtome.profile.energy import EnergyModel
 from microtome.report.profile import View, check, csv, markdown, text
 from microtome.results import write
@@ -56,7 +56,9 @@ _ENERGY_MODEL = "Estimate energy, from such as flop=0.5e-12,byte=20e-12,watts=3,
     metavar="S",
     help="Seconds for each quantity.",
 )
-@click.option("--device-time", type=click.Choice(list(WAYS)), default=WAYS[0], help="How the times of a GPU are taken.")
+@click.option(
+    "--device-time", type=click.Choice(list(METHODS)), default="kernels", help="How the times of a GPU are taken."
+)
 @click.option("--energy-method", type=click.Choice(["share", "replay"]), default="share", help=_ENERGY_METHOD)
 @click.option("--energy-model", metavar="COEFFICIENTS", help=_ENERGY_MODEL)
 @click.option("--meter", metavar="NAME", help="Read energy from this meter, such as nvml or csv:FILE.")

@@ -128,11 +128,7 @@ def watch_moves(owners: Owners, roots: list[Node], tell: Callable[[Call | None],
 
 
 def _telling(tell: Callable[[Call | None], None], call: Call | None) -> Callable[[Any], None]:
-    def hook(_: Any) -> None:
-        if call is not None:
-            tell(call)
-
-    return hook
+    return lambda _: tell(call)
 
 
 def _all_below(roots: list[Node]) -> Iterator[Node]:

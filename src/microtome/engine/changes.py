@@ -10,7 +10,7 @@ from torch import nn
 
 from microtome.engine.calls import Call
 from microtome.engine.intercept import AnyCall
-from microtome.engine.probes import Intervention, Replace, Skip, Stop
+from microtome.engine.probes import Feed, Intervention, Replace, Skip, Stop
 
 
 @dataclass
@@ -18,8 +18,9 @@ class Change:
     """All that is to be done to the calls of one module."""
 
     skip: Skip | None = None
+    feeds: list[Feed] = field(default_factory=list)
     replaces: list[Replace] = field(default_factory=list)
-    stop: bool = False
+    stop: Stop | None = None
 
     def add(self, intervention: Intervention) -> None:
         match intervention:
@@ -27,10 +28,17 @@ class Change:
                 self.skip = intervention
             case Replace():
                 self.replaces.append(intervention)
+            case Feed():
+                self.feeds.append(intervention)
             case Stop():
-                self.stop = True
+                self.stop = intervention
+
+    def stops(self, call: Call) -> bool:
+        return self.stop is not None and (self.stop.when is None or bool(_do(self.stop.when, call)))
 
     def run(self, call: Call, inner: AnyCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for feed in self.feeds:
+            args, kwargs = _do(feed.by, call, args, kwargs)
         output = inner(module, *args, **kwargs) if self.skip is None else _do(self.skip.output, call, args, kwargs)
         for replace in self.replaces:
             output = _do(replace.by, call, output)

@@ -58,7 +58,7 @@ class Probe:
         """An operator ran, in the thread that opened the session or in a backward that it called."""
 
     def backward_moves(self, call: Call | None) -> None:
-        """The backward goes on with this call, or, at None, has ended. Cheaper than to be told of all entries."""
+        """The backward goes on with this call; None: with nobody's nodes, or it has ended. Cheaper than all entries."""
 
     def enter_backward(self, call: Call) -> None:
         """The backward of the call begins, or comes back to it after another."""
@@ -76,6 +76,14 @@ class Replace:
 
 
 @dataclass(frozen=True)
+class Feed:
+    """Gives the selected calls other arguments: `by(call, args, kwargs)` returns a tuple and a dict."""
+
+    at: Selector
+    by: Callable[[Call, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass(frozen=True)
 class Skip:
     """Leaves out the forward of the selected modules: `output(call, args, kwargs)` gives what they return instead."""
 
@@ -85,12 +93,17 @@ class Skip:
 
 @dataclass(frozen=True)
 class Stop:
-    """Ends the run at the exit of the first selected call, by raising `Stopped` through the model."""
+    """Ends the run at the exit of the first selected call, by raising `Stopped` through the model.
+
+    Attributes:
+        when: Asked at the exit of each selected call, after all probes, whether to end there; None: at the first.
+    """
 
     at: Selector
+    when: Callable[[Call], bool] | None = None
 
 
-Intervention = Replace | Skip | Stop
+Intervention = Replace | Feed | Skip | Stop
 
 
 class Stopped(BaseException):

@@ -19,7 +19,7 @@ from microtome.engine.functions import Function, FunctionMode, Whole, is_stand_i
 from microtome.engine.intercept import AnyCall, chain
 from microtome.engine.ops import OpMode
 from microtome.engine.owners import Owners, graph_task, next_number, nodes_of
-from microtome.engine.probes import Intervention, Probe, Replace, Skip, Stop, Stopped, Where
+from microtome.engine.probes import Feed, Intervention, Probe, Replace, Skip, Stop, Stopped, Where
 from microtome.engine.select import Selector, check_model, select
 from microtome.engine.sites import ModelSites, ProcessSites, Sites
 from microtome.engine.structure import tensors_in
@@ -37,8 +37,8 @@ class Session:
         model: The model to look at. None: every module that runs in the process, named by the class of its root.
         probes: What looks.
         interventions: What changes the run; needs a model.
-        at: Which modules of the model to look at, as a selector; the others run as if there were no session, and no
-            stack of calls has them. None: all.
+        at: Which modules of the model to look at, as a selector; the others run as if there were no session, and but
+            for the root, whose call is the run, no stack of calls has them. None: all.
         backward: Whether to know whose backward runs. Probes that watch the backward turn it on by themselves.
         whole: Functions of torch that probes are told of as of one operator, in place of those inside.
         fast_paths: Whether TransformerEncoderLayer and MultiheadAttention may run as one fused operator, as they do
@@ -68,7 +68,7 @@ class Session:
         self.fast_paths = fast_paths
         self.model = None if model is None else check_model(model)
         probes = _several(probes, "probes", Probe)
-        self._interventions = _several(interventions, "interventions", Replace, Skip, Stop)
+        self._interventions = _several(interventions, "interventions", Replace, Feed, Skip, Stop)
         self.changes_runs = bool(self._interventions)
         if self.changes_runs and model is None:
             raise SessionError("interventions need a model: give the one that they are to change")
@@ -221,7 +221,7 @@ class Session:
             if end > call._start and owners is not None and (thread.tags or not stack):
                 (owners.claim if thread.tags else owners.anchor)(run, output)
                 call._end = next_number()  # asking a view for its grad_fn may have made one
-            if change is not None and change.stop:
+            if change is not None and change.stops(call):
                 raise Stopped(call, output)
             return output
 

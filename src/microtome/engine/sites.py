@@ -126,7 +126,7 @@ class ModelSites(Sites):
     def _look(self, module: nn.Module) -> None:
         modules = dict(named(self._model))
         refuse_script(modules.items())
-        chosen = modules if self._at is None else {"": self._model, **select(self._model, self._at)}
+        chosen = modules if self._at is None else {"": self._model, **self._chosen()}
         gone = self.by_id.keys() - {id(module) for module in chosen.values()}
         for path, module in chosen.items():
             if id(module) in self.by_id:
@@ -139,6 +139,14 @@ class ModelSites(Sites):
         for path in modules.keys() - chosen.keys():
             key = id(modules[path])
             self.others[key] = weakref.ref(modules[path], _forget(key, self.others, self._seen))
+
+    def _chosen(self) -> dict[str, nn.Module]:
+        try:
+            return select(self._model, self._at or ())
+        except NoMatch:
+            if not self.looks:
+                raise
+            return {}  # they have left the model
 
     def _find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
         ours = self._model if self._registered else caller

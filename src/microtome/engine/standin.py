@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import random
@@ -21,7 +22,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from microtome.engine.select import named
 from microtome.engine.sites import refuse_script
-from microtome.engine.structure import map_tensors
+from microtome.engine.structure import map_tensors, tensors_in
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 
@@ -76,7 +77,7 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
         if gc.isenabled():  # so many small objects would set it off, with little for it to free
             gc.disable()
             stack.callback(gc.enable)
-        _keep_random_states(model, stand, stack)
+        _keep_random_states(model, inputs, stand, stack)
         tensors = _keep(modules, stack)
         if stand == "real":
             _keep_tensors(tensors, stack, originals)
@@ -87,7 +88,18 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
                 for name, tensor in list(space.items()):
                     if tensor is not None and (stand != "real" or space is module._buffers):
                         space[name] = make(tensor)
-        yield Inputs(*map_tensors(make, inputs.args), **map_tensors(make, inputs.kwargs))
+        given = map_tensors(make, (inputs.args, inputs.kwargs), _copied)
+        yield Inputs(*given[0], **given[1])
+
+
+def _copied(value: Any) -> Any:
+    """A copy of an object that holds tensors in a way of its own, such as a cache of keys, which a run may change."""
+    if isinstance(value, nn.Module | type | FunctionType) or not hasattr(value, "__dict__"):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001  what cannot be copied is used as it is
+        return value
 
 
 @cache
@@ -196,7 +208,9 @@ def _keep(modules: list[nn.Module], stack: ExitStack) -> list[Tensor]:
                 pending.extend(item)
             elif isinstance(item, torch.Generator):
                 stack.callback(item.set_state, item.get_state())
-            elif is_dataclass(item) and hasattr(item, "__dict__") and not isinstance(item, type):
+            elif isinstance(item, nn.Module) or (
+                is_dataclass(item) and hasattr(item, "__dict__") and not isinstance(item, type)
+            ):  # in a list: a hidden part of the model
                 pending.append(item.__dict__)
     stack.callback(_put_back, kept)
     stack.callback(_put_back_classes, own)
@@ -249,8 +263,9 @@ def _put_back_tensors(before: list[tuple[Tensor, Tensor, Tensor | None, bool]]) 
                 tensor.requires_grad_(requires_grad)
 
 
-def _keep_random_states(model: nn.Module, stand: Stand, stack: ExitStack) -> None:
-    used = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda} if stand == "real" else set()
+def _keep_random_states(model: nn.Module, inputs: Inputs, stand: Stand, stack: ExitStack) -> None:
+    tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
+    used = {tensor.device.index for tensor in tensors if tensor.is_cuda} if stand == "real" else set()
     stack.enter_context(torch.random.fork_rng(devices=sorted(used)))
     stack.callback(random.setstate, random.getstate())
     if numpy := sys.modules.get("numpy"):

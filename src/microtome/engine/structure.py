@@ -40,21 +40,25 @@ def _parts(value: Any) -> list[Any]:
     return []
 
 
-def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """A copy of the structure with each tensor changed. What `tensors_in` does not look into is kept as it is."""
+def map_tensors(change: Callable[[Tensor], Any], value: Any, other: Callable[[Any], Any] | None = None) -> Any:
+    """A copy of the structure with each tensor changed.
+
+    Args:
+        other: Applied to what `tensors_in` does not look into; None: that is kept as it is.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*(map_tensors(change, item) for item in value))
+        return type(value)(*(map_tensors(change, item, other) for item in value))
     if isinstance(value, list | tuple | set | frozenset):
-        return type(value)(map_tensors(change, item) for item in value)
+        return type(value)(map_tensors(change, item, other) for item in value)
     if isinstance(value, dict):
         mapping = copy.copy(value)
-        mapping.update({key: map_tensors(change, item) for key, item in value.items()})
+        mapping.update({key: map_tensors(change, item, other) for key, item in value.items()})
         return mapping
     if is_dataclass(value) and not isinstance(value, type):
         instance = copy.copy(value)
         for field in fields(value):
-            object.__setattr__(instance, field.name, map_tensors(change, getattr(value, field.name)))
+            object.__setattr__(instance, field.name, map_tensors(change, getattr(value, field.name), other))
         return instance
-    return value
+    return value if other is None else other(value)

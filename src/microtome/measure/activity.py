@@ -98,9 +98,9 @@ def _fill(activity: Activity, events: list[Any]) -> None:
                 kernels.append(event)
         elif kind == cpu and event.is_user_annotation() and name.startswith(_PREFIX):
             marks.append((event.start_ns(), name.removeprefix(_PREFIX)))
-        elif kind == cpu and name.startswith("cu"):
+        elif kind == cpu and name.startswith("cu") and "::" not in name and not event.is_user_annotation():
             launched[event.correlation_id()] = event.start_ns()
-        else:
+        elif event.correlation_id():
             ops[event.correlation_id()] = event.start_ns()
     marks.sort(key=lambda one: one[0])
     times = [time for time, _ in marks]

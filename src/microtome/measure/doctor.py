@@ -47,8 +47,14 @@ def check_sources(found: list[Meter], missing: list[Missing]) -> tuple[list[Chec
         try:
             read = _joules_or_watts(source)
             checked.append(Checkup(source.name, f"{source.what} ({source.kind})", *_try(read, _WATCH_S)))
-        except SensorFailed as error:
-            lost.append(Missing(source.name, str(error), "see whether another program can read it"))
+        except Exception as error:  # noqa: BLE001  a meter of somebody's own may raise anything
+            lost.append(
+                Missing(
+                    source.name,
+                    said(error) if not isinstance(error, SensorFailed) else str(error),
+                    "see whether another program can read it",
+                )
+            )
         finally:
             source.close()
     return checked, lost

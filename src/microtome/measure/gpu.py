@@ -90,7 +90,7 @@ class Gpu:
         """What holds its clocks back now, or `none`."""
         bits = self.ask("nvmlDeviceGetCurrentClocksEventReasons")
         reasons = (
-            said for name, said in _REASONS.items() if bits & getattr(self._nvml, f"nvmlClocksEventReason{name}")
+            text for name, text in _REASONS.items() if bits & getattr(self._nvml, f"nvmlClocksEventReason{name}")
         )
         return ", ".join(reasons) or "none"
 

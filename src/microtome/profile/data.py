@@ -190,7 +190,7 @@ class Profile(Result):
     """
 
     kind: ClassVar[str] = "profile"
-    schema: ClassVar[int] = 1
+    schema: ClassVar[int] = 2
 
     model: str
     inputs: str
@@ -274,7 +274,8 @@ class Profile(Result):
             yield row
             return
         if any(getattr(row.own, name) for name in AMOUNTS):
-            yield replace(row, type=f"{row.type} (own)", **asdict(row.own))
+            own = {"spreads": {}, "load": None, "measured_peak_bytes": None, **asdict(row.own)}  # those are the whole's
+            yield replace(row, type=f"{row.type} (own)", **own)
         for child in self.children(row):
             yield from self._cover(child, depth, granularity)
 
@@ -326,6 +327,8 @@ class Profile(Result):
         """
         from microtome.profile.files import layer_metrics
 
+        if depth is not None and depth < 0:
+            raise BadQuery(f"depth is a number from 0 on, got {depth!r}")
         return layer_metrics(self, depth)
 
     def to_pandas(self) -> Any:

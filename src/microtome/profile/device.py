@@ -16,14 +16,13 @@ from microtome.profile.passes import Passes, Schedule
 from microtome.profile.tree import Tree
 
 Way = Literal["kernels", "graph"]
-WAYS: tuple[Way, ...] = ("kernels", "graph")
 METHODS: dict[Way, str] = {
     "kernels": "durations of the kernels that the call launched, from torch's profiler",
     "graph": "CUDA events in a graph of the whole forward",
 }
 
-#: How many passes one run of torch's profiler holds.
-_AT_ONCE = 10
+#: How many passes one run of torch's profiler holds, and how many the first, when it is not known how long they take.
+_AT_ONCE, _FIRST = 10, 3
 
 
 class DeviceTimes(NamedTuple):
@@ -79,6 +78,8 @@ class _BackwardMarks(_Marks):
     """Those of the backward too. Making it known whose the backward is costs the host time, and the device none."""
 
     def backward_moves(self, call: Call | None) -> None:
+        if len(self._open) > 1 and self._open[-1].startswith("forward"):
+            return  # one that a forward runs is part of that
         self._open = [f"backward:{0 if call is None else self._addresses[call.address]}"]
         activity.mark(self._open[-1])
 
@@ -90,9 +91,11 @@ def kernel_times(runs: Passes, tree: Tree, schedule: Schedule) -> DeviceTimes:
     backward: list[torch.Tensor] = []
     bare: list[torch.Tensor] = []
     bare_backward: list[torch.Tensor] = []
+    made = 0
     for done in schedule.rounds("timing kernels"):
-        if done % _AT_ONCE == 0:
-            count = min(_AT_ONCE, schedule.repeat - done)
+        if done == made:
+            count = min(_AT_ONCE if done else _FIRST, schedule.repeat - done)
+            made += count
             marked, plain = _watch(runs, tree, count), _watch(runs, None, count)
             forward.append(_table(marked, "forward", count, calls))
             backward.append(_table(marked, "backward", count, calls))
@@ -185,6 +188,9 @@ class _Events(Probe):
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._open.pop()
         self._record()
+
+    def fail(self, call: Call, error: BaseException) -> None:  # which the model may catch
+        self.exit(call, (), {}, None)
 
     def _record(self) -> None:
         owner = self._open[-1] if self._open else -1

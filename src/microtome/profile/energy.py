@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +26,7 @@ from microtome.profile.tree import Tree
 
 METHODS = {
     "share": "the whole model's energy, shared by time",
-    "replay": "the layer run alone, again and again",
-    "estimate": "an estimate from counts, not measured",
+    "replay": "the layer, or one like it, run alone again and again",
 }
 _IDLE_S = 1.0
 #: A layer is run alone for so many seconds, more where the budget allows it.
@@ -48,7 +49,7 @@ class EnergyModel:
 
     def __post_init__(self) -> None:
         values = (self.joules_per_flop, self.joules_per_byte, self.watts)
-        if min(values) < 0 or not any(values):
+        if not all(map(math.isfinite, values)) or min(values) < 0 or not any(values):
             raise BadQuery(f"coefficients of energy are 0 or more, and one is above 0, got {self}")
 
     @classmethod
@@ -59,6 +60,8 @@ class EnergyModel:
         for part in text.split(","):
             name, _, value = part.partition("=")
             try:
+                if names[name.strip()] in given:
+                    raise ValueError("it is there twice")
                 given[names[name.strip()]] = float(value)
             except (KeyError, ValueError) as error:
                 raise BadQuery(f"{part!r} is no coefficient: write flop=JOULES, byte=JOULES or watts=W") from error
@@ -93,19 +96,21 @@ class _Whole:
     def pass_s(self) -> float:
         return sum(part.seconds for part in self.parts) / sum(part.runs for part in self.parts)
 
-    def net(self, idle_w: float) -> float:
+    def net(self) -> float:
         """Joules of a pass without what is drawn when nothing runs, the median."""
-        return median((part.joules - idle_w * part.seconds) / part.runs for part in self.parts)
+        return median((part.joules - self.idle_w * part.seconds) / part.runs for part in self.parts)
 
 
 def share(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Sequence[float]) -> Energies:
     """The energy of the whole, measured in a plain loop, shared by the time that each call itself takes."""
     whole = _measure_whole(runs, meter, schedule)
     spread = whole.spread(METHODS["share"])
-    parts = torch.tensor([own_s], dtype=torch.float64)
+    parts = torch.tensor([own_s], dtype=torch.float64).clamp(min=0)  # a small one may be below, by noise
+    if not parts.sum() > 0:
+        raise SensorFailed("the calls take no time that could be measured, to share the energy by")
     parts /= parts.sum()
     own = [spread.median * part for part in parts[0].tolist()]
-    net_j = whole.net(whole.idle_w)
+    net_j = whole.net()
     net = [net_j * part for part in parts[0].tolist()]
     use = _use("share", meter, whole, own, net)
     scaled = [_scaled(spread, part) for part in tree.inclusive(parts)[0].tolist()]
@@ -131,6 +136,13 @@ def estimate(rows: Sequence[Row], model: EnergyModel, own_s: Sequence[float | No
 
 
 # -- each layer alone --------------------------------------------------------------------------------------------------
+
+
+class _Alone(NamedTuple):
+    """Joules of a layer that was run alone, and those above idle."""
+
+    spread: Spread
+    net_j: float
 
 
 class _Capture(Probe):
@@ -160,7 +172,7 @@ def replay(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Se
         raise Unsupported("a layer is replayed in the forward alone: leave out backward, or energy='replay'")
     began = perf_counter()
     whole = _measure_whole(runs, meter, schedule)
-    leaves = {row.address: at for at, row in enumerate(tree.rows) if at not in tree.parents}
+    leaves = {tree.rows[at].address: at for at in tree.leaves()}
     kinds = {address: _kind(tree.rows[at], runs.model) for address, at in leaves.items()}
     capture = _Capture(kinds)
     with runs.session(capture, tree):
@@ -168,12 +180,12 @@ def replay(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Se
     times: dict[Any, float] = {}
     for address, kind in kinds.items():
         times[kind] = times.get(kind, 0.0) + own_s[leaves[address]]
-    left = schedule.budget_s - (perf_counter() - began)
-    each = min(max(left / len(times), _REPLAY_S), _REPLAY_MOST_S)
-    found: dict[Any, tuple[Spread, float] | str] = {}
+    found: dict[Any, _Alone | str] = {}
     for done, kind in enumerate(sorted(times, key=lambda kind: -times[kind])):
         schedule.tell("replaying layers", done, len(times))
-        if perf_counter() - began + each > schedule.budget_s and found:
+        left = schedule.budget_s - (perf_counter() - began)
+        each = min(max(left / (len(times) - done), _REPLAY_S), _REPLAY_MOST_S)
+        if each > left and found:
             found[kind] = f"no time was left for it: the budget is {schedule.budget_s:g} s"
             continue
         found[kind] = _alone(runs, capture.layers[kind], meter, each, whole.idle_w)
@@ -186,12 +198,14 @@ def _kind(row: Row, model: nn.Module) -> Any:
     shapes = tuple((tensor.shape, tensor.dtype) for tensor in (*row.inputs, *row.outputs))
     weights = tuple((tuple(p.shape), p.dtype) for p in (*module.parameters(), *module.buffers()))
     counts = (row.flops, row.read_bytes, row.write_bytes, tuple((op.name, op.runs) for op in row.ops))
-    return type(module), str(module), module.training, shapes, weights, counts
+    plain = (int, float, str, bool, type(None))
+    settings = tuple(
+        (name, value) for part in module.modules() for name, value in vars(part).items() if isinstance(value, plain)
+    )
+    return type(module), str(module), settings, shapes, weights, counts
 
 
-def _alone(
-    runs: Passes, layer: tuple[Any, ...], meter: Meter, seconds: float, idle_w: float
-) -> tuple[Spread, float] | str:
+def _alone(runs: Passes, layer: tuple[Any, ...], meter: Meter, seconds: float, idle_w: float) -> _Alone | str:
     """Joules of a run of the layer, and those above idle, or why they are not known."""
     module, args, kwargs = layer
     given = Inputs(*args, **kwargs)
@@ -202,10 +216,10 @@ def _alone(
     except Exception as error:  # noqa: BLE001  a layer that cannot be run alone says so in its own way
         return f"it does not run alone: {said(error)}"
     alone = _Whole(parts, idle_w)
-    return alone.spread(METHODS["replay"]), alone.net(idle_w)
+    return _Alone(alone.spread(METHODS["replay"]), alone.net())
 
 
-def _replayed(tree: Tree, meter: Meter, whole: _Whole, found: dict[int, tuple[Spread, float] | str]) -> Energies:
+def _replayed(tree: Tree, meter: Meter, whole: _Whole, found: dict[int, _Alone | str]) -> Energies:
     own: list[float | None] = [None] * len(tree)
     net: list[float | None] = [None] * len(tree)
     of_calls: list[Spread | None] = [None] * len(tree)
@@ -215,7 +229,7 @@ def _replayed(tree: Tree, meter: Meter, whole: _Whole, found: dict[int, tuple[Sp
             why[tree.rows[at].address] = result
             continue
         of_calls[at], net[at] = result
-        own[at] = result[0].median
+        own[at] = result.spread.median
     return Energies(own, net, of_calls, _use("replay", meter, whole, own, net, why))
 
 
@@ -237,6 +251,7 @@ def _looped(run: Callable[[], object], wait: Callable[[], object]) -> Callable[[
         for _ in range(count):
             run()
         wait()
+        gc.collect(0)  # cycles that hold tensors would pile up
 
     return work
 
@@ -257,7 +272,7 @@ def _use(
         idle_w=whole.idle_w,
         pass_s=whole.pass_s,
         closure_j=spread.median - sum(joules for joules in own if joules is not None),
-        net_closure_j=whole.net(whole.idle_w) - sum(joules for joules in net if joules is not None),
+        net_closure_j=whole.net() - sum(joules for joules in net if joules is not None),
         not_replayed=why or {},
     )
 

@@ -73,9 +73,9 @@ def profile_from(data: dict[str, Any]) -> dict[str, Any]:
         **{name: data[name] for name in ("model", "inputs", "convention", "how")},
         "coverage": Coverage(coverage["ops"], unknown, tuple(coverage["never_ran"])),
         "calls": tuple(_row(row) for row in data["calls"]),
-        **{name: data.get(name, {}) for name in ("environment", "unavailable")},
+        **{name: data[name] for name in ("environment", "unavailable")},
         "timing": _with_spreads(Timing, data["timing"]),
-        **{name: _with_spreads(kind, data.get(name)) for name, kind in _HOW.items()},
+        **{name: _with_spreads(kind, data[name]) for name, kind in _HOW.items()},
     }
 
 

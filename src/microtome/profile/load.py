@@ -8,8 +8,9 @@ from time import perf_counter
 
 import torch
 
-from microtome.errors import SensorFailed
+from microtome.errors import SensorFailed, said
 from microtome.measure.energy import Log, Meter, pick
+from microtome.measure.energy.meter import finite
 from microtome.measure.load import QUANTITIES, LoadSampler, Sample
 from microtome.profile.how import Load, Sampling
 from microtome.profile.passes import Passes, Schedule
@@ -26,20 +27,20 @@ def sample_load(runs: Passes, tree: Tree, schedule: Schedule, meter: Meter | str
     A sample is the mean of its interval, and goes to the calls that ran in it, by the time that they overlap. On a GPU
     these are the calls that the host was at.
     """
-    watch = Stopwatch(len(tree))
+    watch = Stopwatch(tree.order)
     times: list[torch.Tensor] = []
-    watts = None if runs.devices else _Watts.of(meter)
     with ExitStack() as stack:
-        if watts is not None:
-            stack.callback(watts.close)
+        watts, why = (None, "") if runs.devices else _Watts.open(meter, stack)
         sampler = stack.enter_context(LoadSampler(runs.devices[0] if runs.devices else None, watts))
+        if why:
+            sampler.missing["watts"] = why
         began = perf_counter()
         while len(times) < schedule.repeat or perf_counter() - began < _LEAST_S:
             elapsed = perf_counter() - began
             if elapsed > schedule.budget_s and len(sampler.samples) > 1:
                 break
             schedule.tell("sampling the load", min(len(times), schedule.repeat), schedule.repeat)
-            watch.count = 0
+            watch.restart()
             with runs.session(watch, tree):
                 runs.once()
             watch.durations()
@@ -49,38 +50,39 @@ def sample_load(runs: Passes, tree: Tree, schedule: Schedule, meter: Meter | str
     columns = {name: _mean(samples, name, begins, ends) for name in QUANTITIES}
     overlaps = _overlapping(samples, begins, ends)
     loads = [Load(**{name: columns[name][at] for name in QUANTITIES}, samples=overlaps[at]) for at in range(len(tree))]
-    every_s = median(sample.end_s - sample.begin_s for sample in samples)
+    every_s = median(sample.end_s - sample.begin_s for sample in samples) if samples else 0.0
     return loads, Sampling(every_s, len(samples), len(times), sampler.missing)
 
 
 class _Watts:
     """The power that a meter sees: what it says, or what its counter moved by since it was last asked."""
 
-    def __init__(self, meter: Meter, *, keep: bool) -> None:
+    def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._keep = keep
         self._last = meter.read()
 
     @classmethod
-    def of(cls, wanted: Meter | str | None) -> _Watts | None:
+    def open(cls, wanted: Meter | str | None, stack: ExitStack) -> tuple[_Watts | None, str]:
+        """It, or why there is none."""
         try:
             meter = pick(wanted)
-            return None if isinstance(meter, Log) else cls(meter, keep=isinstance(wanted, Meter))
-        except SensorFailed:
-            return None
+            if meter is not wanted:
+                stack.callback(meter.close)
+            if isinstance(meter, Log):
+                return None, f"{meter.what} is read afterwards, not now"
+            return cls(meter), ""
+        except Exception as error:  # noqa: BLE001  a meter of somebody's own may raise anything
+            return None, said(error)
 
     def __call__(self) -> float:
         now, last = self._meter.read(), self._last
         self._last = now
         if now.watts is not None:
-            return now.watts
+            return finite(now.watts, f"a reading of {self._meter.what}")
         if now.joules is None or last.joules is None or now.time_s <= last.time_s:
             raise SensorFailed(f"{self._meter.what} does not say how much is drawn now")
-        return (now.joules - last.joules) / (now.time_s - last.time_s)
-
-    def close(self) -> None:
-        if not self._keep:
-            self._meter.close()
+        drawn = finite(now.joules, f"a reading of {self._meter.what}") - last.joules
+        return finite(drawn, f"the step of {self._meter.what}") / (now.time_s - last.time_s)
 
 
 def _mean(samples: list[Sample], name: str, begins: torch.Tensor, ends: torch.Tensor) -> list[float | None]:

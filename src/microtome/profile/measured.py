@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import psutil
@@ -20,7 +21,7 @@ from microtome.profile.data import Row
 from microtome.profile.energy import Energies, EnergyModel
 from microtome.profile.how import EnergyUse, MemoryUse, Sampling, Timing
 from microtome.profile.load import sample_load
-from microtome.profile.passes import Passes, Schedule, passes
+from microtome.profile.passes import Passes, Schedule, check_calls, passes, whole_number
 from microtome.profile.tree import Tree
 
 QUANTITIES = ("time", "memory", "energy", "load")
@@ -46,6 +47,10 @@ class Wish:
     energy: str | EnergyModel = "share"
     meter: Meter | str | None = None
 
+    @property
+    def energy_needs_time(self) -> bool:
+        return not isinstance(self.energy, EnergyModel) or bool(self.energy.watts)
+
     def __post_init__(self) -> None:
         for name in self.measure - set(QUANTITIES):
             raise BadQuery(f"{name!r} cannot be measured: write {', '.join(map(repr, QUANTITIES))}")
@@ -54,13 +59,16 @@ class Wish:
         if not isinstance(self.energy, EnergyModel) and self.energy not in ("share", "replay"):
             raise BadQuery(f"energy is 'share', 'replay' or an EnergyModel, got {self.energy!r}")
         check(self.meter)
-        if self.depth is not None and self.depth < 0:
+        if self.depth is not None and whole_number(self.depth, "depth") < 0:
             raise BadQuery(f"depth is a number from 0 on, got {self.depth}")
 
 
 def wished(measure: Collection[str]) -> frozenset[str]:
     """The quantities, from what a user gave."""
-    return frozenset((measure,) if isinstance(measure, str) else measure)
+    try:
+        return frozenset((measure,) if isinstance(measure, str) else measure)
+    except TypeError as error:
+        raise BadQuery(f"measure is one or several of {', '.join(map(repr, QUANTITIES))}, got {measure!r}") from error
 
 
 @dataclass
@@ -84,9 +92,13 @@ def measure(rows: Sequence[Row], model: nn.Module, inputs: Inputs, wish: Wish, *
     """The rows with what was measured of them."""
     tree = Tree(rows, wish.depth)
     found = Measured(list(rows))
+    if wish.measure == {"energy"} and isinstance(wish.energy, EnergyModel) and not wish.energy.watts:
+        estimated = energy.estimate(tree.rows, wish.energy, [None] * len(tree), backward=backward)
+        _put_energies(found, tree, estimated)
+        return found
     with passes(model, inputs, backward=backward) as runs:
         runs.look(tree)
-        if wish.measure & {"time", "energy"}:
+        if "time" in wish.measure or ("energy" in wish.measure and wish.energy_needs_time):
             _time(found, runs, tree, wish)
         if "memory" in wish.measure and runs.devices:
             _device_memory(found, runs, tree)
@@ -125,7 +137,7 @@ def _device_time(found: Measured, runs: Passes, tree: Tree, wish: Wish, how: Tim
     if times.backward is not None and times.bare_backward is not None:
         _put(found, tree, "backward_device_s", spreads(tree.inclusive(times.backward), method))
         backward = spreads(times.bare_backward, f"{method}, of bare passes")[0]
-    ratio = float(times.forward.sum(1).median()) / bare.median
+    ratio = median(times.forward.sum(1).tolist()) / bare.median
     return replace(how, device=bare, device_backward=backward, device_ratio=ratio)
 
 
@@ -167,6 +179,7 @@ def host_memory(found: Measured, wish: Wish, real_rows: Callable[[], Sequence[Ro
     before = psutil.Process().memory_info().rss
     with LoadSampler() as sampler:
         rows = real_rows()
+    check_calls([row.address for row in rows], [row.address for row in found.rows])
     for at in Tree(found.rows, wish.depth).at:
         found.rows[at] = replace(found.rows[at], measured_peak_bytes=rows[at].peak_bytes)
     found.memory = MemoryUse("the tensors that live at each moment of a real run", before, sampler.rss_peak_bytes)
@@ -185,7 +198,8 @@ def _energy(found: Measured, runs: Passes, tree: Tree, wish: Wish) -> None:
     try:
         meter = pick(wish.meter, runs.devices)
         try:
-            _put_energies(found, tree, method(runs, tree, meter, wish.schedule, own_s))
+            seconds = [time or 0.0 for time in own_s]
+            _put_energies(found, tree, method(runs, tree, meter, wish.schedule, seconds))
         finally:
             if meter is not wish.meter:
                 meter.close()
@@ -193,11 +207,11 @@ def _energy(found: Measured, runs: Passes, tree: Tree, wish: Wish) -> None:
         found.unavailable["energy"] = str(error)
 
 
-def _seconds(row: Row) -> float:
+def _seconds(row: Row) -> float | None:
     """What a call itself takes of whatever does the work."""
     own = row.own
     times = (own.time_s, own.backward_s) if own.device_s is None else (own.device_s, own.backward_device_s)
-    return sum(time for time in times if time is not None)
+    return None if row.own.time_s is None else sum(time for time in times if time is not None)
 
 
 def _put_energies(found: Measured, tree: Tree, energies: Energies) -> None:

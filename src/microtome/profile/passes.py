@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from operator import index
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -27,6 +29,13 @@ _FEWEST = 3
 _BLOCK = 512
 
 
+def whole_number(value: Any, name: str) -> int:
+    try:
+        return index(value)
+    except TypeError as error:
+        raise BadQuery(f"{name} is a whole number, got {value!r}") from error
+
+
 @dataclass(frozen=True)
 class Schedule:
     """How many passes to make.
@@ -43,12 +52,15 @@ class Schedule:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        if self.repeat < _FEWEST:
+        if whole_number(self.repeat, "repeat") < _FEWEST:
             raise BadQuery(f"a spread needs {_FEWEST} passes or more: repeat is {self.repeat}")
-        if not self.budget_s > 0:
-            raise BadQuery(f"the budget is a time in seconds above 0, got {self.budget_s}")
-        if self.warmup is not None and self.warmup < 0:
+        if not isinstance(self.budget_s, int | float) or not self.budget_s > 0:
+            raise BadQuery(f"the budget is a time in seconds above 0, got {self.budget_s!r}")
+        if self.warmup is not None and whole_number(self.warmup, "warmup") < 0:
             raise BadQuery(f"warmup is how many passes are made before, 0 or more, got {self.warmup}")
+        object.__setattr__(self, "repeat", whole_number(self.repeat, "repeat"))
+        if self.warmup is not None:
+            object.__setattr__(self, "warmup", whole_number(self.warmup, "warmup"))
 
     def rounds(self, what: str) -> Iterator[int]:
         """One for each pass that is to be made."""
@@ -72,11 +84,28 @@ class Lap(NamedTuple):
     whole_s: float
 
 
-class _Counter(Probe):
-    calls = 0
+def _given(inputs: Inputs) -> list[Tensor]:
+    """The tensors of inputs whose writes can be seen and undone."""
+    tensors = tensors_in((inputs.args, inputs.kwargs))
+    return [tensor for tensor in tensors if not tensor.is_inference() and tensor.layout is torch.strided]
+
+
+class _Order(Probe):
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.calls += call.phase == "forward"
+        if call.phase == "forward":
+            self.addresses.append(call.address)
+
+
+def check_calls(made: Sequence[str], expected: Sequence[str]) -> None:
+    """Raise where a pass made other calls than it is to make: what is measured of it would go to the wrong ones."""
+    if list(made) == list(expected):
+        return
+    at = next((at for at, pair in enumerate(zip(made, expected, strict=False)) if len({*pair}) > 1), None)
+    where = "" if at is None else f", the first at {made[at]!r} where another was at {expected[at]!r}"
+    raise Unsupported(f"a pass made {len(made)} calls, and another {len(expected)}{where}: their times have no order")
 
 
 def _nobody(_: str) -> None:
@@ -98,6 +127,7 @@ class Passes:
         self.backward = backward
         self._tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
         self.devices = sorted({tensor.device.index for tensor in self._tensors if tensor.is_cuda})
+        self._versions = [(tensor, tensor._version, tensor.detach().clone()) for tensor in _given(inputs)]
         self._leaves = [tensor for tensor in self._tensors if tensor.is_leaf and tensor.requires_grad]
 
     def once(self, told: Callable[[str], object] = _nobody) -> Lap:
@@ -106,6 +136,7 @@ class Passes:
         Args:
             told: Told `"forward"` and `"backward"` when these begin, and `"none"` when they have ended.
         """
+        self._renew()
         self.wait()
         grad = torch.is_grad_enabled() or self.backward
         with torch.set_grad_enabled(grad):
@@ -125,18 +156,28 @@ class Passes:
         self.wait()
         whole = perf_counter() - began - (middle - forward)
         self._forget_gradients()
+        gc.collect(0)  # cycles that hold tensors would pile up
         return Lap(forward - began, ended - middle, whole)
+
+    def forward_alone(self) -> Passes:
+        """The same without a backward."""
+        alone = copy(self)
+        alone.backward = False
+        return alone
 
     def session(self, probe: Probe, tree: Tree) -> Session:
         """What shows a probe the calls of a tree."""
         return Session(self.model, [probe], at=tree.selector(), fast_paths=self.fast_paths)
 
     def look(self, tree: Tree) -> None:
-        """Find out whether fast paths hide calls."""
-        counter = _Counter()
-        with self.session(counter, tree):
-            self.once()
-        self.fast_paths = counter.calls == len(tree)
+        """Find out whether fast paths hide calls, and whether a pass makes the calls that it is to make."""
+        for self.fast_paths in (True, False):
+            order = _Order()
+            with self.session(order, tree):
+                self.once()
+            if order.addresses == tree.order:
+                return
+        check_calls(order.addresses, tree.order)
 
     def resident_bytes(self) -> int:
         """What weights, buffers and inputs take of the allocator of CUDA devices, which gives out whole blocks."""
@@ -147,8 +188,17 @@ class Passes:
         }
         return sum(-(-size // _BLOCK) * _BLOCK for size in storages.values())
 
+    def _renew(self) -> None:
+        """Have the inputs as they were given, where the last pass wrote to them."""
+        for at, (tensor, version, before) in enumerate(self._versions):
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(before)
+                self._versions[at] = tensor, tensor._version, before
+
     def again(self) -> None:
         """One pass, without waiting for devices."""
+        self._renew()
         with torch.set_grad_enabled(torch.is_grad_enabled() or self.backward):
             output = self.inputs.run(self.model)
             if self.backward:
@@ -156,8 +206,8 @@ class Passes:
         self._forget_gradients()
 
     def wait(self) -> None:
-        for index in self.devices:
-            torch.cuda.synchronize(index)
+        for device in self.devices:
+            torch.cuda.synchronize(device)
 
     def _forget_gradients(self) -> None:
         """So that the next pass does not add to them, which is more work."""
@@ -190,7 +240,8 @@ class Passes:
 def passes(model: nn.Module, inputs: Inputs, *, backward: bool) -> Iterator[Passes]:
     """A model ready to be run for the time of the block, without garbage collection; it is as found afterwards."""
     _check(model, inputs)
-    with stand_in(model, inputs, "real") as given, _no_garbage_collection():
+    gc.collect()
+    with stand_in(model, inputs, "real") as given:  # which turns garbage collection off
         yield Passes(model, given, backward=backward)
 
 
@@ -199,15 +250,3 @@ def _check(model: nn.Module, inputs: Inputs) -> None:
     other = sorted({tensor.device.type for tensor in tensors} - {"cpu", "cuda"})
     if other:
         raise Unsupported(f"CPU and CUDA devices can be measured, and there are tensors on {', '.join(other)}")
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -75,12 +75,13 @@ def profile(
     from microtome.profile.data import Profile
 
     wish: Wish | None = None
-    if measure:
+    if not isinstance(measure, tuple) or measure:
         from microtome.profile.measured import Wish, wished
         from microtome.profile.passes import Schedule
 
         schedule = Schedule(repeat, budget_s, warmup, progress)
-        wish = Wish(wished(measure), schedule, depth, device_time, energy, meter)
+        asked = wished(measure)
+        wish = Wish(asked, schedule, depth, device_time, energy, meter) if asked else None
     given = Inputs.of(inputs)
     trace, by_module = record(model, given, backward=backward, fake=fake, convention=convention)
     builder = Builder(trace, model, find(convention), by_module, backward=backward)

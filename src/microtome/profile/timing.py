@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -12,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Session
-from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 from microtome.measure.spread import spreads
 from microtome.profile.how import Timing
-from microtome.profile.passes import Passes, Schedule
+from microtome.profile.passes import Passes, Schedule, check_calls
 from microtome.profile.tree import Tree
 
 METHOD = "two time stamps a call; the least cost of stamps is taken off"
@@ -26,30 +26,39 @@ BACKWARD_METHOD = "a time stamp wherever the backward goes from one call to anot
 class Stopwatch(Probe):
     """Notes when each call began and ended, in the order they began. Nothing else happens in it."""
 
-    def __init__(self, calls: int) -> None:
-        self.begins = [0] * calls
-        self.ends = [0] * calls
-        self.count = 0
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = list(addresses)
+        self.begins = [0] * len(addresses)
+        self.ends = [0] * len(addresses)
+        self.restart()
+
+    def restart(self) -> None:
+        """A new pass begins."""
+        self._calls: list[Call] = []
         self._open: list[int] = []
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        at = self.count
-        self.count = at + 1
+        if call.phase != "forward":
+            return
+        at = len(self._calls)
+        self._calls.append(call)
         self._open.append(at)
         if at < len(self.begins):
             self.begins[at] = perf_counter_ns()
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if call.phase != "forward":
+            return
         at = self._open.pop()
         if at < len(self.ends):
             self.ends[at] = perf_counter_ns()
 
+    def fail(self, call: Call, error: BaseException) -> None:  # which the model may catch
+        self.exit(call, (), {}, None)
+
     def durations(self) -> list[int]:
-        """Nanoseconds of each call, if the pass made as many as there are to be."""
-        if self.count != len(self.begins):
-            raise Unsupported(
-                f"a pass made {self.count} calls, and another {len(self.begins)}: their times have no order"
-            )
+        """Nanoseconds of each call, if the pass made the calls that it is to make."""
+        check_calls([call.address for call in self._calls], self._addresses)
         return [end - begin for begin, end in zip(self.begins, self.ends, strict=True)]
 
 
@@ -60,23 +69,28 @@ class _BackwardWatch(Probe):
         self.events: list[tuple[Call | None, int]] = []
         self._at: Call | None = None
         self._before: list[Call | None] = []
+        self._forwards = 0
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if call.phase == "recompute":
             self._before.append(self._at)
             self.backward_moves(call)
+        else:
+            self._forwards += 1
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if call.phase == "recompute":
             self.backward_moves(self._before.pop())
+        else:
+            self._forwards -= 1
 
     def fail(self, call: Call, error: BaseException) -> None:  # how a checkpoint ends early
-        if call.phase == "recompute":
-            self.backward_moves(self._before.pop())
+        self.exit(call, (), {}, None)
 
     def backward_moves(self, call: Call | None) -> None:
-        self._at = call
-        self.events.append((call, perf_counter_ns()))
+        if not self._forwards:  # one that a forward runs is part of that
+            self._at = call
+            self.events.append((call, perf_counter_ns()))
 
     @property
     def seconds(self) -> float:
@@ -97,16 +111,16 @@ def time_forward(runs: Passes, tree: Tree, schedule: Schedule) -> tuple[torch.Te
     bare: list[float] = []
     stamped: list[float] = []
     table: list[list[int]] = []
-    watch = Stopwatch(len(tree))
+    watch = Stopwatch(tree.order)
     session = runs.session(watch, tree)
-    alone = Passes(runs.model, runs.inputs, backward=False)
+    alone = runs.forward_alone()
     grad = torch.is_grad_enabled() or runs.backward
     with session, torch.set_grad_enabled(grad):
         alone.once()  # it looks up the modules once
     for _ in schedule.rounds("timing"):
         with torch.set_grad_enabled(grad):
             bare.append(alone.once().forward_s)
-            watch.count = 0
+            watch.restart()
             with session:
                 stamped.append(alone.once().forward_s)
         table.append(watch.durations())
@@ -155,13 +169,13 @@ class _Step(nn.Module):
 def _stamp_cost(calls: int = 200, rounds: int = 7) -> float:
     """What a call with stamps takes more than one without, on modules that do nothing."""
     runs = Passes(nn.Sequential(*(nn.Identity() for _ in range(calls))), Inputs(None), backward=False)
-    watch = Stopwatch(calls + 1)
+    watch = Stopwatch(["", *map(str, range(calls))])
     session = Session(runs.model, [watch])
     bare: list[float] = []
     stamped: list[float] = []
     for _ in range(rounds):  # the least counts, so that the first, which looks up the modules, does not
         bare.append(runs.once().forward_s)
-        watch.count = 0
+        watch.restart()
         with session:
             stamped.append(runs.once().forward_s)
     return max(min(stamped) - min(bare), 0.0) / calls

@@ -39,6 +39,16 @@ class Tree:
                 assert above is not None  # the root is looked at
                 self.addresses[row.address] = above
 
+    @property
+    def order(self) -> list[str]:
+        """The addresses, in the order the calls begin."""
+        return [row.address for row in self.rows]
+
+    def leaves(self) -> list[int]:
+        """The calls that no other of them lies in."""
+        above = set(self.parents)
+        return [index for index in range(len(self)) if index not in above]
+
     def __len__(self) -> int:
         return len(self.rows)
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from microtome.errors import BadQuery
+from microtome.errors import BadQuery, said
 from microtome.measure.spread import Spread
 from microtome.profile import Profile, Row
+from microtome.profile.files import flat
 from microtome.report.terminal import bar
 from microtome.units import UNKNOWN, count, joules, ratio, seconds, shape, share, size, watts
 
@@ -115,10 +116,11 @@ def register_column(name: str, value: Callable[[Row], Any], header: str | None =
     ['address,flops_per_param', ',1742.0194209674519']
     >>> unregister_column("flops_per_param")
     """
-    if name in COLUMNS or not name.isidentifier():
+    taken = (*COLUMNS, *flat(Row()))
+    if name in taken or not name.isidentifier():
         raise BadQuery(f"a column is named by a word that no other has, got {name!r}")
     REGISTERED[name] = value
-    COLUMNS[name] = Column(header or name, lambda row, _: _written(value(row)))
+    COLUMNS[name] = Column(header or name, lambda row, _: _written(of_registered(name, row)))
 
 
 def unregister_column(name: str) -> None:
@@ -129,6 +131,14 @@ def unregister_column(name: str) -> None:
 
 
 REGISTERED: dict[str, Callable[[Row], Any]] = {}
+
+
+def of_registered(name: str, row: Row) -> Any:
+    """What a registered column says of a call."""
+    try:
+        return REGISTERED[name](row)
+    except Exception as error:
+        raise BadQuery(f"the column {name!r} raised {said(error)} at {row.address!r}") from error
 
 
 def _written(value: Any) -> str:

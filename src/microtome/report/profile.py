@@ -15,7 +15,7 @@ from microtome.errors import BadQuery
 from microtome.profile import Group, Profile, Row
 from microtome.profile.data import AMOUNTS
 from microtome.profile.files import flat
-from microtome.report.columns import COLUMNS, REGISTERED, columns_of
+from microtome.report.columns import COLUMNS, REGISTERED, columns_of, of_registered
 from microtome.report.notes import notes_of
 from microtome.report.terminal import fitted, plain_text
 
@@ -101,11 +101,12 @@ def csv(profile: Profile, view: View | None = None) -> str:
     view = _whole_tree(profile, view or View())
     check(view)
     file = io.StringIO()
-    records = [_flat(row) if isinstance(row, Row) else _flat_group(row) for row, _ in _rows(profile, view)]
+    records = [flat(row) if isinstance(row, Row) else _flat_group(row) for row, _ in _rows(profile, view)]
     if view.columns:
-        named = ("address", "name", *(_FIELDS.get(name, name) for name in view.columns))
-        records = [{name: value for name, value in record.items() if name in named} for record in records]
-    writer = csv_format.DictWriter(file, list(records[0]) if records else [])
+        records = [
+            _chosen(row, record, profile, view) for (row, _), record in zip(_rows(profile, view), records, strict=True)
+        ]
+    writer = csv_format.DictWriter(file, list(dict.fromkeys(name for record in records for name in record)))
     writer.writeheader()
     writer.writerows(records)
     return file.getvalue()
@@ -117,8 +118,36 @@ def _whole_tree(profile: Profile, view: View) -> View:
     return view if chosen != (None,) * 4 else replace(view, depth=_deepest(profile))
 
 
+def _chosen(row: Any, record: dict[str, Any], profile: Profile, view: View) -> dict[str, Any]:
+    """The record without the columns that were not asked for. Those that a file has not otherwise are computed."""
+    chosen: dict[str, Any] = {name: record[name] for name in ("address", "name") if name in record}
+    for column in view.columns:
+        if column in REGISTERED:
+            chosen[column] = of_registered(column, row)
+        elif (share := {"share": "flops"}.get(column) or _SHARES.get(column)) is not None:
+            part, whole = getattr(row, share), getattr(profile.total, share)
+            chosen[column] = None if part is None or not whole else part / whole
+        elif column == "bound":
+            chosen[column] = COLUMNS[column].cell(row, profile)
+        elif column in _SPREADS:
+            chosen |= {f"{_SPREADS[column]}_{end}": record.get(f"{_SPREADS[column]}_{end}") for end in ("low", "high")}
+        elif column == "moved_bytes":
+            chosen[column] = row.moved_bytes
+        else:
+            name = _FIELDS.get(column, column)
+            chosen[name] = record.get(name)
+    return chosen
+
+
+_SHARES = {"time_share": "time_s", "device_share": "device_s", "energy_share": "energy_j"}
+_SPREADS = {"spread": "time_s", "device_spread": "device_s", "energy_spread": "energy_j"}
+
 #: What columns are called in files, where the unit is in the name.
 _FIELDS = {
+    "inputs": "input_shapes",
+    "outputs": "output_shapes",
+    "dtype": "dtypes",
+    "intensity": "intensity_flops_per_byte",
     "time": "time_s",
     "device_time": "device_s",
     "backward_time": "backward_s",
@@ -128,10 +157,6 @@ _FIELDS = {
     "measured_peak": "measured_peak_bytes",
     **{name: f"load_{name}" for name in ("cpu", "gpu", "memory", "gpu_memory", "watts")},
 }
-
-
-def _flat(row: Row) -> dict[str, Any]:
-    return flat(row) | {name: value(row) for name, value in REGISTERED.items()}
 
 
 def _flat_group(group: Group) -> dict[str, Any]:
@@ -157,7 +182,12 @@ def _rows(profile: Profile, view: View) -> list[tuple[Any, str]]:
         rows = [(row, _in_tree(row)) for row in profile if row.depth <= depth]
     if view.sort is not None:
         by = "flops" if view.sort == "share" else COLUMNS[view.sort].needs or view.sort
-        if by in ("peak_bytes", "output_bytes"):  # which rows of their own have from the calls inside
+        if by in (
+            "peak_bytes",
+            "output_bytes",
+            "measured_peak_bytes",
+            "load",
+        ):  # which rows of their own have from the calls inside
             rows = [pair for pair in rows if not pair[0].type.endswith("(own)")]
         column = view.sort
         rows.sort(key=lambda pair: -(_quantity(pair[0], column, by) or 0))
@@ -166,7 +196,7 @@ def _rows(profile: Profile, view: View) -> list[tuple[Any, str]]:
 
 def _quantity(row: Any, column: str, by: str) -> float | None:
     if column in REGISTERED:
-        value = REGISTERED[column](row)
+        value = of_registered(column, row)
         return value if isinstance(value, int | float) else None
     number: float | None = getattr(row.load, column, None) if by == "load" else getattr(row, by, None)
     return number

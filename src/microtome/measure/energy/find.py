@@ -37,8 +37,8 @@ def register_meter(name: str, make: Callable[[], Meter]) -> None:
     ['the bench supply']
     >>> unregister_meter("bench")
     """
-    if name in _BUILT_IN:
-        raise BadQuery(f"there is a built-in meter {name!r}: choose another name")
+    if name in (*_BUILT_IN, *_REGISTERED) or not name.isidentifier():
+        raise BadQuery(f"a meter is named by a word that no other has, got {name!r}")
     _REGISTERED[name] = make
 
 
@@ -55,6 +55,8 @@ def check(wanted: Meter | str | None) -> None:
     """Raise where there can be no such meter, before anything is measured."""
     if isinstance(wanted, Meter | None):
         return
+    if not isinstance(wanted, str):
+        raise BadQuery(f"a meter is a Meter, the name of one or 'csv:FILE', got {wanted!r}")
     if wanted.startswith("csv:"):
         CsvMeter(wanted.removeprefix("csv:")).close()
     elif wanted not in (*_REGISTERED, *_BUILT_IN[:-1]):
@@ -89,7 +91,7 @@ def pick(wanted: Meter | str | None, devices: Sequence[int] = ()) -> Meter:
             meter.close()
     if chosen is not None:
         return chosen
-    if len(uuids) > 1:
+    if len(uuids) > 1 and any(meter.name == "nvml" for meter in found):
         raise SensorFailed(f"the model runs on {len(uuids)} GPUs, and a counter sees one: measure the parts alone")
     reasons = [str(one) for one in missing if one.name in order]
     if wanted == "nvml" and not devices:

@@ -45,7 +45,7 @@ def metered(meter: Meter, work: Callable[[int], object], *, seconds: float, part
     """
     chunk = _chunk(work)
     done: list[tuple[float, float]] = []
-    every_s = _LOOK_S if meter.kind == "counter" else None
+    every_s = {"counter": _LOOK_S, "power": meter.every_s or _CHUNK_S, "log": None}[meter.kind]
     with Window(meter, every_s) as window:
         began = perf_counter()
         done.append((began, 0.0))
@@ -53,7 +53,7 @@ def metered(meter: Meter, work: Callable[[int], object], *, seconds: float, part
             work(chunk)
             now = perf_counter()
             done.append((now, done[-1][1] + chunk))
-            enough = isinstance(meter, Log) or len(window.points) > parts
+            enough = isinstance(meter, Log) or sum(time >= began for time, _ in window.points) > parts
             if now - began >= seconds * (1 if enough else _PATIENCE):
                 break
     if window.reason:
@@ -105,7 +105,7 @@ def _between(meter: Log, start: float, end: float) -> float:
         try:
             return meter.between(start, end)
         except SensorFailed:
-            if perf_counter() > until:
+            if perf_counter() > until or meter.read().time_s >= end:
                 raise
             sleep(_CHUNK_S)
 

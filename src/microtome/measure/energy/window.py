@@ -144,7 +144,7 @@ class Window:
 
 def _step(last: Reading, now: Reading, source: Meter) -> float:
     """The joules between two readings."""
-    if now.time_s < last.time_s:
+    if not now.time_s >= last.time_s:
         raise SensorFailed(f"the time of {source.what} went backwards, from {last.time_s} to {now.time_s}")
     if source.kind == "power":
         return (_said(last.watts, source) + _said(now.watts, source)) / 2 * (now.time_s - last.time_s)

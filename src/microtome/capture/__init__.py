@@ -1,0 +1,1 @@
+"""Looking at what flows through a model, keeping it, and changing it on purpose."""

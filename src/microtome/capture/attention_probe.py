@@ -1,0 +1,127 @@
+"""A probe that sees attention weights after the softmax and before dropout, however they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from microtome.capture.attention_origin import Kind, Origins, Role, role_of
+from microtome.capture.attention_weights import Given, Heads, Part, Reduce, Rows, fused_weights, unseen
+from microtome.engine import Call, Probe
+from microtome.engine.functions import plain
+from microtome.engine.probes import AnyOp, Where
+
+#: What a session with this probe is to show whole.
+ATTENTION = (
+    F.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+
+
+class AttentionProbe(Probe):
+    """Gives the attention weights of each layer to `keep(address, weights)`, as (batch, heads, queries, keys).
+
+    It sees `scaled_dot_product_attention`, if the session shows `ATTENTION` whole: the output is left to the fused
+    kernel, and of the weights no more is computed than is wanted. Else, and in `nn.MultiheadAttention`, it sees the
+    softmax over the last dimension of what comes from a product of batched matrices.
+
+    A layer is the innermost call around the product and the softmax. Where a call has several, those after the first
+    are at `path/attention#1` and so on. All dimensions before the heads are one; what has none is of one head.
+
+    Args:
+        keep: Called while the model runs, with a tensor of its own; no session sees what it computes.
+        at: The paths of the modules whose attention is wanted, with all that is inside them. None: all.
+        heads: The heads that are wanted, by index.
+        rows: The queries that are wanted: their indices, "cls" for the first, "last" for the last.
+        reduce: Applied to the weights, some rows at a time: what is kept has one row for each, as third dimension.
+
+    Attributes:
+        seen: Where attention was computed, wanted or not.
+        hidden: The operators that compute attention inside themselves, of which nothing is known.
+    """
+
+    def __init__(
+        self,
+        keep: Callable[[str, Tensor], object],
+        *,
+        at: Collection[str] | None = None,
+        heads: Heads = None,
+        rows: Rows = None,
+        reduce: Reduce | None = None,
+    ) -> None:
+        self._keep = keep
+        self._at = None if at is None else frozenset(at)
+        self._part = Part(heads, rows)
+        self._reduce = reduce
+        self._origins = Origins()
+        self._run: Call | None = None
+        self._counts: dict[str, int] = {}
+        self.seen: dict[str, None] = {}
+        self.hidden: dict[str, None] = {}
+
+    def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        call = where.call
+        if call is None or where.phase != "forward":
+            return
+        role = role_of(func)
+        if role is Role.NONE:
+            return
+        with plain():
+            self._begin(call.stack[0])
+            if func in ATTENTION:
+                self._take(call, call, lambda: fused_weights(Given(*args, **kwargs), output, self._part, self._reduce))
+            elif role is Role.FUSED:
+                self.hidden[str(func)] = None
+            elif role is Role.SOFTMAX:
+                self._softmax(call, args, output)
+            else:
+                self._origins.follow(role, call, args, output)
+
+    def _begin(self, run: Call) -> None:
+        if run is not self._run:
+            self._run = run
+            self._counts.clear()
+            self._origins.begin(run.module)
+
+    def _softmax(self, call: Call, args: tuple[Any, ...], output: Tensor) -> None:
+        scores, dim = args[:2]
+        origin = self._origins.of(scores)
+        if origin is None or dim % max(1, scores.dim()) != scores.dim() - 1 or not origin.are_scores(scores.shape):
+            return
+        self._origins.mark(output, origin._replace(kind=Kind.WEIGHTS))
+        layer = _around(origin.call, call)
+        self._take(layer, call, lambda: self._of(output, layer))
+
+    def _of(self, output: Tensor, layer: Call) -> Tensor:
+        with unseen(output.device):
+            weights = self._part.of(_by_heads(output, layer.module))
+            return weights if self._reduce is None else self._reduce(weights)
+
+    def _take(self, layer: Call, call: Call, compute: Callable[[], Tensor]) -> None:
+        """Give the weights of a layer, which were computed in a call inside it, to whoever wants them."""
+        number = self._counts.get(layer.address, 0)
+        self._counts[layer.address] = number + 1
+        address = f"{layer.address}/attention#{number}" if number else layer.address
+        self.seen[address] = None
+        if self._at is None or any(outer.path in self._at for outer in call.stack):
+            weights = compute()
+            with unseen(weights.device):
+                self._keep(address, weights)
+
+
+def _around(product: Call | None, softmax: Call) -> Call:
+    """The innermost call that contains both."""
+    inside = () if product is None else product.stack
+    return next((call for call in reversed(softmax.stack) if any(call is outer for outer in inside)), softmax)
+
+
+def _by_heads(weights: Tensor, module: nn.Module | None) -> Tensor:
+    if weights.dim() > 3:
+        return weights.flatten(0, -4)
+    heads = module.num_heads if isinstance(module, nn.MultiheadAttention) else 1
+    return weights.reshape(-1, heads, *weights.shape[-2:])

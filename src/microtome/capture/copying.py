@@ -1,0 +1,73 @@
+"""Copies of what is recorded, made without holding up the model."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+#: So many bytes may be on their way from a GPU; before more are, the oldest are waited for.
+_ON_THE_WAY = 256 * 2**20
+
+
+class Copier:
+    """Hands on copies in the machine's memory.
+
+    From a GPU they go through pinned memory on a stream of their own, which waits for the model's; the model's does not
+    wait for it.
+
+    Args:
+        add: Takes a name and a tensor of its own.
+    """
+
+    def __init__(self, add: Callable[[str, Tensor], None]) -> None:
+        self._add = add
+        self._waiting: deque[tuple[torch.cuda.Event, str, Tensor]] = deque()
+        self._bytes = 0
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def add(self, name: str, tensor: Tensor, *, fresh: bool = False) -> None:
+        """Copy a tensor, which the model may write to when this has returned.
+
+        Args:
+            fresh: Whether nobody else has it, so that it need not be copied.
+        """
+        if not tensor.is_cuda:
+            self._add(name, tensor if fresh else tensor.to("cpu", copy=True))
+            return
+        self._hand_on(done_only=True)
+        while self._waiting and self._bytes + tensor.nbytes > _ON_THE_WAY:
+            self._hand_on_one()
+        self._send(name, tensor, fresh=fresh)
+
+    def drain(self) -> None:
+        """Hand on everything, waiting for what is on its way."""
+        self._hand_on(done_only=False)
+
+    def _send(self, name: str, tensor: Tensor, *, fresh: bool) -> None:
+        # On the model's stream, where it is quick: the model may write to the tensor while the slow copy is on its way.
+        kept = tensor if fresh else tensor.clone(memory_format=torch.contiguous_format)
+        if kept.device not in self._streams:
+            self._streams[kept.device] = torch.cuda.Stream(kept.device)
+        stream = self._streams[kept.device]
+        stream.wait_stream(torch.cuda.current_stream(kept.device))
+        with torch.cuda.stream(stream):
+            there = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
+            there.copy_(kept, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        kept.record_stream(stream)  # its memory is not given to others before
+        self._waiting.append((arrived, name, there))
+        self._bytes += there.nbytes
+
+    def _hand_on(self, *, done_only: bool) -> None:
+        while self._waiting and not (done_only and not self._waiting[0][0].query()):
+            self._hand_on_one()
+
+    def _hand_on_one(self) -> None:
+        arrived, name, there = self._waiting.popleft()
+        arrived.synchronize()
+        self._bytes -= there.nbytes
+        self._add(name, there.clone())  # pinned memory is scarce

@@ -1,0 +1,90 @@
+"""How what is captured is kept: cut from the graph, copied where that is needed, moved, changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from microtome.engine import Probe
+from microtome.engine.probes import AnyOp, Where
+from microtome.engine.structure import map_tensors, tensors_in
+from microtome.errors import BadQuery
+from microtome.trace.facts import facts_of
+
+Clone = Literal["auto"] | bool
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What is done to a captured value.
+
+    Attributes:
+        detach: Whether it is cut from the graph.
+        clone: Whether it is copied: True, False, or "auto": where it would change later or pin more memory.
+        device: Where it is moved.
+        transform: Applied to the value, cut from the graph or not; what it returns is kept.
+    """
+
+    detach: bool = True
+    clone: Clone = "auto"
+    device: torch.device | str | None = None
+    transform: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.clone not in ("auto", True, False):
+            raise BadQuery(f"clone is True, False or 'auto', got {self.clone!r}")
+
+    def keep(self, value: Any) -> Any:
+        """The value as it is to be kept."""
+        if self.detach:
+            value = map_tensors(Tensor.detach, value)
+        if self.transform is not None:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
+                value = self.transform(value)
+        return map_tensors(self._place, value)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        if self.device is not None and torch.device(self.device) != tensor.device:
+            return tensor.to(self.device)
+        if self.clone is True or (self.clone == "auto" and (not self.detach or _pins_more(tensor))):
+            return tensor.clone()
+        return tensor
+
+
+def _pins_more(tensor: Tensor) -> bool:
+    """Whether it is a view of something larger."""
+    plain = tensor.layout is torch.strided and not tensor.is_meta
+    return plain and tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+class CopyOnWrite(Probe):
+    """Copies what was captured right before an operator would write into it.
+
+    In the graph this would come too late: there, captured tensors are copied at once.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[Tensor]] = {}
+
+    def hold(self, value: Any) -> None:
+        """Watch over the memory of the tensors in a value."""
+        for tensor in tensors_in(value):
+            if tensor.layout is torch.strided:
+                self._held.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+
+    def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._held or not (facts := facts_of(func)).may_write:
+            return
+        for tensor in facts.written(args, kwargs):
+            if tensor.layout is torch.strided:
+                self.release(tensor)
+
+    def release(self, tensor: Tensor) -> None:
+        """Have what was captured lie elsewhere than this tensor from now on."""
+        for held in self._held.pop(tensor.untyped_storage()._cdata, ()):
+            with torch.no_grad():
+                held.set_(held.clone())  # type: ignore[call-overload]  # the same tensor, in memory of its own

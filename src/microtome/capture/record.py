@@ -1,0 +1,283 @@
+"""Recording over time: what modules give in many runs, kept in bounded memory or on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from microtome.capture.attention import ATTENTION, AttentionProbe
+from microtome.capture.copying import Copier
+from microtome.capture.reduce import Reduce, reduction
+from microtome.capture.store import DiskStore, MemoryStore, Recording, Series, Stats, open_folder
+from microtome.capture.targets import Targets
+from microtome.engine import Call, Probe, Selector, Session, select
+from microtome.engine.select import check_model
+from microtome.errors import BadQuery, NoMatch, SessionError
+from microtome.units import parse_size
+
+Keep = Literal["all", "stats"]
+
+
+class Totals(NamedTuple):
+    """How much has been recorded.
+
+    Attributes:
+        runs: How many times the model ran.
+        records: How many tensors were recorded.
+        nbytes: Their bytes, those of dropped ones included.
+        seconds: Since the block began.
+    """
+
+    runs: int
+    records: int
+    nbytes: int
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+
+class Recorder(Mapping[str, Series]):
+    """Records what selected modules return while the `with` block runs; afterwards it holds that, by address.
+
+    Args:
+        at: Which modules: a path, a glob, a module type, … or several.
+        attention: Record attention weights after the softmax, in place of outputs.
+        layers: With `attention`, which modules' attention; None: all.
+        heads: With `attention`, which heads.
+        rows: With `attention`, which queries: indices, `"cls"` or `"last"`.
+        reduce: What is kept of each output: `"mean"` over positions, `"max"`, `"cls"`, `"last"`, or a function of it.
+        to: A folder to write to; None: keep it in memory.
+        limit: The most bytes to keep, or a text such as `"4GB"`. In memory the oldest go first; on disk the rest is
+            counted and not kept.
+        last: In memory, keep the last so many of each.
+        append: Go on with what the folder holds.
+        keep: `"stats"` keeps running statistics alone.
+        histogram: `(bins, low, high)`, to count values too.
+        progress: Told the `Totals` after each run.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> with Recorder(net, "1", reduce="mean") as rec:
+    ...     for _ in range(4):
+    ...         _ = net(torch.ones(5, 2))
+    >>> rec["1"].cat().shape, rec.stats("1").count
+    (torch.Size([20, 3]), 60)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        at: Selector | None = None,
+        *,
+        attention: bool = False,
+        layers: Selector | None = None,
+        heads: Sequence[int] | None = None,
+        rows: Sequence[int] | Literal["cls", "last"] | None = None,
+        reduce: Reduce | None = None,
+        to: Any = None,
+        limit: int | str | None = None,
+        last: int | None = None,
+        append: bool = False,
+        keep: Keep = "all",
+        histogram: tuple[int, float, float] | None = None,
+        progress: Callable[[Totals], None] | None = None,
+    ) -> None:
+        self._model = check_model(model)
+        if (at is None) == (not attention):
+            raise BadQuery("say what to record: modules, or attention=True")
+        if not attention and (layers is not None or heads is not None or rows is not None):
+            raise BadQuery("layers, heads and rows are of attention: add attention=True")
+        self._targets = None if at is None else Targets(model, at)
+        if self._targets is not None and self._targets.owners:
+            raise BadQuery("operators inside calls are for mt.extract: record modules")
+        self._reduce = None if reduce is None else reduction(reduce)
+        self._progress = progress
+        limit_bytes = None if limit is None else parse_size(limit)
+        selectors = [str(one) for one in ([] if self._targets is None else self._targets.selectors)]
+        manifest = {
+            "model": type(model).__qualname__,
+            "selectors": selectors or [f"attention of {layers or 'all'}"],
+            "reduce": str(reduce) if reduce is None or isinstance(reduce, str) else "function",
+            "torch": torch.__version__,
+        }
+        self._store: MemoryStore | DiskStore
+        if to is None:
+            if append:
+                raise BadQuery("append goes on with a folder: say which with `to`")
+            self._store = MemoryStore(limit_bytes=limit_bytes, last=last, keep=keep, histogram=histogram)
+        else:
+            if last is not None:
+                raise BadQuery("`last` keeps a ring in memory: leave out `to`, or `last`")
+            self._store = DiskStore(
+                to, manifest, append=append, limit_bytes=limit_bytes, keep=keep, histogram=histogram
+            )
+        self._folder = to
+        self._copier = Copier(self._store.add)
+        self._probe: Probe
+        if self._targets is not None:
+            self._probe = _Outputs(self)
+        else:
+            self._probe = AttentionProbe(
+                self.add, at=None if layers is None else set(select(model, layers)), heads=heads, rows=rows
+            )
+        self._session: Session | None = None
+        self._read: Recording | None = None
+        self._runs = self._records = self._nbytes = 0
+        self._seconds = 0.0
+        self._began: float | None = None
+        self._seen: dict[str, None] = {}
+
+    # -- while it records ----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self._session is not None:
+            raise SessionError("a recorder records in one `with` block: make a new one, with append=True for a folder")
+        whole = () if self._targets is not None else ATTENTION
+        self._session = Session(self._model, [self._probe, _Runs(self)], whole=whole)
+        self._began = perf_counter()
+        try:
+            self._session.__enter__()
+        except BaseException:
+            self._store.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._session is not None
+        assert self._began is not None
+        try:
+            self._session.__exit__(kind, error, trace)
+        finally:
+            try:
+                self._copier.drain()
+            finally:
+                self._store.close()
+                self._seconds = perf_counter() - self._began
+        if error is None and self._runs:
+            self._check()
+
+    def _check(self) -> None:
+        """Raise where something that was selected never ran."""
+        if self._targets is not None:
+            paths = {name.partition("#")[0] for name in self._seen}
+            self._targets.check(self._targets.modules.keys() & paths, paths, {})
+        elif not self._records:
+            raise NoMatch("no attention was seen: the model has none, or computes it in a kernel of its own")
+
+    def add(self, name: str, value: Any) -> None:
+        """Record the tensors of a value."""
+        for suffix, tensor in _named(value):
+            kept = tensor.detach()
+            if self._reduce is not None:
+                with torch.no_grad():
+                    kept = self._reduce(kept)
+                if not isinstance(kept, Tensor):
+                    raise BadQuery(f"reduce gives a tensor, and gave a {type(kept).__name__} at {name!r}")
+            self._records += 1
+            self._nbytes += kept.nbytes
+            self._copier.add(name + suffix, kept, fresh=self._reduce is not None and not kept._is_view())
+
+    def ran(self) -> None:
+        """The model ran once."""
+        self._runs += 1
+        if self._progress is not None:
+            self._progress(self.totals)
+
+    @property
+    def totals(self) -> Totals:
+        """How much has been recorded so far."""
+        now = self._seconds or (0.0 if self._began is None else perf_counter() - self._began)
+        return Totals(self._runs, self._records, self._nbytes, now)
+
+    # -- what was recorded ---------------------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Series:
+        if isinstance(self._store, MemoryStore):
+            self._copier.drain()
+            return self._store.series(name)
+        return self._opened()[name]
+
+    def stats(self, name: str) -> Stats:
+        """Count, mean, variance, least and most of all values of that name."""
+        self._copier.drain()
+        return self._store.stats(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self._copier.drain()
+        return iter(self._store.names)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    @property
+    def dropped(self) -> int:
+        """How many records were not kept, or no longer are, because of the limit."""
+        return self._store.dropped
+
+    def __repr__(self) -> str:
+        where = "memory" if self._folder is None else str(self._folder)
+        return f"<Recorder of {self._records} records in {self._runs} runs, in {where}>"
+
+    def _opened(self) -> Recording:
+        if self._read is None:
+            self._read = open_folder(self._folder)
+        return self._read
+
+
+#: `with mt.record(…) as rec`.
+record = Recorder
+
+
+class _Outputs(Probe):
+    def __init__(self, recorder: Recorder) -> None:
+        assert recorder._targets is not None
+        self._modules = {id(module) for module in recorder._targets.modules.values()}
+        self._recorder = recorder
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if call.phase == "forward":
+            self._recorder._seen[call.path] = None
+            if id(call.module) in self._modules:
+                self._recorder.add(call.address, output)
+
+
+class _Runs(Probe):
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if call.parent is None and call.phase == "forward":
+            self._recorder.ran()
+
+
+def _named(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a value, each with its place in it; a lone one has none."""
+    found = list(_places(value, ""))
+    if len(found) == 1:
+        yield "", found[0][1]
+    else:
+        yield from found
+
+
+def _places(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _places(item, f"{place}[{name}]")
+    elif isinstance(value, list | tuple):
+        for at, item in enumerate(value):
+            yield from _places(item, f"{place}[{at}]")
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from _places(getattr(value, name, None), f"{place}[{name}]")

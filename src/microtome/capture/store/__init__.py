@@ -1,0 +1,9 @@
+"""Where recorded tensors are kept: in memory, or in a folder of safetensors shards."""
+
+from microtome.capture.store.disk import DiskStore
+from microtome.capture.store.memory import MemoryStore
+from microtome.capture.store.recording import Recording, open_folder
+from microtome.capture.store.series import Series
+from microtome.capture.store.stats import Histogram, Stats
+
+__all__ = ["DiskStore", "Histogram", "MemoryStore", "Recording", "Series", "Stats", "open_folder"]

@@ -1,0 +1,219 @@
+"""Tensors written to a folder as they come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from torch import Tensor
+
+from microtome.capture.store.batch import Batch, Shelf
+from microtome.capture.store.folder import begin, claim, refusal
+from microtome.capture.store.owned import check_limits, owned
+from microtome.capture.store.shard import CODES
+from microtome.capture.store.stats import Histogram, Stats
+from microtome.capture.store.writer import Writer
+from microtome.errors import BadFile, BadQuery, NoMatch, said
+from microtome.units import size
+
+MIB = 2**20
+
+
+class DiskStore:
+    """Writes tensors to safetensors shards in a folder, from a thread of its own.
+
+    What the index names is whole: a process that is killed loses at most the shard being written and what was queued.
+
+    Args:
+        folder: Made where it is not there.
+        manifest: What the recording is of; JSON. `model` and `selectors` must be the same to append to it.
+        append: Go on with the recording in the folder, if there is one.
+        limit_bytes: The most bytes of tensors to write. Once the next does not fit, tensors only count in the
+            statistics and in `dropped`.
+        keep: "all", or "stats" to write no tensors.
+        histogram: `(bins, low, high)`, where one is wanted of each name.
+        shard_bytes: About how large a shard is.
+        queue_bytes: The most that waits to be written; `add` waits when there is more. A larger tensor waits alone.
+        sync: Have each shard reach the disk before the next, so that a power cut loses no more than a kill does.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        manifest: Mapping[str, Any],
+        append: bool = False,
+        limit_bytes: int | None = None,
+        keep: Literal["all", "stats"] = "all",
+        histogram: tuple[int, float, float] | None = None,
+        shard_bytes: int = 64 * MIB,
+        queue_bytes: int = 256 * MIB,
+        sync: bool = False,
+    ) -> None:
+        check_limits(keep, limit_bytes=limit_bytes, shard_bytes=shard_bytes, queue_bytes=queue_bytes)
+        self.folder = Path(folder)
+        self._no_stats = Stats(histogram=None if histogram is None else Histogram(*histogram))
+        self._keep, self._limit_bytes, self._queue_bytes = keep, limit_bytes, queue_bytes
+        self._shard_bytes = min(shard_bytes, (queue_bytes + 1) // 2)  # else nothing is written while it fills
+        self._lock = threading.RLock()
+        self._file_lock = claim(self.folder)
+        try:
+            self._totals = begin(self.folder, manifest, self._no_stats, append=append, sync=sync)
+            shelf = Shelf(self.folder, self._totals, sync=sync)
+        except BaseException as error:
+            self._file_lock.release()
+            if isinstance(error, OSError):
+                raise refusal(self.folder, error) from error
+            raise
+        self._kept = dict(self._totals.kept)
+        self._count, self._dropped, self._nbytes = self._totals.count, self._totals.dropped, self._totals.nbytes
+        self._names = dict.fromkeys(self._totals.stats)
+        self._shelf = shelf
+        self._writer: Writer[Batch] = Writer(shelf.write)
+        self._batch = Batch()
+        self._full = self._closed = self._told = False
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor, which belongs to the store from now on; waits while the queue is full."""
+        with self._lock:
+            self._check_open()
+            keep = self._keep == "all"
+            if keep:
+                tensor = owned(tensor).cpu()
+                self._check_dtype(name, tensor)
+                self._full |= self._limit_bytes is not None and self._nbytes + tensor.nbytes > self._limit_bytes
+            keep &= not self._full
+            if keep:
+                self._make_room(tensor)
+            # An idle thread takes the statistics; one that is behind is helped.
+            later = keep and self._writer.pending_bytes == 0
+            self._batch.count(name, tensor, self._no_stats, dropped=self._full, later=later)
+            self._names[name] = None
+            self._count += 1
+            self._dropped += self._full
+            if keep:
+                self._batch.keep(name, self._kept.get(name, 0), tensor)
+                self._kept[name] = self._kept.get(name, 0) + 1
+                self._nbytes += tensor.nbytes
+            if self._batch.seen_bytes >= self._shard_bytes or self._batch.is_long:
+                self._cut()
+
+    def _check_dtype(self, name: str, tensor: Tensor) -> None:
+        if tensor.dtype not in CODES:
+            raise BadQuery(
+                f"a tensor of {name!r} is of {tensor.dtype}, which safetensors files cannot hold; "
+                f"convert it, for instance with `reduce`"
+            )
+
+    def _make_room(self, tensor: Tensor) -> None:
+        need = Batch.cost(tensor)
+        if self.queued_bytes + need > self._queue_bytes:
+            if self._batch.held_bytes + need > self._queue_bytes:
+                self._cut()
+            self._writer.wait_until(max(0, self._queue_bytes - need - self._batch.held_bytes))
+            self._check_failed()
+
+    def _cut(self) -> None:
+        """Hand what was added since the last time to the thread."""
+        if self._batch.pieces:
+            self._batch.full = self._full
+            batch, self._batch = self._batch, Batch()
+            self._writer.put(batch)
+
+    def flush(self) -> None:
+        """Wait until everything that was added is written."""
+        with self._lock:
+            self._check_open()
+            self._cut()
+            self._writer.drain()
+            self._check_failed()
+
+    def close(self) -> None:
+        """Write the rest and let go of the folder; a second time it does nothing."""
+        with self._lock:
+            forked = not self._writer.alive and self._writer.error is None
+            if self._closed or forked:  # the folder is the other process's
+                return
+            self._cut()
+            self._closed = True
+            self._writer.stop()
+            self._shelf.close()
+            self._file_lock.release()
+            if not self._told:
+                self._check_failed()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BadQuery(f"the recording to {str(self.folder)!r} was closed; append=True goes on with it")
+        self._check_failed()
+        if not self._writer.alive:
+            raise BadQuery(f"the recording to {str(self.folder)!r} was begun in another process: add to it there")
+
+    def _check_failed(self) -> None:
+        error = self._writer.error
+        if error is not None:
+            self._told = True
+            cause = (error.strerror if isinstance(error, OSError) else None) or said(error)
+            raise BadFile(
+                f"cannot write to the recording {str(self.folder)!r}: {cause}; {self.written} records "
+                f"({size(self._totals.nbytes)}) are safely written and can be read, later ones are lost"
+            ) from error
+
+    # -- how it stands -------------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        with self._lock:
+            return list(self._names)
+
+    def stats(self, name: str) -> Stats:
+        """Of all elements of all tensors of the name, also from before it was appended to; waits as `flush` does.
+
+        Where writing has failed, of those that are safely written.
+        """
+        with self._lock:
+            if name not in self.names:
+                raise NoMatch(
+                    f"nothing was recorded as {name!r}; there is {', '.join(map(repr, self.names)) or 'nothing'}"
+                )
+            if not self._closed:
+                self._cut()
+                self._writer.drain()
+            result = self._no_stats.new()
+            result.merge(self._totals.stats.get(name, result))
+            return result
+
+    @property
+    def count(self) -> int:
+        """How many tensors were given, kept or not."""
+        return self._count
+
+    @property
+    def dropped(self) -> int:
+        """How many of them were not kept because of the limit."""
+        return self._dropped
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors kept, written or not yet."""
+        return self._nbytes
+
+    @property
+    def written(self) -> int:
+        """How many tensors the index names."""
+        return self._totals.written
+
+    @property
+    def queued_bytes(self) -> int:
+        """What waits to be written."""
+        return self._batch.held_bytes + self._writer.pending_bytes

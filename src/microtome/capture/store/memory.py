@@ -1,0 +1,123 @@
+"""Tensors kept in memory, up to a bound."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from typing import Literal
+
+from torch import Tensor
+
+from microtome.capture.store.owned import check_limits, owned
+from microtome.capture.store.series import InMemory, Series
+from microtome.capture.store.stats import Histogram, Stats
+from microtome.errors import BadQuery, NoMatch
+from microtome.units import size
+
+
+class MemoryStore:
+    """A ring of tensors by name: the oldest go when there is no room.
+
+    Statistics are of all tensors that were given, those dropped too. They are taken when a tensor goes or when they
+    are asked for, so that what is only kept costs nothing: do not change in place what `series` gave before that.
+
+    Args:
+        limit_bytes: The most that all tensors together hold, at any time.
+        last: The most tensors of one name.
+        keep: "all", or "stats" to keep no tensors.
+        histogram: `(bins, low, high)`, where one is wanted of each name.
+
+    Attributes:
+        count: How many tensors were given.
+        dropped: How many of them went again to make room.
+        nbytes: What those still here hold.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int | None = None,
+        last: int | None = None,
+        keep: Literal["all", "stats"] = "all",
+        histogram: tuple[int, float, float] | None = None,
+    ) -> None:
+        check_limits(keep, limit_bytes=limit_bytes, last=last)
+        self.limit_bytes = limit_bytes
+        self.last = last
+        self.keep = keep
+        self.count = self.dropped = self.nbytes = 0
+        self._no_stats = Stats(histogram=None if histogram is None else Histogram(*histogram))
+        self._held: OrderedDict[int, tuple[str, Tensor]] = OrderedDict()
+        self._numbers: dict[str, deque[int]] = {}
+        self._stats: dict[str, Stats] = {}
+        self._summed: dict[str, int] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._numbers)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor, which belongs to the store from now on."""
+        with self._lock:
+            if self.keep == "all":
+                tensor = owned(tensor)
+                self._make_room(name, tensor.nbytes)
+            if name not in self._numbers:
+                self._numbers[name] = deque()
+                self._stats[name] = self._no_stats.new()
+                self._summed[name] = -1
+            if self.keep == "all":
+                self._held[self.count] = name, tensor
+                self._numbers[name].append(self.count)
+                self.nbytes += tensor.nbytes
+            else:
+                self._stats[name].add(tensor)
+            self.count += 1
+
+    def _make_room(self, name: str, nbytes: int) -> None:
+        if self.limit_bytes is not None and nbytes > self.limit_bytes:
+            raise BadQuery(
+                f"a tensor of {name!r} holds {size(nbytes)}, more than the limit of {size(self.limit_bytes)} for all; "
+                f"raise the limit, or reduce what is recorded"
+            )
+        numbers = self._numbers.get(name, deque())
+        while self.last is not None and len(numbers) >= self.last:
+            self._drop(numbers[0])
+        while self.limit_bytes is not None and self.nbytes + nbytes > self.limit_bytes:
+            self._drop(next(iter(self._held)))
+
+    def _drop(self, number: int) -> None:
+        name, tensor = self._held.pop(number)
+        oldest = self._numbers[name].popleft()
+        assert oldest == number
+        self._sum(name, number, tensor)
+        self.nbytes -= tensor.nbytes
+        self.dropped += 1
+
+    def _sum(self, name: str, number: int, tensor: Tensor) -> None:
+        if number > self._summed[name]:
+            self._stats[name].add(tensor)
+            self._summed[name] = number
+
+    def series(self, name: str) -> Series:
+        """The tensors of a name that are here now, the oldest first."""
+        with self._lock:
+            self._check(name)
+            return Series(name, [InMemory(self._held[number][1]) for number in self._numbers[name]])
+
+    def stats(self, name: str) -> Stats:
+        """Of all elements of all tensors of the name that were given so far."""
+        with self._lock:
+            self._check(name)
+            for number in self._numbers[name]:
+                self._sum(name, number, self._held[number][1])
+            result = self._stats[name].new()
+            result.merge(self._stats[name])
+            return result
+
+    def close(self) -> None:
+        """Nothing to do: what is here stays."""
+
+    def _check(self, name: str) -> None:
+        if name not in self._numbers:
+            raise NoMatch(f"nothing was recorded as {name!r}; there is {', '.join(map(repr, self.names)) or 'nothing'}")

@@ -1,0 +1,117 @@
+"""Reading a recording."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
+
+from microtome.capture.store.batch import tensor_key
+from microtome.capture.store.index import Line, Totals, read_index, read_manifest
+from microtome.capture.store.series import Series
+from microtome.capture.store.shard import DTYPES, OnDisk, Shards
+from microtome.capture.store.stats import Stats
+from microtome.errors import BadFile, NoMatch
+from microtome.units import size
+
+
+class Recording:
+    """The tensors that a recorder wrote to a folder, by name, each read when it is asked for.
+
+    It holds what had been written when it was opened; a recorder may go on writing meanwhile.
+
+    Attributes:
+        manifest: What the recorder said of itself: the model, the selectors, versions.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], lines: list[Line]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._totals = Totals()
+        self._shards = Shards(folder, {line.file: line.file_bytes for line in lines if line.file is not None})
+        self._held: dict[str, list[OnDisk]] = {}
+        for line in lines:
+            self._totals.add(line)
+            self._hold(line)
+
+    def _hold(self, line: Line) -> None:
+        for name, piece in line.pieces.items():
+            held = self._held.setdefault(name, [])
+            for at, (shape, code) in enumerate(zip(piece.shapes, piece.dtypes, strict=True)):
+                assert line.file is not None
+                key = tensor_key(name, piece.first + at)
+                held.append(OnDisk(self._shards, line.file, key, tuple(shape), DTYPES[code]))
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._held)
+
+    @property
+    def count(self) -> int:
+        """How many tensors the recorder was given, kept or not."""
+        return self._totals.count
+
+    @property
+    def dropped(self) -> int:
+        """How many of them it did not keep because of its limit."""
+        return self._totals.dropped
+
+    @property
+    def full(self) -> bool:
+        """Whether it reached its limit, so that tensors were counted and not kept."""
+        return self._totals.full
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors that are here."""
+        return self._totals.nbytes
+
+    def stats(self, name: str) -> Stats:
+        """Of all elements of all tensors of the name, also those that were not kept."""
+        self._check(name)
+        return self._totals.stats[name]
+
+    def __getitem__(self, name: str) -> Series:
+        self._check(name)
+        return Series(name, self._held[name])
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held
+
+    def close(self) -> None:
+        """Close the files; tensors that were read stay."""
+        self._shards.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        tensors, dropped = self._totals.written, f", {self.dropped} dropped" if self.dropped else ""
+        return f"<Recording {str(self.folder)!r}: {len(self)} names, {tensors} tensors, {size(self.nbytes)}{dropped}>"
+
+    def _check(self, name: str) -> None:
+        if name not in self._held:
+            near = difflib.get_close_matches(name, self._held, 5, 0.4) or self.names[:5]
+            raise NoMatch(
+                f"the recording {str(self.folder)!r} has nothing named {name!r}; "
+                f"the nearest of its {len(self)} names: {', '.join(map(repr, near)) or 'none'}"
+            )
+
+
+def open_folder(path: str | PathLike[str]) -> Recording:
+    """Open what a recorder wrote, or is still writing, to a folder."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise BadFile(f"{str(folder)!r} holds no recording: it is no folder")
+    return Recording(folder, read_manifest(folder), read_index(folder)[0])

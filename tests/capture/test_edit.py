@@ -1,0 +1,137 @@
+"""Changing what flows through a model, on purpose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import microtome as mt
+from microtome import zoo
+from microtome.errors import BadQuery, NoMatch, Unsupported
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
+
+
+def bias(model: nn.Sequential) -> Tensor:
+    found = model[2].bias
+    assert isinstance(found, Tensor)
+    return found
+
+
+X = torch.ones(2, 3)
+
+
+def test_outputs_are_changed_and_only_inside_the_block() -> None:
+    model = chain()
+    before = model(X)
+    with mt.edit(model, {"2": lambda out: out * 0 + 7}):
+        assert torch.equal(model(X), torch.full((2, 2), 7.0))
+    assert torch.equal(model(X), before)
+
+
+def test_ready_made_edits() -> None:
+    model = chain()
+    plain = model(X)
+    with mt.edit(model, {"2": mt.scale(0.5)}):
+        assert torch.equal(model(X), plain * 0.5)
+    with mt.edit(model, {"2": mt.zero()}):
+        assert torch.equal(model(X), torch.zeros(2, 2))
+    with mt.edit(model, {"2": mt.noise(0.1, seed=3)}):
+        state = torch.get_rng_state()
+        once = model(X)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert 0 < (once - plain).abs().max() < 1
+    with mt.edit(model, {"2": mt.noise(0.1, seed=3)}):
+        assert torch.equal(model(X), once)
+
+
+def test_inputs_are_changed_as_a_whole() -> None:
+    model = chain()
+    with mt.edit(model, inputs={"2": lambda given: mt.Inputs(given.args[0] * 0)}):
+        assert torch.equal(model(X), bias(model).expand(2, 2))
+    with mt.edit(model, inputs={"2": mt.zero()}):
+        assert torch.equal(model(X), bias(model).expand(2, 2))
+
+
+def test_one_call_of_several_is_changed() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add = nn.Identity()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.add(x), self.add(x)
+
+    model = Twice()
+    for address, expected in (("add#0", [0, 1]), ("add#1", [1, 0]), ("add", [0, 0])):
+        with mt.edit(model, {address: mt.zero()}):
+            assert [int(out) for out in model(torch.ones(()))] == expected
+
+
+def test_a_patch_from_another_input_gives_that_inputs_answer() -> None:
+    model, x = zoo.build("tiny-vit")
+    model.eval()
+    other = mt.Inputs(torch.zeros_like(mt.Inputs.of(x).args[0]))
+    paths = [path for path, module in model.named_children() if not isinstance(module, nn.ModuleList)]
+    feats = mt.extract(model, other, paths[-1], stop=False)
+    with mt.edit(model, {paths[-1]: mt.patch_from(feats)}), torch.no_grad():
+        assert torch.equal(mt.Inputs.of(x).run(model), feats.output)
+
+
+def test_rows_of_an_output_are_patched() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    feats = mt.extract(model, torch.zeros(2, 3), "0")
+    with mt.edit(model, {"0": mt.patch_from(feats, rows=0)}), torch.no_grad():
+        out = model(X)
+    assert torch.equal(out[0], feats["0"][0])
+    assert torch.equal(out[1], model(X)[1])
+
+
+def test_a_capture_sees_the_edited_value_in_either_order() -> None:
+    model = chain()
+    with mt.edit(model, {"0": mt.zero()}):
+        assert not mt.extract(model, X, "0")["0"].any()
+    with mt.record(model, "0") as rec, mt.edit(model, {"0": mt.zero()}):
+        model(X)
+    assert not rec["0"][0].any()
+
+
+def test_edits_are_undone_after_an_exception() -> None:
+    model = chain()
+    before = model(X)
+
+    def breaks(out: Tensor) -> Tensor:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"), mt.edit(model, {"0": breaks}):
+        model(X)
+    assert torch.equal(model(X), before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({}, BadQuery, "nothing is to be changed"),
+        ({"0": 3}, BadQuery, "an edit is a function of the value, or such as mt.scale"),
+        ({"9": mt.zero()}, NoMatch, "no module matches the path '9'"),
+    ],
+)
+def test_edits_that_cannot_be(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message), mt.edit(chain(), changes):
+        pass
+
+
+def test_an_edit_that_forgets_to_return_is_told_so() -> None:
+    model = chain()
+    with mt.edit(model, {"0": lambda out: None}), pytest.raises(Unsupported, match="the edit of '0' returned None"):
+        model(X)
+    with (
+        mt.edit(model, inputs={"0": lambda given: given.args}),
+        pytest.raises(Unsupported, match="an edit of the inputs of '0' returns an Inputs, got tuple"),
+    ):
+        model(X)

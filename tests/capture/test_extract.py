@@ -1,0 +1,347 @@
+"""One look at what modules and operators give."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import microtome as mt
+from microtome import zoo
+from microtome.errors import BadQuery, BadSelector, NoMatch
+
+
+def by_hooks(model: nn.Module, inputs: Any, path: str) -> list[Any]:
+    """What plain hooks see, copied at once."""
+    seen: list[Any] = []
+    handle = model.get_submodule(path).register_forward_hook(lambda _, __, output: seen.append(output.clone()))
+    try:
+        with torch.no_grad():
+            mt.Inputs.of(inputs).run(model)
+    finally:
+        handle.remove()
+    return seen
+
+
+@pytest.fixture(name="resnet")
+def make_resnet() -> tuple[nn.Module, Any]:
+    model, inputs = zoo.build("tiny-resnet")
+    return model.eval(), inputs
+
+
+def test_every_module_gives_what_hooks_see(resnet: tuple[nn.Module, Any]) -> None:
+    model, x = resnet
+    feats = mt.extract(model, x, "**")
+    for path in feats:
+        expected = by_hooks(model, x, path)
+        assert len(feats.calls(path)) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(feats.calls(path), expected, strict=True))
+        assert torch.equal(feats[path], expected[-1])
+
+
+def test_torchvision_models_that_work_in_place_give_what_hooks_see() -> None:
+    model: Any = zoo.import_torchvision().models.resnet18().eval()
+    x = torch.rand(1, 3, 64, 64)
+    feats = mt.extract(model, x, ["layer1.0.bn1", "layer1.0.bn2", "conv1", "layer2.*"], stop=False)
+    for path in feats:
+        assert torch.equal(feats[path], by_hooks(model, x, path)[-1]), path
+    with torch.no_grad():
+        assert torch.equal(feats.output, model(x))
+
+
+def test_the_run_ends_after_the_last_call_that_is_needed_whatever_the_order_of_the_list() -> None:
+    ran: list[str] = []
+
+    class Tells(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not x.is_meta:
+                ran.append(self.name)
+            return x + 1
+
+    model = nn.Sequential(*(Tells(str(at)) for at in range(6)))
+    feats = mt.extract(model, "2x2", ["3", "1"])
+    assert ran == ["0", "1", "2", "3"]
+    assert feats.stopped
+    assert list(feats) == ["1", "3"]
+    with pytest.raises(BadQuery, match="the model did not run to its end: extract with stop=False"):
+        _ = feats.output
+
+
+def test_a_module_that_runs_again_later_is_waited_for() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.c(self.a(self.b(self.a(x))))
+
+    feats = mt.extract(Again(), "1x2", "a")
+    assert feats.addresses == ("a", "a#1")
+    assert torch.equal(feats["a"], feats["a#1"])
+    assert torch.equal(feats["a#0"], feats.calls("a")[0])
+    assert feats.stopped
+
+
+def test_a_model_that_branches_on_values_runs_to_its_end() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.b(self.a(x))
+            return self.a(y) if x.sum() > 0 else y
+
+    model = Branches()
+    assert len(mt.extract(model, -torch.ones(1, 2), "a").calls("a")) == 1
+    feats = mt.extract(model, torch.ones(1, 2), "a")
+    assert len(feats.calls("a")) == 2
+    assert not feats.stopped
+
+
+def test_another_shape_or_another_attribute_is_learned_anew() -> None:
+    class Loops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.times = nn.Linear(2, 2), 1
+
+        def forward(self, x: Tensor) -> Any:
+            for _ in range(self.times * x.shape[0]):
+                x = self.layer(x)
+            return x
+
+    model = Loops()
+    assert len(mt.extract(model, "1x2", "layer").calls("layer")) == 1
+    assert len(mt.extract(model, "3x2", "layer").calls("layer")) == 3
+    model.times = 2
+    assert len(mt.extract(model, "1x2", "layer").calls("layer")) == 2
+
+
+def test_what_was_learned_does_not_keep_a_model_alive() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    mt.extract(model, "1x2", "0")
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@dataclass
+class Pair:
+    first: Tensor
+    second: Tensor | None
+
+
+class Structured(nn.Module):
+    def forward(self, x: Tensor, *, more: Tensor | None = None) -> Any:
+        return {"pair": Pair(x * 2, None), "list": [x, (x + 1, None)], "text": "kept"}
+
+
+def test_any_structure_is_kept() -> None:
+    model = nn.Sequential(Structured())
+    kept = mt.extract(model, torch.ones(1), "0")["0"]
+    assert torch.equal(kept["pair"].first, torch.full((1,), 2.0))
+    assert kept["pair"].second is None
+    assert torch.equal(kept["list"][1][0], torch.full((1,), 2.0))
+    assert kept["text"] == "kept"
+
+
+def test_the_outputs_of_transformers_are_kept() -> None:
+    from transformers import GPT2Config, GPT2Model
+
+    model = GPT2Model(GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=20, n_positions=8)).eval()
+    ids = torch.arange(4)[None]
+    feats = mt.extract(model, {"input_ids": ids}, ["h.*", "h.1.mlp"], stop=False)
+    with torch.no_grad():
+        expected = model(ids, output_hidden_states=True)
+    assert torch.equal(feats["h.0"] if isinstance(feats["h.0"], Tensor) else feats["h.0"][0], expected.hidden_states[1])
+    assert torch.equal(feats.output.last_hidden_state, expected.last_hidden_state)
+
+
+def test_arguments_are_captured_keyword_ones_too() -> None:
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Structured()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.inner(x + 1, more=x)
+
+    given = mt.extract(Calls(), torch.zeros(2), "inner", inputs=True).inputs("inner")
+    assert torch.equal(given.args[0], torch.ones(2))
+    assert torch.equal(given.kwargs["more"], torch.zeros(2))
+
+
+def test_arguments_that_the_module_changes_are_as_they_were_given() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.add_(5)
+
+    model = nn.Sequential(nn.Identity(), InPlace())
+    feats = mt.extract(model, torch.zeros(2), ["0", "1"], inputs=True)
+    assert torch.equal(feats.inputs("1").args[0], torch.zeros(2))
+    assert torch.equal(feats["0"], torch.zeros(2))
+    assert torch.equal(feats["1"], torch.full((2,), 5.0))
+
+
+def test_gradients_are_those_that_autograd_gives() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
+    x = torch.rand(2, 3)
+    feats = mt.extract(model, x, ["0", "1"], grad=True)
+    assert feats.grad("0") is None
+    feats.output.sum().backward()
+    hidden = model[0](x)
+    relu = hidden.relu()
+    expected = torch.autograd.grad(model[2](relu).sum(), [hidden, relu])
+    assert torch.allclose(feats.grad("0"), expected[0])
+    assert torch.allclose(feats.grad("1"), expected[1])
+
+
+def test_what_is_not_detached_is_in_the_graph() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    feats = mt.extract(model, torch.rand(2, 3), "0", detach=False)
+    feats["0"].sum().backward()
+    assert model[0].weight.grad is not None
+    assert not mt.extract(model, torch.rand(2, 3), "0")["0"].requires_grad
+
+
+def test_nothing_is_copied_that_need_not_be() -> None:
+    pointers: list[int] = []
+
+    class Notes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            pointers.append(y.data_ptr())
+            return y
+
+    model = nn.Sequential(Notes(), nn.ReLU())
+    assert mt.extract(model, torch.rand(2), "0")["0"].data_ptr() == pointers[-1]
+    assert mt.extract(model, torch.rand(2), "0", clone=True)["0"].data_ptr() != pointers[-1]
+
+
+def test_a_view_of_something_larger_does_not_pin_it() -> None:
+    class First(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, 0]
+
+    kept = mt.extract(nn.Sequential(First()), torch.rand(4, 1000, 2), "0")["0"]
+    assert kept.untyped_storage().nbytes() == kept.nbytes
+
+
+def test_what_the_model_writes_to_in_its_next_run_is_copied() -> None:
+    class Cache(nn.Module):
+        cache: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache += 1
+            return self.cache
+
+    model = nn.Sequential(Cache())
+    kept = mt.extract(model, "1", "0")["0"]
+    mt.Inputs.of("1").run(model)
+    assert torch.equal(kept, torch.ones(3))
+
+
+def test_a_transform_runs_as_it_is_captured() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    feats = mt.extract(model, torch.rand(2, 3), "0", transform=lambda out: out.mean().item())
+    assert isinstance(feats["0"], float)
+
+
+def test_operators_inside_a_call_are_captured() -> None:
+    class Attends(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            weights = torch.softmax(x @ x.mT, -1)
+            return torch.softmax(weights @ x, -1)
+
+    x = torch.rand(1, 3, 2)
+    feats = mt.extract(nn.Sequential(Attends()), x, "0/softmax")
+    assert feats.addresses == ("0/softmax#0", "0/softmax#1")
+    assert torch.allclose(feats["0/softmax#0"], torch.softmax(x @ x.mT, -1))
+    assert list(mt.extract(nn.Sequential(Attends()), x, "*/bmm#1")) == ["0/bmm"]
+    with pytest.raises(NoMatch, match=r"no operator matches '0/sofmax'. There ran: .*softmax#0"):
+        mt.extract(nn.Sequential(Attends()), x, "0/sofmax")
+    with pytest.raises(BadSelector, match="'0/' names no operator"):
+        mt.extract(nn.Sequential(Attends()), x, "0/")
+
+
+class Direct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.ReLU())
+        self.blocks = nn.ModuleList([nn.ReLU()])
+        self.unused = nn.ReLU()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.attention(*[self.blocks[0](self.block.forward(x))] * 3)[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "cause"),
+    [
+        ("block", r"modules inside it ran, so its \.forward\(\) was called directly"),
+        ("blocks", r"a ModuleList is not called itself; select what it holds, such as 'blocks\.\*'"),
+        ("unused", "this input did not lead to it"),
+        ("attention.out_proj", "MultiheadAttention uses its weights and does not call it"),
+    ],
+)
+def test_a_module_that_never_ran_is_an_error_with_the_likely_cause(path: str, cause: str) -> None:
+    with pytest.raises(NoMatch, match=f"'{path}' never ran: {cause}"):
+        mt.extract(Direct(), "1x2x4", path)
+
+
+def test_those_of_a_pattern_that_never_ran_are_listed() -> None:
+    feats = mt.extract(Direct(), "1x2x4", nn.ReLU)
+    assert list(feats) == ["block.0", "blocks.0"]
+    assert feats.never_ran == ("unused",)
+    with pytest.raises(NoMatch, match="'unused' never ran in this look"):
+        feats["unused"]
+
+
+def test_a_model_that_raises_is_as_found() -> None:
+    class Raises(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("broken")
+
+    model = nn.Sequential(nn.Linear(2, 2), Raises())
+    with pytest.raises(ValueError, match="broken"):
+        mt.extract(model, "1x2", "0", stop=False)
+    assert not model[0]._forward_hooks
+    assert nn.Module._compiled_call_impl is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clone": "maybe"}, "clone is True, False or 'auto', got 'maybe'"),
+        ({"grad": True, "transform": print}, "gradients are those of what modules return"),
+    ],
+)
+def test_what_makes_no_sense_is_said(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadQuery, match=message):
+        mt.extract(nn.Sequential(nn.ReLU()), "1x2", "0", **options)
+
+
+def test_what_was_not_asked_for_is_said_to_be_missing() -> None:
+    feats = mt.extract(nn.Sequential(nn.ReLU()), "1x2", "0")
+    with pytest.raises(BadQuery, match="extract with inputs=True"):
+        feats.inputs("0")
+    with pytest.raises(BadQuery, match="extract with grad=True"):
+        feats.grad("0")
+    with pytest.raises(NoMatch, match="no module at path '1'"):
+        feats["1"]

@@ -1,0 +1,761 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from microtome.capture.store import DiskStore, Histogram, MemoryStore, Series, Stats, batch, open_folder, shard
+from microtome.errors import BadFile, BadQuery, NoMatch
+
+MANIFEST = {"model": "Net", "selectors": ["blocks.*"]}
+FINITE = st.floats(-1e6, 1e6, width=32)
+
+
+def summed(*tensors: Tensor, histogram: Histogram | None = None) -> Stats:
+    stats = Stats(histogram=histogram)
+    for tensor in tensors:
+        stats.add(tensor)
+    return stats
+
+
+def recorded(folder: Path, count: int = 4, **options: Any) -> Path:
+    """A recording of `count` tensors, 0, 1, 2, … four times each, one to a shard."""
+    with DiskStore(folder, MANIFEST, shard_bytes=16, **options) as store:
+        for number in range(count):
+            store.add("fc", torch.full((4,), float(number)))
+    return folder
+
+
+def writers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "microtome-writer"]
+
+
+def python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+# -- statistics ------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(FINITE, max_size=40), max_size=6), st.randoms(use_true_random=False))
+def test_statistics_in_any_parts_and_order_are_those_of_the_whole(parts: list[list[float]], random: Any) -> None:
+    whole = torch.tensor([*chain.from_iterable(parts)], dtype=torch.float32).double()
+    each = [summed(torch.tensor(part, dtype=torch.float32)) for part in parts]
+    random.shuffle(each)
+    merged = Stats()
+    for stats in each:
+        merged.merge(stats)
+    assert merged.count == whole.numel()
+    if whole.numel():
+        assert (merged.min, merged.max) == (whole.min().item(), whole.max().item())
+        assert merged.mean == pytest.approx(whole.mean().item(), rel=1e-12, abs=1e-9)
+        assert merged.variance == pytest.approx(whole.var(correction=0).item(), rel=1e-9, abs=1e-9)
+    else:
+        assert (merged.mean, merged.variance, merged.std, merged.min, merged.max) == (None,) * 5
+
+
+def test_statistics_of_a_tensor_of_many_chunks_with_a_mean_far_from_zero() -> None:
+    # The squares alone would lose 1e6² / 1e-6² = 24 digits of the variance.
+    values = 1e6 + 1e-3 * torch.randn(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    stats = summed(values)
+    assert stats.mean == pytest.approx(values.mean().item(), rel=1e-14)
+    assert stats.variance == pytest.approx(values.var(correction=0).item(), rel=1e-6)
+    assert stats.std == pytest.approx(math.sqrt(values.var(correction=0).item()), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", shard.CODES)
+def test_statistics_of_any_dtype(dtype: torch.dtype) -> None:
+    # 0, 1, 1, 0: the mean is 1/2 and so is every distance from it.
+    stats = summed(torch.tensor([[0, 1], [1, 0]]).to(dtype))
+    assert (stats.count, stats.mean, stats.min, stats.max) == (4, 0.5, 0.0, 1.0)
+    assert stats.variance == pytest.approx(0.25, rel=1e-15)
+
+
+def test_half_precision_does_not_overflow_in_the_sums() -> None:
+    stats = summed(torch.full((3, 1000), 60000.0, dtype=torch.float16).T)
+    assert (stats.mean, stats.variance) == (60000.0 - 60000 % 32, 0.0)
+
+
+def test_what_is_not_finite_is_counted_apart() -> None:
+    stats = summed(torch.tensor([1.0, math.nan, math.inf, -math.inf, 3.0]), torch.tensor([math.nan]))
+    assert (stats.count, stats.nonfinite, stats.mean, stats.min, stats.max) == (2, 4, 2.0, 1.0, 3.0)
+
+
+def test_statistics_leave_the_tensor_alone_and_run_in_and_out_of_inference_mode() -> None:
+    tensor = torch.arange(4.0, requires_grad=True)
+    with torch.inference_mode():
+        inside = summed(torch.arange(4.0), tensor)
+    assert inside.count == 8
+    assert summed(tensor).mean == 1.5
+    assert tensor.tolist() == [0, 1, 2, 3]
+
+
+@given(st.lists(st.floats(-3, 3, width=32), max_size=50), st.integers(1, 7))
+def test_a_histogram_counts_each_element_once(values: list[float], bins: int) -> None:
+    histogram = summed(torch.tensor(values), torch.tensor([math.nan]), histogram=Histogram(bins, -1.0, 2.0)).histogram
+    assert histogram is not None
+    edges = histogram.edges
+    inside = [value for value in values if -1 <= value <= 2]
+    places = [max(at for at in range(bins) if edges[at] <= value) for value in inside]
+    assert histogram.counts == [places.count(at) for at in range(bins)]
+    assert histogram.below == sum(value < -1 for value in values)
+    assert histogram.above == sum(value > 2 for value in values)
+
+
+def test_statistics_come_back_from_json() -> None:
+    stats = summed(torch.tensor([0.1, 0.7, math.inf]), histogram=Histogram(2, 0.0, 1.0))
+    again = Stats.from_dict(json.loads(json.dumps(stats.as_dict())))
+    assert again == stats
+    again.merge(stats)
+    assert (again.count, again.nonfinite) == (4, 2)
+    assert again.histogram is not None
+    assert again.histogram.counts == [2, 2]
+
+
+def test_histograms_with_wrong_edges_are_refused() -> None:
+    with pytest.raises(BadQuery, match="at least one bin and finite edges.* got bins=0"):
+        Histogram(0, 0.0, 1.0)
+    with pytest.raises(BadQuery, match="low=2.0, high=1.0"):
+        Histogram(3, 2.0, 1.0)
+    with pytest.raises(BadQuery, match="do not add up: 2 bins from 0.0 to 1.0 and 3 bins from 0.0 to 1.0"):
+        Histogram(2, 0.0, 1.0).merge(Histogram(3, 0.0, 1.0))
+
+
+@pytest.mark.gpu
+def test_statistics_of_a_gpu_are_those_of_the_cpu() -> None:
+    tensor = torch.randn(1000, 77)
+    there, here = summed(tensor.cuda()), summed(tensor)
+    assert (there.count, there.min, there.max) == (here.count, here.min, here.max)
+    assert there.variance == pytest.approx(here.variance, rel=1e-12)
+
+
+# -- series ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["memory", "disk"])
+def series_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Series]]:
+    """Makes a series of tensors, from memory or from disk."""
+    opened: list[Any] = []
+
+    def make(*tensors: Tensor) -> Series:
+        if request.param == "memory":
+            store = MemoryStore()
+            for tensor in tensors:
+                store.add("fc", tensor)
+            return store.series("fc")
+        with DiskStore(tmp_path / "acts", MANIFEST, shard_bytes=16) as disk:
+            for tensor in tensors:
+                disk.add("fc", tensor)
+        opened.append(open_folder(tmp_path / "acts"))
+        series: Series = opened[-1]["fc"]
+        return series
+
+    yield make
+    for recording in opened:
+        recording.close()
+
+
+def test_a_series_is_a_sequence(series_of: Callable[..., Series]) -> None:
+    tensors = [torch.full((2, width), float(width)) for width in (1, 2, 3)]
+    series = series_of(*tensors)
+    assert len(series) == 3
+    assert series.shapes == [(2, 1), (2, 2), (2, 3)]
+    assert series.dtypes == [torch.float32] * 3
+    assert series.nbytes == 4 * 2 * (1 + 2 + 3)
+    assert all(torch.equal(mine, given) for mine, given in zip(series, tensors, strict=True))
+    assert torch.equal(series[-1], tensors[2])
+    assert isinstance(series[1:], Series)
+    assert series[1:].shapes == [(2, 2), (2, 3)]
+    assert torch.equal(series.cat(1), torch.cat(tensors, 1))
+    assert torch.equal(series[:1].stack(), tensors[0][None])
+    assert repr(series) == "<Series 'fc': 3 tensors, 48 B>"
+    with pytest.raises(IndexError):
+        series[3]
+
+
+def test_what_does_not_agree_is_not_put_together(series_of: Callable[..., Series]) -> None:
+    ragged = series_of(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(1, 3))
+    assert ragged.cat().shape == (5, 3)
+    with pytest.raises(BadQuery, match=r"cannot stack the 3 tensors of 'fc': .* 2x3 \(2 times\), 1x3 \(1 times\)"):
+        ragged.stack()
+    with pytest.raises(BadQuery, match="cannot concatenate along 1 the 3 tensors"):
+        ragged.cat(1)
+    with pytest.raises(BadQuery, match="along dimension 2: they have 2 dimensions; it is -2 to 1"):
+        ragged.cat(2)
+    with pytest.raises(BadQuery, match="cannot stack the 0 tensors of 'fc': there are none"):
+        ragged[:0].stack()
+
+
+def test_scalars_are_stacked_and_not_concatenated(series_of: Callable[..., Series]) -> None:
+    series = series_of(torch.tensor(1.0), torch.tensor(2.0))
+    assert series.stack().tolist() == [1.0, 2.0]
+    with pytest.raises(BadQuery, match=re.escape("stack() makes a new dimension")):
+        series.cat()
+
+
+def test_dtypes_that_differ_are_not_put_together(series_of: Callable[..., Series]) -> None:
+    with pytest.raises(BadQuery, match="they are of float32 and int64"):
+        series_of(torch.zeros(1), torch.zeros(1, dtype=torch.int64)).cat()
+
+
+def test_many_shapes_are_named_in_part(series_of: Callable[..., Series]) -> None:
+    with pytest.raises(BadQuery, match="and 3 more shapes"):
+        series_of(*(torch.zeros(width) for width in range(8))).stack()
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+ADDED = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6)), max_size=40)
+
+
+@given(ADDED, st.integers(24, 80), st.none() | st.integers(1, 4))
+def test_a_ring_never_exceeds_its_limit_and_keeps_the_newest(
+    added: list[tuple[str, int]], limit: int, last: int | None
+) -> None:
+    store = MemoryStore(limit_bytes=limit, last=last)
+    expected: list[tuple[str, Tensor]] = []
+    for number, (name, width) in enumerate(added):
+        tensor = torch.full((width,), float(number))
+        store.add(name, tensor)
+        expected.append((name, tensor))
+        same = [one for one in expected if one[0] == name]
+        if last is not None and len(same) > last:
+            expected = [one for one in expected if one is not same[0]]
+        while sum(one.nbytes for _, one in expected) > limit:
+            expected.pop(0)
+        assert store.nbytes == sum(one.nbytes for _, one in expected) <= limit
+    assert store.count == len(added)
+    assert store.dropped == len(added) - len(expected)
+    for name in store.names:
+        assert [one.tolist() for one in store.series(name)] == [one.tolist() for of, one in expected if of == name]
+        assert store.stats(name).count == sum(width for of, width in added if of == name)
+
+
+def test_statistics_are_of_dropped_tensors_too_and_count_each_once() -> None:
+    store = MemoryStore(last=1, histogram=(2, 0.0, 4.0))
+    for number in range(4):
+        store.add("fc", torch.tensor([float(number)]))
+        assert store.stats("fc").count == number + 1
+    stats = store.stats("fc")
+    assert (stats.mean, stats.max) == (1.5, 3.0)
+    assert stats.histogram is not None
+    assert stats.histogram.counts == [2, 2]
+
+
+def test_a_store_of_statistics_keeps_no_tensors() -> None:
+    store = MemoryStore(keep="stats", limit_bytes=1)
+    store.add("fc", torch.ones(1000))
+    store.close()
+    assert (store.nbytes, len(store.series("fc")), store.stats("fc").count, store.count) == (0, 0, 1000, 1)
+
+
+def test_a_view_does_not_pin_what_it_is_a_view_of() -> None:
+    store = MemoryStore()
+    store.add("fc", torch.zeros(1000)[:2])
+    assert store.series("fc")[0].untyped_storage().nbytes() == store.nbytes == 8
+
+
+def test_a_store_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(BadQuery, match="a tensor of 'fc' holds 400 B, more than the limit of 100 B"):
+        MemoryStore(limit_bytes=100).add("fc", torch.zeros(100))
+    with pytest.raises(BadQuery, match="keep is 'all' or 'stats', not 'some'"):
+        MemoryStore(keep="some")  # type: ignore[arg-type]
+    with pytest.raises(BadQuery, match="last is 0; it must be at least 1"):
+        MemoryStore(last=0)
+    with pytest.raises(BadQuery, match="layout torch.sparse_coo cannot be kept"):
+        MemoryStore().add("fc", torch.zeros(2).to_sparse())
+    with pytest.raises(NoMatch, match="nothing was recorded as 'fc'; there is nothing"):
+        MemoryStore().series("fc")
+
+
+# -- disk ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_what_was_written_is_read(tmp_path: Path, sync: bool) -> None:
+    names = ["", "blocks.3/softmax#0", "a:1", "__metadata__", 'quo"te/../ü']
+    tensors = {name: torch.randn(3, 5) for name in names}
+    with DiskStore(tmp_path / "new" / "acts", MANIFEST, sync=sync) as store:
+        for _ in range(2):
+            for name, tensor in tensors.items():
+                store.add(name, tensor)
+        assert store.names == names
+        assert store.queued_bytes > store.nbytes == 10 * 60
+        assert store.written == 0
+        store.flush()
+        assert (store.count, store.written, store.queued_bytes) == (10, 10, 0)
+    with open_folder(tmp_path / "new" / "acts") as recording:
+        assert recording.names == list(recording) == names
+        assert (len(recording), recording.count, recording.nbytes, recording.dropped) == (5, 10, 600, 0)
+        assert recording.manifest == MANIFEST
+        assert "a:1" in recording
+        assert "b" not in recording
+        assert repr(recording).endswith("acts': 5 names, 10 tensors, 600 B>")
+        for name, tensor in tensors.items():
+            assert [torch.equal(one, tensor) for one in recording[name]] == [True, True]
+            assert recording.stats(name).count == 30
+    assert not writers()
+
+
+@pytest.mark.parametrize("dtype", shard.CODES)
+def test_every_dtype_of_safetensors_is_written(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = [torch.tensor([[1, 0], [1, 1], [0, 1]]).to(dtype), torch.tensor(1).to(dtype), torch.empty(0, 3).to(dtype)]
+    with DiskStore(tmp_path, MANIFEST) as store:
+        store.add("odd", torch.ones(3, dtype=torch.bool))  # so that the others must be aligned
+        for tensor in tensors:
+            store.add("fc", tensor)
+    with open_folder(tmp_path) as recording:
+        assert recording["fc"].dtypes == [dtype] * 3
+        for mine, given in zip(recording["fc"], tensors, strict=True):
+            assert (mine.dtype, mine.shape) == (dtype, given.shape)
+            assert torch.equal(mine.reshape(-1).view(torch.uint8), given.reshape(-1).view(torch.uint8))
+
+
+def test_the_shards_are_plain_safetensors(tmp_path: Path) -> None:
+    shared = torch.arange(6.0).reshape(2, 3)
+    with DiskStore(tmp_path, MANIFEST) as store:
+        store.add("a", shared.T)
+        store.add("a", shared)
+        store.add("b", torch.tensor([1 + 2j]).conj())
+        store.add("b", shared)
+    loaded = load_file(tmp_path / "shard-00000.safetensors")
+    assert loaded.keys() == {"a:0", "a:1", "b:0", "b:1"}
+    assert torch.equal(loaded["a:0"], shared.T)
+    assert loaded["b:0"].item() == 1 - 2j
+
+
+def test_buffers_are_written_whole_whatever_the_system_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.writev
+    monkeypatch.setattr(os, "writev", lambda descriptor, buffers: real(descriptor, [buffers[0][:7]]))
+    assert [one[0].item() for one in open_folder(recorded(tmp_path))["fc"]] == [0, 1, 2, 3]
+
+
+def test_few_files_are_open_and_tensors_outlive_them(tmp_path: Path) -> None:
+    recorded(tmp_path, 30)
+    with open_folder(tmp_path) as recording:
+        first = recording["fc"][0]
+        assert recording["fc"].stack()[:, 0].tolist() == list(range(30))
+        open_now = [os.readlink(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd") if _is_link(one)]
+        assert sum(str(tmp_path) in one for one in open_now) <= 8
+    assert first.tolist() == [0.0] * 4
+    with pytest.raises(BadQuery, match="was closed; open it again"):
+        recording["fc"][0]
+
+
+def _is_link(descriptor: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{descriptor}")
+
+
+def test_appending_goes_on_with_counts_names_and_statistics(tmp_path: Path) -> None:
+    recorded(tmp_path, 2)
+    (tmp_path / ".shard-00002.safetensors.tmp").write_bytes(b"left by a kill")
+    (tmp_path / "shard-00002.safetensors").write_bytes(b"not in the index yet")
+    with DiskStore(tmp_path, MANIFEST, append=True) as store:
+        assert (store.count, store.written, store.nbytes, store.names) == (2, 2, 32, ["fc"])
+        store.add("fc", torch.full((4,), 5.0))
+        assert store.stats("fc").mean == 2.0
+    with open_folder(tmp_path) as recording:
+        assert recording["fc"].stack()[:, 0].tolist() == [0, 1, 5]
+        assert (recording.stats("fc").count, recording.stats("fc").mean) == (12, 2.0)
+
+
+def test_appending_to_nothing_begins(tmp_path: Path) -> None:
+    with open_folder(recorded(tmp_path, 1, append=True)) as recording:
+        assert len(recording["fc"]) == 1
+
+
+def test_at_its_limit_it_goes_on_counting(tmp_path: Path) -> None:
+    with DiskStore(tmp_path, MANIFEST, limit_bytes=40, shard_bytes=16) as store:
+        for number in range(4):
+            store.add("fc", torch.full((4,), float(number)))
+        assert (store.count, store.dropped, store.nbytes) == (4, 2, 32)
+    with open_folder(tmp_path) as recording:
+        assert (len(recording["fc"]), recording.count, recording.dropped, recording.full) == (2, 4, 2, True)
+        assert recording.stats("fc").mean == 1.5
+        assert repr(recording).endswith("2 tensors, 32 B, 2 dropped>")
+
+
+def test_statistics_alone_are_written(tmp_path: Path) -> None:
+    with DiskStore(tmp_path, MANIFEST, keep="stats", histogram=(2, 0.0, 1.0), shard_bytes=64) as store:
+        for _ in range(9):
+            store.add("fc", torch.ones(4, dtype=torch.complex128))
+    assert not list(tmp_path.glob("*.safetensors"))
+    with open_folder(tmp_path) as recording:
+        assert (len(recording["fc"]), recording.count, recording.dropped, recording.full) == (0, 9, 0, False)
+        assert recording.stats("fc").histogram == Histogram(2, 0.0, 1.0, [0, 36])
+
+
+def test_the_queue_is_bounded_while_the_writer_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = threading.Semaphore(0)
+    real = shard.write_shard
+
+    def slow(*args: Any, **options: Any) -> int:
+        turn.acquire()
+        return real(*args, **options)
+
+    monkeypatch.setattr(batch, "write_shard", slow)
+    store = DiskStore(tmp_path, MANIFEST, shard_bytes=4096, queue_bytes=16384)
+    most = 0
+
+    def add() -> None:
+        nonlocal most
+        for number in range(40):
+            store.add("fc", torch.full((512,), float(number)))
+            most = max(most, store.queued_bytes)
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    adding.join(0.2)
+    assert adding.is_alive(), "it waits: the queue is full"
+    assert store.count < 10
+    for _ in range(100):
+        turn.release()
+    adding.join()
+    store.close()
+    assert 8192 < most <= 16384
+    with open_folder(tmp_path) as recording:
+        assert recording["fc"].stack()[:, 0].tolist() == list(range(40))
+
+
+def test_a_tensor_larger_than_the_queue_goes_alone(tmp_path: Path) -> None:
+    with DiskStore(tmp_path, MANIFEST, queue_bytes=4096) as store:
+        for _ in range(3):
+            store.add("fc", torch.ones(5000))
+            assert store.queued_bytes <= 20000 + 1024
+    with open_folder(tmp_path) as recording:
+        assert recording["fc"].shapes == [(5000,)] * 3
+
+
+def test_many_small_tensors_are_cut_before_the_header_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "_TENSORS", 10)
+    with DiskStore(tmp_path, MANIFEST) as store:
+        for _ in range(25):
+            store.add("fc", torch.empty(0))
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+
+
+def test_threads_may_add_at_once(tmp_path: Path) -> None:
+    with DiskStore(tmp_path, MANIFEST, shard_bytes=64, queue_bytes=8192) as store:
+
+        def add(name: str) -> None:
+            for number in range(50):
+                store.add(name, torch.tensor([number]))
+
+        threads = [threading.Thread(target=add, args=(name,)) for name in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    with open_folder(tmp_path) as recording:
+        assert {name: recording[name].cat().tolist() for name in recording} == {
+            name: list(range(50)) for name in "abcd"
+        }
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_process_leaves_what_its_index_names(tmp_path: Path) -> None:
+    code = """
+import sys, torch
+from microtome.capture.store import DiskStore
+store = DiskStore(sys.argv[1], {"model": "Net", "selectors": ["blocks.*"]}, shard_bytes=1 << 16, queue_bytes=1 << 20)
+number = 0
+while True:
+    store.add("fc", torch.full((4096,), float(number)))
+    number += 1
+    if store.written > 50 and number % 50 == 0:
+        print(store.written, flush=True)
+"""
+    process = python(code, tmp_path)
+    assert process.stdout is not None
+    said = int(process.stdout.readline())
+    with open_folder(tmp_path) as meanwhile:
+        assert len(meanwhile["fc"]) >= said
+        assert meanwhile["fc"][-1][0].item() == len(meanwhile["fc"]) - 1
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    with open_folder(tmp_path) as recording:
+        count = len(recording["fc"])
+        assert count >= said
+        assert recording["fc"].stack()[:, 0].tolist() == list(range(count))
+        assert recording.stats("fc").count == 4096 * count
+        assert recording.stats("fc").mean == pytest.approx((count - 1) / 2)
+    with DiskStore(tmp_path, MANIFEST, append=True) as store:
+        assert (store.count, store.written) == (count, count)
+        store.add("fc", torch.full((4096,), -1.0))
+    with open_folder(tmp_path) as recording:
+        assert recording["fc"][-1][0].item() == -1
+        assert len(recording["fc"]) == count + 1
+
+
+def test_two_recorders_on_one_folder_are_refused(tmp_path: Path) -> None:
+    with (
+        DiskStore(tmp_path, MANIFEST),
+        pytest.raises(BadFile, match=rf"recorded to by the process with pid {os.getpid()} \(this process\)"),
+    ):
+        DiskStore(tmp_path, MANIFEST, append=True)
+    code = """
+import sys
+from microtome.capture.store import DiskStore
+store = DiskStore(sys.argv[1], {"model": "Net", "selectors": ["blocks.*"]}, append=True)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+    process = python(code, tmp_path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    with pytest.raises(BadFile, match=f"with pid {process.pid}; wait until it is done, or record to another folder"):
+        DiskStore(tmp_path, MANIFEST, append=True)
+    process.kill()
+    process.communicate()
+    DiskStore(tmp_path, MANIFEST, append=True).close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_is_told_and_what_was_written_can_be_read(small_disk: Path) -> None:
+    store = DiskStore(small_disk / "acts", MANIFEST, shard_bytes=100_000)
+
+    def fill() -> None:
+        for number in range(1000):
+            store.add("fc", torch.full((25_000,), float(number)))
+
+    with pytest.raises(BadFile, match="small/acts': No space left on device; 10 records .* are safely written"):
+        fill()
+    assert not writers()
+    with pytest.raises(BadFile, match="No space left on device"):
+        store.add("fc", torch.zeros(1))
+    store.close()  # it was told
+    store.close()
+    assert not list((small_disk / "acts").glob(".*.tmp"))
+    with open_folder(small_disk / "acts") as recording:
+        assert recording["fc"].stack()[:, 0].tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("ending", ["flush", "close"])
+def test_an_error_while_writing_is_told_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    store = DiskStore(tmp_path, MANIFEST)
+    store.add("fc", torch.zeros(3))
+    store.flush()
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", fail)
+    store.add("fc", torch.zeros(3))
+    with pytest.raises(BadFile, match=r"Input/output error; 1 records \(12 B\) are safely written and can be read"):
+        getattr(store, ending)()
+    store.close()
+    with open_folder(tmp_path) as recording:
+        assert len(recording["fc"]) == 1
+
+
+def test_a_line_that_could_not_be_written_leaves_the_index_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(recorded(tmp_path, 2), MANIFEST, append=True, keep="stats")
+    before = (tmp_path / "index.jsonl").read_bytes()
+    real = os.writev
+
+    def half(descriptor: int, buffers: list[memoryview]) -> int:
+        real(descriptor, [buffers[0][:9]])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", half)
+    store.add("fc", torch.zeros(3))
+    with pytest.raises(BadFile, match="No space left on device; 2 records"):
+        store.close()
+    assert (tmp_path / "index.jsonl").read_bytes() == before
+
+
+def test_an_error_that_is_not_of_the_system_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(batch, "write_shard", fail)
+    store = DiskStore(tmp_path, MANIFEST)
+    store.add("fc", torch.zeros(3))
+    with pytest.raises(BadFile, match="MemoryError; 0 records"):
+        store.close()
+
+
+def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(BadFile, match="is not empty and holds no recording: it has 'thesis.txt'"):
+        DiskStore(tmp_path, MANIFEST, append=True)
+    assert os.listdir(tmp_path) == ["thesis.txt"]
+    with pytest.raises(BadFile, match="cannot record to .*thesis.txt': File exists"):
+        DiskStore(tmp_path / "thesis.txt", MANIFEST)
+
+
+def test_a_manifest_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(BadFile, match="holds no recording: its manifest.json is of something else"):
+        DiskStore(tmp_path, MANIFEST, append=True)
+    assert os.listdir(tmp_path) == ["manifest.json"]
+
+
+def test_a_recording_is_not_overwritten(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    with pytest.raises(BadFile, match="already holds a recording of 4 records; append=True goes on with it"):
+        DiskStore(tmp_path, MANIFEST)
+    with pytest.raises(BadFile, match="its 'model' is 'Net', and here it is 'Other'; record to another folder"):
+        DiskStore(tmp_path, MANIFEST | {"model": "Other"}, append=True)
+    with pytest.raises(BadFile, match=r"its 'selectors' is \['blocks.\*'\], and here it is \['head'\]"):
+        DiskStore(tmp_path, MANIFEST | {"selectors": ("head",)}, append=True)
+    with pytest.raises(BadFile, match="with another histogram of 'fc': none, and here 2 bins from 0.0 to 1.0"):
+        DiskStore(tmp_path, MANIFEST, append=True, histogram=(2, 0.0, 1.0))
+    with open_folder(tmp_path) as recording:
+        assert len(recording["fc"]) == 4
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", fail)
+        with pytest.raises(BadFile, match="cannot record to .*: No space left on device"):
+            DiskStore(tmp_path, MANIFEST)
+    DiskStore(tmp_path, MANIFEST).close()  # the lock is free and the folder still counts as empty
+
+
+def test_a_store_tells_what_it_cannot_take(tmp_path: Path) -> None:
+    with pytest.raises(BadQuery, match="a manifest is what JSON can hold: .*set"):
+        DiskStore(tmp_path, {"model": {1}})
+    store = DiskStore(tmp_path, MANIFEST)
+    with pytest.raises(BadQuery, match="a tensor of 'fc' is of torch.complex128, which safetensors files cannot hold"):
+        store.add("fc", torch.zeros(1, dtype=torch.complex128))
+    with pytest.raises(NoMatch, match="nothing was recorded as 'fc'; there is nothing"):
+        store.stats("fc")
+    store.close()
+    with pytest.raises(BadQuery, match="was closed; append=True goes on with it"):
+        store.add("fc", torch.zeros(1))
+    with pytest.raises(BadQuery, match="queue_bytes is 0"):
+        DiskStore(tmp_path, MANIFEST, queue_bytes=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_write(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, MANIFEST)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            store.close()
+            store.add("fc", torch.zeros(1))
+        except BadQuery as error:
+            code = 0 if "was begun in another process: add to it there" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(BadFile, match="this process"):
+        DiskStore(tmp_path, MANIFEST, append=True)
+    store.close()
+
+
+# -- reading what is damaged -----------------------------------------------------------------------------------------
+
+
+def test_a_damaged_shard_is_named_and_the_others_load(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    os.truncate(tmp_path / "shard-00001.safetensors", 90)
+    (tmp_path / "shard-00002.safetensors").unlink()
+    last = tmp_path / "shard-00003.safetensors"
+    last.write_bytes(b"\xff" * last.stat().st_size)
+    with open_folder(tmp_path) as recording:
+        series = recording["fc"]
+        assert series.shapes == [(4,)] * 4
+        assert series[0].tolist() == [0.0] * 4
+        with pytest.raises(
+            BadFile, match="shard-00001.safetensors' is not whole: it has 90 bytes and was written with"
+        ):
+            series[1]
+        with pytest.raises(BadFile, match="shard-00002.safetensors' is missing"):
+            series[2]
+        with pytest.raises(BadFile, match="shard-00003.safetensors' cannot be read: SafetensorError"):
+            series[3]
+
+
+@pytest.mark.parametrize("garbage", [b'{"file": "shard-0', b"\0\0\0\0", b"\0\0\n", b"[]\n"])
+def test_a_last_line_that_is_not_whole_is_ignored(tmp_path: Path, garbage: bytes) -> None:
+    recorded(tmp_path, 2)
+    with (tmp_path / "index.jsonl").open("ab") as index:
+        index.write(garbage)
+    with open_folder(tmp_path) as recording:
+        assert len(recording["fc"]) == 2
+    with DiskStore(tmp_path, MANIFEST, append=True) as store:
+        store.add("fc", torch.zeros(4))
+    with open_folder(tmp_path) as recording:
+        assert len(recording["fc"]) == 3
+
+
+@pytest.mark.parametrize("change", ["garbage", "../shard", "F99", "no file"])
+def test_another_line_that_is_not_whole_is_named(tmp_path: Path, change: str) -> None:
+    lines = (recorded(tmp_path, 3) / "index.jsonl").read_text().splitlines()
+    changes = {
+        "garbage": lines[1][:20],
+        "../shard": lines[1].replace("shard-", "../shard-"),
+        "F99": lines[1].replace("F32", "F99"),
+        "no file": lines[1].replace('"shard-00001.safetensors"', "null"),
+    }
+    lines[1] = changes[change]
+    (tmp_path / "index.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(BadFile, match="line 2 of .*index.jsonl' is not one of a recording's index"):
+        open_folder(tmp_path)
+
+
+def test_what_is_no_recording_is_not_opened(tmp_path: Path) -> None:
+    with pytest.raises(BadFile, match="holds no recording: it is no folder"):
+        open_folder(tmp_path / "nowhere")
+    with pytest.raises(BadFile, match="holds no recording: manifest.json: No such file"):
+        open_folder(tmp_path)
+    (tmp_path / "manifest.json").write_text("no JSON")
+    with pytest.raises(BadFile, match="manifest.json' is not JSON"):
+        open_folder(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"kind": "recording", "schema": 99, "manifest": {}}')
+    with pytest.raises(BadFile, match="is of version 99 of a recording; this one reads 1"):
+        open_folder(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"kind": "recording", "schema": 1, "manifest": {}}')
+    (tmp_path / "index.jsonl").mkdir()
+    with pytest.raises(BadFile, match="cannot read .*index.jsonl': Is a directory"):
+        open_folder(tmp_path)
+
+
+def test_a_name_that_is_not_there_is_told_with_the_nearest(tmp_path: Path) -> None:
+    with open_folder(recorded(tmp_path)) as recording:
+        with pytest.raises(NoMatch, match="has nothing named 'fcc'; the nearest of its 1 names: 'fc'"):
+            recording["fcc"]
+        with pytest.raises(NoMatch, match="has nothing named 'head'"):
+            recording.stats("head")

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from microtome.capture.attention import Attention
+from microtome.errors import BadQuery
+from microtome.report.attention import picture, png
+
+DARK, LIGHT = (0x44, 0x01, 0x54), (0xFD, 0xE7, 0x25)
+
+
+def read_png(data: bytes) -> Tensor:
+    """The pixels of a PNG of one IDAT chunk, read by the format's rules, the sums checked."""
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks, at = {}, 8
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        body = data[at + 4 : at + 8 + length]
+        assert struct.unpack(">I", data[at + 8 + length : at + 12 + length])[0] == zlib.crc32(body)
+        chunks[body[:4]] = body[4:]
+        at += 12 + length
+    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
+    width, height, *rest = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
+    assert rest == [8, 2, 0, 0, 0]
+    lines = torch.frombuffer(bytearray(zlib.decompress(chunks[b"IDAT"])), dtype=torch.uint8).view(height, 1 + 3 * width)
+    assert not lines[:, 0].any()
+    return lines[:, 1:].view(height, width, 3)
+
+
+def one_hot(tokens: int, at: int, heads: int = 2) -> Attention:
+    """One layer in which every query looks at one token, but those of the second head at the last."""
+    weights = torch.zeros(1, heads, tokens, tokens)
+    weights[:, 0, :, at] = 1
+    weights[:, 1:, :, -1] = 1
+    return Attention(("attn",), (weights,))
+
+
+def test_a_png_holds_the_pixels() -> None:
+    pixels = torch.randint(256, (5, 7, 3), dtype=torch.uint8)
+    assert torch.equal(read_png(png(pixels)), pixels)
+
+
+def test_the_map_alone_has_one_square_for_each_patch() -> None:
+    # 1 + 2 x 2 tokens; token 2 is the second patch, at the upper right
+    pixels = read_png(one_hot(5, 2).plot(head=0)._repr_png_())
+    assert pixels.shape == (224, 224, 3)
+    assert tuple(pixels[10, 200].tolist()) == LIGHT
+    assert {tuple(pixels[y, x].tolist()) for y, x in [(10, 10), (200, 10), (200, 200)]} == {DARK}
+
+
+def test_heads_are_averaged_unless_one_is_chosen() -> None:
+    both = one_hot(5, 2).plot().pixels
+    assert torch.equal(both[10, 200], both[200, 200])
+    assert tuple(one_hot(5, 2).plot(head=1).pixels[200, 200].tolist()) == LIGHT
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        torch.zeros(3, 8, 12),
+        torch.zeros(8, 12, 3),
+        torch.zeros(8, 12),
+        torch.zeros(1, 3, 8, 12),
+        torch.zeros(3, 8, 12, dtype=torch.uint8),
+        [[0.0] * 12] * 8,
+    ],
+)
+def test_images_of_all_layouts(image: Any, tmp_path: Path) -> None:
+    file = tmp_path / "map.png"
+    one_hot(5, 1).to_png(file, image, head=0, alpha=1.0)
+    pixels = read_png(file.read_bytes())
+    assert pixels.shape == (8, 12, 3)
+    assert tuple(pixels[0, 0].tolist()) == LIGHT
+    assert tuple(pixels[-1, -1].tolist()) == DARK
+
+
+def test_an_image_is_scaled_between_its_least_and_greatest_and_blended() -> None:
+    image = torch.tensor([[-2.0, 2.0], [0.0, 2.0]])
+    under = one_hot(5, 1).plot(image, alpha=0.0).pixels
+    assert under[..., 0].tolist() == [[0, 255], [128, 255]]
+    over = one_hot(5, 1).plot(image, head=0, alpha=0.5).pixels
+    assert over[0, 0].tolist() == [round(channel / 2) for channel in LIGHT]
+    coloured = torch.randint(256, (3, 4, 4), dtype=torch.uint8)
+    assert torch.equal(picture(torch.rand(4), coloured, alpha=0.0).pixels, coloured.permute(1, 2, 0))
+
+
+def test_the_map_is_smooth_over_the_image() -> None:
+    # The largest value lies between the first and the second patch of four: the colours between are there too
+    pixels = picture(torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.zeros(16, 16), alpha=1.0).pixels
+    assert len({tuple(pixel.tolist()) for pixel in pixels[8]}) > 6
+
+
+def test_a_grid_may_be_given() -> None:
+    values = torch.tensor([9.0, 0, 0, 0, 0, 0, 1])
+    pixels = picture(values, grid=(2, 3)).pixels
+    assert pixels.shape == (2 * 74, 3 * 74, 3)
+    assert tuple(pixels[-1, -1].tolist()) == LIGHT
+    with pytest.raises(BadQuery, match="a grid of 3 x 3 patches cannot be made of 7 tokens"):
+        picture(values, grid=(3, 3))
+
+
+def test_weights_that_are_all_the_same_are_dark() -> None:
+    assert {tuple(p.tolist()) for p in picture(torch.ones(4)).pixels.flatten(0, 1)} == {DARK}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layer": 1}, "there is no layer 1: there are 1"),
+        ({"head": 2}, "there is no head 2: 2 were kept"),
+        ({"row": 5}, "there is no row 5: 5 were kept"),
+        ({"sample": 1}, "there is no sample 1: 1 were kept"),
+        ({"image": torch.zeros(5, 6, 7)}, r"an image is \(3, H, W\), \(H, W, 3\) or \(H, W\), got \(5, 6, 7\)"),
+        ({"image": torch.zeros(5, 6), "alpha": 2}, "alpha is from 0"),
+    ],
+)
+def test_bad_questions_are_said(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadQuery, match=message):
+        one_hot(5, 1).plot(**options)
+
+
+def test_a_picture_says_its_size() -> None:
+    assert repr(picture(torch.ones(4), torch.zeros(3, 4, 6))) == "<Picture, 6 wide, 4 high>"
