@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import imports, profile, report, times, trace, tracker
+from benchmarks import capture, imports, profile, report, times, trace, tracker
 
-SUITES = {"tracker": [tracker.run, imports.run], "trace": [trace.run], "profile": [profile.run], "times": [times.run]}
+SUITES = {
+    "tracker": [tracker.run, imports.run],
+    "trace": [trace.run],
+    "profile": [profile.run],
+    "times": [times.run],
+    "capture": [capture.run],
+}
 
 
 def main() -> int:

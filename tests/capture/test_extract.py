@@ -157,6 +157,7 @@ def test_any_structure_is_kept() -> None:
 
 
 def test_the_outputs_of_transformers_are_kept() -> None:
+    zoo.import_torchvision()
     from transformers import GPT2Config, GPT2Model
 
     model = GPT2Model(GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=20, n_positions=8)).eval()
@@ -345,3 +346,15 @@ def test_what_was_not_asked_for_is_said_to_be_missing() -> None:
         feats.grad("0")
     with pytest.raises(NoMatch, match="no module at path '1'"):
         feats["1"]
+
+
+def test_a_model_with_fast_paths_gives_what_it_gives_alone_and_its_insides_too() -> None:
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
+    x = torch.rand(2, 3, 8)
+    with torch.no_grad():
+        feats = mt.extract(nn.Sequential(model), x, "0", stop=False)
+        assert torch.equal(feats["0"], model(x))
+        inside = mt.extract(nn.Sequential(model), x, "0.layers.1.linear1")
+    assert inside["0.layers.1.linear1"].shape == (2, 3, 16)

@@ -69,7 +69,10 @@ def extract(
     feats = capture.features
     enabled = torch.is_grad_enabled() or grad
     try:
-        with Session(model, [*guards, capture], capture.stops, whole=whole), torch.set_grad_enabled(enabled):
+        with (
+            Session(model, [*guards, capture], capture.stops, whole=whole, fast_paths=targets.fast_paths),
+            torch.set_grad_enabled(enabled),
+        ):
             feats._output.append(run.run(model))
     except Stopped as stopped:
         if stopped.call.module is None or not capture.stops:

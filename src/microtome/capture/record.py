@@ -105,7 +105,7 @@ class Recorder(Mapping[str, Series]):
         manifest = {
             "model": type(model).__qualname__,
             "selectors": selectors or [f"attention of {layers or 'all'}"],
-            "reduce": str(reduce) if reduce is None or isinstance(reduce, str) else "function",
+            "reduce": reduce if reduce is None or isinstance(reduce, str) else "function",
             "torch": torch.__version__,
         }
         self._store: MemoryStore | DiskStore
@@ -141,7 +141,8 @@ class Recorder(Mapping[str, Series]):
         if self._session is not None:
             raise SessionError("a recorder records in one `with` block: make a new one, with append=True for a folder")
         whole = () if self._targets is not None else ATTENTION
-        self._session = Session(self._model, [self._probe, _Runs(self)], whole=whole)
+        fast_paths = self._targets is not None and self._targets.fast_paths
+        self._session = Session(self._model, [self._probe, _Runs(self)], whole=whole, fast_paths=fast_paths)
         self._began = perf_counter()
         try:
             self._session.__enter__()

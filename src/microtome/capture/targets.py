@@ -50,6 +50,15 @@ class Targets:
         wanted = name if "#" in name else f"{name}#*"
         self._ops.append((text, set(found), glob(wanted) if is_glob(wanted) else wanted))
 
+    @property
+    def fast_paths(self) -> bool:
+        """Whether torch's fused paths hide nothing of what is wanted, so that the model may run as it does alone."""
+        above = {path.rpartition(".")[0] for path in self.modules if path}
+        parents = {path[: at or len(path)] for path in above for at in _dots(path)}
+        hiding = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
+        modules = dict(self._model.named_modules())
+        return not self.owners and not any(isinstance(modules.get(path), hiding) for path in parents)
+
     def wants_op(self, path: str, name: str) -> bool:
         """Whether an operator, such as `softmax#0`, of a call of the module at this path is wanted."""
         return any(
@@ -80,6 +89,11 @@ class Targets:
                 there = sorted({name for path in paths for name in ops.get(path, [])})
                 raise NoMatch(f"no operator matches {text!r}. There ran: {', '.join(there) or 'none'}")
         return tuple(missing)
+
+
+def _dots(path: str) -> list[int]:
+    """Where the parts of a path end; 0 for the whole."""
+    return [0, *(at for at, letter in enumerate(path) if letter == ".")]
 
 
 def _several(at: Selector) -> Iterable[Any]:

@@ -34,7 +34,6 @@ class Batch:
     def __init__(self) -> None:
         self.pieces: dict[str, Piece] = {}
         self.tensors: dict[str, Tensor] = {}
-        self._unsummed: list[tuple[Stats, Tensor]] = []
         self.held_bytes = self.seen_bytes = 0
         self.full = False
 
@@ -46,13 +45,11 @@ class Batch:
     def is_long(self) -> bool:
         return len(self.tensors) >= _TENSORS
 
-    def count(self, name: str, tensor: Tensor, no_stats: Stats, *, dropped: bool, later: bool) -> None:
-        """Take note of a tensor; its statistics are taken now, or later by `sum_up`."""
-        piece = self.pieces.setdefault(name, Piece(no_stats.new()))
-        if later:
-            self._unsummed.append((piece.stats, tensor))
-        else:
-            piece.stats.add(tensor)
+    def count(self, name: str, tensor: Tensor, no_stats: Stats, *, dropped: bool) -> None:
+        if name not in self.pieces:
+            self.pieces[name] = Piece(no_stats.new())
+        piece = self.pieces[name]
+        piece.stats.add(tensor)
         piece.given += 1
         piece.dropped += dropped
         self.seen_bytes += tensor.nbytes
@@ -66,12 +63,6 @@ class Batch:
         piece.dtypes.append(CODES[tensor.dtype])
         self.tensors[tensor_key(name, number)] = tensor
         self.held_bytes += self.cost(tensor)
-
-    def sum_up(self) -> None:
-        """Take the statistics that were left for later."""
-        for stats, tensor in self._unsummed:
-            stats.add(tensor)
-        self._unsummed.clear()
 
 
 class Shelf:
@@ -94,7 +85,6 @@ class Shelf:
             # A file of this name that is there was not yet in the index when its writer was killed.
             file = f"shard-{self._totals.shards:05d}.safetensors"
             file_bytes = write_shard(self._folder / file, batch.tensors, sync=self._sync)
-        batch.sum_up()
         line = Line(file, file_bytes, batch.full, batch.pieces)
         append_line(self._index, line, sync=self._sync)
         self._totals.add(line)

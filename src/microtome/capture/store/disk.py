@@ -89,9 +89,7 @@ class DiskStore:
             keep &= not self._full
             if keep:
                 self._make_room(tensor)
-            # An idle thread takes the statistics; one that is behind is helped.
-            later = keep and self._writer.pending_bytes == 0
-            self._batch.count(name, tensor, self._no_stats, dropped=self._full, later=later)
+            self._batch.count(name, tensor, self._no_stats, dropped=self._full)
             self._names[name] = None
             self._count += 1
             self._dropped += self._full

@@ -1,0 +1,142 @@
+"""What looking and recording cost, over a plain forward and over plain copies and writes of the same tensors."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import microtome as mt
+from benchmarks.report import Target
+from benchmarks.trace import torchvision_model
+
+MIB = 2**20
+
+
+def seconds(*runs: Callable[[], object], rounds: int = 9) -> list[float]:
+    """The median of each, run in turns."""
+    times: list[list[float]] = [[] for _ in runs]
+    for run in runs:
+        run()
+    for _ in range(rounds):
+        for run, taken in zip(runs, times, strict=True):
+            began = perf_counter()
+            run()
+            taken.append(perf_counter() - began)
+    return [median(taken) for taken in times]
+
+
+@torch.no_grad()
+def extracting() -> list[Target]:
+    """The third block of twelve, in models whose blocks are all alike."""
+    vit = torchvision_model("vit_b_16")  # torchvision first: transformers imports it too, and could not
+    from transformers import GPT2Config, GPT2Model
+
+    cases: dict[str, tuple[nn.Module, Any, str]] = {
+        "vit_b_16": (vit, torch.randn(4, 3, 224, 224), "encoder.layers.encoder_layer_2"),
+        "gpt2": (GPT2Model(GPT2Config(use_cache=False)).eval(), torch.zeros(4, 128, dtype=torch.int64), "h.2"),
+    }
+    targets = []
+    for name, (model, x, path) in cases.items():
+        plain, looked = seconds(partial(model, x), partial(mt.extract, model, x, path))
+        note = f"{name}, batch 4: {1e3 * plain:.0f} ms plain, {1e3 * looked:.0f} ms for block 3 of 12"
+        targets.append(Target(f"extract block 3 of 12 of {name} / plain forward", looked / plain, 0.35, note=note))
+    return targets
+
+
+@torch.no_grad()
+def recording() -> list[Target]:
+    model, x = torchvision_model("vit_b_16"), torch.randn(4, 3, 224, 224)
+    outputs = list(mt.extract(model, x, "encoder.layers.*", clone=True).values())
+
+    def record() -> None:
+        with mt.record(model, "encoder.layers.*"):
+            model(x)
+
+    def copies() -> list[Tensor]:
+        return [output.clone() for output in outputs]
+
+    plain, recorded, copied = seconds(lambda: model(x), record, copies)
+    times = f"{1e3 * plain:.0f} ms plain, {1e3 * copied:.1f} ms to copy 12 outputs, {1e3 * recorded:.0f} ms recorded"
+    note = f"vit_b_16, batch 4: {times}"
+    return [Target("record all blocks / (plain forward + copies)", recorded / (plain + copied), 1.05, note=note)]
+
+
+@torch.no_grad()
+def attention() -> list[Target]:
+    if not find_spec("vit_pytorch"):
+        return []
+    from vit_pytorch import ViT
+    from vit_pytorch.recorder import Recorder as Old
+
+    from microtome.compat.vit_pytorch import Recorder
+
+    def small() -> nn.Module:
+        options: dict[str, Any] = {"image_size": 224, "patch_size": 16, "num_classes": 1000, "dim": 384, "depth": 12}
+        model: nn.Module = ViT(**options, heads=6, mlp_dim=1536).eval()
+        return model
+
+    x, vit = torch.randn(4, 3, 224, 224), small()
+    old, ours, bare = Old(small().eval()), Recorder(vit), small()
+    plain, theirs, mine = seconds(lambda: bare(x), lambda: old(x), lambda: ours(x))
+    note = f"ViT-S/16, batch 4: {1e3 * plain:.0f} ms plain, theirs {theirs / plain:.3f}, ours {mine / plain:.3f} of it"
+    return [Target("Recorder on ViT-S/16 / vit-pytorch's", mine / theirs, 1.0, note=note)]
+
+
+def writing() -> list[Target]:
+    tensors = [torch.randn(32, 197, 384) for _ in range(32)]  # 9.2 MiB each
+    whole = sum(tensor.nbytes for tensor in tensors)
+
+    class Gives(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    model = nn.Sequential(Gives())
+    with tempfile.TemporaryDirectory() as folder:
+        counter = iter(range(10_000))
+
+        def plain() -> None:
+            place = Path(folder) / f"plain{next(counter)}"
+            place.mkdir()
+            for at in range(0, len(tensors), 7):
+                named = {str(number): tensor for number, tensor in enumerate(tensors[at : at + 7])}
+                save_file(named, place / f"{at}.safetensors")
+
+        def record() -> None:
+            with mt.record(model, "0", to=Path(folder) / f"ours{next(counter)}"):
+                for tensor in tensors:
+                    model(tensor)
+
+        theirs, ours = seconds(plain, record, rounds=5)
+    rates = f"{whole / theirs / MIB:.0f} MiB/s plain, {whole / ours / MIB:.0f} MiB/s recorded"
+    note = f"{whole / MIB:.0f} MiB in shards of 64 MiB: {rates}"
+    return [Target("time to record to disk / plain safetensors", ours / theirs, 1.25, note=note)]
+
+
+def bounded() -> list[Target]:
+    model, x = nn.Sequential(nn.Linear(64, 2048)), torch.randn(32, 64)  # 256 KiB a step
+    process = psutil.Process()
+    before, most = process.memory_info().rss, 0
+    with torch.no_grad(), mt.record(model, "0", limit="256MB") as rec:
+        for step in range(10_000):
+            model(x)
+            if step % 100 == 0:
+                most = max(most, process.memory_info().rss - before)
+    batch = 32 * 2048 * 4
+    kept = rec["0"].nbytes
+    note = f"10,000 steps of {batch / MIB:.2f} MiB: {kept / 1e6:.0f} MB kept, the process grew by {most / 1e6:.0f} MB"
+    return [Target("growth of the process / (256 MB + a batch), 10,000 steps", most / (256e6 + batch), 1.1, note=note)]
+
+
+def run() -> list[Target]:
+    return [*extracting(), *recording(), *attention(), *writing(), *bounded()]

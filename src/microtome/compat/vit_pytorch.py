@@ -1,0 +1,201 @@
+"""The faces of vit-pytorch's `Extractor` and `Recorder`: change the import, keep the code.
+
+Each is a module that holds the model as `vit`, as vit-pytorch's are, and looks only while it is called: no hooks, and
+no names in the model's `state_dict`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microtome.capture.attention import ATTENTION, AttentionProbe
+from microtome.capture.extract import extract
+from microtome.engine import Session, select, tensors_in
+from microtome.engine.select import check_model
+from microtome.errors import BadQuery, NoMatch, SessionError
+from microtome.inputs import Inputs
+
+__all__ = ["Extractor", "Recorder"]
+
+
+class _Wrapper(nn.Module):
+    """A model that is looked at whenever it is called, until it is ejected."""
+
+    def __init__(self, vit: nn.Module, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.vit = check_model(vit)
+        self.device = device
+        self.ejected = False
+
+    def eject(self) -> nn.Module:
+        """Retire the wrapper and return the model."""
+        self.ejected = True
+        return self.vit
+
+    def clear(self) -> None:
+        """Drop what is held of the last call."""
+        raise NotImplementedError
+
+    def _begin(self, inputs: Inputs) -> torch.device | str | None:
+        """Forget the call before; return where what is seen in this one is to lie: by default, where its inputs do."""
+        if self.ejected:
+            name = type(self).__name__
+            raise SessionError(f"this {name} has been ejected and cannot be used anymore: make a new {name}(vit)")
+        self.clear()
+        if self.device is not None:
+            return self.device
+        return next((tensor.device for tensor in tensors_in((inputs.args, inputs.kwargs))), None)
+
+
+class Extractor(_Wrapper):
+    """Returns `(prediction, latents)` when it is called: what the model returns, and what one of its layers does.
+
+    It is called as the model is, with any arguments, and `return_embeddings_only=True` to have the latents alone.
+
+    Args:
+        device: Where the latents are moved; None: where the first tensor of the inputs lies.
+        layer: The layer, as a module of the model; None: the one that `layer_name` names.
+        layer_name: Its path in the model, such as `"transformer.layers.3"`.
+        layer_save_input: Take the layer's arguments in place of its output: a tuple, keyword ones last.
+        return_embeddings_only: Return the latents alone.
+        detach: Copy the latents and cut them from the graph.
+
+    Latents have the structure of what the layer gave. Of a layer that runs several times they are those of the last
+    call; `microtome.extract` gives all.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> prediction, latents = Extractor(net, layer_name="0")(torch.ones(1, 2))
+    >>> prediction.equal(latents.relu())
+    True
+    """
+
+    def __init__(
+        self,
+        vit: nn.Module,
+        device: torch.device | str | None = None,
+        layer: nn.Module | None = None,
+        layer_name: str = "transformer",
+        layer_save_input: bool = False,
+        return_embeddings_only: bool = False,
+        detach: bool = True,
+    ) -> None:
+        super().__init__(vit, device)
+        # In a tuple and a list, for an attribute that is a module or a parameter would be in `state_dict`.
+        self._layer = (layer,)
+        self._latents: list[Any] = []
+        self.layer_name = layer_name
+        self.layer_save_input = layer_save_input
+        self.return_embeddings_only = return_embeddings_only
+        self.detach = detach
+        self._find()
+
+    @property
+    def layer(self) -> nn.Module | None:
+        return self._layer[0]
+
+    @property
+    def latents(self) -> Any:
+        """The latents of the last call; None: it was cleared since, or failed."""
+        return self._latents[0] if self._latents else None
+
+    def clear(self) -> None:
+        self._latents.clear()
+
+    def forward(self, *args: Any, return_embeddings_only: bool = False, **kwargs: Any) -> Any:
+        given = Inputs(*args, **kwargs)
+        device = self._begin(given)
+        path, layer = self._find()
+        feats = extract(
+            self.vit,
+            given,
+            layer,
+            stop=False,
+            inputs=self.layer_save_input,
+            detach=self.detach,
+            clone=self.detach,
+            device=device,
+        )
+        latents = _flat(feats.inputs(path)) if self.layer_save_input else feats[path]
+        self._latents.append(latents)
+        return latents if return_embeddings_only or self.return_embeddings_only else (feats.output, latents)
+
+    def _find(self) -> tuple[str, nn.Module]:
+        found = select(self.vit, self.layer_name if self.layer is None else self.layer)
+        if len(found) > 1:
+            raise BadQuery(f"an Extractor takes one layer, {self.layer_name!r} names {len(found)}: use mt.extract")
+        return next(iter(found.items()))
+
+
+class Recorder(_Wrapper):
+    """Returns `(prediction, attentions)` when it is called: what the model returns, and its attention weights.
+
+    They are of after the softmax and before dropout, cut from the graph, as one tensor (batch, layers, heads, i, j);
+    where the layers' shapes differ, a list with one (batch, heads, i, j) for each. It is called as the model is.
+
+    As in vit-pytorch, they are those of the model's `transformer`; of a model that has none, all.
+
+    Args:
+        device: Where the attentions are moved as they are made; None: where the first tensor of the inputs lies.
+
+    Attributes:
+        recordings: The attentions of the last call, one for each layer.
+
+    >>> net = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    >>> prediction, attentions = Recorder(net)(torch.ones(1, 5, 8))
+    >>> attentions.shape
+    torch.Size([1, 1, 2, 5, 5])
+    """
+
+    def __init__(self, vit: nn.Module, device: torch.device | str | None = None) -> None:
+        super().__init__(vit, device)
+        self.recordings: list[Tensor] = []
+
+    def clear(self) -> None:
+        self.recordings.clear()
+
+    def record(self, attn: Tensor) -> None:
+        """Add attention that microtome cannot see, while the model runs; it is copied."""
+        self.recordings.append(attn.detach().clone())
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | list[Tensor]]:
+        device = self._begin(Inputs(*args, **kwargs))
+        probe = AttentionProbe(
+            lambda _, weights: self.recordings.append(weights.to(device)),
+            at=["transformer"] if "transformer" in self.vit._modules else None,
+        )
+        try:
+            with Session(self.vit, [probe], whole=ATTENTION):
+                prediction = self.vit(*args, **kwargs)
+            if not self.recordings:
+                raise _nothing_seen(self.vit, probe)
+            return prediction, _stacked([attn.to(device) for attn in self.recordings])
+        except BaseException:
+            self.clear()
+            raise
+
+
+def _flat(inputs: Inputs) -> tuple[Any, ...]:
+    return (*inputs.args, *inputs.kwargs.values())
+
+
+def _stacked(attentions: list[Tensor]) -> Tensor | list[Tensor]:
+    alike = len({(attn.shape, attn.dtype, attn.device) for attn in attentions}) == 1
+    return torch.stack(attentions, dim=1) if alike else attentions
+
+
+def _nothing_seen(vit: nn.Module, probe: AttentionProbe) -> NoMatch:
+    name = type(vit).__name__
+    if probe.seen:
+        where = ", ".join(map(repr, probe.seen))
+        return NoMatch(
+            f"no attention was seen in the `transformer` of the {name}, but at {where}: wrap the module that holds it, "
+            "or take mt.attention"
+        )
+    hidden = f" by {', '.join(probe.hidden)}" if probe.hidden else ""
+    return NoMatch(
+        f"no attention was seen in the {name}: it has none, or computes it in code{hidden} that hides the weights. "
+        "mt.attention(model, inputs) says more; where the model's code has them, give them to record(attn)"
+    )

@@ -1,0 +1,267 @@
+"""Recording over time."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import microtome as mt
+from microtome import zoo
+from microtome.capture.record import Totals
+from microtome.errors import BadFile, BadQuery, NoMatch, SessionError, Unsupported
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+
+
+def batches(count: int = 5) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2 + at % 3, 3, generator=generator) for at in range(count)]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_every_output_is_kept_as_it_was_made(on_disk: bool, tmp_path: Path) -> None:
+    model, xs = chain(), batches()
+    with torch.no_grad(), mt.record(model, ["0", "2"], to=tmp_path / "acts" if on_disk else None) as rec:
+        for x in xs:
+            model(x)
+    assert list(rec) == ["0", "2"]
+    with torch.no_grad():
+        assert [torch.equal(a, model[0](x)) for a, x in zip(rec["0"], xs, strict=True)] == [True] * 5
+        assert torch.equal(rec["2"].cat(), torch.cat([model(x) for x in xs]))
+    assert rec["0"].shapes == [(2 + at % 3, 4) for at in range(5)]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("microtome")]
+
+
+def test_a_folder_is_read_again_and_goes_on(tmp_path: Path) -> None:
+    model, xs = chain(), batches(4)
+    for part in (xs[:2], xs[2:]):
+        with mt.record(model, "2", to=tmp_path / "acts", append=True) as rec:
+            for x in part:
+                model(x)
+    found = mt.load(tmp_path / "acts")
+    whole = torch.cat([model(x).detach() for x in xs])
+    assert torch.equal(found["2"].cat(), whole)
+    stats = found.stats("2")
+    assert (stats.count, stats.min, stats.max) == (whole.numel(), whole.min().item(), whole.max().item())
+    assert stats.mean == pytest.approx(whole.double().mean().item())
+    assert stats.variance == pytest.approx(whole.double().var(correction=0).item())
+    assert rec.stats("2").count == stats.count
+
+
+def test_a_folder_of_another_model_or_of_other_layers_is_refused(tmp_path: Path) -> None:
+    with mt.record(chain(), "2", to=tmp_path / "acts"):
+        pass
+    with pytest.raises(BadFile, match="model"):
+        mt.record(zoo.build("tiny-vit")[0], "blocks.*", to=tmp_path / "acts", append=True)
+    with pytest.raises(BadFile, match="selectors"):
+        mt.record(chain(), "0", to=tmp_path / "acts", append=True)
+    with pytest.raises(BadFile, match="append"):
+        mt.record(chain(), "2", to=tmp_path / "acts")
+
+
+def test_two_recorders_on_one_folder_are_refused(tmp_path: Path) -> None:
+    with (
+        mt.record(chain(), "2", to=tmp_path / "acts"),
+        pytest.raises(BadFile, match="record"),
+    ):
+        mt.record(chain(), "2", to=tmp_path / "acts", append=True)
+
+
+def test_memory_never_grows_past_its_limit() -> None:
+    model, x = chain(), torch.rand(8, 3)
+    with mt.record(model, "0", limit=1000) as rec:
+        for at in range(100):
+            model(x + at)
+            assert rec["0"].nbytes <= 1000
+    assert len(rec["0"]) == 1000 // (8 * 4 * 4)
+    assert rec.dropped == 100 - len(rec["0"])
+    assert torch.equal(rec["0"][-1], model[0](x + 99).detach())
+    assert rec.stats("0").count == 100 * 32  # of all that was seen
+
+
+def test_the_last_few_are_kept() -> None:
+    model = chain()
+    with mt.record(model, "0", last=3) as rec:
+        for x in batches(7):
+            model(x)
+    assert len(rec["0"]) == 3
+
+
+def test_statistics_alone_keep_no_tensor() -> None:
+    model = chain()
+    with mt.record(model, "0", keep="stats", histogram=(10, -1.0, 1.0)) as rec:
+        for x in batches(7):
+            model(x)
+    whole = torch.cat([model[0](x).detach() for x in batches(7)])
+    stats = rec.stats("0")
+    assert stats.count == whole.numel()
+    assert stats.histogram is not None
+    assert sum(stats.histogram.counts) + stats.histogram.below + stats.histogram.above == whole.numel()
+
+
+@pytest.mark.parametrize(
+    ("reduce", "expected"),
+    [
+        ("mean", lambda out: out.mean(1)),
+        ("max", lambda out: out.amax(1)),
+        ("cls", lambda out: out[:, 0]),
+        ("last", lambda out: out[:, -1]),
+        (lambda out: out.norm(dim=-1), lambda out: out.norm(dim=-1)),
+    ],
+)
+def test_what_is_kept_of_tokens(reduce: Any, expected: Any) -> None:
+    model, x = zoo.build("tiny-vit")
+    model.eval()
+    with torch.no_grad(), mt.record(model, "blocks.0", reduce=reduce) as rec:
+        mt.Inputs.of(x).run(model)
+    kept = rec["blocks.0"][0]
+    assert torch.equal(kept, expected(mt.extract(model, x, "blocks.0")["blocks.0"]))
+    assert kept.untyped_storage().nbytes() == kept.nbytes
+
+
+def test_the_mean_of_an_image_is_over_its_places() -> None:
+    model, x = zoo.build("tiny-resnet")
+    with mt.record(model, "layer1", reduce="mean") as rec:
+        mt.Inputs.of(x).run(model)
+    assert rec["layer1"].shapes == [(2, 8)]
+    with pytest.raises(Unsupported, match="reduce='cls' takes a token"), mt.record(model, "layer1", reduce="cls"):
+        mt.Inputs.of(x).run(model)
+
+
+def test_several_tensors_have_names_by_their_place() -> None:
+    model, x = nn.Sequential(nn.LSTM(3, 4)), torch.rand(5, 2, 3)
+    with mt.record(model, "0") as rec:
+        model(x)
+    assert list(rec) == ["0[0]", "0[1][0]", "0[1][1]"]
+
+
+def test_calls_of_a_module_that_runs_again_have_names_of_their_own() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(self.layer(x))
+
+    model = Twice()
+    with mt.record(model, "layer") as rec:
+        for _ in range(3):
+            model(torch.rand(1, 3))
+    assert {name: len(rec[name]) for name in rec} == {"layer": 3, "layer#1": 3}
+
+
+def test_attention_is_recorded() -> None:
+    model, x = zoo.build("tiny-vit")
+    model.eval()
+    with mt.record(model, attention=True, layers="blocks.1.**", heads=[0], rows="cls") as rec:
+        for _ in range(2):
+            mt.Inputs.of(x).run(model)
+    (name,) = rec
+    assert rec[name].shapes == [(2, 1, 1, 17)] * 2
+    assert torch.allclose(rec[name].cat().sum(-1), torch.ones(4, 1, 1))
+
+
+def test_progress_is_told_after_each_run() -> None:
+    told: list[Totals] = []
+    model = chain()
+    with mt.record(model, ["0", "2"], progress=told.append) as rec:
+        for x in batches(3):
+            model(x)
+    assert [(one.runs, one.records) for one in told] == [(1, 2), (2, 4), (3, 6)]
+    assert rec.totals.nbytes == sum(rec[name].nbytes for name in rec)
+    assert rec.totals.bytes_per_s > 0
+
+
+def test_what_was_recorded_before_an_exception_stays(tmp_path: Path) -> None:
+    model = chain()
+
+    def runs() -> None:
+        with mt.record(model, "0", to=tmp_path / "acts"):
+            model(torch.rand(1, 3))
+            model(torch.rand(1, 5))
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        runs()
+    assert len(mt.load(tmp_path / "acts")["0"]) == 1
+    assert not model[0]._forward_hooks
+
+
+def test_a_layer_that_never_ran_is_an_error_and_what_was_written_stays(tmp_path: Path) -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.a(x)
+
+    model = Unused()
+    with pytest.raises(NoMatch, match="'b' never ran"), mt.record(model, ["a", "b"], to=tmp_path / "acts"):
+        model(torch.rand(1, 3))
+    assert len(mt.load(tmp_path / "acts")["a"]) == 1
+
+
+def test_what_a_model_without_attention_says() -> None:
+    model = chain()
+    with pytest.raises(NoMatch, match="no attention was seen"), mt.record(model, attention=True):
+        model(torch.rand(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "say what to record: modules, or attention=True"),
+        ({"at": "0", "attention": True}, "say what to record"),
+        ({"at": "0", "heads": [0]}, "layers, heads and rows are of attention"),
+        ({"at": "0", "limit": "much"}, "'much' is no number of bytes: write such as 4GB"),
+        ({"at": "0", "reduce": "median"}, "reduce is one of 'mean'"),
+        ({"at": "0", "append": True}, "append goes on with a folder"),
+        ({"at": "0/relu"}, "operators inside calls are for mt.extract"),
+    ],
+)
+def test_what_makes_no_sense_is_said(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadQuery, match=message):
+        mt.record(chain(), **options)
+
+
+def test_a_ring_on_disk_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadQuery, match="`last` keeps a ring in memory"):
+        mt.record(chain(), "0", last=3, to=tmp_path / "acts")
+
+
+def test_a_recorder_records_once() -> None:
+    rec = mt.record(chain(), "0")
+    with rec:
+        pass
+    with pytest.raises(SessionError, match="a recorder records in one `with` block"), rec:
+        pass
+
+
+@pytest.mark.gpu
+def test_from_a_gpu_the_values_are_those_of_the_moment() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(inplace=True), nn.Linear(512, 512)).cuda()
+    xs = [torch.randn(256, 512, device="cuda") for _ in range(20)]
+    with torch.no_grad(), mt.record(model, ["0", "2"]) as rec:
+        for x in xs:
+            model(x)
+    with torch.no_grad():
+        expected = [model[0](x).cpu() for x in xs]
+    assert all(torch.equal(a, b) for a, b in zip(rec["0"], expected, strict=True))
+    assert rec["0"][0].device.type == "cpu"
+    assert not rec["0"][0].is_pinned()
+
+
+@pytest.mark.gpu
+def test_extracted_values_can_be_moved_as_they_are_captured() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)).cuda()
+    feats = mt.extract(model, torch.rand(2, 4, device="cuda"), ["0", "1"], device="cpu", stop=False)
+    assert feats["0"].device.type == "cpu"
+    assert torch.equal(feats["0"].relu(), feats["1"])

@@ -1,0 +1,95 @@
+"""`microtome record`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import microtome as mt
+from microtome import zoo
+from microtome.cli import main
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, ["record", *words])
+
+
+@pytest.fixture(name="data")
+def make_data(tmp_path: Path) -> Path:
+    file = tmp_path / "x.npy"
+    np.save(file, np.random.default_rng(0).standard_normal((7, 3, 32, 32)))
+    return file
+
+
+def test_layers_are_written_for_all_samples(data: Path, tmp_path: Path) -> None:
+    result = run(
+        "zoo:tiny-resnet", "layer1", "layer2", "--data", str(data), "--to", str(tmp_path / "a"), "--batch", "3"
+    )
+    assert result.exit_code == 0, result.output
+    assert "6 records of 2 layers in 3 runs" in result.output
+    found = mt.load(tmp_path / "a")
+    assert found["layer1"].shapes == [(3, 8, 32, 32), (3, 8, 32, 32), (1, 8, 32, 32)]
+    model, _ = zoo.build("tiny-resnet")
+    x = torch.from_numpy(np.load(data)).float()
+    assert torch.allclose(found["layer1"].cat(), mt.extract(model.eval(), x, "layer1")["layer1"], atol=1e-5)
+
+
+def test_a_folder_of_arrays_and_of_images(tmp_path: Path) -> None:
+    from PIL import Image
+
+    arrays, images = tmp_path / "arrays", tmp_path / "images"
+    arrays.mkdir()
+    images.mkdir()
+    for at in range(3):
+        np.save(arrays / f"{at}.npy", np.full((3, 32, 32), at, dtype=np.float32))
+        Image.new("RGB", (40, 50), (255, 0, 0)).save(images / f"{at}.png")
+    for folder in (arrays, images):
+        result = run("zoo:tiny-resnet", "fc", "--data", str(folder), "--to", str(tmp_path / f"{folder.name}.out"))
+        assert result.exit_code == 0, result.output
+        assert mt.load(tmp_path / f"{folder.name}.out")["fc"].shapes == [(3, 10)]
+
+
+def test_statistics_alone_and_a_reduction(data: Path, tmp_path: Path) -> None:
+    result = run(
+        "zoo:tiny-resnet",
+        "layer1",
+        "--data",
+        str(data),
+        "--to",
+        str(tmp_path / "a"),
+        "--keep",
+        "stats",
+        "--reduce",
+        "mean",
+    )
+    assert result.exit_code == 0, result.output
+    assert mt.load(tmp_path / "a").stats("layer1").count == 7 * 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["zoo:tiny-resnet", "layer9", "--data", "{data}", "--to", "{to}"], "no module matches the path 'layer9'"),
+        (["zoo:tiny-resnet", "fc", "--data", "/no/such.npy", "--to", "{to}"], "cannot read '/no/such.npy' as .npy"),
+        (["zoo:tiny-resnet", "fc", "--data", "{empty}", "--to", "{to}"], "holds no .npy file and no image"),
+        (
+            ["zoo:tiny-resnet", "fc", "--data", "{data}", "--to", "{to}", "--reduce", "median"],
+            "reduce is one of 'mean'",
+        ),
+        (["zoo:tiny-resnet", "fc", "--data", "{data}", "--to", "{to}", "--limit", "x"], "'x' is no number of bytes"),
+        (["zoo:tiny-resnet", "--data", "{data}", "--to", "{to}"], "Missing argument 'SELECT...'"),
+        (["zoo:tiny-resnet", "fc", "--data", "{flat}", "--to", "{to}"], "does not run on (4, 5)"),
+    ],
+)
+def test_what_is_wrong_is_said_in_short(words: list[str], message: str, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    np.save(tmp_path / "flat.npy", np.zeros((4, 5), dtype=np.float32))
+    places = {"data": data, "to": tmp_path / "a", "empty": tmp_path / "empty", "flat": tmp_path / "flat.npy"}
+    result = run(*(word.format(**places) for word in words))
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
