@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -76,18 +77,18 @@ def recording() -> list[Target]:
 def attention() -> list[Target]:
     if not find_spec("vit_pytorch"):
         return []
-    from vit_pytorch import ViT
-    from vit_pytorch.recorder import Recorder as Old
-
     from microtome.compat.vit_pytorch import Recorder
+
+    theirs_is: Any = import_module("vit_pytorch")
+    old_kind: Any = import_module("vit_pytorch.recorder").Recorder
 
     def small() -> nn.Module:
         options: dict[str, Any] = {"image_size": 224, "patch_size": 16, "num_classes": 1000, "dim": 384, "depth": 12}
-        model: nn.Module = ViT(**options, heads=6, mlp_dim=1536).eval()
+        model: nn.Module = theirs_is.ViT(**options, heads=6, mlp_dim=1536).eval()
         return model
 
     x, vit = torch.randn(4, 3, 224, 224), small()
-    old, ours, bare = Old(small().eval()), Recorder(vit), small()
+    old, ours, bare = old_kind(small().eval()), Recorder(vit), small()
     plain, theirs, mine = seconds(lambda: bare(x), lambda: old(x), lambda: ours(x))
     note = f"ViT-S/16, batch 4: {1e3 * plain:.0f} ms plain, theirs {theirs / plain:.3f}, ours {mine / plain:.3f} of it"
     return [Target("Recorder on ViT-S/16 / vit-pytorch's", mine / theirs, 1.0, note=note)]

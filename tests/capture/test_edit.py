@@ -135,3 +135,30 @@ def test_an_edit_that_forgets_to_return_is_told_so() -> None:
         pytest.raises(Unsupported, match="an edit of the inputs of '0' returns an Inputs, got tuple"),
     ):
         model(X)
+
+
+def test_arguments_are_patched_from_an_earlier_look() -> None:
+    model = chain()
+    feats = mt.extract(model, torch.zeros(2, 3), "2", inputs=True)
+    with mt.edit(model, inputs={"2": mt.patch_from(feats)}), torch.no_grad():
+        assert torch.equal(model(X), feats["2"])
+
+
+def test_a_glob_with_an_index_is_that_call_of_each() -> None:
+    model = chain()
+    with mt.edit(model, {"*#0": mt.zero()}):
+        assert not model(X).any()
+    with mt.edit(model, {"*#1": mt.zero()}):
+        assert model(X).any()
+
+
+def test_seeded_noise_is_the_same_in_every_run() -> None:
+    noise = mt.noise(0.1, seed=0)
+    model = chain()
+    runs = []
+    for _ in range(2):
+        with mt.edit(model, {"*": noise}):
+            runs += [model(X), model(X)]
+    assert all(torch.equal(run, runs[0]) for run in runs)
+    with mt.edit(model, {"0": noise}):
+        assert mt.extract(model, X, "0").stopped

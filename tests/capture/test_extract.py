@@ -358,3 +358,58 @@ def test_a_model_with_fast_paths_gives_what_it_gives_alone_and_its_insides_too()
         assert torch.equal(feats["0"], model(x))
         inside = mt.extract(nn.Sequential(model), x, "0.layers.1.linear1")
     assert inside["0.layers.1.linear1"].shape == (2, 3, 16)
+
+
+def test_operators_of_every_call_can_be_read() -> None:
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c = Adds()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.c(self.c(x))
+
+    class Adds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + 1).relu()
+
+    feats = mt.extract(Calls(), torch.zeros(1), "c/relu")
+    assert feats.addresses == ("c/relu#0", "c#1/relu#0")
+    assert [float(feats[name]) for name in ("c/relu", "c/relu#0", "c#1/relu", "c#1/relu#0")] == [2, 1, 2, 2]
+    assert {name: float(value) for name, value in feats.items()} == {"c/relu": 2}
+    with pytest.raises(NoMatch, match="no operator matches 'c/nope'"):
+        mt.extract(Calls(), torch.zeros(1), ["c/relu", "c/nope"])
+
+
+def test_a_transform_of_outputs_leaves_arguments_and_the_run_alone() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1
+            view = y[:]
+            self.a(y)
+            y.add_(5)
+            return view
+
+    with torch.no_grad():
+        feats = mt.extract(Writes(), torch.zeros(2), "a", inputs=True, transform=lambda out: out.sum(), stop=False)
+    assert torch.equal(feats.output, torch.full((2,), 5.0))
+    assert torch.equal(feats.inputs("a").args[0], torch.zeros(2))
+
+
+def test_asking_whether_something_is_there_does_not_raise() -> None:
+    feats = mt.extract(nn.Sequential(nn.ReLU()), "1x2", "0")
+    assert "0" in feats
+    assert "nope" not in feats
+    assert feats.get("nope") is None
+
+
+def test_a_model_of_transformers_is_stopped_too() -> None:
+    zoo.import_torchvision()
+    from transformers import GPT2Config, GPT2Model
+
+    model = GPT2Model(GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=20, n_positions=8, use_cache=False)).eval()
+    assert mt.extract(model, torch.arange(4)[None], "h.0").stopped

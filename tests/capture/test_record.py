@@ -245,6 +245,51 @@ def test_a_recorder_records_once() -> None:
         pass
 
 
+@pytest.mark.parametrize("reduce", [lambda out: out, lambda out: out.contiguous(), lambda out: out.view(-1)])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_reduction_that_gives_back_its_input_is_copied(reduce: Any, mode: Any) -> None:
+    model, x = chain(), -torch.ones(2, 3)
+    with mode(), mt.record(model, "0", reduce=reduce) as rec:
+        model(x)
+        assert torch.equal(rec["0"][0].flatten(), model[0](x).flatten())
+
+
+def test_looking_ahead_is_not_recorded() -> None:
+    model = chain()
+    with mt.record(model, "0") as rec:
+        mt.extract(model, torch.rand(2, 3), "2")
+        mt.profile(model, "2x3")
+    assert (rec.totals.runs, rec.totals.records) == (0, 1)
+
+
+def test_what_is_written_can_be_read_meanwhile(tmp_path: Path) -> None:
+    model = chain()
+    with mt.record(model, "0", to=tmp_path / "acts") as rec:
+        for at, x in enumerate(batches(3)):
+            model(x)
+            assert len(rec["0"]) == at + 1
+    assert len(rec["0"]) == 3
+    assert "nope" not in rec
+
+
+def test_a_recorder_that_could_not_be_made_leaves_the_folder_free(tmp_path: Path) -> None:
+    model = chain()
+    with pytest.raises(NoMatch, match="nope"):
+        mt.record(model, attention=True, layers="nope", to=tmp_path / "acts")
+    with mt.record(model, "0", to=tmp_path / "acts"):
+        model(torch.rand(1, 3))
+
+
+def test_appending_with_another_reduction_is_refused(tmp_path: Path) -> None:
+    model = chain()
+    with mt.record(model, lambda path, _: path == "0", to=tmp_path / "acts"):
+        model(torch.rand(1, 3))
+    with mt.record(model, lambda path, _: path == "0", to=tmp_path / "acts", append=True):
+        model(torch.rand(1, 3))
+    with pytest.raises(BadFile, match="reduce"):
+        mt.record(model, lambda path, _: path == "0", to=tmp_path / "acts", append=True, reduce="mean")
+
+
 @pytest.mark.gpu
 def test_from_a_gpu_the_values_are_those_of_the_moment() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(inplace=True), nn.Linear(512, 512)).cuda()
@@ -265,3 +310,28 @@ def test_extracted_values_can_be_moved_as_they_are_captured() -> None:
     feats = mt.extract(model, torch.rand(2, 4, device="cuda"), ["0", "1"], device="cpu", stop=False)
     assert feats["0"].device.type == "cpu"
     assert torch.equal(feats["0"].relu(), feats["1"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["MATH", "EFFICIENT_ATTENTION", "FLASH_ATTENTION", "CUDNN_ATTENTION"])
+def test_attention_behind_every_kernel_of_a_gpu(backend: str) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(64, 192)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    model = nn.Sequential(Attends()).cuda().bfloat16().eval()
+    x = torch.randn(2, 32, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad(), sdpa_kernel(getattr(SDPBackend, backend)):
+        weights = mt.attention(model, x).weights[:, 0]
+        output = model(x)
+    v = mt.extract(model, x, "0.qkv")["0.qkv"].unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)[2]
+    assert torch.allclose(weights.float() @ v.float(), output.float(), atol=0.03)
+    assert torch.allclose(weights.float().sum(-1), torch.ones(2, 4, 32, device="cuda"), atol=0.02)
+    assert not weights.triu(1).any()

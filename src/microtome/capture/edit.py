@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from microtome.capture.features import Features
 from microtome.engine import Call, Feed, Replace, Selector, Session
 from microtome.engine.select import check_model
-from microtome.engine.structure import map_tensors
+from microtome.engine.structure import map_tensors, tensors_in
 from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs
 
@@ -19,15 +21,29 @@ from microtome.inputs import Inputs
 class Edit:
     """A change of a value: `change(call, value)` returns what comes in its place. It can be used as a function too."""
 
-    def __init__(self, change: Callable[[Call | None, Any], Any], text: str) -> None:
+    def __init__(
+        self,
+        change: Callable[[Call | None, Any], Any],
+        text: str,
+        inputs: Callable[[Call], Inputs] | None = None,
+    ) -> None:
         self._change = change
         self._text = text
+        self._inputs = inputs
 
     def __call__(self, value: Any) -> Any:
         return self._change(None, value)
 
     def at(self, call: Call, value: Any) -> Any:
         return self._change(call, value)
+
+    def inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments that come in the place of these."""
+        if self._inputs is not None:
+            given = self._inputs(call)
+            return given.args, given.kwargs
+        changed: tuple[Any, Any] = self._change(call, (args, kwargs))
+        return changed
 
     def __repr__(self) -> str:
         return self._text
@@ -47,20 +63,18 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
     """Add normal noise to every floating-point tensor.
 
     Args:
-        seed: For the same noise in every `with` block; the random state of torch is then left alone.
+        seed: For the same noise in every run, another for each call; the random state of torch is then left alone.
     """
-    generators: dict[torch.device, torch.Generator] = {}
 
-    def add(tensor: Tensor) -> Tensor:
+    def add(call: Call | None, tensor: Tensor) -> Tensor:
         generator = None
-        if seed is not None:
-            if tensor.device not in generators:
-                generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
-            generator = generators[tensor.device]
+        if seed is not None and not tensor.is_meta:
+            place = 0 if call is None else crc32(call.address.encode())
+            generator = torch.Generator(tensor.device).manual_seed(seed + place)
         drawn = torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
         return tensor + std * drawn
 
-    return Edit(lambda _, value: _floats(add, value), f"noise({std})")
+    return Edit(lambda call, value: _floats(partial(add, call), value), f"noise({std})")
 
 
 def patch_from(feats: Features, *, rows: Any = None) -> Edit:
@@ -73,16 +87,19 @@ def patch_from(feats: Features, *, rows: Any = None) -> Edit:
     def patch(call: Call | None, value: Any) -> Any:
         if call is None:
             raise BadQuery("patch_from is for edits: it must know at which call it is")
-        kept = feats[call.address if call.address in feats.addresses else call.path]
+        kept = feats[_captured(call)]
         if rows is None:
-            return kept
+            return map_tensors(lambda tensor: tensor.to(_device_of(value, tensor)), kept)
         if not isinstance(value, Tensor) or not isinstance(kept, Tensor):
             raise Unsupported(f"rows of {call.address!r} cannot be patched: it returns a {type(value).__name__}")
         patched = value.clone()
         patched[rows] = kept[rows].to(value)
         return patched
 
-    return Edit(patch, f"patch_from({feats!r})")
+    def _captured(call: Call) -> str:
+        return call.address if call.address in feats.addresses else call.path
+
+    return Edit(patch, f"patch_from({feats!r})", lambda call: feats.inputs(_captured(call)))
 
 
 #: What makes an edit: a function of the value, or one of ours.
@@ -107,50 +124,53 @@ def edit(
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     >>> with edit(net, {"1": lambda out: out + 7, "0": zero()}):
     ...     net(torch.ones(1, 2))
-    tensor([[7., 7.]], grad_fn=<AddBackward0>)
+    tensor([[7., 7.]])
     """
     check_model(model)
     if not outputs and not inputs:
         raise BadQuery('nothing is to be changed: give such as {"blocks.5": mt.scale(0.5)}')
     changes: list[Replace | Feed] = []
     for at, change in (outputs or {}).items():
-        selector, address = _selected(at)
-        changes.append(Replace(selector, _output_change(change, address)))
+        selector, index = _selected(at)
+        changes.append(Replace(selector, _output_change(change, index)))
     for at, change in (inputs or {}).items():
-        selector, address = _selected(at)
-        changes.append(Feed(selector, _input_change(change, address)))
+        selector, index = _selected(at)
+        changes.append(Feed(selector, _input_change(change, index)))
     return Session(model, interventions=changes)
 
 
-def _selected(at: Selector) -> tuple[Selector, str | None]:
-    """The selector, and the address if one call alone is meant."""
+def _selected(at: Selector) -> tuple[Selector, int | None]:
+    """The selector, and which call if one of each module alone is meant."""
     if isinstance(at, str) and "#" in at:
         path, _, index = at.rpartition("#")
         if index.isdigit():
-            return path, path if int(index) == 0 else at
+            return path, int(index)
     return at, None
 
 
-def _output_change(change: Change, address: str | None) -> Callable[[Call, Any], Any]:
+def _device_of(value: Any, otherwise: Tensor) -> torch.device:
+    return next(tensors_in(value), otherwise).device
+
+
+def _output_change(change: Change, index: int | None) -> Callable[[Call, Any], Any]:
     _check(change)
 
     def by(call: Call, output: Any) -> Any:
-        if address is not None and call.address != address:
+        if index is not None and call.index != index:
             return output
         return _changed(change, call, output)
 
     return by
 
 
-def _input_change(change: Change, address: str | None) -> Callable[..., Any]:
+def _input_change(change: Change, index: int | None) -> Callable[..., Any]:
     _check(change)
 
     def by(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if address is not None and call.address != address:
+        if index is not None and call.index != index:
             return args, kwargs
         if isinstance(change, Edit):
-            changed_args, changed_kwargs = change.at(call, (args, kwargs))
-            return changed_args, changed_kwargs
+            return change.inputs(call, args, kwargs)
         changed = _changed(change, call, Inputs(*args, **kwargs))
         if not isinstance(changed, Inputs):
             raise Unsupported(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -57,7 +58,8 @@ def extract(
     (torch.Size([1, 3]), True)
     """
     check_model(model)
-    targets, run = Targets(model, at), Inputs.of(given)
+    where = next((str(tensor.device) for tensor in (*model.parameters(), *model.buffers())), "cpu")
+    targets, run = Targets(model, at), Inputs.of(given, device=where)
     if grad and (transform is not None or targets.owners):
         raise BadQuery("gradients are those of what modules return: leave out transform and operators, or grad")
     keeping = Keeping(detach and not grad, clone, device, transform)
@@ -109,7 +111,7 @@ class _Capture(Probe):
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._inputs and id(call.module) in self._modules:
-            kept = self._keeping.keep((args, kwargs)) if self._keeping.transform is None else (args, kwargs)
+            kept = replace(self._keeping, transform=None).keep((args, kwargs))
             self._hold(kept)
             self.features._inputs[call.address] = Inputs(*kept[0], **kept[1])
 
@@ -155,7 +157,7 @@ class _OpCapture(_Capture):
         self._counts[call, name] = index + 1
         self._op_names.setdefault(call.path, {})[f"{name}#{index}"] = None
         if self._targets.wants_op(call.path, f"{name}#{index}"):
-            self._keep(f"{call.address}/{name}", f"{call.address}/{name}#{index}", output)
+            self._keep(f"{call.path}/{name}", f"{call.address}/{name}#{index}", output)
 
 
 def _collect(output: Any) -> Callable[[], Any]:

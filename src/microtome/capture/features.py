@@ -45,7 +45,7 @@ class Features(Mapping[str, Any]):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses of all that was captured, in the order it was made."""
+        """The addresses of all that was captured, those of a module one after the other."""
         return tuple(address for calls in self._values.values() for address in calls)
 
     def inputs(self, name: str) -> Inputs:
@@ -70,6 +70,16 @@ class Features(Mapping[str, Any]):
             raise BadQuery("the model did not run to its end: extract with stop=False to have its output")
         return self._output[0]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """What is there under that name, or the default."""
+        return self[name] if name in self else default
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            return isinstance(name, str) and bool(self._address(name))
+        except NoMatch:
+            return False
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
@@ -90,13 +100,14 @@ class Features(Mapping[str, Any]):
             return name
         if name.endswith("#0") and name[:-2] in calls:
             return name[:-2]
+        if "/" in name and (of_call := [address for address in calls if address.startswith(f"{name}#")]):
+            return of_call[-1]
         if name in self.never_ran:
             raise NoMatch(f"{name!r} never ran in this look")
         raise no_path(name, self.addresses)
 
 
 def _path_of(name: str) -> str:
-    """The path of an address; of an operator, it and its name without the index."""
-    if "/" in name:
-        return name.rpartition("#")[0] or name
-    return name.partition("#")[0]
+    """The path of an address; of an operator, that and its name without indices."""
+    path, slash, operator = name.partition("/")
+    return path.partition("#")[0] + slash + operator.partition("#")[0]

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Session
 from microtome.engine.select import named
-from microtome.engine.standin import stand_in
+from microtome.engine.standin import Stand, stand_in
 from microtome.inputs import Inputs
 
 #: The orders that were found, by the id of the model and by what they depend on.
 _known: dict[int, tuple[weakref.ref[nn.Module], OrderedDict[Any, tuple[str, ...] | None]]] = {}
 _MOST = 16
+_STANDS: tuple[Stand, ...] = ("meta", "fake")
 
 
 def order_of(model: nn.Module, inputs: Inputs) -> tuple[str, ...] | None:
@@ -55,13 +56,15 @@ class _Ends(Probe):
 
 
 def _find(model: nn.Module, inputs: Inputs) -> tuple[str, ...] | None:
-    ends = _Ends()
-    try:
-        with stand_in(model, inputs, "meta") as standing, Session(model, [ends]):
-            standing.run(model)
-    except Exception:  # noqa: BLE001  whatever a model raises without values, it may run with them
-        return None
-    return tuple(ends.addresses)
+    for stand in _STANDS:
+        ends = _Ends()
+        try:
+            with stand_in(model, inputs, stand) as standing, Session(model, [ends]):
+                standing.run(model)
+        except Exception:  # noqa: BLE001  whatever a model raises without values, it may run with them
+            continue
+        return tuple(ends.addresses)
+    return None
 
 
 def _key(model: nn.Module, inputs: Inputs) -> Any:

@@ -15,7 +15,8 @@ from microtome.capture.copying import Copier
 from microtome.capture.reduce import Reduce, reduction
 from microtome.capture.store import DiskStore, MemoryStore, Recording, Series, Stats, open_folder
 from microtome.capture.targets import Targets
-from microtome.engine import Call, Probe, Selector, Session, select
+from microtome.engine import Call, Probe, Selector, Session, select, tensors_in
+from microtome.engine.functions import is_stand_in
 from microtome.engine.select import check_model
 from microtome.errors import BadQuery, NoMatch, SessionError
 from microtome.units import parse_size
@@ -101,11 +102,17 @@ class Recorder(Mapping[str, Series]):
         self._reduce = None if reduce is None else reduction(reduce)
         self._progress = progress
         limit_bytes = None if limit is None else parse_size(limit)
-        selectors = [str(one) for one in ([] if self._targets is None else self._targets.selectors)]
+        if self._targets is not None:
+            self._probe: Probe = _Outputs(self)
+            selectors = [_text(one) for one in self._targets.selectors]
+        else:
+            paths = None if layers is None else set(select(model, layers))
+            self._probe = AttentionProbe(self.add, at=paths, heads=heads, rows=rows)
+            selectors = [f"attention of {_text(layers)}, heads {heads or 'all'}, rows {rows or 'all'}"]
         manifest = {
             "model": type(model).__qualname__,
-            "selectors": selectors or [f"attention of {layers or 'all'}"],
-            "reduce": reduce if reduce is None or isinstance(reduce, str) else "function",
+            "selectors": selectors,
+            "reduce": reduce if reduce is None or isinstance(reduce, str) else _text(reduce),
             "torch": torch.__version__,
         }
         self._store: MemoryStore | DiskStore
@@ -121,15 +128,9 @@ class Recorder(Mapping[str, Series]):
             )
         self._folder = to
         self._copier = Copier(self._store.add)
-        self._probe: Probe
-        if self._targets is not None:
-            self._probe = _Outputs(self)
-        else:
-            self._probe = AttentionProbe(
-                self.add, at=None if layers is None else set(select(model, layers)), heads=heads, rows=rows
-            )
         self._session: Session | None = None
         self._read: Recording | None = None
+        self._is_done = False
         self._runs = self._records = self._nbytes = 0
         self._seconds = 0.0
         self._began: float | None = None
@@ -163,6 +164,7 @@ class Recorder(Mapping[str, Series]):
                 self._copier.drain()
             finally:
                 self._store.close()
+                self._is_done = True
                 self._seconds = perf_counter() - self._began
         if error is None and self._runs:
             self._check()
@@ -178,6 +180,8 @@ class Recorder(Mapping[str, Series]):
     def add(self, name: str, value: Any) -> None:
         """Record the tensors of a value."""
         for suffix, tensor in _named(value):
+            if is_stand_in(tensor):  # a run without values, by somebody who looks ahead
+                continue
             kept = tensor.detach()
             if self._reduce is not None:
                 with torch.no_grad():
@@ -186,7 +190,7 @@ class Recorder(Mapping[str, Series]):
                     raise BadQuery(f"reduce gives a tensor, and gave a {type(kept).__name__} at {name!r}")
             self._records += 1
             self._nbytes += kept.nbytes
-            self._copier.add(name + suffix, kept, fresh=self._reduce is not None and not kept._is_view())
+            self._copier.add(name + suffix, kept, fresh=_is_fresh(kept, tensor))
 
     def ran(self) -> None:
         """The model ran once."""
@@ -206,7 +210,19 @@ class Recorder(Mapping[str, Series]):
         if isinstance(self._store, MemoryStore):
             self._copier.drain()
             return self._store.series(name)
-        return self._opened()[name]
+        self._copier.drain()
+        if self._read is None or not self._is_done:
+            if not self._is_done:
+                self._store.flush()
+            self._read = open_folder(self._folder)
+        return self._read[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """What is there under that name, or the default."""
+        return self[name] if name in self else default
+
+    def __contains__(self, name: object) -> bool:
+        return name in list(self)
 
     def stats(self, name: str) -> Stats:
         """Count, mean, variance, least and most of all values of that name."""
@@ -228,11 +244,6 @@ class Recorder(Mapping[str, Series]):
     def __repr__(self) -> str:
         where = "memory" if self._folder is None else str(self._folder)
         return f"<Recorder of {self._records} records in {self._runs} runs, in {where}>"
-
-    def _opened(self) -> Recording:
-        if self._read is None:
-            self._read = open_folder(self._folder)
-        return self._read
 
 
 #: `with mt.record(…) as rec`.
@@ -257,17 +268,36 @@ class _Runs(Probe):
         self._recorder = recorder
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if call.parent is None and call.phase == "forward":
+        if call.parent is None and call.phase == "forward" and not any(map(is_stand_in, tensors_in(output))):
             self._recorder.ran()
 
 
-def _named(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+def _is_fresh(kept: Tensor, tensor: Tensor) -> bool:
+    """Whether it lies in memory of its own, which nobody else writes to and which holds nothing else."""
+    if kept.layout is not torch.strided or tensor.layout is not torch.strided:
+        return False
+    memory = kept.untyped_storage()
+    return memory._cdata != tensor.untyped_storage()._cdata and memory.nbytes() == kept.nbytes
+
+
+def _named(value: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a value, each with its place in it; a lone one has none."""
     found = list(_places(value, ""))
     if len(found) == 1:
         yield "", found[0][1]
     else:
         yield from found
+
+
+def _text(selector: Any) -> str:
+    """A selector or a function in words that are the same in another process."""
+    if isinstance(selector, list | tuple | set | frozenset):
+        return ", ".join(sorted(map(_text, selector)))
+    if isinstance(selector, str) or selector is None:
+        return selector or "all"
+    if isinstance(selector, nn.Module):
+        return type(selector).__name__
+    return str(getattr(selector, "pattern", None) or getattr(selector, "__qualname__", type(selector).__name__))
 
 
 def _places(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:

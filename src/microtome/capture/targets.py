@@ -61,10 +61,7 @@ class Targets:
 
     def wants_op(self, path: str, name: str) -> bool:
         """Whether an operator, such as `softmax#0`, of a call of the module at this path is wanted."""
-        return any(
-            path in paths and (pattern == name if isinstance(pattern, str) else pattern.fullmatch(name) is not None)
-            for _, paths, pattern in self._ops
-        )
+        return any(_is_wanted(path, name, paths, pattern) for _, paths, pattern in self._ops)
 
     def check(self, captured: Iterable[str], seen: Iterable[str], ops: dict[str, list[str]]) -> tuple[str, ...]:
         """The paths that were selected by a pattern and never ran.
@@ -84,11 +81,16 @@ class Targets:
             if lost and (len(lost) == len(paths) or isinstance(selector, nn.Module)):
                 raise NoMatch(f"{lost[0]!r} never ran: {why_not(self._model, lost[0], ran)}")
             missing |= dict.fromkeys(lost)
-        for text, paths, _ in self._ops:
-            if not any(name.partition("/")[0].partition("#")[0] in paths and "/" in name for name in got):
+        for text, paths, pattern in self._ops:
+            if not any(_is_wanted(path, name, paths, pattern) for path, names in ops.items() for name in names):
                 there = sorted({name for path in paths for name in ops.get(path, [])})
                 raise NoMatch(f"no operator matches {text!r}. There ran: {', '.join(there) or 'none'}")
         return tuple(missing)
+
+
+def _is_wanted(path: str, name: str, paths: set[str], pattern: Any) -> bool:
+    fits = pattern == name if isinstance(pattern, str) else pattern.fullmatch(name) is not None
+    return path in paths and fits
 
 
 def _dots(path: str) -> list[int]:

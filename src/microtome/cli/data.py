@@ -63,7 +63,7 @@ def _array(path: Path) -> Any:
 
 
 def _sample(file: Path, like: Tensor) -> Tensor:
-    if file.suffix == ".npy":
+    if file.suffix.lower() == ".npy":
         return torch.tensor(_array(file)[...]).to(like.dtype)
     image: Any = need("PIL", lambda: import_module("PIL.Image"))
     try:
