@@ -154,7 +154,7 @@ def test_statistics_of_a_gpu_are_those_of_the_cpu() -> None:
     tensor = torch.randn(1000, 77)
     there, here = summed(tensor.cuda()), summed(tensor)
     assert (there.count, there.min, there.max) == (here.count, here.min, here.max)
-    assert there.variance == pytest.approx(here.variance, rel=1e-12)
+    assert there.variance == pytest.approx(here.variance, rel=1e-6)
 
 
 # -- series ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from microtome import zoo
 from microtome.compat.vit_pytorch import Extractor, Recorder
 from microtome.engine import tensors_in
-from microtome.errors import BadQuery, NoMatch, NotAModule, ProbeError, SessionError
+from microtome.errors import BadQuery, NoMatch, NotAModule, SessionError
 
 zoo.import_torchvision()  # vit-pytorch imports it
 pytest.importorskip("vit_pytorch")
@@ -334,7 +334,6 @@ def test_transformers_vit(attn: str) -> None:
     assert near(next(tensors_in(latents)), expected.hidden_states[1])
 
 
-@pytest.mark.xfail(raises=ProbeError, reason="map_tensors calls update(), which transformers' outputs refuse")
 def test_a_layer_of_transformers_that_gives_one_of_its_outputs() -> None:
     vit = of_transformers("sdpa")
     prediction, latents = Extractor(vit, layer_name="vit")(pixel_values=image())
@@ -624,3 +623,11 @@ def test_attention_beside_the_transformer() -> None:
     model.other = other
     with pytest.raises(NoMatch, match=r"in the `transformer` of the Holds, but at 'other.transformer.layers.0.0'"):
         Recorder(model)(image())
+
+
+def test_heads_that_lie_in_the_batch_are_heads() -> None:
+    from vit_pytorch.rvt import RvT
+
+    model = RvT(image_size=32, patch_size=8, num_classes=5, dim=12, depth=2, heads=3, mlp_dim=16, dim_head=4).eval()
+    _, attentions = Recorder(model)(torch.randn(2, 3, 32, 32))
+    assert attentions.shape == (2, 2, 3, 17, 17)

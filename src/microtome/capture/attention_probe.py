@@ -123,5 +123,13 @@ def _around(product: Call | None, softmax: Call) -> Call:
 def _by_heads(weights: Tensor, module: nn.Module | None) -> Tensor:
     if weights.dim() > 3:
         return weights.flatten(0, -4)
-    heads = module.num_heads if isinstance(module, nn.MultiheadAttention) else 1
-    return weights.reshape(-1, heads, *weights.shape[-2:])
+    return weights.reshape(-1, _heads_of(module, weights.shape[0]), *weights.shape[-2:])
+
+
+def _heads_of(module: nn.Module | None, batch: int) -> int:
+    """How many heads lie in the batch, by what attention modules call that; one where they do not say."""
+    for name in ("num_heads", "heads", "n_heads", "n_head"):
+        heads = getattr(module, name, None)
+        if isinstance(heads, int) and heads > 0 and batch % heads == 0:
+            return heads
+    return 1

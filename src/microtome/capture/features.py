@@ -72,7 +72,7 @@ class Features(Mapping[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """What is there under that name, or the default."""
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401  this is `get`
 
     def __contains__(self, name: object) -> bool:
         try:

@@ -48,8 +48,8 @@ class Keeping:
         return map_tensors(self._place, value)
 
     def _place(self, tensor: Tensor) -> Tensor:
-        if self.device is not None and torch.device(self.device) != tensor.device:
-            return tensor.to(self.device)
+        if self.device is not None and (moved := tensor.to(self.device)) is not tensor:
+            return moved
         if self.clone is True or (self.clone == "auto" and (not self.detach or _pins_more(tensor))):
             return tensor.clone()
         return tensor

@@ -54,7 +54,8 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any, other: Callable[[An
         return type(value)(map_tensors(change, item, other) for item in value)
     if isinstance(value, dict):
         mapping = copy.copy(value)
-        mapping.update({key: map_tensors(change, item, other) for key, item in value.items()})
+        for key, item in value.items():  # not by `update`, which outputs of transformers refuse
+            mapping[key] = map_tensors(change, item, other)
         return mapping
     if is_dataclass(value) and not isinstance(value, type):
         instance = copy.copy(value)
