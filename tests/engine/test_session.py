@@ -581,7 +581,8 @@ def test_the_backward_moves_as_its_nodes_run() -> None:
     model, moves, seen = Branches(), Moves(), Seen()
     with mt.Session(model, [moves, seen]):
         model(X).sum().backward()
-    assert moves.calls == ["last", "", "right", "", "left", None]  # the sum, then the relu, are the model's own
+    # The loss is nobody's; the sum, then the relu, are the model's own.
+    assert moves.calls == [None, "last", "", "right", "", "left", None]
     assert [address for address in seen.calls if address] == ["last", "right", "left"]
 
 
@@ -604,8 +605,8 @@ def test_a_backward_that_raises_leaves_no_hooks() -> None:
         loss = model(X).sum()
         with pytest.raises(ValueError, match="no way back"):
             loss.backward()
-    assert moves.calls == ["2", "1"]
+    assert moves.calls == [None, "2", "1"]
     again = torch.ones((), requires_grad=True)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.backward(loss + again)
-    assert moves.calls == ["2", "1"]
+    assert moves.calls == [None, "2", "1"]
