@@ -523,3 +523,12 @@ def test_a_meter_that_fails_under_load_is_missing_with_its_reason(watts: float |
     assert reason in p.sampling.missing["watts"]
     assert p.total.load is not None
     assert p.total.load.watts is None
+
+
+def test_an_estimate_at_a_depth_leaves_nothing_out() -> None:
+    model, x = zoo.build("tiny-resnet")
+    wish: Any = {"measure": "energy", "energy": mt.EnergyModel(joules_per_flop=1.0)}
+    p = mt.profile(model, x, depth=1, **wish)
+    assert p.total.energy_j == p.total.flops
+    assert p["layer2"].energy_j == p["layer2"].flops
+    assert p["layer2.0"].energy_j is None

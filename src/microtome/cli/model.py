@@ -61,7 +61,7 @@ def working(what: str) -> Iterator[Callable[[str, int, int], None]]:
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
     with ExitStack() as stack:
         status = stack.enter_context(console.status(what))
-        bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+        bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, refresh_per_second=4)
         task = bar.add_task(what)
 
         def tell(step: str, done: int, whole: int) -> None:

@@ -117,17 +117,20 @@ def share(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Seq
     return Energies(list(own), list(net), list(scaled), use)
 
 
-def estimate(rows: Sequence[Row], model: EnergyModel, own_s: Sequence[float | None], *, backward: bool) -> Energies:
+def estimate(tree: Tree, model: EnergyModel, own_s: Sequence[float | None], *, backward: bool) -> Energies:
     """What given coefficients say. None where a count or a time is not known."""
     if backward and model.joules_per_byte:
         raise Unsupported("the bytes that a backward moves are not counted: estimate without it, or without bytes")
+    flops = tree.own_known([row.flops for row in tree.rows])
+    backward_flops = tree.own_known([row.backward_flops if backward else 0 for row in tree.rows])
+    moved = tree.own_known([row.moved_bytes for row in tree.rows])
     own: list[float | None] = []
-    for row, seconds in zip(rows, own_s, strict=True):
-        flops = (row.own.flops, row.own.backward_flops) if backward else (row.own.flops,)
+    for at in range(len(tree)):
         terms = [
-            (model.joules_per_flop, None if None in flops else sum(flops)),  # type: ignore[arg-type]
-            (model.joules_per_byte, row.own.moved_bytes),
-            (model.watts, seconds),
+            (model.joules_per_flop, flops[at]),
+            (model.joules_per_flop, backward_flops[at]),
+            (model.joules_per_byte, moved[at]),
+            (model.watts, own_s[at]),
         ]
         known = all(amount is not None for coefficient, amount in terms if coefficient)
         own.append(sum(c * a for c, a in terms if c and a is not None) if known else None)

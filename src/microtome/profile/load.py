@@ -72,7 +72,7 @@ class _Watts:
                 return None, f"{meter.what} is read afterwards, not now"
             return cls(meter), ""
         except Exception as error:  # noqa: BLE001  a meter of somebody's own may raise anything
-            return None, said(error)
+            return None, str(error) if isinstance(error, SensorFailed) else said(error)
 
     def __call__(self) -> float:
         now, last = self._meter.read(), self._last

@@ -93,7 +93,7 @@ def measure(rows: Sequence[Row], model: nn.Module, inputs: Inputs, wish: Wish, *
     tree = Tree(rows, wish.depth)
     found = Measured(list(rows))
     if wish.measure == {"energy"} and isinstance(wish.energy, EnergyModel) and not wish.energy.watts:
-        estimated = energy.estimate(tree.rows, wish.energy, [None] * len(tree), backward=backward)
+        estimated = energy.estimate(tree, wish.energy, [None] * len(tree), backward=backward)
         _put_energies(found, tree, estimated)
         return found
     with passes(model, inputs, backward=backward) as runs:
@@ -192,7 +192,7 @@ def _energy(found: Measured, runs: Passes, tree: Tree, wish: Wish) -> None:
     rows = [found.rows[at] for at in tree.at]
     own_s = [_seconds(row) for row in rows]
     if isinstance(wish.energy, EnergyModel):
-        _put_energies(found, tree, energy.estimate(rows, wish.energy, own_s, backward=runs.backward))
+        _put_energies(found, tree, energy.estimate(tree, wish.energy, own_s, backward=runs.backward))
         return
     method = energy.share if wish.energy == "share" else energy.replay
     try:

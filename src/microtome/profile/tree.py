@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -76,6 +77,11 @@ class Tree:
             if parent is not None:
                 own[parent] -= inclusive[index]
         return own
+
+    def own_known(self, inclusive: Sequence[float | None]) -> list[float | None]:
+        """The same where some are not known; what is left of those, and of what contains them, is not either."""
+        own = self.own([math.nan if value is None else value for value in inclusive])
+        return [None if math.isnan(value) else value for value in own]
 
     def known_sums(self, own: Sequence[float | None]) -> list[float | None]:
         """What each took with all calls inside it, of what is known; None where nothing is."""

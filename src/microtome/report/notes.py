@@ -101,7 +101,7 @@ def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
     if max(timing.ratio, timing.backward_ratio or 0.0) > _DISTURBED:
         yield (
             "time stamps cost more than 5 %, so short calls look longer than they are: "
-            "measure with a smaller depth, such as --depth 1"
+            "measure with a smaller depth (--depth)"
         )
 
 
