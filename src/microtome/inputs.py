@@ -97,8 +97,8 @@ def _tensor(shape: list[int], name: str, generator: torch.Generator, device: str
         return torch.empty(shape, dtype=dtype, device="meta")
     try:
         if dtype.is_floating_point or dtype.is_complex:
-            return torch.randn(shape, generator=generator, device="cpu").to(dtype)
-        return torch.zeros(shape, dtype=dtype, device="cpu")  # an index that every embedding has
+            return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)  # an index that every embedding has
     except RuntimeError as error:
         text = "x".join(map(str, shape))
         raise BadInputs(f"there is no room for an input of {text}: give torch.empty(..., device='meta')") from error
@@ -121,3 +121,8 @@ def _describe(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name!r}: {_describe(item)}" for name, item in value.items()) + "}"
     return repr(value)
+
+
+def device_of(model: nn.Module) -> str:
+    """Where the first tensor of a model lies; the CPU if it has none."""
+    return next((str(tensor.device) for tensor in (*model.parameters(), *model.buffers())), "cpu")

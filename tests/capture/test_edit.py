@@ -162,3 +162,24 @@ def test_seeded_noise_is_the_same_in_every_run() -> None:
     assert all(torch.equal(run, runs[0]) for run in runs)
     with mt.edit(model, {"0": noise}):
         assert mt.extract(model, X, "0").stopped
+
+
+def test_a_patch_leaves_what_was_captured_alone() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+    with torch.no_grad():
+        feats = mt.extract(model, X, "0")
+        before = feats["0"].clone()
+        with mt.edit(model, {"0": mt.patch_from(feats)}):
+            model(X)
+    assert torch.equal(feats["0"], before)
+
+
+def test_noise_differs_between_the_tensors_of_a_call() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x * 0, x * 0
+
+    model = nn.Sequential(Two())
+    with mt.edit(model, {"0": mt.noise(1.0, seed=1)}):
+        first, second = model(X)
+    assert not torch.equal(first, second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -413,3 +414,106 @@ def test_a_model_of_transformers_is_stopped_too() -> None:
 
     model = GPT2Model(GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=20, n_positions=8, use_cache=False)).eval()
     assert mt.extract(model, torch.arange(4)[None], "h.0").stopped
+
+
+def test_what_was_captured_goes_with_the_features() -> None:
+    gc.disable()
+    try:
+        feats = mt.extract(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "1x2", "0")
+        gone = weakref.ref(feats["0"])
+        del feats
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_attributes_that_hold_lists_are_looked_at_again() -> None:
+    class Sequence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.order = nn.Linear(2, 2), nn.Linear(2, 2), ["a", "b"]
+
+        def forward(self, x: Tensor) -> Any:
+            for name in self.order:
+                x = getattr(self, name)(x)
+            return x
+
+    model = Sequence()
+    assert mt.extract(model, "1x2", "a").addresses == ("a",)
+    model.order = ["a", "b", "a"]
+    assert mt.extract(model, "1x2", "a").addresses == ("a", "a#1")
+
+
+def test_a_model_that_goes_by_chance_is_not_stopped() -> None:
+    class Chance(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.a(self.a(x)) if random.random() < 0.5 else self.a(x)
+
+    assert not mt.extract(Chance(), "1x2", "a").stopped
+
+
+def test_gradients_have_the_structure_of_what_was_captured() -> None:
+    class Gives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return Pair(self.layer(x), None)
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = Gives()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.a(x).first.sum()
+
+    feats = mt.extract(Sums(), torch.rand(1, 2), "a", grad=True)
+    feats.output.backward()
+    assert isinstance(feats.grad("a"), Pair)
+    assert torch.equal(feats.grad("a").first, torch.ones(1, 2))
+
+
+def test_hooks_for_gradients_go_with_the_features() -> None:
+    x = torch.rand(1, 2, requires_grad=True)
+    for _ in range(3):
+        feats = mt.extract(nn.Sequential(nn.Identity()), x, "0", grad=True)
+        feats.output.sum().backward()
+        del feats
+    assert not x._backward_hooks
+
+
+def test_what_the_user_or_the_model_has_too_is_copied() -> None:
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = torch.zeros(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.held.copy_(x)
+
+    model, x = nn.Sequential(nn.Identity(), Cache()), torch.ones(2)
+    feats = mt.extract(model, x, ["0", "1", ""], stop=False)
+    model(x + 100)
+    feats.output.zero_()
+    x.zero_()
+    assert [float(feats[name].sum()) for name in ("0", "1", "")] == [2, 2, 2]
+
+
+def test_what_we_compute_is_no_operator_of_the_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with torch.no_grad():  # else autograd detaches what it saves, which is an operator too
+        feats = mt.extract(model, "1x2", ["1", "1/*"], clone=True, transform=lambda out: out.sin())
+    assert feats.addresses == ("1/relu#0", "1")
+
+
+def test_a_model_on_fast_paths_is_stopped_too() -> None:
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)]
+    model = nn.Sequential(*layers).eval()
+    with torch.no_grad():
+        assert mt.extract(model, "1x2x8", "0").stopped

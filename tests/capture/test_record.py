@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +60,29 @@ def test_a_folder_is_read_again_and_goes_on(tmp_path: Path) -> None:
 def test_a_folder_of_another_model_or_of_other_layers_is_refused(tmp_path: Path) -> None:
     with mt.record(chain(), "2", to=tmp_path / "acts"):
         pass
-    with pytest.raises(BadFile, match="model"):
-        mt.record(zoo.build("tiny-vit")[0], "blocks.*", to=tmp_path / "acts", append=True)
-    with pytest.raises(BadFile, match="selectors"):
-        mt.record(chain(), "0", to=tmp_path / "acts", append=True)
-    with pytest.raises(BadFile, match="append"):
-        mt.record(chain(), "2", to=tmp_path / "acts")
+    with (
+        pytest.raises(BadFile, match="model"),
+        mt.record(zoo.build("tiny-vit")[0], "blocks.*", to=tmp_path / "acts", append=True),
+    ):
+        pass
+    with (
+        pytest.raises(BadFile, match="layout"),
+        mt.record(nn.Sequential(*chain(), nn.ReLU()), "2", to=tmp_path / "acts", append=True),
+    ):
+        pass
+    with pytest.raises(BadFile, match="selectors"), mt.record(chain(), "0", to=tmp_path / "acts", append=True):
+        pass
+    with pytest.raises(BadFile, match="append"), mt.record(chain(), "2", to=tmp_path / "acts"):
+        pass
 
 
 def test_two_recorders_on_one_folder_are_refused(tmp_path: Path) -> None:
     with (
         mt.record(chain(), "2", to=tmp_path / "acts"),
         pytest.raises(BadFile, match="record"),
+        mt.record(chain(), "2", to=tmp_path / "acts", append=True),
     ):
-        mt.record(chain(), "2", to=tmp_path / "acts", append=True)
+        pass
 
 
 def test_memory_never_grows_past_its_limit() -> None:
@@ -286,8 +297,36 @@ def test_appending_with_another_reduction_is_refused(tmp_path: Path) -> None:
         model(torch.rand(1, 3))
     with mt.record(model, lambda path, _: path == "0", to=tmp_path / "acts", append=True):
         model(torch.rand(1, 3))
-    with pytest.raises(BadFile, match="reduce"):
-        mt.record(model, lambda path, _: path == "0", to=tmp_path / "acts", append=True, reduce="mean")
+    again = mt.record(model, lambda path, _: path == "0", to=tmp_path / "acts", append=True, reduce="mean")
+    with pytest.raises(BadFile, match="reduce"), again:
+        pass
+
+
+def test_a_reduction_that_keeps_what_it_gives_is_copied() -> None:
+    model, sums = chain(), torch.zeros(4)
+    with torch.no_grad(), mt.record(model, "0", reduce=lambda out: sums.add_(out.mean(0))) as rec:
+        for x in batches(3):
+            model(x)
+    assert not torch.equal(rec["0"][0], rec["0"][1])
+
+
+def test_a_recorder_that_is_not_used_holds_nothing(tmp_path: Path) -> None:
+    mt.record(chain(), "0", to=tmp_path / "acts")
+    assert not (tmp_path / "acts").exists()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("microtome")]
+
+
+def test_what_was_recorded_goes_with_the_recorder() -> None:
+    gc.disable()
+    try:
+        model = chain()
+        with mt.record(model, "0") as rec:
+            model(torch.rand(1, 3))
+        gone = weakref.ref(rec["0"][0])
+        del rec
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from microtome.capture.attention_weights import Heads, Rows
 from microtome.engine import Selector, Session, select
 from microtome.engine.select import check_model, no_path
 from microtome.errors import BadQuery, NoMatch
-from microtome.inputs import Inputs
+from microtome.inputs import Inputs, device_of
 from microtome.results import File
 from microtome.units import shape
 
@@ -53,7 +53,7 @@ def attention(
     (('self_attn',), True)
     """
     wanted = None if layers is None else frozenset(select(model, layers))
-    given = _placed(Inputs.of(inputs), check_model(model)) if isinstance(inputs, str) else Inputs.of(inputs)
+    given = Inputs.of(inputs, device=device_of(check_model(model)))
     kept: dict[str, Tensor] = {}
 
     def keep(address: str, weights: Tensor) -> None:
@@ -65,12 +65,6 @@ def attention(
     if not kept:
         raise _nothing_seen(model, probe)
     return Attention(tuple(kept), tuple(kept.values()), _fixed(heads), _fixed(rows))
-
-
-def _placed(inputs: Inputs, model: nn.Module) -> Inputs:
-    """Inputs that were made of a text, where the model is."""
-    held = next(model.parameters(), None)
-    return inputs if held is None else inputs.to(held.device)
 
 
 def _fixed(asked: Any) -> Any:

@@ -128,7 +128,7 @@ def _by_heads(weights: Tensor, module: nn.Module | None) -> Tensor:
 
 def _heads_of(module: nn.Module | None, batch: int) -> int:
     """How many heads lie in the batch, by what attention modules call that; one where they do not say."""
-    for name in ("num_heads", "heads", "n_heads", "n_head"):
+    for name in ("num_heads", "heads", "num_attention_heads", "n_heads", "n_head"):
         heads = getattr(module, name, None)
         if isinstance(heads, int) and heads > 0 and batch % heads == 0:
             return heads

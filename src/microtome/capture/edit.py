@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -14,7 +13,7 @@ from microtome.capture.features import Features
 from microtome.engine import Call, Feed, Replace, Selector, Session
 from microtome.engine.select import check_model
 from microtome.engine.structure import map_tensors, tensors_in
-from microtome.errors import BadQuery, Unsupported
+from microtome.errors import BadQuery, NoMatch, Unsupported
 from microtome.inputs import Inputs
 
 
@@ -25,7 +24,7 @@ class Edit:
         self,
         change: Callable[[Call | None, Any], Any],
         text: str,
-        inputs: Callable[[Call], Inputs] | None = None,
+        inputs: Callable[[Call, Any], Inputs] | None = None,
     ) -> None:
         self._change = change
         self._text = text
@@ -40,7 +39,7 @@ class Edit:
     def inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The arguments that come in the place of these."""
         if self._inputs is not None:
-            given = self._inputs(call)
+            given = self._inputs(call, (args, kwargs))
             return given.args, given.kwargs
         changed: tuple[Any, Any] = self._change(call, (args, kwargs))
         return changed
@@ -66,15 +65,20 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
         seed: For the same noise in every run, another for each call; the random state of torch is then left alone.
     """
 
-    def add(call: Call | None, tensor: Tensor) -> Tensor:
-        generator = None
-        if seed is not None and not tensor.is_meta:
-            place = 0 if call is None else crc32(call.address.encode())
-            generator = torch.Generator(tensor.device).manual_seed(seed + place)
-        drawn = torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
-        return tensor + std * drawn
+    def add(call: Call | None, value: Any) -> Any:
+        place = 0 if call is None else crc32(call.address.encode())
+        generators: dict[torch.device, torch.Generator] = {}
 
-    return Edit(lambda call, value: _floats(partial(add, call), value), f"noise({std})")
+        def add_to(tensor: Tensor) -> Tensor:
+            device = tensor.device
+            if seed is not None and not tensor.is_meta and device not in generators:
+                generators[device] = torch.Generator(device).manual_seed(seed + place)
+            drawn = torch.randn(tensor.shape, dtype=tensor.dtype, device=device, generator=generators.get(device))
+            return tensor + std * drawn
+
+        return _floats(add_to, value)
+
+    return Edit(add, f"noise({std})")
 
 
 def patch_from(feats: Features, *, rows: Any = None) -> Edit:
@@ -87,19 +91,21 @@ def patch_from(feats: Features, *, rows: Any = None) -> Edit:
     def patch(call: Call | None, value: Any) -> Any:
         if call is None:
             raise BadQuery("patch_from is for edits: it must know at which call it is")
-        kept = feats[_captured(call)]
+        kept = feats[_captured(feats, call)]
         if rows is None:
-            return map_tensors(lambda tensor: tensor.to(_device_of(value, tensor)), kept)
+            return _copied(kept, value)
         if not isinstance(value, Tensor) or not isinstance(kept, Tensor):
             raise Unsupported(f"rows of {call.address!r} cannot be patched: it returns a {type(value).__name__}")
         patched = value.clone()
         patched[rows] = kept[rows].to(value)
         return patched
 
-    def _captured(call: Call) -> str:
-        return call.address if call.address in feats.addresses else call.path
+    def arguments(call: Call, value: Any) -> Inputs:
+        given = feats.inputs(_captured(feats, call))
+        args, kwargs = _copied((given.args, given.kwargs), value)
+        return Inputs(*args, **kwargs)
 
-    return Edit(patch, f"patch_from({feats!r})", lambda call: feats.inputs(_captured(call)))
+    return Edit(patch, f"patch_from({feats!r})", arguments)
 
 
 #: What makes an edit: a function of the value, or one of ours.
@@ -148,8 +154,17 @@ def _selected(at: Selector) -> tuple[Selector, int | None]:
     return at, None
 
 
-def _device_of(value: Any, otherwise: Tensor) -> torch.device:
-    return next(tensors_in(value), otherwise).device
+def _captured(feats: Features, call: Call) -> str:
+    """What was captured at this call; at another one only if the module ran once then."""
+    if call.address not in feats.addresses and len(feats.calls(call.path)) > 1:
+        raise NoMatch(f"{call.address!r} was not captured, only {', '.join(map(repr, feats.addresses))}")
+    return call.address if call.address in feats.addresses else call.path
+
+
+def _copied(kept: Any, value: Any) -> Any:
+    """A copy, since the model may write to it, on the device of what it comes in the place of."""
+    device = next((tensor.device for tensor in tensors_in(value)), None)
+    return map_tensors(lambda tensor: tensor.to(device or tensor.device, copy=True), kept)
 
 
 def _output_change(change: Change, index: int | None) -> Callable[[Call, Any], Any]:
@@ -194,4 +209,7 @@ def _changed(change: Change, call: Call, value: Any) -> Any:
 
 
 def _floats(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    return map_tensors(lambda tensor: change(tensor) if tensor.is_floating_point() else tensor, value)
+    def changed(tensor: Tensor) -> Tensor:
+        return change(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+    return map_tensors(changed, value)

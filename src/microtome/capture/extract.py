@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,10 +18,10 @@ from microtome.capture.targets import Targets, op_name
 from microtome.count.whole import WHOLE
 from microtome.engine import Call, Probe, Selector, Session, Stop, Stopped, tensors_in
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.select import check_model
+from microtome.engine.select import check_model, named
 from microtome.engine.structure import map_tensors
 from microtome.errors import BadQuery
-from microtome.inputs import Inputs
+from microtome.inputs import Inputs, device_of
 
 
 def extract(
@@ -58,12 +59,11 @@ def extract(
     (torch.Size([1, 3]), True)
     """
     check_model(model)
-    where = next((str(tensor.device) for tensor in (*model.parameters(), *model.buffers())), "cpu")
-    targets, run = Targets(model, at), Inputs.of(given, device=where)
+    targets, run = Targets(model, at), Inputs.of(given, device=device_of(model))
     if grad and (transform is not None or targets.owners):
         raise BadQuery("gradients are those of what modules return: leave out transform and operators, or grad")
     keeping = Keeping(detach and not grad, clone, device, transform)
-    order = order_of(model, run) if stop and not grad else None
+    order = order_of(model, run, fast_paths=targets.fast_paths) if stop and not grad else None
     kind = _OpCapture if targets.owners else _Capture
     capture = kind(targets, keeping, order, inputs=inputs, grad=grad)
     guards = [] if capture.guard is None else [capture.guard]
@@ -77,10 +77,12 @@ def extract(
         ):
             feats._output.append(run.run(model))
     except Stopped as stopped:
-        if stopped.call.module is None or not capture.stops:
+        if stopped.call is not capture.stopped_at:  # somebody else's
             raise
         feats.stopped = True
-    capture.end(model)
+    finally:
+        capture.stops.clear()  # which holds the capture, and that what was captured
+    capture.end(model, (run.args, run.kwargs), feats._output)
     return feats
 
 
@@ -98,16 +100,20 @@ class _Capture(Probe):
         self._ran: dict[str, None] = {}
         self._op_names: dict[str, dict[str, None]] = {}
         self._ended = 0
+        self.stopped_at: Call | None = None
+        self._keeps = False
         self.features = Features()
         self.guard = CopyOnWrite() if keeping.detach and keeping.clone == "auto" else None
-        wanted = targets.modules.keys() | targets.owners.keys()
-        ends = [(address, at) for at, address in enumerate(order or ()) if address.partition("#")[0] in wanted]
-        self._last = ends[-1] if ends else ("", -1)
+        self._wanted = targets.modules.keys() | targets.owners.keys()
+        ends = [address for address in order or () if address.partition("#")[0] in self._wanted]
+        self._last = (ends[-1], len(ends)) if ends else ("", -1)
         self.stops = [Stop(self._last[0].partition("#")[0], when=self._is_last)] if ends else []
 
     def _is_last(self, call: Call) -> bool:
         """Whether all is there; never where the run went another way than it was expected to."""
-        return (call.address, self._ended - 1) == self._last
+        if (call.address, self._ended) == self._last:
+            self.stopped_at = call
+        return self.stopped_at is not None
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._inputs and id(call.module) in self._modules:
@@ -117,14 +123,18 @@ class _Capture(Probe):
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._ran[call.path] = None
-        self._ended += 1
+        self._ended += call.path in self._wanted
         if id(call.module) in self._modules:
             self._keep(call.path, call.address, output)
 
     def _keep(self, name: str, address: str, output: Any) -> None:
-        if self._grad:
-            self.features._grads[address] = _collect(output)
-        kept = self._keeping.keep(output)
+        self._keeps = True  # and is no part of the model meanwhile
+        try:
+            if self._grad:
+                self.features._grads[address] = _collect(output, self.features)
+            kept = self._keeping.keep(output)
+        finally:
+            self._keeps = False
         self._hold(kept)
         self.features._values.setdefault(name, {})[address] = kept
 
@@ -132,10 +142,11 @@ class _Capture(Probe):
         if self.guard is not None:
             self.guard.hold(kept)
 
-    def end(self, model: nn.Module) -> None:
+    def end(self, model: nn.Module, given: Any, output: Any) -> None:
         feats = self.features
-        if self.guard is not None:  # what the model keeps may be written to in its next run
-            for tensor in (*model.parameters(), *model.buffers()):
+        if self.guard is not None:  # what the model or the user has too may be written to later
+            held = [vars(module) for _, module in named(model)]
+            for tensor in tensors_in((held, given, output)):
                 self.guard.release(tensor)
         names = {path: list(found) for path, found in self._op_names.items()}
         feats.never_ran = self._targets.check(feats._values, self._ran, names)
@@ -150,7 +161,7 @@ class _OpCapture(_Capture):
 
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = where.call
-        if call is None or where.phase != "forward" or call.path not in self._targets.owners:
+        if self._keeps or call is None or where.phase != "forward" or call.path not in self._targets.owners:
             return
         name = op_name(func)
         index = self._counts.get((call, name), 0)
@@ -160,33 +171,23 @@ class _OpCapture(_Capture):
             self._keep(f"{call.path}/{name}", f"{call.address}/{name}#{index}", output)
 
 
-def _collect(output: Any) -> Callable[[], Any]:
-    """Note the gradients of a value when they come; what is returned gives them, in the value's structure."""
+def _collect(output: Any, feats: Features) -> Callable[[], Any]:
+    """Note the gradients of a value when they come; what is returned gives them, in the value's structure.
+
+    The hooks go with the features: a tensor of the model or of the user may live longer.
+    """
     grads: dict[int, Tensor] = {}
     places: dict[int, int] = {}
 
     def note(at: int, grad: Tensor) -> None:
         grads[at] = grads[at] + grad if at in grads else grad
 
-    for at, tensor in enumerate(tensors_in(output)):
-        places[id(tensor)] = at
+    def placed(tensor: Tensor) -> Tensor:
+        place = torch.empty(0)
+        places[id(place)] = at = len(places)
         if tensor.requires_grad:
-            tensor.register_hook(partial(note, at))
-    shape = map_tensors(lambda tensor: _Place(places[id(tensor)]), output)
-    return lambda: _filled(shape, grads)
+            weakref.finalize(feats, tensor.register_hook(partial(note, at)).remove)
+        return place
 
-
-class _Place(int):
-    """Stands for a tensor in a structure."""
-
-
-def _filled(value: Any, grads: dict[int, Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return grads.get(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_filled(item, grads) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_filled(item, grads) for item in value)
-    if isinstance(value, dict):
-        return {name: _filled(item, grads) for name, item in value.items()}
-    return value
+    structure = map_tensors(placed, output)
+    return lambda: map_tensors(lambda place: grads.get(places[id(place)]), structure)

@@ -45,6 +45,8 @@ class Keeping:
         if self.transform is not None:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
                 value = self.transform(value)
+            if self.detach:  # it may give back what is the model's own
+                value = map_tensors(Tensor.detach, value)
         return map_tensors(self._place, value)
 
     def _place(self, tensor: Tensor) -> Tensor:
@@ -73,18 +75,19 @@ class CopyOnWrite(Probe):
     def hold(self, value: Any) -> None:
         """Watch over the memory of the tensors in a value."""
         for tensor in tensors_in(value):
-            if tensor.layout is torch.strided:
+            if tensor.layout is torch.strided and not tensor.is_nested:
                 self._held.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
 
     def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._held or not (facts := facts_of(func)).may_write:
             return
         for tensor in facts.written(args, kwargs):
-            if tensor.layout is torch.strided:
-                self.release(tensor)
+            self.release(tensor)
 
     def release(self, tensor: Tensor) -> None:
         """Have what was captured lie elsewhere than this tensor from now on."""
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return
         for held in self._held.pop(tensor.untyped_storage()._cdata, ()):
             with torch.no_grad():
                 held.set_(held.clone())  # type: ignore[call-overload]  # the same tensor, in memory of its own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -17,21 +19,23 @@ from microtome.inputs import Inputs
 #: The orders that were found, by the id of the model and by what they depend on.
 _known: dict[int, tuple[weakref.ref[nn.Module], OrderedDict[Any, tuple[str, ...] | None]]] = {}
 _MOST = 16
+_DEEPEST = 6
 _STANDS: tuple[Stand, ...] = ("meta", "fake")
 
 
-def order_of(model: nn.Module, inputs: Inputs) -> tuple[str, ...] | None:
-    """The addresses of the calls in the order they end; None where that may depend on values.
+def order_of(model: nn.Module, inputs: Inputs, *, fast_paths: bool) -> tuple[str, ...] | None:
+    """The addresses of the calls in the order they end; None where that may depend on values or on chance.
 
-    The model is run on tensors without values: one that runs so cannot branch on them. The answer is remembered for
-    these shapes, as long as the model and its attributes stay as they are.
+    The model is run on tensors without values: one that runs so cannot branch on them, unless its code catches the
+    error or asks whether it has values. The answer is remembered for these shapes, as long as the model and what its
+    modules hold stay as they are.
     """
-    key = _key(model, inputs)
+    key = _key(model, inputs, fast_paths)
     orders = _orders(model)
     if key is not None and key in orders:
         orders.move_to_end(key)
         return orders[key]
-    order = _find(model, inputs)
+    order = _find(model, inputs, fast_paths)
     if key is not None:
         orders[key] = order
         while len(orders) > _MOST:
@@ -55,41 +59,59 @@ class _Ends(Probe):
         self.addresses.append(call.address)
 
 
-def _find(model: nn.Module, inputs: Inputs) -> tuple[str, ...] | None:
+def _find(model: nn.Module, inputs: Inputs, fast_paths: bool) -> tuple[str, ...] | None:
     for stand in _STANDS:
         ends = _Ends()
         try:
-            with stand_in(model, inputs, stand) as standing, Session(model, [ends]):
+            with stand_in(model, inputs, stand) as standing, Session(model, [ends], fast_paths=fast_paths):
+                before = _random_states()
                 standing.run(model)
+                if _random_states() != before:
+                    return None
         except Exception:  # noqa: BLE001  whatever a model raises without values, it may run with them
             continue
         return tuple(ends.addresses)
     return None
 
 
-def _key(model: nn.Module, inputs: Inputs) -> Any:
+def _random_states() -> Any:
+    """What chance goes by on the CPU."""
+    numpy = sys.modules.get("numpy")
+    drawn = None if numpy is None else str(numpy.random.get_state())
+    return torch.get_rng_state().tolist(), random.getstate(), drawn
+
+
+def _key(model: nn.Module, inputs: Inputs, fast_paths: bool) -> Any:
     """What the order depends on, as something to compare; None if that cannot be told."""
-    given = _described((inputs.args, inputs.kwargs))
-    if given is None:
+    try:
+        given = _described((inputs.args, inputs.kwargs))
+        state = tuple((path, type(module), _described(vars(module))) for path, module in named(model))
+    except _Unknown:
         return None
-    plain = (int, bool, str, float, type(None))
-    state = tuple(
-        (path, type(module), *((name, value) for name, value in vars(module).items() if isinstance(value, plain)))
-        for path, module in named(model)
-    )
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
-    return given, state, modes
+    return given, state, modes, fast_paths
 
 
-def _described(value: Any) -> Any:
+class _Unknown(Exception):
+    """It cannot be told whether this is as it was."""
+
+
+def _described(value: Any, depth: int = 0) -> Any:
+    """A value as something that is equal when it is the same to a model that sees no values of tensors."""
+    if isinstance(value, int | bool | str | float | None):
+        return value.__class__, value
     if isinstance(value, Tensor):
         return "tensor", tuple(value.shape), value.dtype, value.device
-    if isinstance(value, int | bool | str | float | None):
-        return type(value), value
-    if isinstance(value, list | tuple):
-        parts = [_described(item) for item in value]
-        return None if None in parts else (type(value), *parts)
-    if type(value) is dict:
-        items = [(name, _described(item)) for name, item in value.items()]
-        return None if any(item is None for _, item in items) else (dict, *items)
-    return None
+    if isinstance(value, nn.Module | type) or callable(value):
+        return id(value)
+    if depth > _DEEPEST:
+        raise _Unknown
+    if isinstance(value, list | tuple | set | frozenset):
+        return (value.__class__, *(_described(item, depth + 1) for item in value))
+    if isinstance(value, dict):
+        return (value.__class__, *((str(name), _described(item, depth + 1)) for name, item in value.items()))
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    if hasattr(value, "__dict__"):
+        return value.__class__, _described(vars(value), depth + 1)
+    raise _Unknown

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from microtome.capture.store import DiskStore, MemoryStore, Recording, Series, S
 from microtome.capture.targets import Targets
 from microtome.engine import Call, Probe, Selector, Session, select, tensors_in
 from microtome.engine.functions import is_stand_in
-from microtome.engine.select import check_model
+from microtome.engine.select import check_model, named
 from microtome.errors import BadQuery, NoMatch, SessionError
 from microtome.units import parse_size
 
@@ -100,8 +102,9 @@ class Recorder(Mapping[str, Series]):
         if self._targets is not None and self._targets.owners:
             raise BadQuery("operators inside calls are for mt.extract: record modules")
         self._reduce = None if reduce is None else reduction(reduce)
+        self._own_reduction = isinstance(reduce, str)
         self._progress = progress
-        limit_bytes = None if limit is None else parse_size(limit)
+        limits: dict[str, Any] = {"limit_bytes": None if limit is None else parse_size(limit)}
         if self._targets is not None:
             self._probe: Probe = _Outputs(self)
             selectors = [_text(one) for one in self._targets.selectors]
@@ -111,23 +114,24 @@ class Recorder(Mapping[str, Series]):
             selectors = [f"attention of {_text(layers)}, heads {heads or 'all'}, rows {rows or 'all'}"]
         manifest = {
             "model": type(model).__qualname__,
+            "layout": _layout(model),
             "selectors": selectors,
             "reduce": reduce if reduce is None or isinstance(reduce, str) else _text(reduce),
             "torch": torch.__version__,
         }
-        self._store: MemoryStore | DiskStore
-        if to is None:
-            if append:
-                raise BadQuery("append goes on with a folder: say which with `to`")
-            self._store = MemoryStore(limit_bytes=limit_bytes, last=last, keep=keep, histogram=histogram)
-        else:
-            if last is not None:
-                raise BadQuery("`last` keeps a ring in memory: leave out `to`, or `last`")
-            self._store = DiskStore(
-                to, manifest, append=append, limit_bytes=limit_bytes, keep=keep, histogram=histogram
-            )
-        self._folder = to
+        if to is None and append:
+            raise BadQuery("append goes on with a folder: say which with `to`")
+        if to is not None and last is not None:
+            raise BadQuery("`last` keeps a ring in memory: leave out `to`, or `last`")
+        limits |= {"keep": keep, "histogram": histogram}
+        self._open: Callable[[], MemoryStore | DiskStore] = (
+            partial(MemoryStore, last=last, **limits)
+            if to is None
+            else partial(DiskStore, to, manifest, append=append, **limits)
+        )
+        self._store: MemoryStore | DiskStore = MemoryStore(last=last, **limits)  # nothing, until the block begins
         self._copier = Copier(self._store.add)
+        self._folder = to
         self._session: Session | None = None
         self._read: Recording | None = None
         self._is_done = False
@@ -139,17 +143,19 @@ class Recorder(Mapping[str, Series]):
     # -- while it records ----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        if self._session is not None:
+        if self._began is not None:
             raise SessionError("a recorder records in one `with` block: make a new one, with append=True for a folder")
         whole = () if self._targets is not None else ATTENTION
         fast_paths = self._targets is not None and self._targets.fast_paths
-        self._session = Session(self._model, [self._probe, _Runs(self)], whole=whole, fast_paths=fast_paths)
-        self._began = perf_counter()
+        session = Session(self._model, [self._probe, _Runs(self)], whole=whole, fast_paths=fast_paths)
+        self._store = self._open()
+        self._copier = Copier(self._store.add)
         try:
-            self._session.__enter__()
+            self._session = session.__enter__()
         except BaseException:
             self._store.close()
             raise
+        self._began = perf_counter()
         return self
 
     def __exit__(
@@ -157,15 +163,17 @@ class Recorder(Mapping[str, Series]):
     ) -> None:
         assert self._session is not None
         assert self._began is not None
+        session, self._session = self._session, None
+        self._probe = Probe()  # the others hold this, and it what was recorded
         try:
-            self._session.__exit__(kind, error, trace)
+            session.__exit__(kind, error, trace)
         finally:
             try:
                 self._copier.drain()
             finally:
-                self._store.close()
                 self._is_done = True
                 self._seconds = perf_counter() - self._began
+                self._store.close()
         if error is None and self._runs:
             self._check()
 
@@ -190,7 +198,7 @@ class Recorder(Mapping[str, Series]):
                     raise BadQuery(f"reduce gives a tensor, and gave a {type(kept).__name__} at {name!r}")
             self._records += 1
             self._nbytes += kept.nbytes
-            self._copier.add(name + suffix, kept, fresh=_is_fresh(kept, tensor))
+            self._copier.add(name + suffix, kept, fresh=self._own_reduction and _is_fresh(kept, tensor))
 
     def ran(self) -> None:
         """The model ran once."""
@@ -207,6 +215,7 @@ class Recorder(Mapping[str, Series]):
     # -- what was recorded ---------------------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> Series:
+        name = str(name).removesuffix("#0")
         if isinstance(self._store, MemoryStore):
             self._copier.drain()
             return self._store.series(name)
@@ -273,7 +282,7 @@ class _Runs(Probe):
 
 
 def _is_fresh(kept: Tensor, tensor: Tensor) -> bool:
-    """Whether it lies in memory of its own, which nobody else writes to and which holds nothing else."""
+    """Whether what we computed lies in memory of its own, which holds nothing else."""
     if kept.layout is not torch.strided or tensor.layout is not torch.strided:
         return False
     memory = kept.untyped_storage()
@@ -287,6 +296,13 @@ def _named(value: Any) -> Iterator[tuple[str, Tensor]]:
         yield "", found[0][1]
     else:
         yield from found
+
+
+def _layout(model: nn.Module) -> str:
+    """What the modules and parameters of a model are, in a few letters: another layout has others."""
+    modules = [f"{path}:{type(module).__name__}" for path, module in named(model)]
+    shapes = [f"{name}:{tuple(value.shape)}" for name, value in model.named_parameters()]
+    return f"{crc32(' '.join(modules + shapes).encode()):08x}"
 
 
 def _text(selector: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -53,8 +54,7 @@ class Targets:
     @property
     def fast_paths(self) -> bool:
         """Whether torch's fused paths hide nothing of what is wanted, so that the model may run as it does alone."""
-        above = {path.rpartition(".")[0] for path in self.modules if path}
-        parents = {path[: at or len(path)] for path in above for at in _dots(path)}
+        parents = {above for path in self.modules if path for above in _above(path)}
         hiding = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
         modules = dict(self._model.named_modules())
         return not self.owners and not any(isinstance(modules.get(path), hiding) for path in parents)
@@ -93,9 +93,9 @@ def _is_wanted(path: str, name: str, paths: set[str], pattern: Any) -> bool:
     return path in paths and fits
 
 
-def _dots(path: str) -> list[int]:
-    """Where the parts of a path end; 0 for the whole."""
-    return [0, *(at for at, letter in enumerate(path) if letter == ".")]
+def _above(path: str) -> list[str]:
+    """The paths of what contains it, the root's first."""
+    return ["", *accumulate(path.split(".")[:-1], "{}.{}".format)]
 
 
 def _several(at: Selector) -> Iterable[Any]:

@@ -138,9 +138,11 @@ class DiskStore:
                 return
             self._cut()
             self._closed = True
-            self._writer.stop()
-            self._shelf.close()
-            self._file_lock.release()
+            try:
+                self._writer.stop()
+            finally:  # also when it is interrupted
+                self._shelf.close()
+                self._file_lock.release()
             if not self._told:
                 self._check_failed()
 

@@ -14,7 +14,7 @@ from microtome.capture.store.stats import Stats
 from microtome.errors import BadFile, BadQuery
 
 #: What of a manifest must be the same to append to a recording.
-_SAME = ("model", "selectors", "reduce")
+_SAME = ("model", "layout", "selectors", "reduce")
 
 
 def claim(folder: Path) -> FolderLock:
