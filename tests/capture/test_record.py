@@ -58,8 +58,7 @@ def test_a_folder_is_read_again_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_model_or_of_other_layers_is_refused(tmp_path: Path) -> None:
-    with mt.record(chain(), "2", to=tmp_path / "acts"):
-        pass
+    record_once(chain(), "2", to=tmp_path / "acts")
     with (
         pytest.raises(BadFile, match="model"),
         mt.record(zoo.build("tiny-vit")[0], "blocks.*", to=tmp_path / "acts", append=True),
@@ -327,6 +326,27 @@ def test_what_was_recorded_goes_with_the_recorder() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_folder_that_holds_no_record_is_taken_over(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="reduce='cls'"):
+        record_once(chain(), "0", to=tmp_path / "acts", reduce="cls")
+    record_once(chain(), "0", to=tmp_path / "acts", reduce="mean")
+    assert len(mt.load(tmp_path / "acts")["0"]) == 1
+
+
+def record_once(model: nn.Module, *selectors: str, **options: Any) -> None:
+    with mt.record(model, list(selectors), **options):
+        model(torch.rand(1, 3))
+
+
+def test_tensors_of_other_kinds_are_refused() -> None:
+    class Sparse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to_sparse()
+
+    with pytest.raises(Unsupported, match="'0' gives a tensor that is sparse, nested or quantised"):
+        record_once(nn.Sequential(Sparse()), "0")
 
 
 @pytest.mark.gpu

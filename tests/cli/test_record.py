@@ -81,6 +81,7 @@ def test_statistics_alone_and_a_reduction(data: Path, tmp_path: Path) -> None:
             "reduce is one of 'mean'",
         ),
         (["zoo:tiny-resnet", "fc", "--data", "{data}", "--to", "{to}", "--limit", "x"], "'x' is no number of bytes"),
+        (["zoo:tiny-resnet", "fc", "--data", "{words}", "--to", "{to}"], "numbers or truth values are needed"),
         (["zoo:tiny-resnet", "--data", "{data}", "--to", "{to}"], "Missing argument 'SELECT...'"),
         (["zoo:tiny-resnet", "fc", "--data", "{flat}", "--to", "{to}"], "does not run on (4, 5)"),
     ],
@@ -88,7 +89,14 @@ def test_statistics_alone_and_a_reduction(data: Path, tmp_path: Path) -> None:
 def test_what_is_wrong_is_said_in_short(words: list[str], message: str, data: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     np.save(tmp_path / "flat.npy", np.zeros((4, 5), dtype=np.float32))
-    places = {"data": data, "to": tmp_path / "a", "empty": tmp_path / "empty", "flat": tmp_path / "flat.npy"}
+    np.save(tmp_path / "words.npy", np.array(["a", "b"]))
+    places = {
+        "words": tmp_path / "words.npy",
+        "data": data,
+        "to": tmp_path / "a",
+        "empty": tmp_path / "empty",
+        "flat": tmp_path / "flat.npy",
+    }
     result = run(*(word.format(**places) for word in words))
     assert result.exit_code == 2
     assert message in result.output

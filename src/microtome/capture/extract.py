@@ -43,13 +43,14 @@ def extract(
     Args:
         given: The inputs of the model: a tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
         at: Which modules: a path, a glob, a module type, … or several; `"path/operator"` for operators in their calls.
-        stop: End the run when all is there. Models that may branch on values run to their end.
+        stop: End the run when all is there. When that is, is learned from a run on tensors without values, which hooks
+            and edits see too, and remembered. Models that branch on values or on chance run to their end.
         inputs: Capture the arguments of the calls too.
         grad: Keep what is captured in the graph, run to the end, and collect gradients in a later backward.
         detach: Cut what is captured from the graph.
         clone: Copy it; `"auto"`: only where it is written to later in the run, or would pin a larger tensor.
         device: Move it there as it is captured.
-        transform: Called with each output as it is captured; what it returns is kept in its place.
+        transform: Called with each output as it is captured, which it must not write to; what it returns is kept.
 
     >>> import torch
     >>> from torch import nn

@@ -20,7 +20,7 @@ from microtome.capture.targets import Targets
 from microtome.engine import Call, Probe, Selector, Session, select, tensors_in
 from microtome.engine.functions import is_stand_in
 from microtome.engine.select import check_model, named
-from microtome.errors import BadQuery, NoMatch, SessionError
+from microtome.errors import BadQuery, NoMatch, SessionError, Unsupported
 from microtome.units import parse_size
 
 Keep = Literal["all", "stats"]
@@ -190,6 +190,8 @@ class Recorder(Mapping[str, Series]):
         for suffix, tensor in _named(value):
             if is_stand_in(tensor):  # a run without values, by somebody who looks ahead
                 continue
+            if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+                raise Unsupported(f"{name!r} gives a tensor that is sparse, nested or quantised: extract it instead")
             kept = tensor.detach()
             if self._reduce is not None:
                 with torch.no_grad():

@@ -32,7 +32,7 @@ def batches(data: str, size: int, like: Tensor) -> Iterator[Tensor]:
     if not path.is_dir():
         array = _array(path)
         for at in range(0, len(array), size):
-            yield torch.tensor(array[at : at + size]).to(like.dtype)
+            yield _as_tensor(array[at : at + size], like, path)
         return
     files = _files(path)
     for at in range(0, len(files), size):
@@ -62,9 +62,15 @@ def _array(path: Path) -> Any:
     return array
 
 
+def _as_tensor(array: Any, like: Tensor, path: Path) -> Tensor:
+    if array.dtype.kind not in "fiub":
+        raise BadFile(f"{str(path)!r} holds {array.dtype}: numbers or truth values are needed")
+    return torch.tensor(array.astype(array.dtype.newbyteorder("="))).to(like.dtype)
+
+
 def _sample(file: Path, like: Tensor) -> Tensor:
     if file.suffix.lower() == ".npy":
-        return torch.tensor(_array(file)[...]).to(like.dtype)
+        return _as_tensor(_array(file)[...], like, file)
     image: Any = need("PIL", lambda: import_module("PIL.Image"))
     try:
         with image.open(file) as opened:

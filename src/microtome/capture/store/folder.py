@@ -52,6 +52,9 @@ def begin(folder: Path, manifest: Mapping[str, Any], no_stats: Stats, *, append:
     lines, end = read_index(folder)
     for line in lines:
         totals.add(line)
+    if not append and not totals.count:  # one that ended before anything was recorded
+        write_manifest(folder, mine, sync=sync)
+        return totals
     if not append:
         raise BadFile(
             f"{str(folder)!r} already holds a recording of {totals.count} records; "
