@@ -140,4 +140,4 @@ def bounded() -> list[Target]:
 
 
 def run() -> list[Target]:
-    return [*extracting(), *recording(), *attention(), *writing(), *bounded()]
+    return [*bounded(), *extracting(), *recording(), *attention(), *writing()]  # before others leave memory to reuse

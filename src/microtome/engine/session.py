@@ -170,6 +170,7 @@ class Session:
         """
         known, others, local = self._sites.by_id, self._sites.others, self._threads.local
         owners, changes = self._owners, self._changes
+        owned = owners is not None
         enter, exit_ = self._enter, self._exit
         onward = inner or _run_module
 
@@ -192,9 +193,11 @@ class Session:
             counts, stack = run.counts, run.open
             index = counts.get(site, 0)
             counts[site] = index + 1
-            call = Call(site, index, stack[-1] if stack else run.base, run.phase, next_number())
+            # Numbers of autograd's nodes say whose they are: without owners, nobody asks.
+            call = Call(site, index, stack[-1] if stack else run.base, run.phase, next_number() if owned else 0)
             stack.append(call)
-            run.calls.append(call)
+            if owned:
+                run.calls.append(call)
             try:
                 try:
                     if enter:
@@ -213,12 +216,13 @@ class Session:
                     _tell(exit_, "exit", call, args, kwargs, output)
             finally:
                 stack.pop()
-                call._end = end = next_number()
-                if end == run.start:
-                    del run.calls[-1]  # no node was made so far; a loop without grad must not grow
+                if owned:
+                    call._end = end = next_number()
+                    if end == run.start:
+                        del run.calls[-1]  # no node was made so far; a loop without grad must not grow
                 if not stack:
                     thread.end(run)
-            if end > call._start and owners is not None and (thread.tags or not stack):
+            if owners is not None and end > call._start and (thread.tags or not stack):
                 (owners.claim if thread.tags else owners.anchor)(run, output)
                 call._end = next_number()  # asking a view for its grad_fn may have made one
             if change is not None and change.stops(call):
