@@ -421,10 +421,8 @@ def test_a_backward_inside_the_forward_is_no_part_of_the_backward() -> None:
             return force
 
     p = mt.profile(Forces(), torch.rand(8, 64, requires_grad=True), measure="time", backward=True, repeat=5)
-    assert p.timing is not None
-    assert p.timing.backward is not None
-    # What was booked wrongly was the whole forward, which is as long.
-    assert p.total.backward_s < 1.4 * p.timing.backward.median  # type: ignore[operator]
+    # Most of it is the fifty layers' own. What was booked wrongly, on the model itself, was the whole forward.
+    assert p.total.own.backward_s < 0.3 * p.total.backward_s  # type: ignore[operator]
 
 
 def test_passes_that_take_other_branches_are_refused() -> None:
