@@ -120,7 +120,8 @@ def _energy(profile: Profile, use: EnergyUse) -> Iterator[str]:
         reasons: dict[str, int] = {}
         for why in use.not_replayed.values():
             reasons[why] = reasons.get(why, 0) + 1
-        yield "not replayed: " + "; ".join(f"{count} layers, {why}" for why, count in reasons.items())
+        counted = "; ".join(f"{count} layers, {why}" for why, count in reasons.items())
+        yield f"not replayed: {counted}; sums leave them out"
 
 
 def _some(names: Sequence[str], most: int = 6) -> str:
