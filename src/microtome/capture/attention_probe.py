@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from microtome.capture.attention_origin import Kind, Origins, Role, role_of
-from microtome.capture.attention_weights import Given, Heads, Part, Reduce, Rows, fused_weights, unseen
+from microtome.capture.attention_weights import Heads, Part, Rows, fused_weights, unseen
+from microtome.count.whole import AttentionArguments
 from microtome.engine import Call, Probe
 from microtome.engine.functions import plain
 from microtome.engine.probes import AnyOp, Where
@@ -38,7 +39,6 @@ class AttentionProbe(Probe):
         at: The paths of the modules whose attention is wanted, with all that is inside them. None: all.
         heads: The heads that are wanted, by index.
         rows: The queries that are wanted: their indices, "cls" for the first, "last" for the last.
-        reduce: Applied to the weights, some rows at a time: what is kept has one row for each, as third dimension.
 
     Attributes:
         seen: Where attention was computed, wanted or not.
@@ -52,12 +52,10 @@ class AttentionProbe(Probe):
         at: Collection[str] | None = None,
         heads: Heads = None,
         rows: Rows = None,
-        reduce: Reduce | None = None,
     ) -> None:
         self._keep = keep
         self._at = None if at is None else frozenset(at)
         self._part = Part(heads, rows)
-        self._reduce = reduce
         self._origins = Origins()
         self._run: Call | None = None
         self._counts: dict[str, int] = {}
@@ -74,7 +72,8 @@ class AttentionProbe(Probe):
         with plain():
             self._begin(call.stack[0])
             if func in ATTENTION:
-                self._take(call, call, lambda: fused_weights(Given(*args, **kwargs), output, self._part, self._reduce))
+                given = AttentionArguments(*args, **kwargs)
+                self._take(call, call, lambda: fused_weights(given, output, self._part))
             elif role is Role.FUSED:
                 self.hidden[str(func)] = None
             elif role is Role.SOFTMAX:
@@ -99,8 +98,7 @@ class AttentionProbe(Probe):
 
     def _of(self, output: Tensor, layer: Call) -> Tensor:
         with unseen(output.device):
-            weights = self._part.of(_by_heads(output, layer.module))
-            return weights if self._reduce is None else self._reduce(weights)
+            return self._part.of(_by_heads(output, layer.module))
 
     def _take(self, layer: Call, call: Call, compute: Callable[[], Tensor]) -> None:
         """Give the weights of a layer, which were computed in a call inside it, to whoever wants them."""

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from microtome.count.whole import AttentionArguments
 from microtome.engine.functions import plain
 from microtome.errors import BadQuery, Unsupported
 
 Heads = Sequence[int] | None
 Rows = Sequence[int] | Literal["cls", "last"] | None
 #: Made of weights (batch, heads, rows, keys), row by row: the third dimension stays.
-Reduce = Callable[[Tensor], Tensor]
 
 #: Of scores computed at a time, in elements: what is kept may be large, what is needed on the way is not.
 BLOCK = 1 << 24
@@ -65,25 +65,13 @@ def _within(indices: Sequence[int], count: int, what: str) -> list[int]:
     return [index % count for index in indices]
 
 
-class Given(NamedTuple):
-    """The arguments of `scaled_dot_product_attention`."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-    def mask(self) -> Tensor | None:
-        """The mask as a tensor of values: torch's own causal biases are classes that have none."""
-        mask: Any = self.attn_mask
-        return mask._materialize(self.query.device) if hasattr(mask, "_materialize") else mask
+def _mask(given: AttentionArguments) -> Tensor | None:
+    """The mask as a tensor of values: torch's own causal biases are classes that have none."""
+    mask: Any = given.attn_mask
+    return mask._materialize(given.query.device) if hasattr(mask, "_materialize") else mask
 
 
-def fused_weights(given: Given, output: Tensor, part: Part, reduce: Reduce | None = None) -> Tensor:
+def fused_weights(given: AttentionArguments, output: Tensor, part: Part) -> Tensor:
     """The weights (batch, heads, rows, keys) that the fused kernel used to make its output, before dropout.
 
     Attention of three dimensions has one head, but where heads are grouped. A row whose keys are all masked is zero, as
@@ -91,13 +79,12 @@ def fused_weights(given: Given, output: Tensor, part: Part, reduce: Reduce | Non
     """
     if given.query.is_nested:
         raise Unsupported("attention on nested tensors has no weights of one shape: give padded inputs and a mask")
-    mask = given.mask()
+    mask = _mask(given)
     with unseen(output.device):
         scores = _Scores(given, mask, output, part)
         made: Tensor | None = None
         for start, block in scores.blocks():
             block = block.to(output.dtype)
-            block = block if reduce is None else reduce(block)
             if made is None:
                 made = block.new_empty((*block.shape[:2], len(scores.rows), *block.shape[3:]))
             made[:, :, start : start + block.shape[2]] = block
@@ -120,7 +107,7 @@ def unseen(device: torch.device) -> Iterator[None]:
 class _Scores:
     """Queries, keys and mask of the heads wanted, each (batch, heads, ·, ·), where 1 stands for any batch or head."""
 
-    def __init__(self, given: Given, mask: Tensor | None, output: Tensor, part: Part) -> None:
+    def __init__(self, given: AttentionArguments, mask: Tensor | None, output: Tensor, part: Part) -> None:
         query, key = given.query, given.key
         self._lead = output.shape[:-2]
         if given.enable_gqa and len(self._lead) == 1:

@@ -98,6 +98,10 @@ class Recorder(Mapping[str, Series]):
             raise BadQuery("say what to record: modules, or attention=True")
         if not attention and (layers is not None or heads is not None or rows is not None):
             raise BadQuery("layers, heads and rows are of attention: add attention=True")
+        if to is None and append:
+            raise BadQuery("append goes on with a folder: say which with `to`")
+        if to is not None and last is not None:
+            raise BadQuery("`last` keeps a ring in memory: leave out `to`, or `last`")
         self._targets = None if at is None else Targets(model, at)
         if self._targets is not None and self._targets.owners:
             raise BadQuery("operators inside calls are for mt.extract: record modules")
@@ -112,24 +116,11 @@ class Recorder(Mapping[str, Series]):
             paths = None if layers is None else set(select(model, layers))
             self._probe = AttentionProbe(self.add, at=paths, heads=heads, rows=rows)
             selectors = [f"attention of {_text(layers)}, heads {heads or 'all'}, rows {rows or 'all'}"]
-        manifest = {
-            "model": type(model).__qualname__,
-            "layout": _layout(model),
-            "selectors": selectors,
-            "reduce": reduce if reduce is None or isinstance(reduce, str) else _text(reduce),
-            "torch": torch.__version__,
-        }
-        if to is None and append:
-            raise BadQuery("append goes on with a folder: say which with `to`")
-        if to is not None and last is not None:
-            raise BadQuery("`last` keeps a ring in memory: leave out `to`, or `last`")
         limits |= {"keep": keep, "histogram": histogram}
-        self._open: Callable[[], MemoryStore | DiskStore] = (
-            partial(MemoryStore, last=last, **limits)
-            if to is None
-            else partial(DiskStore, to, manifest, append=append, **limits)
-        )
-        self._store: MemoryStore | DiskStore = MemoryStore(last=last, **limits)  # nothing, until the block begins
+        self._store: MemoryStore | DiskStore = MemoryStore(last=last, **limits)
+        # A folder is opened when the block begins, so that a recorder that is not used leaves none.
+        manifest = _manifest(model, selectors, reduce)
+        self._open = None if to is None else partial(DiskStore, to, manifest, append=append, **limits)
         self._copier = Copier(self._store.add)
         self._folder = to
         self._session: Session | None = None
@@ -148,8 +139,9 @@ class Recorder(Mapping[str, Series]):
         whole = () if self._targets is not None else ATTENTION
         fast_paths = self._targets is not None and self._targets.fast_paths
         session = Session(self._model, [self._probe, _Runs(self)], whole=whole, fast_paths=fast_paths)
-        self._store = self._open()
-        self._copier = Copier(self._store.add)
+        if self._open is not None:
+            self._store = self._open()
+            self._copier = Copier(self._store.add)
         try:
             self._session = session.__enter__()
         except BaseException:
@@ -298,6 +290,17 @@ def _named(value: Any) -> Iterator[tuple[str, Tensor]]:
         yield "", found[0][1]
     else:
         yield from found
+
+
+def _manifest(model: nn.Module, selectors: list[str], reduce: Reduce | None) -> dict[str, Any]:
+    """What a folder says of its recording; appending asks for the same, but for torch's version."""
+    return {
+        "model": type(model).__qualname__,
+        "layout": _layout(model),
+        "selectors": selectors,
+        "reduce": reduce if reduce is None or isinstance(reduce, str) else _text(reduce),
+        "torch": torch.__version__,
+    }
 
 
 def _layout(model: nn.Module) -> str:

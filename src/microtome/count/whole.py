@@ -24,8 +24,8 @@ class Costs(NamedTuple):
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-class _Attention(NamedTuple):
-    """The arguments of attention that its cost depends on, by their names, and those it does not depend on."""
+class AttentionArguments(NamedTuple):
+    """The arguments of `scaled_dot_product_attention`, by their names."""
 
     query: Tensor
     key: Tensor
@@ -42,14 +42,14 @@ class _Attention(NamedTuple):
 
 
 def _attention(*args: Any, out: Tensor, **kwargs: Any) -> Work:
-    given = _Attention(*args, **kwargs)
+    given = AttentionArguments(*args, **kwargs)
     scores = 6 + (given.attn_mask is not None) + (2 if given.dropout_p else 0)
     return attention(*given.shapes(out), scores=scores)
 
 
 def _attention_backward(*args: Any, out: Tensor, **kwargs: Any) -> Work:
     """Through the softmax (4), the scale (1) and the dropout (1)."""
-    given = _Attention(*args, **kwargs)
+    given = AttentionArguments(*args, **kwargs)
     query, key, value, mask = given[:4]
     needed = query.requires_grad, key.requires_grad, value.requires_grad
     scores = 5 + (1 if given.dropout_p else 0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack, nullcontext
-from functools import partial, wraps
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,8 +23,9 @@ from microtome.engine.probes import Feed, Intervention, Probe, Replace, Skip, St
 from microtome.engine.select import Selector, check_model, select
 from microtome.engine.sites import ModelSites, ProcessSites, Sites
 from microtome.engine.structure import tensors_in
+from microtome.engine.telling import methods_of, tell, tell_moves
 from microtome.engine.threads import Thread, Threads
-from microtome.errors import MicrotomeError, ProbeError, SessionError
+from microtome.errors import MicrotomeError, SessionError
 
 
 class Session:
@@ -76,14 +77,14 @@ class Session:
             raise SessionError("`at` chooses what probes see of a model: give one, and no interventions")
         self._sites: Sites = ProcessSites() if self.model is None else ModelSites(self.model, at)
         unseen = at is not None and self.model is not None and "" not in select(self.model, at)
-        self._enter = _methods(probes, "enter", unseen=unseen)
-        self._exit = _methods(probes, "exit", unseen=unseen)
-        self._fail = _methods(probes, "fail", unseen=unseen)
-        self._op = _methods(probes, "op")
-        self._op_begins = _methods(probes, "op_begins")
-        self._enter_backward = _methods(probes, "enter_backward", unseen=unseen)
-        self._exit_backward = _methods(probes, "exit_backward", unseen=unseen)
-        self._backward_moves = _methods(probes, "backward_moves")
+        self._enter = methods_of(probes, "enter", unseen=unseen)
+        self._exit = methods_of(probes, "exit", unseen=unseen)
+        self._fail = methods_of(probes, "fail", unseen=unseen)
+        self._op = methods_of(probes, "op")
+        self._op_begins = methods_of(probes, "op_begins")
+        self._enter_backward = methods_of(probes, "enter_backward", unseen=unseen)
+        self._exit_backward = methods_of(probes, "exit_backward", unseen=unseen)
+        self._backward_moves = methods_of(probes, "backward_moves")
         # A function that is shown whole is shown so in its backward too, which a forward may run.
         told = self._enter_backward or self._exit_backward or self._backward_moves
         self._backward = backward or bool(told or whole)
@@ -201,7 +202,7 @@ class Session:
             try:
                 try:
                     if enter:
-                        _tell(enter, "enter", call, args, kwargs)
+                        tell(enter, "enter", call, args, kwargs)
                     change = changes.get(site) if changes else None
                     if change is not None:
                         output = change.run(call, onward, module, args, kwargs)
@@ -213,7 +214,7 @@ class Session:
                     self._tell_failure(call, error)
                     raise
                 if exit_:
-                    _tell(exit_, "exit", call, args, kwargs, output)
+                    tell(exit_, "exit", call, args, kwargs, output)
             finally:
                 stack.pop()
                 if owned:
@@ -237,8 +238,8 @@ class Session:
         if owners is None:
             return self._wrap_functions(inner)
         probes = BackwardProbes(
-            enter=partial(_tell, self._enter_backward, "enter_backward"),
-            leave=partial(_tell, self._exit_backward, "exit_backward"),
+            enter=partial(tell, self._enter_backward, "enter_backward"),
+            leave=partial(tell, self._exit_backward, "exit_backward"),
             are_open=lambda: self.is_open,
         )
         told = bool(self._enter_backward or self._exit_backward)
@@ -254,7 +255,7 @@ class Session:
                     backward = Backward(owners, threads, probes, create_graph=create_graph)
                     stack.enter_context(backward.watch(nodes))
                 if moves:
-                    stack.enter_context(watch_moves(owners, nodes, partial(_tell_moves, moves)))
+                    stack.enter_context(watch_moves(owners, nodes, partial(tell_moves, moves)))
                 return inner(roots, *args, **kwargs)
 
         return self._wrap_functions(run_backward)
@@ -348,7 +349,7 @@ class Session:
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
         try:
-            _tell(self._fail, "fail", call, error)
+            tell(self._fail, "fail", call, error)
         except MicrotomeError as second:  # what the model raised goes first
             error.add_note(str(second))
 
@@ -376,51 +377,3 @@ def _several(given: Any, what: str, *kinds: type) -> tuple[Any, ...]:
             names = " or ".join(kind.__name__ for kind in kinds)
             raise SessionError(f"{what} are a list of {names}, got {type(item).__name__}")
     return items
-
-
-def _methods(probes: Iterable[Probe], name: str, *, unseen: bool = False) -> list[Callable[..., None]]:
-    """The probes' methods of this name, without those that only inherit the empty one.
-
-    Args:
-        unseen: Whether the model itself is not looked at; it is in the session, since its call is the run.
-    """
-    methods = [getattr(probe, name) for probe in probes if getattr(type(probe), name) is not getattr(Probe, name)]
-    return [_but_the_root(method) for method in methods] if unseen else methods
-
-
-def _but_the_root(method: Callable[..., None]) -> Callable[..., None]:
-    @wraps(method)
-    def told(call: Call, *details: Any) -> None:
-        if call.path:
-            method(call, *details)
-
-    return told
-
-
-def _tell(methods: Iterable[Callable[..., None]], event: str, call: Call, *details: Any) -> None:
-    """Tell every probe; then raise what the first of them raised, if any did."""
-    failed: MicrotomeError | None = None
-    for method in methods:
-        try:
-            method(call, *details)
-        except MicrotomeError as error:  # says itself what is wrong
-            failed = failed or error
-        except Exception as error:  # noqa: BLE001  whatever a probe raises, the user must learn at which call
-            name = getattr(method, "__qualname__", repr(method))
-            message = f"{name} raised {type(error).__name__} at {event} of {call.address!r}: {error}"
-            failed = failed or _because(ProbeError(message, call.address), error)
-    if failed is not None:
-        raise failed
-
-
-def _tell_moves(methods: Iterable[Callable[..., None]], call: Call | None) -> None:
-    if call is not None:
-        _tell(methods, "the backward", call)
-        return
-    for method in methods:
-        method(None)
-
-
-def _because(error: ProbeError, cause: Exception) -> ProbeError:
-    error.__cause__ = cause
-    return error

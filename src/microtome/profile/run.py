@@ -96,16 +96,21 @@ def profile(
         coverage=coverage,
         calls=builder.rows(),
     )
-    if wish is None:
-        return static
-    from microtome.profile import measured
+    return static if wish is None else _measured(static, model, given, wish, backward=backward)
 
-    found = measured.measure(static.calls, model, given, wish, backward=backward)
+
+def _measured(static: Profile, model: nn.Module, inputs: Inputs, wish: Wish, *, backward: bool) -> Profile:
+    """The profile with what was wished for."""
+    from microtome.count.conventions import convention as find
+    from microtome.profile import measured
+    from microtome.profile.build import Builder
+
+    found = measured.measure(static.calls, model, inputs, wish, backward=backward)
     if "memory" in wish.measure and found.memory is None:
 
         def real_rows() -> tuple[Row, ...]:
-            run, modules = record(model, given, backward=backward, fake=False, convention=convention)
-            return Builder(run, model, find(convention), modules, backward=backward).rows()
+            run, modules = record(model, inputs, backward=backward, fake=False, convention=static.convention)
+            return Builder(run, model, find(static.convention), modules, backward=backward).rows()
 
         measured.host_memory(found, wish, real_rows)
     return replace(static, calls=tuple(found.rows), **found.how())

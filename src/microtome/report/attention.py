@@ -62,11 +62,6 @@ def plot(
     return picture(_pick(heads, row, "row"), _of_sample(image, sample), grid=grid, alpha=alpha)
 
 
-def to_png(attention: Attention, file: File, image: Any = None, **options: Any) -> None:
-    """Write what `plot` gives to a file."""
-    plot(attention, image, **options).save(file)
-
-
 def picture(values: Tensor, image: Any = None, *, grid: tuple[int, int] | None = None, alpha: float = 0.6) -> Picture:
     """One value for each token, such as a row of weights or of a rollout, as a picture.
 
