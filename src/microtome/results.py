@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from microtome.errors import BadFile
 
 #: Where the class of each kind of result is, to be imported when a file holds one.
-_KINDS = {"profile": ("microtome.profile.data", "Profile")}
+_KINDS = {"profile": ("microtome.profile.data", "Profile"), "cuts": ("microtome.split.data", "Cuts")}
 
 File = str | PathLike[str]
 
