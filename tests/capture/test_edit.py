@@ -183,3 +183,26 @@ def test_noise_differs_between_the_tensors_of_a_call() -> None:
     with mt.edit(model, {"0": mt.noise(1.0, seed=1)}):
         first, second = model(X)
     assert not torch.equal(first, second)
+
+
+def test_captured_arguments_are_the_edited_ones_in_either_order() -> None:
+    model = chain()
+    with mt.edit(model, inputs={"2": mt.zero()}):
+        feats = mt.extract(model, X, ["0", "2"], inputs=True)
+    assert feats["0"].any()
+    assert not feats.inputs("2").args[0].any()
+    assert torch.equal(feats["2"], bias(model).expand(2, 2))
+    with mt.edit(model, inputs={"": lambda given: mt.Inputs(given.args[0] * 0)}):
+        assert not mt.extract(model, X, "", inputs=True).inputs("").args[0].any()
+
+
+def test_edited_arguments_that_the_module_writes_to_are_captured_as_they_were() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.add_(5)
+
+    model = nn.Sequential(nn.Identity(), InPlace())
+    with mt.edit(model, inputs={"1": mt.scale(2.0)}):
+        feats = mt.extract(model, torch.ones(2), "1", inputs=True)
+    assert feats.inputs("1").args[0].tolist() == [2, 2]
+    assert feats["1"].tolist() == [7, 7]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
-from microtome.errors import NoMatch, SessionError
+from microtome.engine import Feed
+from microtome.errors import NoMatch, ProbeError, SessionError
 from tests.engine.test_calls import Log, Repeat
 from tests.engine.test_session import Events
 
@@ -141,3 +142,52 @@ def test_an_intervention_that_raises_says_where() -> None:
     with mt.Session(model, interventions=[change]), pytest.raises(TypeError) as caught:
         model(0)
     assert caught.value.__notes__ == ["raised by an intervention at '1.0'"]
+
+
+@pytest.mark.parametrize("change_first", [True, False])
+def test_probes_see_the_arguments_that_a_feed_gives_whichever_session_was_opened_first(change_first: bool) -> None:
+    model, events = three(), Events()
+    changes = [
+        Feed("1", lambda call, args, kwargs: ((args[0] * 10,), kwargs)),
+        mt.Replace("1", lambda call, out: out + 0.5),
+    ]
+    change, look = mt.Session(model, interventions=changes), mt.Session(model, [events])
+    first, second = (change, look) if change_first else (look, change)
+    with first, second:
+        assert model(0) == 12.5  # (0 + 1) * 10 + 1 + 0.5 + 1
+    assert ("enter", "1", (10,), {}) in events.seen
+    assert ("exit", "1", (10,), {}, 11.5) in events.seen
+
+
+def test_feeds_of_several_sessions_apply_from_the_outside_in() -> None:
+    model = Add()
+    with (
+        mt.Session(model, interventions=[Feed("", lambda call, args, kwargs: ((args[0] * 10,), kwargs))]),
+        mt.Session(model, interventions=[Feed("", lambda call, args, kwargs: ((args[0] + 1,), kwargs))]),
+    ):
+        assert model(0) == 11
+
+
+def test_a_probe_of_another_session_that_raises_leaves_no_change_behind() -> None:
+    class Breaks(mt.Probe):
+        def enter(self, call: mt.Call, args: Any, kwargs: Any) -> None:
+            raise ValueError("no")
+
+    model = Add()
+    feed = Feed("", lambda call, args, kwargs: ((args[0] * 10,), kwargs))
+    with mt.Session(model, interventions=[feed, mt.Replace("", lambda call, out: out + 5)]) as session:
+        with mt.Session(model, [Breaks()]), pytest.raises(ProbeError, match="no"):
+            model(1)
+        assert session.stack == ()
+        assert session._threads.here().changing is None
+        assert model(1) == 16
+
+
+def test_a_skipped_call_is_given_what_was_fed() -> None:
+    model = three()
+    changes = [
+        Feed("1", lambda call, args, kwargs: ((args[0] * 10,), kwargs)),
+        mt.Skip("1", lambda call, args, kwargs: args[0] + 7),
+    ]
+    with mt.Session(model, interventions=changes):
+        assert model(0) == 18

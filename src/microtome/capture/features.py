@@ -49,10 +49,7 @@ class Features(Mapping[str, Any]):
         return tuple(address for calls in self._values.values() for address in calls)
 
     def inputs(self, name: str) -> Inputs:
-        """The arguments of the last call of the module at a path, or of the call at an address.
-
-        They are those that the caller gave, before an `edit` of inputs.
-        """
+        """The arguments of the last call of the module at a path, or of the call at an address, as `edit` left them."""
         if not self._inputs:
             raise BadQuery("arguments were not captured: extract with inputs=True")
         address = self._address(name)

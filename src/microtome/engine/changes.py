@@ -36,9 +36,14 @@ class Change:
     def stops(self, call: Call) -> bool:
         return self.stop is not None and (self.stop.when is None or bool(_do(self.stop.when, call)))
 
-    def run(self, call: Call, inner: AnyCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def feed(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that come in the place of these."""
         for feed in self.feeds:
             args, kwargs = _do(feed.by, call, args, kwargs)
+        return args, kwargs
+
+    def run(self, call: Call, inner: AnyCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What comes in the place of the output; the arguments were fed before."""
         output = inner(module, *args, **kwargs) if self.skip is None else _do(self.skip.output, call, args, kwargs)
         for replace in self.replaces:
             output = _do(replace.by, call, output)

@@ -35,16 +35,19 @@ class Interceptor(Protocol):
     """A session as the chain sees it."""
 
     changes_runs: bool
+    feeds: bool
     fast_paths: bool
 
     def wrap_call(self, inner: AnyCall | None) -> AnyCall: ...
+    def wrap_change(self, inner: AnyCall | None) -> AnyCall: ...
     def wrap_backward(self, inner: AnyCall) -> AnyCall: ...
 
 
 class Chain:
     """The open sessions of the process, each wrapped around those before it.
 
-    Sessions that change runs are innermost, so that the others see the changed values whichever was opened first.
+    Sessions that change runs are innermost, so that the others see the changed values whichever was opened first. One
+    that changes arguments is in two places: there, and outermost, where it changes them before the others see them.
     """
 
     def __init__(self) -> None:
@@ -83,9 +86,13 @@ class Chain:
     def _rebuild(self) -> None:
         call: AnyCall | None = None
         backward = self._backward
-        for session in sorted(self._open, key=lambda session: not session.changes_runs):
-            call = session.wrap_call(call)
+        inside_out = sorted(self._open, key=lambda session: not session.changes_runs)
+        for session in inside_out:
+            call = session.wrap_change(call) if session.feeds else session.wrap_call(call)
             backward = session.wrap_backward(backward)
+        for session in inside_out:
+            if session.feeds:
+                call = session.wrap_call(call)
         assert call is not None
         setattr(nn.Module, _CALL, _Slot(call))
         setattr(torch.autograd, _BACKWARD, backward)

@@ -43,7 +43,7 @@ class Probe:
     """
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The call begins; the arguments are as the caller gave them."""
+        """The call begins; the arguments are those that the caller gave or that a `Feed` put in their place."""
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The call ended well."""

@@ -71,6 +71,7 @@ class Session:
         probes = _several(probes, "probes", Probe)
         self._interventions = _several(interventions, "interventions", Replace, Feed, Skip, Stop)
         self.changes_runs = bool(self._interventions)
+        self.feeds = any(isinstance(one, Feed) for one in self._interventions)
         if self.changes_runs and model is None:
             raise SessionError("interventions need a model: give the one that they are to change")
         if at is not None and (self.model is None or self.changes_runs):
@@ -167,12 +168,13 @@ class Session:
     def wrap_call(self, inner: AnyCall | None) -> AnyCall:
         """The way of a module call through this session, and then through the inner one or to the module itself.
 
-        All the cost per call is here, so it is one flat function.
+        All the cost per call is here, so it is one flat function. In a session that feeds, the change of the output is
+        not made here: see `wrap_change`.
         """
         known, others, local = self._sites.by_id, self._sites.others, self._threads.local
         owners, changes = self._owners, self._changes
         owned = owners is not None
-        enter, exit_ = self._enter, self._exit
+        enter, exit_, feeds = self._enter, self._exit, self.feeds
         onward = inner or _run_module
 
         def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -201,11 +203,17 @@ class Session:
                 run.calls.append(call)
             try:
                 try:
-                    if enter:
-                        tell(enter, "enter", call, args, kwargs)
                     change = changes.get(site) if changes else None
                     if change is not None:
-                        output = change.run(call, onward, module, args, kwargs)
+                        args, kwargs = change.feed(call, args, kwargs)
+                    if enter:
+                        tell(enter, "enter", call, args, kwargs)
+                    if change is not None:
+                        if feeds:
+                            thread.changing = module, call, change
+                            output = onward(module, *args, **kwargs)
+                        else:
+                            output = change.run(call, onward, module, args, kwargs)
                     elif inner is None:
                         output = module._call_impl(*args, **kwargs)  # `onward`, without its frame
                     else:
@@ -231,6 +239,25 @@ class Session:
             return output
 
         return call_module
+
+    def wrap_change(self, inner: AnyCall | None) -> AnyCall:
+        """The innermost part of the way through a session that feeds, where outputs are changed.
+
+        The other part is outermost, so that all other sessions are inside the change of the arguments and outside that
+        of the output, and see both.
+        """
+        threads, onward = self._threads, inner or _run_module
+
+        def change_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            thread = threads.here()
+            changing = thread.changing
+            if changing is None or changing[0] is not module:
+                return onward(module, *args, **kwargs)
+            thread.changing = None
+            _, call, change = changing
+            return change.run(call, onward, module, args, kwargs)
+
+        return change_module
 
     def wrap_backward(self, inner: AnyCall) -> AnyCall:
         """The way of a backward through this session; node by node only if probes are told or it makes a graph."""
@@ -348,6 +375,7 @@ class Session:
         return run, found
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
+        self._threads.here().changing = None
         try:
             tell(self._fail, "fail", call, error)
         except MicrotomeError as second:  # what the model raised goes first

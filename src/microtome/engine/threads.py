@@ -9,7 +9,10 @@ from bisect import bisect_right, insort
 from collections import deque
 from operator import attrgetter, itemgetter
 
+from torch import nn
+
 from microtome.engine.calls import Call, Run
+from microtome.engine.changes import Change
 from microtome.engine.functions import Whole
 
 _keys = itertools.count()
@@ -25,6 +28,8 @@ class Thread:
         run: The run now open in the thread, or None.
         in_backward: The calls whose backward the probes were told is open in the thread, outermost first.
         told: The call that probes are being told of in a backward, or None.
+        changing: In a session that feeds, a module whose arguments were fed and whose output is to be changed yet, with
+            its call and the change.
         wholes: In the order they began, the runs of functions shown whole that made autograd nodes.
     """
 
@@ -34,6 +39,7 @@ class Thread:
         "_lock",
         "_recent",
         "_runs",
+        "changing",
         "in_backward",
         "key",
         "run",
@@ -48,6 +54,7 @@ class Thread:
         self.run: Run | None = None
         self.in_backward: tuple[Call, ...] = ()
         self.told: Call | None = None
+        self.changing: tuple[nn.Module, Call, Change] | None = None
         self.wholes: list[Whole] = []
         # A run lives as long as a node that it tagged; the latest live on, for graphs that their output is not part of.
         self._recent: deque[Run] = deque(maxlen=16)
