@@ -51,6 +51,17 @@ def test_replace_knows_which_call_it_changes() -> None:
         assert model(0) == 21  # ((0 + 1) + 1) * 10 + 1
 
 
+def test_skip_when_asked() -> None:
+    shared = nn.ReLU()
+    net = nn.Sequential(shared, shared)
+    with mt.Session(net, [], [mt.Skip(shared, lambda *_: torch.tensor(5.0), when=lambda call: call.index == 0)]):
+        assert net(torch.tensor(-1.0)) == 5
+    with mt.Session(net, [], [mt.Skip(shared, lambda *_: torch.tensor(5.0), when=lambda call: call.index == 1)]):
+        assert net(torch.tensor(-1.0)) == 5
+    with mt.Session(net, [], [mt.Skip(shared, lambda *_: torch.tensor(5.0), when=lambda _: False)]):
+        assert net(torch.tensor(-1.0)) == 0
+
+
 def test_skip_does_not_run_the_forward_nor_the_modules_hooks() -> None:
     model = three()
     hooked: list[Any] = []

@@ -44,7 +44,11 @@ class Change:
 
     def run(self, call: Call, inner: AnyCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What comes in the place of the output; the arguments were fed before."""
-        output = inner(module, *args, **kwargs) if self.skip is None else _do(self.skip.output, call, args, kwargs)
+        skip = self.skip
+        if skip is None or (skip.when is not None and not _do(skip.when, call)):
+            output = inner(module, *args, **kwargs)
+        else:
+            output = _do(skip.output, call, args, kwargs)
         for replace in self.replaces:
             output = _do(replace.by, call, output)
         return output

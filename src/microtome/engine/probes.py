@@ -85,10 +85,15 @@ class Feed:
 
 @dataclass(frozen=True)
 class Skip:
-    """Leaves out the forward of the selected modules: `output(call, args, kwargs)` gives what they return instead."""
+    """Leaves out the forward of the selected modules: `output(call, args, kwargs)` gives what they return instead.
+
+    Attributes:
+        when: Asked at each selected call, after all probes, whether to leave it out; None: always.
+    """
 
     at: Selector
     output: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+    when: Callable[[Call], bool] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from microtome.engine import Session, tensors_in
+from microtome.engine import Probe, Session, tensors_in
 from microtome.engine.select import check_model
 from microtome.engine.standin import CannotStand, Stand, stand_in
 from microtome.errors import BadInputs, MicrotomeError, Unsupported, said
@@ -47,9 +48,19 @@ def trace(model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool |
 
 
 def record(
-    model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool | None = None, convention: str = "microtome"
+    model: nn.Module,
+    inputs: Any,
+    *,
+    backward: bool = False,
+    fake: bool | None = None,
+    convention: str = "microtome",
+    beside: Callable[[Stand], Probe] | None = None,
 ) -> tuple[Trace, dict[int, Cost]]:
-    """A trace counted by a convention, and what that counts for modules as such, by the index of the call."""
+    """A trace counted by a convention, and what that counts for modules as such, by the index of the call.
+
+    Args:
+        beside: Makes a probe that looks at the same run; the last one that it made saw the run that is returned.
+    """
     from microtome.count.conventions import convention as find
     from microtome.trace.data import How  # not before it is needed: see `microtome.trace`
     from microtome.trace.record import Recorder
@@ -68,7 +79,8 @@ def record(
             continue
         try:
             recorder = Recorder(stand, device, counted)
-            return _run(model, inputs, How(stand, "; ".join(why)), recorder, backward=backward), recorder.by_module
+            probes = [recorder] if beside is None else [recorder, beside(stand)]
+            return _run(model, inputs, How(stand, "; ".join(why)), probes, backward=backward), recorder.by_module
         except Exception as error:  # whatever a model raises on stand-ins, it may run on dearer ones
             cause = error.__cause__ if isinstance(error.__cause__, CannotStand) else error
             if isinstance(cause, MicrotomeError):
@@ -93,13 +105,15 @@ def _brief(error: BaseException) -> str:
     return str(error) if isinstance(error, CannotStand) else said(error)
 
 
-def _run(model: nn.Module, inputs: Inputs, how: How, recorder: Recorder, *, backward: bool) -> Trace:
+def _run(model: nn.Module, inputs: Inputs, how: How, probes: list[Any], *, backward: bool) -> Trace:
     from microtome.count.whole import WHOLE
+
+    recorder: Recorder = probes[0]
 
     with stand_in(model, inputs, how.stand, recorder.originals) as standing:
         recorder.name(model, standing)
         grad = torch.is_grad_enabled() or backward
-        with Session(model, [recorder], backward=backward, whole=WHOLE), torch.set_grad_enabled(grad):
+        with Session(model, probes, backward=backward, whole=WHOLE), torch.set_grad_enabled(grad):
             output = standing.run(model)
             if backward:
                 _backward(recorder, output)
