@@ -111,6 +111,9 @@ class Row(Amounts):
         output_bytes: What it returns.
         peak_bytes: The most bytes that live at once while its forward runs, weights and inputs included.
         measured_peak_bytes: The same as measured; None if it was not.
+        until_s: Seconds of the host from the beginning of the run to the end of the call, measured in one run: what a
+            run of layers takes, which is not the sum of what each takes.
+        until_device_s: Seconds that the GPU worked for all that was launched until then.
         load: How busy the machine was; None if that was not sampled.
         spreads: Of measured quantities, by their names: how far the passes spread, and by which method.
     """
@@ -129,6 +132,8 @@ class Row(Amounts):
     own: Amounts = Amounts()
     ops: tuple[Group, ...] = ()
     measured_peak_bytes: int | None = None
+    until_s: float | None = None
+    until_device_s: float | None = None
     load: Load | None = None
     spreads: dict[str, Spread] = field(default_factory=dict)
 

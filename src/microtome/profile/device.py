@@ -30,12 +30,14 @@ class DeviceTimes(NamedTuple):
 
     Attributes:
         forward: What each call took itself, a column for each.
+        until: What was launched until each call ended, a column for each.
         backward: The same of the backward; None if there was none.
         bare: One column: whole forwards without marks.
         bare_backward: Likewise.
     """
 
     forward: torch.Tensor
+    until: torch.Tensor
     backward: torch.Tensor | None
     bare: torch.Tensor
     bare_backward: torch.Tensor | None
@@ -88,6 +90,7 @@ def kernel_times(runs: Passes, tree: Tree, schedule: Schedule) -> DeviceTimes:
     """The durations of kernels, copies and fills, each with the call that launched it."""
     calls = len(tree)
     forward: list[torch.Tensor] = []
+    until: list[torch.Tensor] = []
     backward: list[torch.Tensor] = []
     bare: list[torch.Tensor] = []
     bare_backward: list[torch.Tensor] = []
@@ -98,6 +101,7 @@ def kernel_times(runs: Passes, tree: Tree, schedule: Schedule) -> DeviceTimes:
             made += count
             marked, plain = _watch(runs, tree, count), _watch(runs, None, count)
             forward.append(_table(marked, "forward", count, calls))
+            until.append(_until(marked, count, calls))
             backward.append(_table(marked, "backward", count, calls))
             bare.append(_table(plain, "forward", count, 1))
             bare_backward.append(_table(plain, "backward", count, 1))
@@ -109,6 +113,7 @@ def kernel_times(runs: Passes, tree: Tree, schedule: Schedule) -> DeviceTimes:
     again = runs.backward
     return DeviceTimes(
         torch.cat(forward),
+        torch.cat(until),
         torch.cat(backward) if again else None,
         torch.cat(bare),
         torch.cat(bare_backward) if again else None,
@@ -165,14 +170,42 @@ def _table(seen: Activity, phase: str, count: int, calls: int) -> torch.Tensor:
     return table
 
 
+def _until(seen: Activity, count: int, calls: int) -> torch.Tensor:
+    """The seconds of all that a pass launched before each call ended. Calls are numbered in the order they begin."""
+    launched: dict[int, float] = {}
+    for launch in seen.launches:
+        launched[launch.mark] = launched.get(launch.mark, 0.0) + launch.seconds
+    table = torch.zeros(count, calls, dtype=torch.float64)
+    begun, total = 0, 0.0
+    open_: list[int] = []
+    for at, (label, owner) in enumerate(zip(seen.labels, _owners(seen), strict=True)):
+        if label == "forward":
+            begun, total, open_ = 0, 0.0, []
+        if owner.phase != "forward":
+            continue
+        if label != "forward" and owner.call == begun < calls:
+            open_.append(begun)
+            begun += 1
+        elif open_:  # it went back to the call above
+            table[owner.at_pass, open_.pop()] = total
+        total += launched.get(at, 0.0)
+    return table
+
+
 # -- the other way -----------------------------------------------------------------------------------------------------
 
 
 class _Events(Probe):
-    """Records an event where the forward goes from one call to another, if an operator ran since the last."""
+    """Records an event where the forward goes from one call to another, if an operator ran since the last.
+
+    Attributes:
+        events: Each with the call that the forward went to.
+        ended: The index of the event at which each call ended.
+    """
 
     def __init__(self) -> None:
         self.events: list[tuple[torch.cuda.Event, int]] = []
+        self.ended: dict[int, int] = {}
         self._open: list[int] = []
         self._count = 0
         self._ran = True
@@ -186,8 +219,9 @@ class _Events(Probe):
         self._record()
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._open.pop()
+        call_index = self._open.pop()
         self._record()
+        self.ended[call_index] = len(self.events) - 1
 
     def fail(self, call: Call, error: BaseException) -> None:  # which the model may catch
         self.exit(call, (), {}, None)
@@ -217,6 +251,7 @@ def graph_times(runs: Passes, tree: Tree, schedule: Schedule) -> DeviceTimes:
         plain = _captured(runs)
         begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         table: list[list[float]] = []
+        until: list[list[float]] = []
         bare: list[float] = []
         for _ in schedule.rounds("timing a CUDA graph"):
             graph.replay()
@@ -225,14 +260,16 @@ def graph_times(runs: Passes, tree: Tree, schedule: Schedule) -> DeviceTimes:
             for (event, owner), (after, _) in zip(probe.events, probe.events[1:], strict=False):
                 own[owner] += event.elapsed_time(after) / 1e3
             table.append(own)
+            first = probe.events[0][0]
+            until.append([first.elapsed_time(probe.events[probe.ended[at]][0]) / 1e3 for at in range(len(tree))])
             begins.record()
             plain.replay()
             ends.record()
             torch.cuda.synchronize()
             bare.append(begins.elapsed_time(ends) / 1e3)
-    tables = (torch.tensor(rows, dtype=torch.float64) for rows in (table, [[one] for one in bare]))
-    forward, whole = tables
-    return DeviceTimes(forward, None, whole, None)
+    tables = (torch.tensor(rows, dtype=torch.float64) for rows in (table, until, [[one] for one in bare]))
+    forward, ended, whole = tables
+    return DeviceTimes(forward, ended, None, whole, None)
 
 
 def _end_capture() -> None:

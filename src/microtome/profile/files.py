@@ -25,6 +25,8 @@ def flat(row: Row) -> dict[str, Any]:
         "peak_bytes": row.peak_bytes,
         "intensity_flops_per_byte": row.intensity,
         "measured_peak_bytes": row.measured_peak_bytes,
+        "until_s": row.until_s,
+        "until_device_s": row.until_device_s,
     }
     record |= {name: getattr(row, name) for name in AMOUNTS}
     record |= {f"own_{name}": getattr(row.own, name) for name in AMOUNTS}
@@ -99,4 +101,8 @@ def _row(data: dict[str, Any]) -> Row:
         "load": None if data["load"] is None else Load(**data["load"]),
         "spreads": {name: Spread(**spread) for name, spread in data["spreads"].items()},
     }
-    return Row(**{field.name: data[field.name] for field in fields(Row) if field.name not in nested}, **nested)
+    late: dict[str, Any] = {
+        name: data.get(name) for name in ("until_s", "until_device_s")
+    }  # files of before have not got them
+    known = {field.name: data[field.name] for field in fields(Row) if field.name not in nested | late}
+    return Row(**known, **late, **nested)

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 import psutil
-from torch import nn
+from torch import Tensor, nn
 
 from microtome.errors import BadQuery, SensorFailed
 from microtome.inputs import Inputs
@@ -117,8 +117,9 @@ def measure(rows: Sequence[Row], model: nn.Module, inputs: Inputs, wish: Wish, *
 
 def _time(found: Measured, runs: Passes, tree: Tree, wish: Wish) -> None:
     schedule = wish.schedule
-    seconds, how = timing.time_forward(runs, tree, schedule)
-    _put(found, tree, "time_s", spreads(seconds, timing.METHOD))
+    times, how = timing.time_forward(runs, tree, schedule)
+    _put(found, tree, "time_s", spreads(times.calls, timing.METHOD))
+    _put_until(found, tree, "until_s", times.until)
     if runs.backward:
         own, how = timing.time_backward(runs, tree, schedule, how)
         _put(found, tree, "backward_s", spreads(tree.inclusive(own), timing.BACKWARD_METHOD))
@@ -132,6 +133,7 @@ def _device_time(found: Measured, runs: Passes, tree: Tree, wish: Wish, how: Tim
     times = take(runs, tree, wish.schedule)
     method = device.METHODS[wish.device_time]
     _put(found, tree, "device_s", spreads(tree.inclusive(times.forward), method))
+    _put_until(found, tree, "until_device_s", times.until)
     bare = spreads(times.bare, f"{method}, of bare passes")[0]
     backward = None
     if times.backward is not None and times.bare_backward is not None:
@@ -148,6 +150,13 @@ def _put(found: Measured, tree: Tree, name: str, of_calls: Sequence[Spread]) -> 
         row = found.rows[at]
         row = replace(row, spreads=row.spreads | {name: spread})
         found.rows[at] = _with(row, name, spread.median, alone)
+
+
+def _put_until(found: Measured, tree: Tree, name: str, until: Tensor) -> None:
+    """Write into the rows how far the run was when each call ended, which does not add up."""
+    for at, seconds in zip(tree.at, until.quantile(0.5, dim=0).tolist(), strict=True):
+        change: dict[str, Any] = {name: seconds}
+        found.rows[at] = replace(found.rows[at], **change)
 
 
 def _with(row: Row, name: str, whole: float | None, own: float | None) -> Row:

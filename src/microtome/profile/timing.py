@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,10 @@ class Stopwatch(Probe):
         check_calls([call.address for call in self._calls], self._addresses)
         return [end - begin for begin, end in zip(self.begins, self.ends, strict=True)]
 
+    def until(self) -> list[int]:
+        """Nanoseconds from the beginning of the run to the end of each call."""
+        return [end - self.begins[0] for end in self.ends]
+
 
 class _BackwardWatch(Probe):
     """Notes when the backward goes over to another call, those that run again in it included."""
@@ -105,12 +109,25 @@ class _BackwardWatch(Probe):
         return seconds
 
 
-def time_forward(runs: Passes, tree: Tree, schedule: Schedule) -> tuple[torch.Tensor, Timing]:
-    """The seconds of each call with all calls inside it, a row for each pass; and how it was done."""
+class HostTimes(NamedTuple):
+    """Seconds, a row for each pass, a column for each call.
+
+    Attributes:
+        calls: What each call took with all calls inside it.
+        until: From the beginning of the run to the end of each call.
+    """
+
+    calls: torch.Tensor
+    until: torch.Tensor
+
+
+def time_forward(runs: Passes, tree: Tree, schedule: Schedule) -> tuple[HostTimes, Timing]:
+    """How long calls took, and how that was found."""
     warmups = runs.warm_up(schedule)
     bare: list[float] = []
     stamped: list[float] = []
     table: list[list[int]] = []
+    until: list[list[int]] = []
     watch = Stopwatch(tree.order)
     session = runs.session(watch, tree)
     alone = runs.forward_alone()
@@ -124,9 +141,11 @@ def time_forward(runs: Passes, tree: Tree, schedule: Schedule) -> tuple[torch.Te
             with session:
                 stamped.append(alone.once().forward_s)
         table.append(watch.durations())
+        until.append(watch.until())
     stamp_s = _stamp_cost()
-    seconds = torch.tensor(table, dtype=torch.float64) / 1e9
+    seconds, ends = (torch.tensor(stamps, dtype=torch.float64) / 1e9 for stamps in (table, until))
     seconds -= stamp_s * torch.tensor(tree.inside(), dtype=torch.float64)
+    ends -= stamp_s * torch.tensor(tree.stamped(), dtype=torch.float64)
     timing = Timing(
         bare=spreads(torch.tensor(bare)[:, None], "bare passes")[0],
         ratio=median(stamped) / median(bare),
@@ -134,7 +153,7 @@ def time_forward(runs: Passes, tree: Tree, schedule: Schedule) -> tuple[torch.Te
         warmups=warmups,
         fast_paths=runs.fast_paths,
     )
-    return seconds, timing
+    return HostTimes(seconds, ends), timing
 
 
 def time_backward(runs: Passes, tree: Tree, schedule: Schedule, timing: Timing) -> tuple[torch.Tensor, Timing]:

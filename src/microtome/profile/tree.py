@@ -62,6 +62,13 @@ class Tree:
         counts = torch.ones(1, len(self), dtype=torch.float64)
         return [int(count) - 1 for count in self.inclusive(counts)[0]]
 
+    def stamped(self) -> list[float]:
+        """Of each call, how many others had their time stamps taken when it ended: one that was open, half of them."""
+        above: list[int] = []
+        for parent in self.parents:
+            above.append(0 if parent is None else above[parent] + 1)
+        return [at + inside - above[at] / 2 for at, inside in enumerate(self.inside())]
+
     def inclusive(self, own: torch.Tensor) -> torch.Tensor:
         """From what each call took itself, a row for each pass, what it took with all calls inside it."""
         columns = list(own.unbind(1))
