@@ -11,6 +11,7 @@
     ├── BuildFailed       the code that makes a model cannot be imported, called so, or raised
     ├── BadFormula        a formula for no operator, or one that fails or gives no count
     ├── BadFile           a file that is not there, is no result of microtome, or is of another version
+    ├── BadBoundary       bytes that are no boundary of a split model, or are damaged; or one that cannot be sent
     ├── BadQuery          a question to a result that it has no answer to: an unknown column, a depth below zero
     ├── BadSelector       a selector of a kind that microtome does not know
     ├── SessionError      a session entered twice, or asked something it cannot answer in its state
@@ -42,6 +43,10 @@ class BadFormula(MicrotomeError, TypeError):
 
 class BadFile(MicrotomeError, ValueError):
     """A file that cannot be read as a result."""
+
+
+class BadBoundary(MicrotomeError, ValueError):
+    """Bytes that cannot be read as what crosses a cut, or what crosses it cannot be made bytes."""
 
 
 class BadQuery(MicrotomeError, ValueError):

@@ -1,0 +1,88 @@
+"""What crosses between two halves of a split model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from microtome.split.reading import decode
+from microtome.split.wire import encode
+from microtome.units import parse_size, size
+
+#: Anything that JSON has: a number, a text, True, False, None, a list or a dict with texts as keys of these.
+JSON = Any
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Boundary:
+    """What the head of a split model made and its tail needs.
+
+    >>> boundary = Boundary("layer2", "8d1f", {"layer2": torch.ones(2, 3)}, {"batch": 2})
+    >>> boundary
+    Boundary(at='layer2', 1 tensor, 24 B)
+    >>> data = boundary.to_bytes()
+    >>> Boundary.from_bytes(data).tensors["layer2"].sum()
+    tensor(6.)
+    >>> Boundary.from_bytes(data[:-1])
+    Traceback (most recent call last):
+        ...
+    microtome.errors.BadBoundary: of 272 bytes there are 271: it was changed on its way, have it sent again
+
+    Attributes:
+        at: The address of the cut.
+        fingerprint: Of the model that made it.
+        tensors: The values that cross, by name.
+        facts: What else the tail must know: numbers, texts, None, and lists and dicts of these.
+    """
+
+    at: str
+    fingerprint: str
+    tensors: dict[str, Tensor]
+    facts: dict[str, JSON]
+
+    @property
+    def nbytes(self) -> int:
+        """What the tensors take."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same with its tensors there."""
+        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+    def to_bytes(self, codec: str = "raw") -> bytes:
+        """As bytes that say of themselves what they are; `split/wire.py` describes how they lie.
+
+        Args:
+            codec: How tensors are made smaller; `split/codecs.py` lists the names, and what is lost by those that lose
+                something. Nothing is lost by "raw", "zstd" and "lz4".
+
+        Raises:
+            BadBoundary: If a tensor is not strided, or a fact would not arrive as it is.
+        """
+        about = {"at": self.at, "fingerprint": self.fingerprint, "facts": self.facts}
+        return encode(about, self.tensors, codec)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview, *, limit: int | str = "4GB") -> Self:
+        """What `to_bytes` made bytes of.
+
+        The tensors are on the CPU, in memory of their own. Those without gaps and overlaps have the strides they had,
+        in whatever order; others are dense. No code is run for what the bytes say, and damage is found out; who can
+        forge bytes can forge a boundary.
+
+        Args:
+            limit: The most memory that reading may take, in bytes or such as "256MB", the header's objects included and
+                `data` itself not.
+
+        Raises:
+            BadBoundary: If they are no boundary, are damaged, or need more than the limit.
+        """
+        about, tensors = decode(data, parse_size(limit))
+        return cls(**about, tensors=tensors)
+
+    def __repr__(self) -> str:
+        count = len(self.tensors)
+        return f"Boundary(at={self.at!r}, {count} tensor{'' if count == 1 else 's'}, {size(self.nbytes)})"

@@ -1,0 +1,90 @@
+"""Bytes of tensors, looked at where they lie, and copied and hashed in one go.
+
+Views do not keep what they look at alive: whoever makes one holds the tensor too. By way of Python's own C interface,
+so that numpy is not needed, and so that nothing is filled with zeros first only to be written over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_128_digest
+
+#: Bytes copied and hashed together: few enough that the second finds in the cache what the first has written.
+BLOCK = 1 << 18
+
+#: Of each width, a dtype that torch can copy: it cannot copy all of them, but can look at each as another.
+_PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+_WRITE = 0x200  # PyBUF_WRITE
+
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.argtypes, _new_bytes.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
+_bytes_at = ctypes.pythonapi.PyBytes_AsString
+_bytes_at.argtypes, _bytes_at.restype = (ctypes.py_object,), ctypes.c_void_p
+_view_at = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_at.argtypes, _view_at.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
+
+
+def new_bytes(count: int) -> tuple[bytes, memoryview]:
+    """Bytes that hold anything, and the view to fill them through before anybody else sees them."""
+    data: bytes = _new_bytes(None, count)
+    return data, _view_at(_bytes_at(data), count, _WRITE)
+
+
+def view_of(tensor: Tensor) -> memoryview:
+    """The memory of a dense tensor on the CPU."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    view: memoryview = _view_at(tensor.data_ptr(), tensor.nbytes, _WRITE)
+    return view
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether each element has a place of its own and no place is left over, in whatever order of dimensions.
+
+    >>> is_dense((2, 3), (1, 2)), is_dense((2, 3), (4, 1)), is_dense((2, 3), (0, 1)), is_dense((1, 3), (99, 1))
+    (True, False, False, True)
+    """
+    if 0 in shape:
+        return True
+    expected = 1
+    for stride, size in sorted(pair for pair in zip(strides, shape, strict=True) if pair[1] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The same values without gaps; the tensor itself where it has none, with the strides it has."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if is_dense(tensor.shape, tensor.stride()):
+        return tensor
+    return tensor.view(_PLAIN[tensor.itemsize]).clone().view(tensor.dtype)
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """A dense tensor's bytes in the same order on the CPU, under any dtype."""
+    return tensor if tensor.device.type == "cpu" else tensor.view(_PLAIN[tensor.itemsize]).cpu()
+
+
+def copy_hashed(source: memoryview, target: memoryview) -> list[bytes]:
+    """Copy, and the digest of each block of what arrived."""
+    if len(source) <= BLOCK:
+        target[:] = source
+        return [xxh3_128_digest(target)]
+    digests = []
+    for at in range(0, len(source), BLOCK):
+        block = target[at : at + BLOCK]
+        block[:] = source[at : at + BLOCK]
+        digests.append(xxh3_128_digest(block))
+    return digests
+
+
+def hashed(source: memoryview) -> list[bytes]:
+    """The digest of each block."""
+    return [xxh3_128_digest(source[at : at + BLOCK]) for at in range(0, len(source) or 1, BLOCK)]
