@@ -1,0 +1,104 @@
+"""Tensors that were not sent: they have a shape, and whoever asks for their values is told so."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from microtome.engine.structure import map_tensors, tensors_in
+from microtome.errors import Unsupported
+from microtome.trace.facts import facts_of
+
+_READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.is_nonzero.default,
+}
+#: Operators that take of their first argument its shape alone.
+_SHAPE_ONLY = "new_empty new_zeros new_ones new_full new_empty_strided empty_like zeros_like ones_like full_like"
+SHAPE_ONLY = frozenset(f"aten.{name}.default" for name in _SHAPE_ONLY.split())
+
+
+class GhostRead(Unsupported):
+    """The values of a ghost were asked for."""
+
+
+class Ghost(Tensor):
+    """A tensor without values, on a device of its own. What is computed from it is a ghost, and costs nothing.
+
+    A ghost may come to life: when a call that is left out would have written into it, its values then are known.
+
+    Attributes:
+        of: What it stands for.
+        alive: The tensor that it has become.
+    """
+
+    of: str
+    alive: Tensor | None
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device, of: str) -> Self:
+        made: Self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
+        )
+        made.of = of
+        made.alive = None
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"<Ghost of {self.of}, {tuple(self.shape)}>"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = map_tensors(_awake, (args, kwargs or {}))
+        ghosts = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Ghost)]
+        if not ghosts:
+            return func(*args, **kwargs)
+        first = ghosts[0]
+        if func in _READS or torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            raise GhostRead(f"{func} reads values of {first.of}, which did not cross the cut")
+        written = facts_of(func).written(args, kwargs)
+        real = [tensor for tensor in written if not isinstance(tensor, Ghost)]
+        if real:
+            raise GhostRead(f"{func} would write {first.of}, which did not cross the cut, into a tensor that did")
+        if written:  # what an in-place operator returns
+            return written[0] if len(func._schema.returns) == 1 else tuple(written)
+        if str(func) in SHAPE_ONLY:
+            return func(*map_tensors(_empty, args), **kwargs)
+        device = kwargs.get("device") or first.device
+        with _disable_current_modes():
+            meta_args, meta_kwargs = map_tensors(_meta, (args, kwargs), _on_meta)
+            output = func(*meta_args, **meta_kwargs)
+        return map_tensors(lambda tensor: Ghost(tensor, torch.device(device), first.of), output)
+
+
+def _awake(tensor: Tensor) -> Tensor:
+    return tensor.alive if isinstance(tensor, Ghost) and tensor.alive is not None else tensor
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _on_meta(value: Any) -> Any:
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def ghost(shape: Any, dtype: torch.dtype, device: torch.device, name: str, strides: Any = None) -> Ghost:
+    """A ghost of this shape."""
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    if strides is not None:
+        meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return Ghost(meta, device, name)

@@ -1,0 +1,349 @@
+"""A part of a model that runs by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microtome.engine import Call, Probe, Session, Skip, Stop, Stopped
+from microtome.engine.select import named
+from microtome.engine.structure import tensors_in
+from microtome.errors import BadBoundary, BadInputs, Unsupported
+from microtome.inputs import Inputs
+from microtome.split.boundary import Boundary
+from microtome.split.ghost import Ghost, ghost
+from microtome.split.templates import Template, check_same, take_apart
+from microtome.split.trail import Follower, Sent, Step, Trail
+
+
+class Stage:
+    """A part of a split model: from a cut, or the beginning, to the next cut, or the end.
+
+    The first stage is called as the model is and gives a `Boundary`; the others take one. The last gives what the model
+    gives. Nothing of the other parts runs.
+
+    Attributes:
+        index: Which of the stages it is.
+        model: The model that it is a part of.
+        fingerprint: Of the model; stages of another one refuse its boundaries.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        index: int,
+        begins: Trail | None,
+        ends: Trail | None,
+        inputs: Template,
+        needed: Iterable[str],
+        fingerprint: str,
+        *,
+        fast_paths: bool,
+    ) -> None:
+        self.model = model
+        self.index = index
+        self.fingerprint = fingerprint
+        self._begins = begins
+        self._ends = ends
+        self._inputs = inputs
+        self._needed = tuple(needed)
+        self._fast_paths = fast_paths
+        modules = dict(named(model))
+        self._skipped = [] if begins is None else list({step.path: modules[step.path] for step in begins.steps}.values())
+        self._cut = None if ends is None else modules[ends.levels[-1][0][-1].path]
+
+    @property
+    def begins_at(self) -> str | None:
+        """The address of the cut that it goes on from; None: it is the first."""
+        return None if self._begins is None else self._begins.at
+
+    @property
+    def ends_at(self) -> str | None:
+        """The address of the cut where it ends; None: it is the last."""
+        return None if self._ends is None else self._ends.at
+
+    def parameters_needed(self) -> list[str]:
+        """The names of the parameters and buffers that it reads."""
+        return list(self._needed)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where it computes: where the first of its weights lies; None: it has none."""
+        for name in self._needed:
+            tensor = _tensor_at(self.model, name)
+            if tensor is not None and not tensor.is_meta:
+                return tensor.device
+        return None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, probes: Iterable[Probe] = (), **kwargs: Any) -> Any:
+        """Run the part; the probes look on."""
+        boundary = None
+        if self._begins is not None:
+            boundary = self._boundary(args, kwargs)
+        run = _Run(self, boundary)
+        given = Inputs(*args, **kwargs) if boundary is None else run.inputs(boundary)
+        if boundary is None:
+            check_same("what the head is given", self._inputs, take_apart((given.args, given.kwargs))[0])
+        run.take_inputs(given)
+        interventions: list[Any] = []
+        if self._skipped:
+            interventions.append(Skip(self._skipped, run.output, when=run.is_skipped))
+        if self._cut is not None:
+            interventions.append(Stop(self._cut, when=run.is_over))
+        with Session(self.model, [run, *probes], interventions, fast_paths=self._fast_paths):
+            try:
+                output = given.run(self.model)
+            except Stopped as stopped:
+                if self._ends is None or not run.is_over(stopped.call):
+                    raise
+                return run.boundary()
+        if self._ends is not None:
+            raise Unsupported(f"the model ended before the cut at {self._ends.at!r}: its way depends on what it is given")
+        return run.finished(output)
+
+    def _boundary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundary:
+        assert self._begins is not None
+        if len(args) != 1 or kwargs or not isinstance(args[0], Boundary):
+            raise BadInputs(f"stage {self.index} takes what the stage before it gives: one Boundary")
+        boundary = args[0]
+        if boundary.at != self._begins.at:
+            raise BadBoundary(f"the boundary is of a cut at {boundary.at!r}, and this stage goes on at {self._begins.at!r}")
+        if boundary.fingerprint != self.fingerprint:
+            raise BadBoundary(
+                f"the boundary is of another model: its fingerprint is {boundary.fingerprint}, and this stage's is "
+                f"{self.fingerprint}. Split the same model, with the same weights, on both sides"
+            )
+        return boundary
+
+    def __repr__(self) -> str:
+        start = "the inputs" if self._begins is None else repr(self._begins.at)
+        end = "the output" if self._ends is None else repr(self._ends.at)
+        return f"<Stage {self.index} of {type(self.model).__name__}, from {start} to {end}>"
+
+
+class _Run(Probe):
+    """One run of a stage: leaves out what lies before it, and takes what crosses after it."""
+
+    def __init__(self, stage: Stage, boundary: Boundary | None) -> None:
+        self._stage = stage
+        self._thread = get_ident()
+        self._device = stage.device
+        self._replay = None if stage._begins is None else Follower(stage._begins)
+        self._bank = None if stage._ends is None else Follower(stage._ends)
+        self._received = boundary
+        self._given: dict[str, Tensor] = {}
+        self._entries = iter(()) if boundary is None else iter(_listed(boundary, stage._begins))
+        self._skip: tuple[Call, Step] | None = None
+        self._open: dict[Call, Step] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+        self._calls: list[dict[str, Any]] = []
+        self._facts: dict[str, Any] = {}
+
+    # -- what the session asks -----------------------------------------------------------------------------------------
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if call.phase != "forward" or get_ident() != self._thread:
+            return
+        self._skip = None
+        if self._replay is not None and (step := self._replay.enter(call)) is not None:
+            self._skip = call, step
+        if self._bank is not None and (step := self._bank.enter(call)) is not None:
+            self._open[call] = step
+
+    def is_skipped(self, call: Call) -> bool:
+        return self._skip is not None and self._skip[0] is call and get_ident() == self._thread
+
+    def output(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call that is left out gives: what was sent of it, and ghosts for the rest."""
+        assert self._skip is not None
+        assert self._replay is not None
+        step = self._skip[1]
+        entry = next(self._entries)
+        arguments = list(tensors_in((args, kwargs))) if step.arguments or any(at is not None for at in step.same) else []
+        for at, item in entry["a"].items():
+            _revive(arguments[int(at)], self._tensor(item, step.address))
+        tensors: list[Tensor] = []
+        for at, (item, same) in enumerate(zip(entry["t"], step.same, strict=True)):
+            if same is None:
+                tensors.append(self._tensor(item, step.address))
+            elif item is not None:
+                tensors.append(_revive(arguments[same], self._tensor(item, step.address)))
+            elif at in step.changed:  # it would hold what it held before
+                tensors.append(Ghost(arguments[same].to("meta"), arguments[same].device, step.address))
+            else:
+                tensors.append(arguments[same])
+        self._replay.exit(call, step)
+        return step.output.fill(tensors, entry["p"], (args, kwargs))
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._bank is None or (step := self._open.pop(call, None)) is None:
+            return
+        template, tensors, plain = take_apart(output, (args, kwargs))
+        check_same(f"what {step.address!r} returns", step.output, template)
+        arguments = list(tensors_in((args, kwargs))) if step.arguments else []
+        self._calls.append(
+            {
+                "t": [self._item(step, at, tensor) for at, tensor in enumerate(tensors)],
+                "p": plain,
+                "a": {str(at): self._send(sent, arguments[at]) for at, sent in step.arguments.items()},
+            }
+        )
+        self._bank.exit(call, step)
+
+    def is_over(self, call: Call) -> bool:
+        return self._bank is not None and self._bank.is_there and get_ident() == self._thread
+
+    # -- what crosses to the next ----------------------------------------------------------------------------------------
+
+    def take_inputs(self, given: Inputs) -> None:
+        """Keep what the next stage needs of the model's arguments."""
+        if self._stage._ends is None:
+            return
+        _, tensors, plain = take_apart((given.args, given.kwargs))
+        sent = self._stage._ends.inputs
+        items = [self._send(sent[at], t) if at in sent else _as_ghost(t) for at, t in enumerate(tensors)]
+        self._facts["inputs"] = {"t": items, "p": plain}
+
+    def boundary(self) -> Boundary:
+        for name, version in self._versions.items():
+            if self._tensors[name]._version != version:
+                raise Unsupported(f"{name!r} was changed in place before the cut, which it was not on the example")
+        assert self._stage._ends is not None
+        facts = {**self._facts, "calls": self._calls}
+        return Boundary(self._stage._ends.at, self._stage.fingerprint, self._tensors, facts)
+
+    def _item(self, step: Step, at: int, tensor: Tensor) -> Any:
+        if at in step.outputs:
+            return self._send(step.outputs[at], tensor)
+        return None if step.same[at] is not None else _as_ghost(tensor)
+
+    def _send(self, sent: Sent, tensor: Tensor) -> Any:
+        if isinstance(tensor, Ghost):
+            if tensor.alive is None:
+                raise Unsupported(f"{sent.name!r} is to cross a later cut and did not cross the one before")
+            tensor = tensor.alive
+        tensor = tensor.detach()
+        if sent.joined:
+            return self._join(sent.name, tensor)
+        name = sent.name
+        while (known := self._tensors.get(name)) is not None and (sent.copied or not _is_same(known, tensor)):
+            name += "'"
+        if known is None:
+            self._tensors[name] = tensor = tensor.clone() if sent.copied else tensor
+            if not tensor.is_inference():
+                self._versions[name] = tensor._version
+        return name
+
+    def _join(self, name: str, tensor: Tensor) -> Any:
+        """Send the memory that a value lies in, so that others in it stay others in it."""
+        storage = tensor.untyped_storage()
+        whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+        for known, held in self._tensors.items():
+            if held.untyped_storage()._cdata == storage._cdata and held.dim() == 1 and _is_same(held, whole):
+                name = known
+                break
+        else:
+            self._tensors[name] = whole
+        return [name, list(tensor.shape), list(tensor.stride()), tensor.storage_offset()]
+
+    # -- what has crossed from the one before ----------------------------------------------------------------------------
+
+    def inputs(self, boundary: Boundary) -> Inputs:
+        """The model's arguments: those that were sent, and ghosts of the others."""
+        template, entry = self._stage._inputs, boundary.facts["inputs"]
+        if len(entry["t"]) != template.tensors or len(entry["p"]) != template.plain:
+            raise BadBoundary(
+                f"the head was given {len(entry['t'])} tensors and {len(entry['p'])} other values, and the example has "
+                f"{template.tensors} and {template.plain}: split both sides on examples of one structure"
+            )
+        args, kwargs = template.fill([self._tensor(item, "an input") for item in entry["t"]], entry["p"])
+        return Inputs(*args, **kwargs)
+
+    def _tensor(self, item: Any, of: str) -> Tensor:
+        if isinstance(item, str):
+            return self._get(item)
+        if isinstance(item, dict):
+            dtype = getattr(torch, item["dtype"])
+            return ghost(item["shape"], dtype, self._device or torch.device("cpu"), of, item["strides"])
+        name, shape, strides, offset = item
+        return self._get(name).as_strided(shape, strides, offset)
+
+    def _get(self, name: str) -> Tensor:
+        """A tensor that was sent; a copy, if the model writes into it."""
+        if name not in self._given:
+            assert self._received is not None
+            assert self._stage._begins is not None
+            sent = self._received.tensors[name]
+            tensor = sent if self._device is None else sent.to(self._device)
+            written = name.rstrip("'") in self._stage._begins.written
+            if tensor is sent and (written or (sent.is_inference() and not torch.is_inference_mode_enabled())):
+                tensor = tensor.clone()
+            self._given[name] = tensor
+        return self._given[name]
+
+    def finished(self, output: Any) -> Any:
+        """The model's output, in which nothing may be missing."""
+        if self._replay is not None and not self._replay.is_there:
+            raise Unsupported(f"the model ended before the cut at {self._stage.begins_at!r}")
+        for tensor in tensors_in(output):
+            if isinstance(tensor, Ghost):
+                raise Unsupported(f"the model returns a value of {tensor.of!r}, which did not cross the cut")
+        return output
+
+
+def _listed(boundary: Boundary, trail: Trail | None) -> list[dict[str, Any]]:
+    """What is said of each step; checked, since it comes from elsewhere."""
+    assert trail is not None
+    steps = list(trail.steps)
+    calls = boundary.facts.get("calls")
+    if not isinstance(calls, list) or len(calls) != len(steps):
+        raise BadBoundary(f"the boundary does not fit: the cut at {trail.at!r} has {len(steps)} calls before it")
+    return [_checked(boundary, step, entry) for step, entry in zip(steps, calls, strict=True)]
+
+
+def _checked(boundary: Boundary, step: Step, entry: Any) -> dict[str, Any]:
+    fits = isinstance(entry, dict) and len(entry["t"]) == step.output.tensors and len(entry["p"]) == step.output.plain
+    if not fits:
+        raise BadBoundary(f"the boundary says of {step.address!r} what does not fit what it returns on this side")
+    return entry
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.storage_offset() == other.storage_offset()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+    )
+
+
+def _as_ghost(tensor: Tensor) -> dict[str, Any]:
+    strides = None if tensor.is_contiguous() else list(tensor.stride())
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "strides": strides}
+
+
+def _revive(argument: Tensor, tensor: Tensor) -> Tensor:
+    """Have an argument hold what the call that is left out would have written into it."""
+    if isinstance(argument, Ghost):
+        argument.alive = tensor
+        return tensor
+    if argument is not tensor:
+        with torch.no_grad():
+            argument.copy_(tensor)
+    return argument
+
+
+def _tensor_at(model: nn.Module, name: str) -> Tensor | None:
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    found = module._parameters.get(last)
+    return module._buffers.get(last) if found is None else found

@@ -1,0 +1,210 @@
+"""A run of the model, looked at for what a cut has to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microtome.count.whole import AttentionArguments
+from microtome.engine import Call, Probe
+from microtome.engine.probes import AnyOp, Where
+from microtome.engine.structure import tensors_in
+from microtome.inputs import Inputs
+from microtome.split.templates import Template, strange_in, take_apart
+from microtome.trace.data import Trace, TracedCall
+from microtome.trace.run import record
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+#: Modules that torch runs as one fused operator when no gradient is wanted: the calls inside are then not there.
+_FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a call took and gave.
+
+    Attributes:
+        output: The structure of what it returned.
+        same: Of each tensor that it returned, which tensor among its arguments it is; None: none of them.
+        effect: What it did that tensors do not tell, in words; None: nothing that was seen.
+        sets: The attributes of its module that it changed.
+    """
+
+    output: Template
+    same: tuple[int | None, ...]
+    effect: str | None = None
+    sets: tuple[str, ...] = ()
+
+
+@dataclass
+class Study:
+    """A trace, and what else is known of its calls, in the order of `trace.calls`.
+
+    Attributes:
+        inputs: The structure of the model's arguments.
+        fused: Which calls run as one operator with all that is in them, where no gradient is wanted.
+        chance: What in the run depends on random numbers; None: nothing.
+    """
+
+    trace: Trace
+    shapes: list[Shape]
+    inputs: Template
+    fused: frozenset[int]
+    chance: str | None
+
+    @cached_property
+    def ending(self) -> list[TracedCall]:
+        """The calls in the order they ended."""
+        order: list[TracedCall] = []
+
+        def walk(call: TracedCall) -> None:
+            for child in call.children:
+                walk(self.trace.calls[child])
+            order.append(call)
+
+        walk(self.trace.calls[0])
+        return order
+
+    @cached_property
+    def made_by(self) -> dict[int, int]:
+        """The operator that made each memory, for those that an operator made."""
+        made: dict[int, int] = {}
+        known: set[int] = set()
+        values = self.trace.values
+        for op in self.trace.ops:
+            known.update(values[at].memory for at in op.inputs)
+            for at in op.outputs:
+                memory = values[at].memory
+                if memory not in known:
+                    made[memory] = op.index
+                    known.add(memory)
+        return made
+
+    @cached_property
+    def writers(self) -> dict[int, list[int]]:
+        """The operators that write into each memory after it was made."""
+        found: dict[int, list[int]] = {}
+        for op in self.trace.ops:
+            for memory in {self.trace.values[at].memory for at in op.mutates}:
+                if self.made_by.get(memory) != op.index:
+                    found.setdefault(memory, []).append(op.index)
+        return found
+
+    def writes(self, memory: int, begins: int, ends: int) -> bool:
+        """Whether an operator of these wrote into the memory."""
+        return any(begins <= op < ends for op in self.writers.get(memory, ()))
+
+
+class _Watch(Probe):
+    """Writes down the structures of a run; it holds no tensor."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[Call, Shape] = {}
+        self.fused: set[int] = set()
+        self.chance: str | None = None
+        self._before: dict[Call, tuple[list[Any], dict[str, Any]]] = {}
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(call.module, _FUSED) and not call.module.training:
+            self.fused.add(len(self.shapes))
+        self.shapes[call] = _OPEN
+        strange = strange_in((args, kwargs))
+        self._before[call] = [_state(item) for item in strange], _own(call.module)
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        arguments = {id(tensor): at for at, tensor in enumerate(tensors_in((args, kwargs)))}
+        template, tensors, _ = take_apart(output, (args, kwargs))
+        states, own = self._before.pop(call)
+        effect = None
+        for item, before in zip(strange_in((args, kwargs)), states, strict=False):
+            if _state(item) != before:
+                effect = f"it changes a {type(item).__name__} that it is given"
+        if effect is None and template.strange is not None:
+            effect = f"it returns a {template.strange}, which is no tensor, number, text or structure of these"
+        sets = tuple(sorted(name for name, state in _own(call.module).items() if own.get(name, _NOTHING) != state))
+        self.shapes[call] = Shape(template, tuple(arguments.get(id(tensor)) for tensor in tensors), effect, sets)
+
+    def fail(self, call: Call, error: BaseException) -> None:  # which the model may catch
+        self._before.pop(call, None)
+        self.shapes[call] = Shape(Template(None, 0, 0), (), f"it raises a {type(error).__name__}")
+
+    def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self.chance is None and _is_random(func, args, kwargs):
+            inside = "" if where.call is None or not where.call.address else f" in {where.call.address!r}"
+            self.chance = f"{getattr(func, '__name__', func)}{inside} draws random numbers"
+
+
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+_NOTHING = object()
+_OPEN = Shape(Template(None, 0, 0), ())
+_random: dict[Any, bool] = {}
+
+
+def _is_random(func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    known = _random.get(func)
+    if known is None:
+        known = _random[func] = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    if func is _ATTENTION:
+        return AttentionArguments(*args, **kwargs).dropout_p > 0
+    if not known and func not in _RECURRENT:
+        return False
+    if func in _RECURRENT:
+        return any(rate > 0 and train for rate, train in pairwise(args) if isinstance(rate, float))
+    name = getattr(func, "__name__", "")
+    # These draw nothing when they are told not to drop anything.
+    if "dropout" in name:
+        return bool(args[2] if len(args) > 2 else kwargs.get("train", True)) and (args[1] if len(args) > 1 else 1) > 0
+    if "attention" in name:
+        return bool(kwargs.get("dropout_p", 0.0))
+    return True
+
+
+def _own(module: nn.Module | None) -> dict[str, Any]:
+    """The state of what a module holds as attributes of its own, but for what torch keeps there."""
+    if module is None:
+        return {}
+    return {
+        name: _state(value, 1) if isinstance(value, list | dict | set) else id(value)
+        for name, value in module.__dict__.items()
+        if name not in _TORCHS
+    }
+
+
+_TORCHS = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"}
+
+
+def _state(value: Any, depth: int = 6) -> Any:
+    """Something that is equal as long as an object is as it was."""
+    if isinstance(value, Tensor):
+        return id(value), value._version if not value.is_inference() else 0
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if depth == 0:
+        return id(value)
+    if isinstance(value, dict):
+        return [(str(key), _state(item, depth - 1)) for key, item in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_state(item, depth - 1) for item in value]
+    if hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
+        return [(name, _state(item, depth - 1)) for name, item in vars(value).items()]
+    return id(value)
+
+
+def study(model: nn.Module, inputs: Any) -> Study:
+    """Run the model once, without values where it allows that."""
+    given = Inputs.of(inputs)
+    watches: list[_Watch] = []
+
+    def beside(_: Any) -> Probe:
+        watches.append(_Watch())
+        return watches[-1]
+
+    trace, _ = record(model, given, beside=beside)
+    watch = watches[-1]
+    template, _, _ = take_apart((given.args, given.kwargs))
+    return Study(trace, list(watch.shapes.values()), template, frozenset(watch.fused), watch.chance)

@@ -1,0 +1,159 @@
+"""The way through a model to a cut, and how a run is held to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from microtome.engine import Call
+from microtome.errors import Unsupported
+from microtome.split.cuts import place_name
+from microtome.split.liveness import Crossing, Place
+from microtome.split.study import Study
+from microtome.split.templates import Template
+from microtome.trace.data import TracedCall
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """A value that crosses.
+
+    Attributes:
+        name: Under which it is sent.
+        copied: Whether the head writes into it after it was found.
+        joined: Whether the tail writes into memory that several values which cross share.
+    """
+
+    name: str
+    copied: bool
+    joined: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A call that ends before the cut and is left out in the tail, with all inside it.
+
+    Attributes:
+        output: The structure of what it returns.
+        same: Of each tensor that it returns, which of its arguments it is.
+        changed: Which of the tensors that it returns are arguments that it writes into.
+        outputs: Those that cross, by their place in what it returns.
+        arguments: Arguments that it writes into and that cross.
+    """
+
+    path: str
+    address: str
+    output: Template
+    same: tuple[int | None, ...]
+    changed: frozenset[int]
+    outputs: dict[int, Sent]
+    arguments: dict[int, Sent]
+
+
+@dataclass(frozen=True, eq=False)
+class Trail:
+    """All steps to a cut.
+
+    Attributes:
+        at: The address of the cut.
+        levels: For each call around the cut, outermost first: the steps inside it, and the path of the next around.
+        inputs: What crosses of the model's arguments.
+        written: The names of what the tail writes into.
+    """
+
+    at: str
+    levels: tuple[tuple[tuple[Step, ...], str | None], ...]
+    inputs: dict[int, Sent]
+    written: frozenset[str]
+
+    @property
+    def steps(self) -> Iterable[Step]:
+        return (step for steps, _ in self.levels for step in steps)
+
+
+def trail_to(seen: Study, crossing: Crossing) -> Trail:
+    """The trail of a cut."""
+    names: dict[Any, str] = {}
+    values = seen.trace.values
+    by_memory: dict[int, set[int]] = {}
+    for place, value in crossing.values.items():
+        if place not in crossing.copied:
+            by_memory.setdefault(values[value].memory, set()).add(value)
+
+    def sent(place: Place) -> Sent:
+        value = crossing.values[place]
+        copied = place in crossing.copied
+        name = names.setdefault(place if copied else value, place_name(seen, place))
+        joined = not copied and place in crossing.written and len(by_memory[values[value].memory]) > 1
+        return Sent(name, copied, joined)
+
+    places: dict[int | None, list[Place]] = {}
+    for place in crossing.values:
+        places.setdefault(place.call, []).append(place)
+
+    def step(call: TracedCall) -> Step:
+        shape = seen.shapes[call.index]
+        writes = [seen.writes(values[value].memory, call.begins, call.ends) for value in call.outputs]
+        here = places.get(call.index, [])
+        return Step(
+            call.path,
+            call.address,
+            shape.output,
+            shape.same,
+            frozenset(at for at, same in enumerate(shape.same) if same is not None and writes[at]),
+            {place.at: sent(place) for place in here if not place.is_argument},
+            {place.at: sent(place) for place in here if place.is_argument},
+        )
+
+    inputs = {place.at: sent(place) for place in places.get(None, [])}
+    levels = tuple(
+        (tuple(map(step, level.skipped)), None if level.onward is None else level.onward.path)
+        for level in crossing.levels
+    )
+    written = frozenset(sent(place).name for place in crossing.written)
+    return Trail(crossing.cut.address, levels, inputs, written)
+
+
+class Follower:
+    """Knows, while a model runs, which calls are the steps of a trail: by their place under the call around them.
+
+    Attributes:
+        is_there: Whether the cut has been reached.
+    """
+
+    def __init__(self, trail: Trail) -> None:
+        self._trail = trail
+        self._around: list[Call] = []
+        self._counts: list[int] = []
+        self.is_there = False
+
+    def enter(self, call: Call) -> Step | None:
+        """The step that a call is; None: it is around the cut, inside a step, or after the cut."""
+        if self.is_there:
+            return None
+        if call.parent is None:
+            self._around, self._counts = [call], [0]
+            return None
+        if call.parent is not self._around[-1]:
+            return None
+        steps, onward = self._trail.levels[len(self._around) - 1]
+        at = self._counts[-1]
+        self._counts[-1] = at + 1
+        expected = steps[at].path if at < len(steps) else onward
+        if call.path != expected:
+            raise Unsupported(
+                f"the model takes another way than on the example: {call.path!r} runs where {expected!r} did, before "
+                f"the cut at {self._trail.at!r}. Split it on an example that takes this way"
+            )
+        if at < len(steps):
+            return steps[at]
+        self._around.append(call)
+        self._counts.append(0)
+        return None
+
+    def exit(self, call: Call, step: Step) -> None:
+        """A step ended."""
+        steps, onward = self._trail.levels[-1]
+        if onward is None and len(self._around) == len(self._trail.levels) and step is steps[-1]:
+            self.is_there = True
