@@ -434,7 +434,7 @@ def test_several_in_one_call_have_names_of_their_own() -> None:
 def test_a_layer_that_runs_twice_is_two_layers() -> None:
     layer = Explicit()
     found = attention(nn.Sequential(layer, layer), torch.randn(1, 4, 12))
-    assert found.layers == ("0", "0#1")
+    assert found.layers == ("0#0", "0#1")
     assert found["0#0"] is found[0]
     with pytest.raises(NoMatch, match="'0' ran 2 times: say which of '0#0', '0#1'"):
         found["0"]
@@ -787,3 +787,68 @@ def test_a_rollout_of_parts_or_of_other_shapes_is_refused() -> None:
         whole.rollout(residual=2)
     with pytest.raises(BadQuery, match="'mean', 'max' or 'min', got 'sum'"):
         whole.rollout(heads="sum")  # type: ignore[arg-type]
+
+
+class Attends(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(query, key, key, **self.options)
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (0,), (1, 2), (0, 2), (2, 1, 2)])
+@pytest.mark.parametrize(("queries", "keys"), [(0, 4), (4, 0), (0, 0), (3, 4)])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}])
+def test_attention_without_queries_or_keys_is_empty(
+    lead: tuple[int, ...], queries: int, keys: int, options: dict[str, Any]
+) -> None:
+    query, key = torch.randn(*lead, queries, 8), torch.randn(*lead, keys, 8)
+    (weights,) = attention(Attends(**options), (query, key)).by_layer
+    heads = lead[-1] if len(lead) > 1 else 1
+    assert weights.shape == (torch.Size(lead).numel() // heads, heads, queries, keys)
+
+
+@pytest.mark.parametrize("rows", ["cls", "last"])
+def test_of_no_queries_the_first_and_the_last_are_none(rows: Any) -> None:
+    empty = torch.randn(1, 2, 0, 8)
+    assert attention(Attends(), (empty, empty), rows=rows)[0].shape == (1, 2, 0, 0)
+    with pytest.raises(BadQuery, match="there is no query row 0: this attention has 0"):
+        attention(Attends(), (empty, empty), rows=[0])
+
+
+def test_indices_of_numpy_and_of_torch_are_numbers_too() -> None:
+    import numpy as np
+
+    x = torch.randn(1, 4, 5, 8)
+    plain = attention(Attends(), (x, x), heads=[1, 3], rows=[0])
+    chosen: list[Any] = [np.array([1, 3]), [np.int64(1), np.int32(3)], torch.tensor([1, 3]), range(1, 4, 2)]
+    rows: Any = [np.int64(0)]
+    for heads in chosen:
+        found = attention(Attends(), (x, x), heads=heads, rows=rows)
+        assert (found.heads, found.rows) == ((1, 3), (0,))
+        assert torch.equal(found[np.int64(0)], plain[0])  # type: ignore[call-overload]
+    for wrong in ([0.5], 1, [True], "01", []):
+        with pytest.raises(BadQuery, match="heads are a list of indices"):
+            attention(Attends(), (x, x), heads=wrong)  # type: ignore[arg-type]
+    with pytest.raises(BadQuery, match="a layer is named by its address or its position, got 1.5"):
+        plain[1.5]  # type: ignore[call-overload]
+
+
+def test_a_shared_layer_has_all_its_names() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Attends()
+            self.second = self.first
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(x, self.first(x, x))
+
+    x = torch.randn(1, 2, 3, 4)
+    found = attention(Twice(), x)
+    assert found.layers == ("first#0", "first#1")
+    assert torch.equal(found["second#1"], found[1])
+    with pytest.raises(NoMatch, match="'second' ran 2 times: say which of 'first#0', 'first#1'"):
+        found["second"]

@@ -148,7 +148,10 @@ def test_a_glob_with_an_index_is_that_call_of_each() -> None:
     model = chain()
     with mt.edit(model, {"*#0": mt.zero()}):
         assert not model(X).any()
-    with mt.edit(model, {"*#1": mt.zero()}):
+    with (
+        pytest.raises(NoMatch, match=r"'\*#1' was to be edited and never ran: '2' ran once"),
+        mt.edit(model, {"*#1": mt.zero()}),
+    ):
         assert model(X).any()
 
 
@@ -206,3 +209,58 @@ def test_edited_arguments_that_the_module_writes_to_are_captured_as_they_were() 
         feats = mt.extract(model, torch.ones(2), "1", inputs=True)
     assert feats.inputs("1").args[0].tolist() == [2, 2]
     assert feats["1"].tolist() == [7, 7]
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.used(self.used(x))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"outputs": {"unused": mt.zero()}}, "'unused' was to be edited and never ran: this input did not lead to it"),
+        ({"inputs": {"unused": mt.zero()}}, "'unused' was to be edited and never ran: this input did not lead to it"),
+        ({"outputs": {"used#2": mt.zero()}}, "'used#2' .* never ran: 'used' ran 2 times, from 'used#0' to 'used#1'"),
+        ({"outputs": {"used": mt.zero(), "used#7": mt.zero()}}, "'used#7' was to be edited and never ran"),
+    ],
+)
+def test_an_edit_that_was_never_made_is_an_error_with_the_likely_cause(changes: dict[str, Any], message: str) -> None:
+    model = Unused()
+    with pytest.raises(NoMatch, match=message), mt.edit(model, **changes):
+        model(X)
+
+
+def test_a_block_of_edits_in_which_the_model_never_ran_is_an_error() -> None:
+    session = mt.edit(Unused(), {"used": mt.zero()})
+    with pytest.raises(NoMatch, match="nothing was edited: the Unused never ran in this block"), session:
+        pass
+    assert not session.is_open
+
+
+def test_an_exception_in_the_block_is_not_hidden_by_an_edit_that_was_not_made() -> None:
+    with pytest.raises(ValueError, match="mine"), mt.edit(Unused(), {"unused": mt.zero()}):
+        raise ValueError("mine")
+
+
+def test_an_edit_behind_where_extract_stops_is_no_error_and_looking_ahead_is_no_run() -> None:
+    model = chain()
+    for _ in range(2):  # the second time, where to stop is known
+        with mt.edit(model, {"2": mt.zero()}):
+            assert mt.extract(model, X, "0").stopped
+    with pytest.raises(NoMatch, match="nothing was edited"), mt.edit(model, {"2": mt.zero()}):
+        mt.profile(model, "2x3")
+
+
+def test_edits_can_be_opened_again() -> None:
+    model = Unused()
+    edits = mt.edit(model, {"used#1": mt.zero()})
+    for _ in range(2):
+        with edits:
+            assert not model(X).any()
+    with pytest.raises(NoMatch, match="nothing was edited"), edits:
+        pass

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.errors import BadQuery, BadSelector, NoMatch
+from microtome.errors import BadQuery, BadSelector, NoMatch, Unsupported
 
 
 def by_hooks(model: nn.Module, inputs: Any, path: str) -> list[Any]:
@@ -87,7 +87,7 @@ def test_a_module_that_runs_again_later_is_waited_for() -> None:
             return self.c(self.a(self.b(self.a(x))))
 
     feats = mt.extract(Again(), "1x2", "a")
-    assert feats.addresses == ("a", "a#1")
+    assert feats.addresses == ("a#0", "a#1")
     assert torch.equal(feats["a"], feats["a#1"])
     assert torch.equal(feats["a#0"], feats.calls("a")[0])
     assert feats.stopped
@@ -375,7 +375,8 @@ def test_operators_of_every_call_can_be_read() -> None:
             return (x + 1).relu()
 
     feats = mt.extract(Calls(), torch.zeros(1), "c/relu")
-    assert feats.addresses == ("c/relu#0", "c#1/relu#0")
+    assert feats.addresses == ("c#0/relu#0", "c#1/relu#0")
+    assert [float(feats[address]) for address in feats.addresses] == [1, 2]
     assert [float(feats[name]) for name in ("c/relu", "c/relu#0", "c#1/relu", "c#1/relu#0")] == [2, 1, 2, 2]
     assert {name: float(value) for name, value in feats.items()} == {"c/relu": 2}
     with pytest.raises(NoMatch, match="no operator matches 'c/nope'"):
@@ -441,7 +442,7 @@ def test_attributes_that_hold_lists_are_looked_at_again() -> None:
     model = Sequence()
     assert mt.extract(model, "1x2", "a").addresses == ("a",)
     model.order = ["a", "b", "a"]
-    assert mt.extract(model, "1x2", "a").addresses == ("a", "a#1")
+    assert mt.extract(model, "1x2", "a").addresses == ("a#0", "a#1")
 
 
 def test_a_model_that_goes_by_chance_is_not_stopped() -> None:
@@ -517,3 +518,51 @@ def test_a_model_on_fast_paths_is_stopped_too() -> None:
     model = nn.Sequential(*layers).eval()
     with torch.no_grad():
         assert mt.extract(model, "1x2x8", "0").stopped
+
+
+def test_names_of_modules_with_slashes_and_number_signs() -> None:
+    model = nn.Sequential()
+    for name in ("a/relu", "b#x", "c[0]", "d"):
+        model.add_module(name, nn.ReLU())
+    x = torch.tensor([-1.0, 2.0])
+    feats = mt.extract(model, x, ["a/relu", "b#x", "c[0]", "a/relu/relu", "d/relu"], inputs=True)
+    assert sorted(feats) == ["a/relu", "a/relu/relu", "b#x", "c[0]", "d/relu"]
+    assert all(torch.equal(feats[name], x.relu()) for name in feats)
+    assert torch.equal(feats.inputs("a/relu").args[0], x)
+    assert list(mt.extract(model, x, "*")) == ["a/relu", "b#x", "c[0]", "d"]
+    with torch.no_grad(), mt.record(model, "*") as rec, mt.edit(model, {"b#x": mt.scale(2.0), "a/relu": mt.zero()}):
+        model(x)
+    assert list(rec) == ["a/relu", "b#x", "c[0]", "d"]
+    assert not rec["b#x"][0].any()
+
+
+def test_a_name_that_reads_as_a_call_is_refused() -> None:
+    model = nn.Sequential()
+    model.add_module("a", nn.ReLU())
+    model.add_module("a#1", nn.ReLU())
+    with pytest.raises(Unsupported, match="the name of the module 'a#1' reads as the call 1 of 'a'"):
+        mt.extract(model, "1", "*")
+    with pytest.raises(Unsupported, match="'a#1' reads as"):
+        mt.record(model, nn.ReLU)
+    with pytest.raises(Unsupported, match="'a#1' reads as"):
+        mt.edit(model, {"a#1": mt.zero()})
+    assert list(mt.extract(model, "1", "a")) == ["a"]
+
+
+def test_a_shared_module_is_read_by_all_its_names() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model.add_module("again", model[0])
+    feats = mt.extract(model, "1x2", "again", inputs=True)
+    assert list(feats) == ["0"]
+    assert torch.equal(feats["again#1"], feats["0#1"])
+    assert torch.equal(feats["again"], feats["0"])
+    assert len(feats.calls("again")) == 2
+    assert feats.inputs("again#0").args[0].shape == (1, 2)
+
+
+def test_a_key_that_is_no_text_is_said() -> None:
+    feats = mt.extract(nn.Sequential(nn.ReLU()), "1x2", "0")
+    key: Any = 5
+    with pytest.raises(BadQuery, match="a name is a text, .* got 5"):
+        feats[key]
+    assert key not in feats

@@ -76,12 +76,11 @@ def test_a_folder_of_another_model_or_of_other_layers_is_refused(tmp_path: Path)
 
 
 def test_two_recorders_on_one_folder_are_refused(tmp_path: Path) -> None:
-    with (
-        mt.record(chain(), "2", to=tmp_path / "acts"),
-        pytest.raises(BadFile, match="record"),
-        mt.record(chain(), "2", to=tmp_path / "acts", append=True),
-    ):
-        pass
+    model = chain()
+    with mt.record(model, "2", to=tmp_path / "acts"):
+        model(torch.rand(1, 3))
+        with pytest.raises(BadFile, match="record"), mt.record(model, "2", to=tmp_path / "acts", append=True):
+            pass
 
 
 def test_memory_never_grows_past_its_limit() -> None:
@@ -165,7 +164,7 @@ def test_calls_of_a_module_that_runs_again_have_names_of_their_own() -> None:
     with mt.record(model, "layer") as rec:
         for _ in range(3):
             model(torch.rand(1, 3))
-    assert {name: len(rec[name]) for name in rec} == {"layer": 3, "layer#1": 3}
+    assert {name: len(rec[name]) for name in rec} == {"layer#0": 3, "layer#1": 3}
 
 
 def test_attention_is_recorded() -> None:
@@ -248,9 +247,10 @@ def test_a_ring_on_disk_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_recorder_records_once() -> None:
-    rec = mt.record(chain(), "0")
+    model = chain()
+    rec = mt.record(model, "0")
     with rec:
-        pass
+        model(torch.rand(1, 3))
     with pytest.raises(SessionError, match="a recorder records in one `with` block"), rec:
         pass
 
@@ -394,3 +394,165 @@ def test_attention_behind_every_kernel_of_a_gpu(backend: str) -> None:
     assert torch.allclose(weights.float() @ v.float(), output.float(), atol=0.03)
     assert torch.allclose(weights.float().sum(-1), torch.ones(2, 4, 32, device="cuda"), atol=0.02)
     assert not weights.triu(1).any()
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.again = self.layer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.again(self.layer(x))
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_name_that_leaves_the_call_open_is_an_error_that_lists_the_calls(on_disk: bool, tmp_path: Path) -> None:
+    model, x = Twice(), torch.rand(2, 3)
+    with mt.record(model, "layer", to=tmp_path / "acts" if on_disk else None) as rec:
+        model(x)
+    readers: list[Any] = [rec, mt.load(tmp_path / "acts")] if on_disk else [rec]
+    for found in readers:
+        assert list(found) == ["layer#0", "layer#1"]
+        assert len(found) == 2
+        first, second = found["layer#0"][0], found["layer#1"][0]
+        assert torch.equal(first, model.layer(x).detach())
+        assert torch.equal(second, model(x).detach())
+        assert torch.equal(found["again#1"][0], second)
+        assert found.stats("layer#1").max == second.max().item()
+        assert found.stats("again#0").max == first.max().item()
+        assert "layer" in found
+        assert "layer#2" not in found
+        for ask in (found.__getitem__, found.stats):
+            with pytest.raises(NoMatch, match="'layer' ran 2 times: say which of 'layer#0', 'layer#1'"):
+                ask("layer")
+            with pytest.raises(NoMatch, match="nope"):
+                ask("nope")
+            with pytest.raises(BadQuery, match="a name is a text, .* got 5"):
+                ask(5)
+
+
+def test_names_do_not_depend_on_how_many_tensors_there_are() -> None:
+    class Maybe(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x, x if len(x) > 1 else None
+
+    model = nn.Sequential(Maybe())
+    with mt.record(model, "0") as rec:
+        model(torch.rand(1, 3))
+        assert (list(rec), len(rec["0"])) == (["0[0]"], 1)
+        model(torch.rand(2, 3))
+    assert {name: len(rec[name]) for name in rec} == {"0[0]": 2, "0[1]": 1}
+    with pytest.raises(NoMatch, match=r"'0' is the name of 2: say which of '0\[0\]', '0\[1\]'"):
+        rec["0"]
+
+
+def test_a_block_in_which_the_model_never_ran_is_an_error(tmp_path: Path) -> None:
+    model, alone = chain(), nn.ReLU()
+    with (
+        pytest.raises(NoMatch, match="nothing was recorded: the ReLU never ran in this block"),
+        mt.record(alone, "", to=tmp_path / "acts"),
+    ):
+        alone.forward(torch.rand(1, 3))
+    with pytest.raises(NoMatch, match="nothing was recorded"), mt.record(model, attention=True):
+        chain()(torch.rand(1, 3))
+    with pytest.raises(NoMatch, match="nothing was recorded"), mt.record(model, "0"):
+        mt.profile(model, "2x3")  # which runs it without values
+    with pytest.raises(ValueError, match="mine"), mt.record(model, "0"):
+        raise ValueError("mine")
+    with mt.record(model, "0"), pytest.raises(RuntimeError, match="shapes"):
+        model(torch.rand(1, 5))
+
+
+def test_a_layer_that_gives_no_tensor_is_an_error() -> None:
+    class Gives(nn.Module):
+        def __init__(self, value: Any) -> None:
+            super().__init__()
+            self.value = value
+
+        def forward(self, x: Any) -> Any:
+            return self.value
+
+    for value in (3, "x", {torch.ones(1)}):
+        model = nn.Sequential(nn.Identity(), Gives(value))
+        with pytest.raises(NoMatch, match="'1' gave no tensor: what it returns holds none"), mt.record(model, "1"):
+            model(torch.rand(1))
+        with mt.record(model, "*") as rec:
+            model(torch.rand(1))
+        assert list(rec) == ["0"]
+
+
+def test_an_output_that_holds_itself_is_refused_with_its_name() -> None:
+    class Loop(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            loop: list[Any] = [x]
+            loop.append(loop)
+            return loop
+
+    model = nn.Sequential(Loop())
+    with pytest.raises(Unsupported, match="a list holds itself") as caught, mt.record(model, "0"):
+        model(torch.rand(1))
+    assert caught.value.__notes__ == ["in what '0' gave"]
+    with pytest.raises(Unsupported, match="a list holds itself") as caught:
+        mt.extract(model, torch.rand(1), "0")
+    assert "in what '0' gave" in caught.value.__notes__
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"last": 1.5}, "`last` is how many tensors of each name are kept, from 1 on, got 1.5"),
+        ({"last": 0}, "`last` is how many .* got 0"),
+        ({"last": "3"}, "`last` is how many .* got '3'"),
+        ({"histogram": (2, 1)}, r"a histogram is \(bins, low, high\), such as .* got \(2, 1\)"),
+        ({"histogram": 5}, "a histogram is .* got 5"),
+        ({"histogram": ("a", 0, 1)}, "a histogram is .* got"),
+        ({"to": 3}, "`to` is the path of a folder, got 3"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_said(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadQuery, match=message):
+        mt.record(chain(), "0", **options)
+
+
+def test_a_model_that_catches_what_a_part_raises_is_looked_at_as_any_other() -> None:
+    class Raises(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("broken")
+
+    class Catches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tried, self.unused = Raises(), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Any:
+            try:
+                return self.tried(x)
+            except ValueError:
+                return x
+
+    model = Catches()
+    with pytest.raises(NoMatch, match="'unused' never ran"), mt.record(model, "unused"):
+        model(torch.rand(1))
+
+
+def test_while_a_cuda_graph_is_captured_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = chain()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    with pytest.raises(Unsupported, match="'0' ran while a CUDA graph was being captured"), mt.record(model, "0"):
+        model(torch.rand(1, 3))
+
+
+@pytest.mark.gpu
+def test_a_capture_of_a_cuda_graph_is_refused_and_ends_well() -> None:
+    model, x = chain().cuda(), torch.rand(1, 3, device="cuda")
+    with torch.no_grad():
+        model(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(Unsupported, match="CUDA graph"), mt.record(model, "0"), torch.cuda.graph(graph):
+            model(x)
+        with mt.record(model, "0") as rec:
+            model(x)
+    assert len(rec["0"]) == 1

@@ -158,7 +158,7 @@ def test_an_intervention_that_raises_says_where() -> None:
 @pytest.mark.parametrize("change_first", [True, False])
 def test_probes_see_the_arguments_that_a_feed_gives_whichever_session_was_opened_first(change_first: bool) -> None:
     model, events = three(), Events()
-    changes = [
+    changes: list[Any] = [
         Feed("1", lambda call, args, kwargs: ((args[0] * 10,), kwargs)),
         mt.Replace("1", lambda call, out: out + 0.5),
     ]
@@ -196,7 +196,7 @@ def test_a_probe_of_another_session_that_raises_leaves_no_change_behind() -> Non
 
 def test_a_skipped_call_is_given_what_was_fed() -> None:
     model = three()
-    changes = [
+    changes: list[Any] = [
         Feed("1", lambda call, args, kwargs: ((args[0] * 10,), kwargs)),
         mt.Skip("1", lambda call, args, kwargs: args[0] + 7),
     ]

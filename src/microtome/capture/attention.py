@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
+from operator import index
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from microtome.capture.attention_probe import ATTENTION, AttentionProbe
-from microtome.capture.attention_weights import Heads, Rows
+from microtome.capture.attention_weights import Heads, Part, Rows
 from microtome.engine import Selector, Session, select
+from microtome.engine.addresses import Addresses, other_names, refuse_names
 from microtome.engine.select import check_model, no_path
 from microtome.errors import BadQuery, NoMatch
 from microtome.inputs import Inputs, device_of
@@ -53,22 +55,21 @@ def attention(
     (('self_attn',), True)
     """
     wanted = None if layers is None else frozenset(select(model, layers))
+    refuse_names(wanted or ())
+    part = Part(heads, rows)
     given = Inputs.of(inputs, device=device_of(check_model(model)))
     kept: dict[str, Tensor] = {}
 
     def keep(address: str, weights: Tensor) -> None:
         kept[address] = weights if device is None else weights.to(device)
 
-    probe = AttentionProbe(keep, at=wanted, heads=heads, rows=rows)
+    probe = AttentionProbe(keep, at=wanted, heads=part.heads, rows=part.rows)
     with Session(model, [probe], whole=ATTENTION):
         given.run(model)
     if not kept:
         raise _nothing_seen(model, probe)
-    return Attention(tuple(kept), tuple(kept.values()), _fixed(heads), _fixed(rows))
-
-
-def _fixed(asked: Any) -> Any:
-    return asked if asked is None or isinstance(asked, str) else tuple(asked)
+    spelled = tuple(Addresses(kept).spelled)
+    return Attention(spelled, tuple(kept.values()), part.heads, part.rows, other_names(model))
 
 
 def _nothing_seen(model: nn.Module, probe: AttentionProbe) -> NoMatch:
@@ -104,12 +105,14 @@ class Attention(Sequence[Tensor]):
         by_layer: The weights of each.
         heads: The heads that were asked for; None: all.
         rows: The query rows that were asked for; None: all.
+        others: More names of shared modules, by which their layers can be asked for too.
     """
 
     layers: tuple[str, ...]
     by_layer: tuple[Tensor, ...]
-    heads: tuple[int, ...] | None = None
-    rows: tuple[int, ...] | Literal["cls", "last"] | None = None
+    heads: Heads = None
+    rows: Rows = None
+    others: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def weights(self) -> Tensor:
@@ -129,20 +132,14 @@ class Attention(Sequence[Tensor]):
     def __getitem__(self, at: int | str | slice) -> Tensor | Attention:
         """The weights of a layer, by its address or position; of a slice of the layers, what there is of them."""
         if isinstance(at, slice):
-            return Attention(self.layers[at], self.by_layer[at], self.heads, self.rows)
-        if isinstance(at, int):
-            return self.by_layer[at]
-        return self.by_layer[self._position(at)]
+            return Attention(self.layers[at], self.by_layer[at], self.heads, self.rows, self.others)
+        return self.by_layer[self._position(at) if isinstance(at, str) else _index(at)]
 
-    def _position(self, address: str) -> int:
-        path = address.removesuffix("#0")
-        if path not in self.layers:
-            raise no_path(address, self.layers)
-        again = [layer for layer in self.layers if layer.startswith(f"{path}#")]
-        if again and address == path and "#" not in path:
-            every = ", ".join(map(repr, (f"{path}#0", *again)))
-            raise NoMatch(f"{path!r} ran {len(again) + 1} times: say which of {every}")
-        return self.layers.index(path)
+    def _position(self, name: str) -> int:
+        address = Addresses(self.layers, self.others).one(name)
+        if address is None:
+            raise no_path(name, self.layers)
+        return self.layers.index(address)
 
     def rollout(
         self, *, residual: float = 0.5, heads: Literal["mean", "max", "min"] = "mean", discard: float = 0.0
@@ -184,6 +181,13 @@ class Attention(Sequence[Tensor]):
         text = "; ".join(f"{shape(size)}, {str(dtype).removeprefix('torch.')}" for size, dtype, _ in list(kinds)[:3])
         count = f"{len(self)} layer{'' if len(self) == 1 else 's'}"
         return f"<Attention of {count}, {text}{'; …' if len(kinds) > 3 else ''}>"
+
+
+def _index(at: Any) -> int:
+    try:
+        return index(at)
+    except TypeError as error:
+        raise BadQuery(f"a layer is named by its address or its position, got {at!r}") from error
 
 
 def _kind(weights: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from microtome.capture.attention_origin import Kind, Origins, Role, role_of
-from microtome.capture.attention_weights import Heads, Part, Rows, fused_weights, unseen
+from microtome.capture.attention_weights import Heads, Part, Rows, fused_weights
 from microtome.count.whole import AttentionArguments
 from microtome.engine import Call, Probe
-from microtome.engine.functions import plain
+from microtome.engine.functions import plain, unseen
 from microtome.engine.probes import AnyOp, Where
 
 #: What a session with this probe is to show whole.

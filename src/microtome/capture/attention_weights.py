@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from microtome.count.whole import AttentionArguments
-from microtome.engine.functions import plain
+from microtome.engine.functions import unseen
 from microtome.errors import BadQuery, Unsupported
 
 Heads = Sequence[int] | None
 Rows = Sequence[int] | Literal["cls", "last"] | None
-#: Made of weights (batch, heads, rows, keys), row by row: the third dimension stays.
 
 #: Of scores computed at a time, in elements: what is kept may be large, what is needed on the way is not.
 BLOCK = 1 << 24
@@ -25,16 +23,24 @@ BLOCK = 1 << 24
 
 @dataclass(frozen=True)
 class Part:
-    """Which heads and which query rows of the weights are wanted; None: all."""
+    """Which heads and which query rows of the weights are wanted, as plain numbers; None: all."""
 
     heads: Heads = None
     rows: Rows = None
 
     def __post_init__(self) -> None:
-        if self.heads is not None and not _are_indices(self.heads):
+        heads, rows = _indices(self.heads), _indices(self.rows)
+        if self.heads is not None and not heads:
             raise BadQuery(f"heads are a list of indices, such as [0, 3], got {self.heads!r}")
-        if self.rows not in (None, "cls", "last") and not _are_indices(self.rows):
+        if not (self.rows is None or _is_word(self.rows) or rows):
             raise BadQuery(f"rows are a list of query indices, 'cls' (the first) or 'last', got {self.rows!r}")
+        object.__setattr__(self, "heads", heads)
+        object.__setattr__(self, "rows", self.rows if _is_word(self.rows) else rows)
+
+    def __str__(self) -> str:
+        heads = "all" if self.heads is None else list(self.heads)
+        rows = "all" if self.rows is None else self.rows if isinstance(self.rows, str) else list(self.rows)
+        return f"heads {heads}, rows {rows}"
 
     def of(self, weights: Tensor) -> Tensor:
         """The part of weights (batch, heads, i, j), in memory of its own."""
@@ -49,20 +55,31 @@ class Part:
     def row_indices(self, count: int) -> list[int] | None:
         if self.rows is None:
             return None
-        rows = {"cls": [0], "last": [-1]}[self.rows] if isinstance(self.rows, str) else self.rows
-        return _within(rows, count, "query row")
+        if isinstance(self.rows, str):
+            return [0 if self.rows == "cls" else count - 1] if count else []
+        return _within(self.rows, count, "query row")
 
 
-def _are_indices(given: Any) -> bool:
-    listed = isinstance(given, Sequence) and not isinstance(given, str) and bool(given)
-    return listed and all(isinstance(index, int) and not isinstance(index, bool) for index in given)
+def _is_word(rows: Any) -> bool:
+    return isinstance(rows, str) and rows in ("cls", "last")
+
+
+def _indices(given: Any) -> tuple[int, ...] | None:
+    """The indices as plain numbers, also those of numpy or torch; None where they are none."""
+    if given is None or isinstance(given, str) or not isinstance(given, Iterable):
+        return None
+    listed = list(given)
+    try:
+        return None if any(isinstance(one, bool) for one in listed) else tuple(map(index, listed))
+    except TypeError:
+        return None
 
 
 def _within(indices: Sequence[int], count: int, what: str) -> list[int]:
-    wrong = [index for index in indices if not -count <= index < count]
+    wrong = [one for one in indices if not -count <= one < count]
     if wrong:
         raise BadQuery(f"there is no {what} {wrong[0]}: this attention has {count}, counted from 0")
-    return [index % count for index in indices]
+    return [one % count for one in indices]
 
 
 def _mask(given: AttentionArguments) -> Tensor | None:
@@ -92,18 +109,6 @@ def fused_weights(given: AttentionArguments, output: Tensor, part: Part) -> Tens
         return made
 
 
-@contextmanager
-def unseen(device: torch.device) -> Iterator[None]:
-    """Compute what is no part of the run: no session sees it, no graph holds it, no autocast changes its dtype."""
-    with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(plain())
-        stack.enter_context(torch.no_grad())
-        if torch.amp.is_autocast_available(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-        yield
-
-
 class _Scores:
     """Queries, keys and mask of the heads wanted, each (batch, heads, ·, ·), where 1 stands for any batch or head."""
 
@@ -123,14 +128,14 @@ class _Scores:
         self._causal = given.is_causal
         self._scale = query.shape[-1] ** -0.5 if given.scale is None else given.scale
         rows = part.row_indices(query.shape[-2])
-        self.rows = torch.arange(query.shape[-2]) if rows is None else torch.tensor(rows)
+        self.rows = torch.arange(query.shape[-2]) if rows is None else torch.tensor(rows, dtype=torch.long)
 
     def _chosen(self, tensor: Tensor, count: int = 0) -> Tensor:
         """The heads wanted of a tensor, of which each serves a group where there are to be more."""
         missing = max(len(self._lead) + 2 - tensor.dim(), 0)
         tensor = tensor.reshape(*(1,) * missing, *tensor.shape)
         if len(self._lead) < 2:
-            tensor = tensor.unsqueeze(-3).reshape(-1, 1, *tensor.shape[-2:])
+            tensor = tensor.reshape(tensor.shape[:-2].numel(), 1, *tensor.shape[-2:])
         elif len(self._lead) > 2:
             tensor = tensor.expand(*self._lead[:-1], *tensor.shape[-3:]).flatten(0, len(self._lead) - 2)
         group = count // tensor.shape[1] if count else 1

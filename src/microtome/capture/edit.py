@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 from zlib import crc32
 
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from microtome.capture.features import Features
-from microtome.engine import Call, Feed, Replace, Selector, Session
-from microtome.engine.select import check_model
+from microtome.capture.targets import never_ran, why_not
+from microtome.engine import Call, Feed, Intervention, Probe, Replace, Selector, Session, select
+from microtome.engine.addresses import call_of, refuse_names
+from microtome.engine.functions import is_stand_in
+from microtome.engine.select import check_model, names
 from microtome.engine.structure import map_tensors, tensors_in
 from microtome.errors import BadQuery, NoMatch, Unsupported
 from microtome.inputs import Inputs
@@ -135,70 +139,116 @@ def edit(
     check_model(model)
     if not outputs and not inputs:
         raise BadQuery('nothing is to be changed: give such as {"blocks.5": mt.scale(0.5)}')
-    changes: list[Replace | Feed] = []
-    for at, change in (outputs or {}).items():
-        selector, index = _selected(at)
-        changes.append(Replace(selector, _output_change(change, index)))
-    for at, change in (inputs or {}).items():
-        selector, index = _selected(at)
-        changes.append(Feed(selector, _input_change(change, index)))
-    return Session(model, interventions=changes)
+    texts = {at for at in (*(outputs or ()), *(inputs or ())) if isinstance(at, str)}
+    refuse_names(path for path, _ in names(model) if path in texts)
+    edits = [_Wanted(at, change) for at, change in (outputs or {}).items()]
+    feeds = [_Wanted(at, change) for at, change in (inputs or {}).items()]
+    return _Edits(model, edits, feeds)
 
 
-def _selected(at: Selector) -> tuple[Selector, int | None]:
-    """The selector, and which call if one of each module alone is meant."""
-    if isinstance(at, str) and "#" in at:
-        path, _, index = at.rpartition("#")
-        if index.isdigit():
-            return path, int(index)
-    return at, None
+class _Wanted:
+    """One of the changes that are to be made, and whether it was made."""
 
+    def __init__(self, at: Selector, change: Change) -> None:
+        if not callable(change):
+            raise BadQuery(f"an edit is a function of the value, or such as mt.scale(0.5), got {type(change).__name__}")
+        self.at = at
+        self.selector, self.index = call_of(at)
+        self._change = change
+        self.made = False
 
-def _captured(feats: Features, call: Call) -> str:
-    """What was captured at this call; at another one only if the module ran once then."""
-    if call.address not in feats.addresses and len(feats.calls(call.path)) > 1:
-        raise NoMatch(f"{call.address!r} was not captured, only {', '.join(map(repr, feats.addresses))}")
-    return call.address if call.address in feats.addresses else call.path
-
-
-def _copied(kept: Any, value: Any) -> Any:
-    """A copy, since the model may write to it, on the device of what it comes in the place of."""
-    device = next((tensor.device for tensor in tensors_in(value)), None)
-    return map_tensors(lambda tensor: tensor.to(device or tensor.device, copy=True), kept)
-
-
-def _output_change(change: Change, index: int | None) -> Callable[[Call, Any], Any]:
-    _check(change)
-
-    def by(call: Call, output: Any) -> Any:
-        if index is not None and call.index != index:
+    def output(self, call: Call, output: Any) -> Any:
+        if not self._is_meant(call, output):
             return output
-        return _changed(change, call, output)
+        return _changed(self._change, call, output)
 
-    return by
-
-
-def _input_change(change: Change, index: int | None) -> Callable[..., Any]:
-    _check(change)
-
-    def by(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if index is not None and call.index != index:
+    def inputs(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self._is_meant(call, (args, kwargs)):
             return args, kwargs
-        if isinstance(change, Edit):
-            return change.inputs(call, args, kwargs)
-        changed = _changed(change, call, Inputs(*args, **kwargs))
+        if isinstance(self._change, Edit):
+            return self._change.inputs(call, args, kwargs)
+        changed = _changed(self._change, call, Inputs(*args, **kwargs))
         if not isinstance(changed, Inputs):
             raise Unsupported(
                 f"an edit of the inputs of {call.address!r} returns an Inputs, got {type(changed).__name__}"
             )
         return changed.args, changed.kwargs
 
-    return by
+    def _is_meant(self, call: Call, value: Any) -> bool:
+        meant = self.index is None or call.index == self.index
+        self.made = self.made or (meant and _is_real(value))
+        return meant
 
 
-def _check(change: Any) -> None:
-    if not callable(change):
-        raise BadQuery(f"an edit is a function of the value, or such as mt.scale(0.5), got {type(change).__name__}")
+class _Ran(Probe):
+    """Which modules ran, and the index of the last call of each."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, int] = {}
+        self.failed = False
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self.last.get(call.path, -1) < call.index and _is_real(output):
+            self.last[call.path] = call.index
+
+    def fail(self, call: Call, error: BaseException) -> None:
+        self.failed |= call.parent is None
+
+
+def _is_real(value: Any) -> bool:
+    """Whether it is of a run with values; `extract` may run the model without, to learn where to stop."""
+    return not any(map(is_stand_in, tensors_in(value)))
+
+
+class _Edits(Session):
+    """Makes changes, and says at the end of the block which was never made."""
+
+    def __init__(self, model: nn.Module, outputs: list[_Wanted], inputs: list[_Wanted]) -> None:
+        self._ran = _Ran()
+        self._wanted = [*outputs, *inputs]
+        changes: list[Intervention] = [
+            *(Replace(wanted.selector, wanted.output) for wanted in outputs),
+            *(Feed(wanted.selector, wanted.inputs) for wanted in inputs),
+        ]
+        super().__init__(model, [self._ran], changes)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        ran, self._ran.last = self._ran.last, {}
+        lost = [wanted for wanted in self._wanted if not wanted.made]
+        for wanted in self._wanted:
+            wanted.made = False
+        # A run that ended early, as `extract` ends it too, did not come to all that it would.
+        if error is None and lost and not self._ran.failed:
+            raise self._not_made(lost[0], ran)
+
+    def _not_made(self, wanted: _Wanted, ran: dict[str, int]) -> NoMatch:
+        assert self.model is not None
+        if not ran:
+            return never_ran(self.model, "nothing was edited")
+        paths = list(select(self.model, wanted.selector))
+        runs = [(ran[path], path) for path in paths if path in ran]
+        if not runs:
+            return NoMatch(f"{paths[0]!r} was to be edited and never ran: {why_not(self.model, paths[0], set(ran))}")
+        last, path = max(runs)
+        there = f"{last + 1} times, from {f'{path}#0'!r} to {f'{path}#{last}'!r}" if last else "once"
+        return NoMatch(f"{wanted.at!r} was to be edited and never ran: {path!r} ran {there}")
+
+
+def _captured(feats: Features, call: Call) -> str:
+    """What was captured at this call; at another one only if the module ran once then."""
+    address = f"{call.path}#{call.index}"
+    return address if address in feats else call.path
+
+
+def _copied(kept: Any, value: Any) -> Any:
+    """A copy, since the model may write to it, on the device of what it comes in the place of."""
+    device = next((tensor.device for tensor in tensors_in(value)), None)
+    return map_tensors(lambda tensor: tensor.to(device or tensor.device, copy=True), kept)
 
 
 def _changed(change: Change, call: Call, value: Any) -> Any:

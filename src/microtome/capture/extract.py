@@ -17,10 +17,11 @@ from microtome.capture.order import order_of
 from microtome.capture.targets import Targets, op_name
 from microtome.count.whole import WHOLE
 from microtome.engine import Call, Probe, Selector, Session, Stop, Stopped, tensors_in
+from microtome.engine.addresses import call_of, other_names
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.select import check_model, named
 from microtome.engine.structure import map_tensors
-from microtome.errors import BadQuery
+from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs, device_of
 
 
@@ -106,9 +107,9 @@ class _Capture(Probe):
         self.features = Features()
         self.guard = CopyOnWrite() if keeping.detach and keeping.clone == "auto" else None
         self._wanted = targets.modules.keys() | targets.owners.keys()
-        ends = [address for address in order or () if address.partition("#")[0] in self._wanted]
+        ends = [address for address in order or () if call_of(address)[0] in self._wanted]
         self._last = (ends[-1], len(ends)) if ends else ("", -1)
-        self.stops = [Stop(self._last[0].partition("#")[0], when=self._is_last)] if ends else []
+        self.stops = [Stop(call_of(self._last[0])[0], when=self._is_last)] if ends else []
 
     def _is_last(self, call: Call) -> bool:
         """Whether all is there; never where the run went another way than it was expected to."""
@@ -134,6 +135,9 @@ class _Capture(Probe):
             if self._grad:
                 self.features._grads[address] = _collect(output, self.features)
             kept = self._keeping.keep(output)
+        except Unsupported as error:
+            error.add_note(f"in what {address!r} gave")
+            raise
         finally:
             self._keeps = False
         self._hold(kept)
@@ -150,6 +154,7 @@ class _Capture(Probe):
             for tensor in tensors_in((held, given, output)):
                 self.guard.release(tensor)
         names = {path: list(found) for path, found in self._op_names.items()}
+        feats._others = other_names(model)
         feats.never_ran = self._targets.check(feats._values, self._ran, names)
 
 

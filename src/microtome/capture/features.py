@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+from microtome.engine.addresses import Addresses
 from microtome.engine.select import no_path
 from microtome.errors import BadQuery, NoMatch
 from microtome.inputs import Inputs
@@ -32,27 +34,29 @@ class Features(Mapping[str, Any]):
         self._inputs: dict[str, Inputs] = {}
         self._grads: dict[str, Callable[[], Any]] = {}
         self._output: list[Any] = []  # none, or one
+        self._others: dict[str, str] = {}
 
     def __getitem__(self, name: str) -> Any:
         """The output of the last call of the module at a path, or of the call at an address."""
-        address = self._address(name)
-        return self._values[_path_of(name)][address]
+        return self._by_address[self._one(name)]
 
     def calls(self, path: str) -> list[Any]:
         """The outputs of all calls of the module, in their order."""
-        self._address(path)
-        return list(self._values[_path_of(path)].values())
+        found = self._there.find(path)
+        if not found:
+            raise self._missing(path)
+        return [self._by_address[address] for address in found]
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses of all that was captured, those of a module one after the other."""
-        return tuple(address for calls in self._values.values() for address in calls)
+        """The addresses of all that was captured, those of a module together; with `#0` where it ran again."""
+        return tuple(self._there.spelled)
 
     def inputs(self, name: str) -> Inputs:
         """The arguments of the last call of the module at a path, or of the call at an address, as `edit` left them."""
         if not self._inputs:
             raise BadQuery("arguments were not captured: extract with inputs=True")
-        address = self._address(name)
+        address = self._one(name)
         if address not in self._inputs:
             raise BadQuery(f"{name!r} is an operator: its arguments are not captured")
         return self._inputs[address]
@@ -61,7 +65,7 @@ class Features(Mapping[str, Any]):
         """The gradients of what was captured, after a backward: the same structure; None where none came."""
         if not self._grads:
             raise BadQuery("gradients were not captured: extract with grad=True")
-        return self._grads[self._address(name)]()
+        return self._grads[self._one(name)]()
 
     @property
     def output(self) -> Any:
@@ -75,10 +79,7 @@ class Features(Mapping[str, Any]):
         return self[name] if name in self else default  # noqa: SIM401  this is `get`
 
     def __contains__(self, name: object) -> bool:
-        try:
-            return isinstance(name, str) and bool(self._address(name))
-        except NoMatch:
-            return False
+        return isinstance(name, str) and bool(self._there.find(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -89,25 +90,25 @@ class Features(Mapping[str, Any]):
     def __repr__(self) -> str:
         some: Sequence[str] = list(self)[:4]
         more = ", …" if len(self) > 4 else ""
-        return f"<Features of {len(self)} modules: {', '.join(some)}{more}>"
+        return f"<Features of {len(self)} modules: {', '.join(map(repr, some))}{more}>"
 
-    def _address(self, name: str) -> str:
-        """The address of what is meant: of a path, the last call."""
-        calls = self._values.get(_path_of(name), {})
-        if name in self._values:
-            return next(reversed(calls))
-        if name in calls:
-            return name
-        if name.endswith("#0") and name[:-2] in calls:
-            return name[:-2]
-        if "/" in name and (of_call := [address for address in calls if address.startswith(f"{name}#")]):
-            return of_call[-1]
+    @cached_property
+    def _there(self) -> Addresses:
+        """What was captured, once it is."""
+        return Addresses(self._by_address, self._others)
+
+    @cached_property
+    def _by_address(self) -> dict[str, Any]:
+        return {address: value for calls in self._values.values() for address, value in calls.items()}
+
+    def _one(self, name: str) -> str:
+        """The address that a name means: of a path, that of the last call."""
+        found = self._there.find(name)
+        if not found:
+            raise self._missing(name)
+        return name if name in found and name not in self._values else found[-1]
+
+    def _missing(self, name: str) -> NoMatch:
         if name in self.never_ran:
-            raise NoMatch(f"{name!r} never ran in this look")
-        raise no_path(name, self.addresses)
-
-
-def _path_of(name: str) -> str:
-    """The path of an address; of an operator, that and its name without indices."""
-    path, slash, operator = name.partition("/")
-    return path.partition("#")[0] + slash + operator.partition("#")[0]
+            return NoMatch(f"{name!r} never ran in this look")
+        return no_path(name, self.addresses)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import index
+from os import PathLike
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
-from zlib import crc32
+from typing import Any, Literal, NamedTuple, Self, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
 from microtome.capture.attention import ATTENTION, AttentionProbe
+from microtome.capture.attention_weights import Heads, Part, Rows
 from microtome.capture.copying import Copier
+from microtome.capture.manifest import manifest_of, text_of
 from microtome.capture.reduce import Reduce, reduction
 from microtome.capture.store import DiskStore, MemoryStore, Recording, Series, Stats, open_folder
-from microtome.capture.targets import Targets
+from microtome.capture.targets import Targets, never_ran
 from microtome.engine import Call, Probe, Selector, Session, select, tensors_in
+from microtome.engine.addresses import Addresses, refuse_names
 from microtome.engine.functions import is_stand_in
-from microtome.engine.select import check_model, named
+from microtome.engine.select import check_model
+from microtome.engine.structure import places_in
 from microtome.errors import BadQuery, NoMatch, SessionError, Unsupported
 from microtome.units import parse_size
 
@@ -82,10 +87,10 @@ class Recorder(Mapping[str, Series]):
         *,
         attention: bool = False,
         layers: Selector | None = None,
-        heads: Sequence[int] | None = None,
-        rows: Sequence[int] | Literal["cls", "last"] | None = None,
+        heads: Heads = None,
+        rows: Rows = None,
         reduce: Reduce | None = None,
-        to: Any = None,
+        to: str | PathLike[str] | None = None,
         limit: int | str | None = None,
         last: int | None = None,
         append: bool = False,
@@ -94,12 +99,15 @@ class Recorder(Mapping[str, Series]):
         progress: Callable[[Totals], None] | None = None,
     ) -> None:
         self._model = check_model(model)
+        _check_numbers(last, histogram)
         if (at is None) == (not attention):
             raise BadQuery("say what to record: modules, or attention=True")
         if not attention and (layers is not None or heads is not None or rows is not None):
             raise BadQuery("layers, heads and rows are of attention: add attention=True")
         if to is None and append:
             raise BadQuery("append goes on with a folder: say which with `to`")
+        if to is not None and not isinstance(to, str | PathLike):
+            raise BadQuery(f"`to` is the path of a folder, got {to!r}")
         if to is not None and last is not None:
             raise BadQuery("`last` keeps a ring in memory: leave out `to`, or `last`")
         self._targets = None if at is None else Targets(model, at)
@@ -111,15 +119,18 @@ class Recorder(Mapping[str, Series]):
         limits: dict[str, Any] = {"limit_bytes": None if limit is None else parse_size(limit)}
         if self._targets is not None:
             self._probe: Probe = _Outputs(self)
-            selectors = [_text(one) for one in self._targets.selectors]
+            selectors = [text_of(one) for one in self._targets.selectors]
         else:
-            paths = None if layers is None else set(select(model, layers))
-            self._probe = AttentionProbe(self.add, at=paths, heads=heads, rows=rows)
-            selectors = [f"attention of {_text(layers)}, heads {heads or 'all'}, rows {rows or 'all'}"]
+            paths, part = None if layers is None else set(select(model, layers)), Part(heads, rows)
+            refuse_names(paths or ())
+            self._probe = AttentionProbe(self.add, at=paths, heads=part.heads, rows=part.rows)
+            selectors = [f"attention of {text_of(layers)}, {part}"]
         limits |= {"keep": keep, "histogram": histogram}
         self._store: MemoryStore | DiskStore = MemoryStore(last=last, **limits)
         # A folder is opened when the block begins, so that a recorder that is not used leaves none.
-        manifest = _manifest(model, selectors, reduce)
+        manifest = manifest_of(model, selectors, reduce)
+        self._others: dict[str, str] = manifest["other_names"]
+        self._known = Addresses((), self._others)
         self._open = None if to is None else partial(DiskStore, to, manifest, append=append, **limits)
         self._copier = Copier(self._store.add)
         self._folder = to
@@ -129,7 +140,9 @@ class Recorder(Mapping[str, Series]):
         self._runs = self._records = self._nbytes = 0
         self._seconds = 0.0
         self._began: float | None = None
-        self._seen: dict[str, None] = {}
+        self._ran: dict[str, None] = {}
+        self._gave: dict[str, None] = {}
+        self._failed = False
 
     # -- while it records ----------------------------------------------------------------------------------------------
 
@@ -166,22 +179,30 @@ class Recorder(Mapping[str, Series]):
                 self._is_done = True
                 self._seconds = perf_counter() - self._began
                 self._store.close()
-        if error is None and self._runs:
+        if error is None and (self._runs or not self._failed):
             self._check()
 
     def _check(self) -> None:
         """Raise where something that was selected never ran."""
+        if not self._runs:
+            raise never_ran(self._model, "nothing was recorded")
         if self._targets is not None:
-            paths = {name.partition("#")[0] for name in self._seen}
-            self._targets.check(self._targets.modules.keys() & paths, paths, {})
+            self._targets.check(self._gave, self._ran, {})
         elif not self._records:
             raise NoMatch("no attention was seen: the model has none, or computes it in a kernel of its own")
 
-    def add(self, name: str, value: Any) -> None:
-        """Record the tensors of a value."""
-        for suffix, tensor in _named(value):
+    def add(self, name: str, value: Any) -> bool:
+        """Record the tensors of a value, and say whether there are any."""
+        added = False
+        for place, tensor in places_in(value):
             if is_stand_in(tensor):  # a run without values, by somebody who looks ahead
                 continue
+            added = True
+            if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise Unsupported(
+                    f"{name!r} ran while a CUDA graph was being captured, which has no values yet and which copies to "
+                    "the machine's memory would break: record the model outside of the capture, as Python runs it"
+                )
             if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
                 raise Unsupported(f"{name!r} gives a tensor that is sparse, nested or quantised: extract it instead")
             kept = tensor.detach()
@@ -192,7 +213,8 @@ class Recorder(Mapping[str, Series]):
                     raise BadQuery(f"reduce gives a tensor, and gave a {type(kept).__name__} at {name!r}")
             self._records += 1
             self._nbytes += kept.nbytes
-            self._copier.add(name + suffix, kept, fresh=self._own_reduction and _is_fresh(kept, tensor))
+            self._copier.add(name + place, kept, fresh=self._own_reduction and _is_fresh(kept, tensor))
+        return added
 
     def ran(self) -> None:
         """The model ran once."""
@@ -208,16 +230,23 @@ class Recorder(Mapping[str, Series]):
 
     # -- what was recorded ---------------------------------------------------------------------------------------------
 
-    def __getitem__(self, name: str) -> Series:
-        name = str(name).removesuffix("#0")
-        if isinstance(self._store, MemoryStore):
-            self._copier.drain()
-            return self._store.series(name)
+    @property
+    def _there(self) -> Addresses:
+        """What there is so far."""
         self._copier.drain()
+        names = self._store.names
+        if len(names) != len(self._known):
+            self._known = Addresses(names, self._others)
+        return self._known
+
+    def __getitem__(self, name: str) -> Series:
+        address = self._there.one(name) or name  # which the stores say that they do not have
+        if isinstance(self._store, MemoryStore):
+            return self._store.series(address)
         if self._read is None or not self._is_done:
             if not self._is_done:
                 self._store.flush()
-            self._read = open_folder(self._folder)
+            self._read = open_folder(self._store.folder)
         return self._read[name]
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -225,19 +254,17 @@ class Recorder(Mapping[str, Series]):
         return self[name] if name in self else default  # noqa: SIM401  this is `get`
 
     def __contains__(self, name: object) -> bool:
-        return name in list(self)
+        return isinstance(name, str) and bool(self._there.find(name))
 
     def stats(self, name: str) -> Stats:
         """Count, mean, variance, least and most of all values of that name."""
-        self._copier.drain()
-        return self._store.stats(name)
+        return self._store.stats(self._there.one(name) or name)
 
     def __iter__(self) -> Iterator[str]:
-        self._copier.drain()
-        return iter(self._store.names)
+        return iter(self._there.spelled)
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return len(self._there)
 
     @property
     def dropped(self) -> int:
@@ -261,9 +288,16 @@ class _Outputs(Probe):
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if call.phase == "forward":
-            self._recorder._seen[call.path] = None
-            if id(call.module) in self._modules:
-                self._recorder.add(call.address, output)
+            self._recorder._ran[call.path] = None
+            if id(call.module) in self._modules and self._add(call, output):
+                self._recorder._gave[call.path] = None
+
+    def _add(self, call: Call, output: Any) -> bool:
+        try:
+            return self._recorder.add(call.address, output)
+        except Unsupported as error:
+            error.add_note(f"in what {call.address!r} gave")
+            raise
 
 
 class _Runs(Probe):
@@ -274,6 +308,26 @@ class _Runs(Probe):
         if call.parent is None and call.phase == "forward" and not any(map(is_stand_in, tensors_in(output))):
             self._recorder.ran()
 
+    def fail(self, call: Call, error: BaseException) -> None:
+        if call.parent is None:
+            self._recorder._failed = True
+
+
+def _check_numbers(last: Any, histogram: Any) -> None:
+    try:
+        least = 1 if last is None else index(last)
+    except TypeError:
+        least = 0
+    if least < 1:
+        raise BadQuery(f"`last` is how many tensors of each name are kept, from 1 on, got {last!r}")
+    if histogram is not None and not _are_edges(histogram):
+        raise BadQuery(f"a histogram is (bins, low, high), such as (10, -1.0, 1.0), got {histogram!r}")
+
+
+def _are_edges(given: Any) -> bool:
+    three = isinstance(given, Sequence) and len(given) == 3
+    return three and isinstance(given[0], SupportsIndex) and all(isinstance(edge, SupportsFloat) for edge in given[1:])
+
 
 def _is_fresh(kept: Tensor, tensor: Tensor) -> bool:
     """Whether what we computed lies in memory of its own, which holds nothing else."""
@@ -281,55 +335,3 @@ def _is_fresh(kept: Tensor, tensor: Tensor) -> bool:
         return False
     memory = kept.untyped_storage()
     return memory._cdata != tensor.untyped_storage()._cdata and memory.nbytes() == kept.nbytes
-
-
-def _named(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a value, each with its place in it; a lone one has none."""
-    found = list(_places(value, ""))
-    if len(found) == 1:
-        yield "", found[0][1]
-    else:
-        yield from found
-
-
-def _manifest(model: nn.Module, selectors: list[str], reduce: Reduce | None) -> dict[str, Any]:
-    """What a folder says of its recording; appending asks for the same, but for torch's version."""
-    return {
-        "model": type(model).__qualname__,
-        "layout": _layout(model),
-        "selectors": selectors,
-        "reduce": reduce if reduce is None or isinstance(reduce, str) else _text(reduce),
-        "torch": torch.__version__,
-    }
-
-
-def _layout(model: nn.Module) -> str:
-    """What the modules and parameters of a model are, in a few letters: another layout has others."""
-    modules = [f"{path}:{type(module).__name__}" for path, module in named(model)]
-    shapes = [f"{name}:{tuple(value.shape)}" for name, value in model.named_parameters()]
-    return f"{crc32(' '.join(modules + shapes).encode()):08x}"
-
-
-def _text(selector: Any) -> str:
-    """A selector or a function in words that are the same in another process."""
-    if isinstance(selector, list | tuple | set | frozenset):
-        return ", ".join(sorted(map(_text, selector)))
-    if isinstance(selector, str) or selector is None:
-        return selector or "all"
-    if isinstance(selector, nn.Module):
-        return type(selector).__name__
-    return str(getattr(selector, "pattern", None) or getattr(selector, "__qualname__", type(selector).__name__))
-
-
-def _places(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield place, value
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _places(item, f"{place}[{name}]")
-    elif isinstance(value, list | tuple):
-        for at, item in enumerate(value):
-            yield from _places(item, f"{place}[{at}]")
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from _places(getattr(value, name, None), f"{place}[{name}]")

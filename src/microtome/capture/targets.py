@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from microtome.engine import Selector, select
+from microtome.engine.addresses import refuse_names
 from microtome.engine.probes import AnyOp
 from microtome.engine.select import glob, is_glob
 from microtome.errors import BadSelector, NoMatch
@@ -35,12 +36,23 @@ class Targets:
         self._by_selector: list[tuple[Any, set[str]]] = []
         self._ops: list[tuple[str, set[str], Any]] = []
         for selector in self.selectors:
-            if isinstance(selector, str) and "/" in selector:
+            if self._names_operators(selector):
                 self._add_op(selector)
             else:
                 found = select(model, selector)
                 self.modules |= found
                 self._by_selector.append((selector, set(found)))
+        refuse_names(self.modules.keys() | self.owners.keys())
+
+    def _names_operators(self, selector: Any) -> bool:
+        """Whether it is a text with a slash; but the names of modules may have slashes too, and go first."""
+        if not isinstance(selector, str) or "/" not in selector:
+            return False
+        try:
+            select(self._model, selector)
+        except NoMatch:
+            return True
+        return False
 
     def _add_op(self, text: str) -> None:
         path, _, name = text.rpartition("/")
@@ -79,7 +91,7 @@ class Targets:
         for selector, paths in self._by_selector:
             lost = sorted(paths - got)
             if lost and (len(lost) == len(paths) or isinstance(selector, nn.Module)):
-                raise NoMatch(f"{lost[0]!r} never ran: {why_not(self._model, lost[0], ran)}")
+                raise _not_captured(self._model, lost[0], ran)
             missing |= dict.fromkeys(lost)
         for text, paths, pattern in self._ops:
             if not any(_is_wanted(path, name, paths, pattern) for path, names in ops.items() for name in names):
@@ -100,6 +112,23 @@ def _above(path: str) -> list[str]:
 
 def _several(at: Selector) -> Iterable[Any]:
     return at if isinstance(at, Sequence | set | frozenset) and not isinstance(at, str) else [at]
+
+
+def _not_captured(model: nn.Module, path: str, ran: set[str]) -> NoMatch:
+    if path in ran:
+        return NoMatch(
+            f"{path!r} gave no tensor: what it returns holds none in a tuple, list, mapping or dataclass. "
+            "mt.extract keeps outputs of any kind"
+        )
+    return NoMatch(f"{path!r} never ran: {why_not(model, path, ran)}")
+
+
+def never_ran(model: nn.Module, outcome: str) -> NoMatch:
+    """The error for a block in which the model was to run and did not."""
+    return NoMatch(
+        f"{outcome}: the {type(model).__name__} never ran in this block. Call it inside the `with`, as model(…), not "
+        "model.forward(…); a copy of it is another model"
+    )
 
 
 def why_not(model: nn.Module, path: str, ran: set[str]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -175,3 +176,15 @@ def _transparent(function: Any) -> Any:
 _transparent_attention = _transparent(F.multi_head_attention_forward)
 
 plain = torch._C.DisableTorchFunction
+
+
+@contextmanager
+def unseen(device: torch.device) -> Iterator[None]:
+    """Compute what is no part of the run: no session sees it, no graph holds it, no autocast changes its dtype."""
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(plain())
+        stack.enter_context(torch.no_grad())
+        if torch.amp.is_autocast_available(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        yield

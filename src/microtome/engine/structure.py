@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
+
+from microtome.errors import Unsupported
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -45,21 +47,61 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any, other: Callable[[An
 
     Args:
         other: Applied to what `tensors_in` does not look into; None: that is kept as it is.
+
+    Raises:
+        Unsupported: The structure holds itself.
     """
+    return change(value) if isinstance(value, Tensor) else _mapped(change, value, other, ())
+
+
+def _mapped(
+    change: Callable[[Tensor], Any], value: Any, other: Callable[[Any], Any] | None, above: tuple[int, ...]
+) -> Any:
     if isinstance(value, Tensor):
         return change(value)
+    if value is None or isinstance(value, int | float | str):
+        return value if other is None else other(value)
+    inside = _inside(value, above)
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*(map_tensors(change, item, other) for item in value))
+        return type(value)(*(_mapped(change, item, other, inside) for item in value))
     if isinstance(value, list | tuple | set | frozenset):
-        return type(value)(map_tensors(change, item, other) for item in value)
+        return type(value)(_mapped(change, item, other, inside) for item in value)
     if isinstance(value, dict):
         mapping = copy.copy(value)
         for key, item in value.items():  # not by `update`, which outputs of transformers refuse
-            mapping[key] = map_tensors(change, item, other)
+            mapping[key] = _mapped(change, item, other, inside)
         return mapping
     if is_dataclass(value) and not isinstance(value, type):
         instance = copy.copy(value)
         for field in fields(value):
-            object.__setattr__(instance, field.name, map_tensors(change, getattr(value, field.name), other))
+            object.__setattr__(instance, field.name, _mapped(change, getattr(value, field.name), other, inside))
         return instance
     return value if other is None else other(value)
+
+
+def _inside(value: Any, above: tuple[int, ...]) -> tuple[int, ...]:
+    if id(value) in above:
+        raise Unsupported(f"a {type(value).__name__} holds itself, so that there is no end to what it holds")
+    return (*above, id(value))
+
+
+def places_in(value: Any, place: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in a value with its place, such as `[0][key]`: a lone one has none.
+
+    A place depends on what is around the tensor, not on how many others there are. Sets are not looked into, since they
+    have no places.
+    """
+    if isinstance(value, Tensor):
+        yield place, value
+        return
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+    else:
+        return
+    inside = _inside(value, above)
+    for key, item in items:
+        yield from places_in(item, f"{place}[{key}]", inside)

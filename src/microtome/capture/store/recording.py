@@ -13,6 +13,7 @@ from microtome.capture.store.index import Line, Totals, read_index, read_manifes
 from microtome.capture.store.series import Series
 from microtome.capture.store.shard import DTYPES, OnDisk, Shards
 from microtome.capture.store.stats import Stats
+from microtome.engine.addresses import Addresses
 from microtome.errors import BadFile, NoMatch
 from microtome.units import size
 
@@ -35,6 +36,7 @@ class Recording:
         for line in lines:
             self._totals.add(line)
             self._hold(line)
+        self._there = Addresses(self._held, manifest.get("other_names"))
 
     def _hold(self, line: Line) -> None:
         for name, piece in line.pieces.items():
@@ -46,7 +48,7 @@ class Recording:
 
     @property
     def names(self) -> list[str]:
-        return list(self._held)
+        return self._there.spelled
 
     @property
     def count(self) -> int:
@@ -70,21 +72,20 @@ class Recording:
 
     def stats(self, name: str) -> Stats:
         """Of all elements of all tensors of the name, also those that were not kept."""
-        self._check(name)
-        return self._totals.stats[name]
+        return self._totals.stats[self._one(name)]
 
     def __getitem__(self, name: str) -> Series:
-        self._check(name)
-        return Series(name, self._held[name])
+        address = self._one(name)
+        return Series(address, self._held[address])
 
     def __len__(self) -> int:
         return len(self._held)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self.names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._held
+        return isinstance(name, str) and bool(self._there.find(name))
 
     def close(self) -> None:
         """Close the files; tensors that were read stay."""
@@ -100,13 +101,16 @@ class Recording:
         tensors, dropped = self._totals.written, f", {self.dropped} dropped" if self.dropped else ""
         return f"<Recording {str(self.folder)!r}: {len(self)} names, {tensors} tensors, {size(self.nbytes)}{dropped}>"
 
-    def _check(self, name: str) -> None:
-        if name not in self._held:
-            near = difflib.get_close_matches(name, self._held, 5, 0.4) or self.names[:5]
+    def _one(self, name: str) -> str:
+        """The name that a tensor has in the files."""
+        address = self._there.one(name)
+        if address is None:
+            near = difflib.get_close_matches(name, self.names, 5, 0.4) or self.names[:5]
             raise NoMatch(
                 f"the recording {str(self.folder)!r} has nothing named {name!r}; "
                 f"the nearest of its {len(self)} names: {', '.join(map(repr, near)) or 'none'}"
             )
+        return address
 
 
 def open_folder(path: str | PathLike[str]) -> Recording:
