@@ -78,12 +78,22 @@ def test_statistics_alone_and_a_reduction(data: Path, tmp_path: Path) -> None:
         (["zoo:tiny-resnet", "fc", "--data", "{empty}", "--to", "{to}"], "holds no .npy file and no image"),
         (
             ["zoo:tiny-resnet", "fc", "--data", "{data}", "--to", "{to}", "--reduce", "median"],
-            "reduce is one of 'mean'",
+            "Invalid value for '--reduce': 'median' is not one of 'mean', 'max', 'cls', 'last'",
         ),
         (["zoo:tiny-resnet", "fc", "--data", "{data}", "--to", "{to}", "--limit", "x"], "'x' is no number of bytes"),
         (["zoo:tiny-resnet", "fc", "--data", "{words}", "--to", "{to}"], "numbers or truth values are needed"),
         (["zoo:tiny-resnet", "--data", "{data}", "--to", "{to}"], "Missing argument 'SELECT...'"),
         (["zoo:tiny-resnet", "fc", "--data", "{flat}", "--to", "{to}"], "does not run on (4, 5)"),
+        (
+            ["zoo:tiny-resnet", "layer1", "--data", "{data}", "--to", "{to}", "--reduce", "cls"],
+            "--reduce cls takes a token of (batch, tokens, channels), and the output has shape (7, 8, 32, 32): "
+            "take another, or Python",
+        ),
+        (
+            ["zoo:tiny-resnet", "fc", "--data", "{data}", "--to", "{to}", "--device", "meta"],
+            "--device meta has no values: there is nothing to record on it",
+        ),
+        (["zoo:tiny-vit", "blocks", "--data", "{data}", "--to", "{to}"], "'blocks' never ran: a ModuleList"),
     ],
 )
 def test_what_is_wrong_is_said_in_short(words: list[str], message: str, data: Path, tmp_path: Path) -> None:
@@ -101,3 +111,14 @@ def test_what_is_wrong_is_said_in_short(words: list[str], message: str, data: Pa
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_folder_that_holds_a_recording_needs_append(data: Path, tmp_path: Path) -> None:
+    words = ["zoo:tiny-resnet", "fc", "--data", str(data), "--to", str(tmp_path / "a")]
+    result = run(*words)
+    assert "1 record of 1 layer in 1 run, " in result.output
+    again = run(*words)
+    assert again.exit_code == 2
+    assert "already holds a recording of 1 records; --append goes on with it" in again.output
+    assert run(*words, "--append").exit_code == 0
+    assert len(mt.load(tmp_path / "a")["fc"]) == 2

@@ -113,7 +113,10 @@ def test_weights_that_are_all_the_same_are_dark() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer": 1}, "there is no layer 1: there are 1"),
+        ({"layer": 1}, "there is no layer 1: 1 were kept"),
+        ({"layer": 0.5}, "a layer is named by its position, got 0.5"),
+        ({"head": "first"}, "a head is named by its position, got 'first'"),
+        ({"image": "cat.png"}, "an image is a tensor, an array or an image of PIL, got a str"),
         ({"head": 2}, "there is no head 2: 2 were kept"),
         ({"row": 5}, "there is no row 5: 5 were kept"),
         ({"sample": 1}, "there is no sample 1: 1 were kept"),
@@ -128,3 +131,28 @@ def test_bad_questions_are_said(options: dict[str, Any], message: str) -> None:
 
 def test_a_picture_says_its_size() -> None:
     assert repr(picture(torch.ones(4), torch.zeros(3, 4, 6))) == "<Picture, 6 wide, 4 high>"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_whole_numbers_up_to_255_are_bytes_of_whatever_dtype(dtype: torch.dtype) -> None:
+    image = torch.tensor([[0, 51], [102, 204]], dtype=dtype)
+    pixels = picture(torch.rand(4), image, alpha=0.0).pixels
+    assert pixels[..., 0].tolist() == [[0, 51], [102, 204]]
+
+
+def test_other_whole_numbers_are_scaled() -> None:
+    # the least is black and the greatest white
+    pixels = picture(torch.rand(4), torch.tensor([[-100, 155], [1000, 450]]), alpha=0.0).pixels
+    assert pixels[..., 0].tolist() == [[0, 59], [255, 128]]
+    pixels = picture(torch.rand(4), torch.tensor([[True, False]]), alpha=0.0).pixels
+    assert pixels[..., 0].tolist() == [[255, 0]]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P"])
+def test_images_of_pil_are_drawn_on(mode: str) -> None:
+    from PIL import Image
+
+    image = Image.new("RGB", (6, 4), (204, 204, 204)).convert(mode)
+    pixels = one_hot(5, 1).plot(image, alpha=0.0).pixels
+    assert pixels.shape == (4, 6, 3)
+    assert set(pixels.flatten().tolist()) == {204}

@@ -166,7 +166,8 @@ class Attention(Sequence[Tensor]):
         """Write what one query looks at as a picture, laid over the image if one is given.
 
         Args:
-            image: (3, H, W), (H, W, 3) or (H, W), or a batch of the first; uint8, or floats in any range.
+            image: (3, H, W), (H, W, 3) or (H, W), or a batch of the first; whole numbers from 0 to 255, or any others,
+                which are scaled; or an image of PIL.
             layer: Whose attention, by address or position.
             head: Which of the heads that were kept; None: their mean.
             row: Which of the query rows that were kept: the first is the class token's, if the model has one.

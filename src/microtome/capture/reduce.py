@@ -9,7 +9,8 @@ from torch import Tensor
 
 from microtome.errors import BadQuery, Unsupported
 
-Reduce = Literal["mean", "max", "cls", "last"] | Callable[[Tensor], Tensor]
+Reduction = Literal["mean", "max", "cls", "last"]
+Reduce = Reduction | Callable[[Tensor], Tensor]
 
 
 def reduction(reduce: Reduce) -> Callable[[Tensor], Tensor]:

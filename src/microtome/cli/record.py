@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, get_args
 
 import click
 import torch
 
 from microtome.capture.record import Recorder, Totals
+from microtome.capture.reduce import Reduction
 from microtome.cli.data import batches, count_of
 from microtome.cli.model import model_options, resolve, working
-from microtome.errors import BadInputs, MicrotomeError, said
+from microtome.errors import BadFile, BadInputs, MicrotomeError, Unsupported, said
 from microtome.inputs import Inputs
 from microtome.units import seconds, size
 
@@ -23,7 +27,7 @@ from microtome.units import seconds, size
 )
 @click.option("--to", required=True, type=click.Path(file_okay=False), metavar="FOLDER", help="Write to this folder.")
 @click.option("--batch", type=click.IntRange(min=1), default=32, help="How many samples go through at once.")
-@click.option("--reduce", metavar="HOW", help="Keep the mean, max, cls or last of each output.")
+@click.option("--reduce", type=click.Choice(list(get_args(Reduction))), help="Keep this of each output.")
 @click.option("--limit", metavar="SIZE", help="Keep at most so much, such as 4GB.")
 @click.option("--keep", type=click.Choice(["all", "stats"]), default="all", help="Keep tensors, or statistics alone.")
 @click.option("--append", is_flag=True, help="Go on with what the folder holds.")
@@ -38,7 +42,7 @@ def record(
     data: str,
     to: str,
     batch: int,
-    reduce: str | None,
+    reduce: Reduction | None,
     limit: str | None,
     keep: Any,
     append: bool,
@@ -50,6 +54,8 @@ def record(
     MODEL is as for `microtome profile`; SELECT are paths or globs of its modules, such as 'blocks.*'. microtome.load
     reads the folder.
     """
+    if device is not None and device.partition(":")[0] == "meta":
+        raise BadInputs("--device meta has no values: there is nothing to record on it")
     found = resolve(model, inputs, args, weights=weights)
     target = found.model.eval()
     like = _lone_tensor(found.inputs)
@@ -59,25 +65,41 @@ def record(
         except Exception as error:
             raise BadInputs(f"--device {device}: {said(error)}") from error
     whole = -(-count_of(data) // batch)
-    how: Any = reduce
     with working(f"recording {model}") as progress:
 
         def tell(totals: Totals) -> None:
-            rate = f"{size(totals.nbytes)}, {size(totals.bytes_per_s)}/s"
-            progress(rate, totals.runs, whole)
+            progress(f"{size(totals.nbytes)}, {_rate(totals)}", totals.runs, whole)
 
         recorder = Recorder(
-            target, list(select), to=to, reduce=how, limit=limit, keep=keep, append=append, progress=tell
+            target, list(select), to=to, reduce=reduce, limit=limit, keep=keep, append=append, progress=tell
         )
-        with recorder, torch.no_grad():
+        with _as_options(), recorder, torch.no_grad():
             for x in batches(data, batch, like):
                 _run(target, x.to(device) if device is not None else x, found.name)
     totals = recorder.totals
     dropped = f"; {recorder.dropped} over the limit are not kept" if recorder.dropped else ""
     click.echo(
-        f"{totals.records} records of {len(recorder)} layers in {totals.runs} runs, {size(totals.nbytes)} "
-        f"in {seconds(totals.seconds)} ({size(totals.bytes_per_s)}/s), in {to}{dropped}"
+        f"{_count(totals.records, 'record')} of {_count(len(recorder), 'layer')} in {_count(totals.runs, 'run')}, "
+        f"{size(totals.nbytes)} in {seconds(totals.seconds)} ({_rate(totals)}), in {to}{dropped}"
     )
+
+
+def _rate(totals: Totals) -> str:
+    return f"{size(round(totals.bytes_per_s))}/s"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+@contextmanager
+def _as_options() -> Iterator[None]:
+    """Have errors name options as they are on the command line."""
+    try:
+        yield
+    except (BadFile, Unsupported) as error:
+        text = str(error).replace("append=True", "--append").replace(": give a function", ": take another, or Python")
+        raise type(error)(re.sub(r"reduce='(\w+)'", r"--reduce \1", text)) from error
 
 
 def _lone_tensor(inputs: Inputs) -> torch.Tensor:

@@ -6,6 +6,7 @@ import math
 import struct
 import zlib
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,8 @@ def plot(
     alpha: float = 0.6,
 ) -> Picture:
     """What one query looks at, as a picture. `Attention.to_png` says what the options mean."""
-    if isinstance(layer, int) and not -len(attention) <= layer < len(attention):
-        raise BadQuery(f"there is no layer {layer}: there are {len(attention)}")
-    weights = _pick(attention[layer], sample, "sample")
+    chosen = attention[layer] if isinstance(layer, str) else _pick(attention.by_layer, layer, "layer")
+    weights = _pick(chosen, sample, "sample")
     heads = weights.mean(0) if head is None else _pick(weights, head, "head")
     return picture(_pick(heads, row, "row"), _of_sample(image, sample), grid=grid, alpha=alpha)
 
@@ -92,14 +92,33 @@ def png(pixels: Tensor) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
-def _pick(tensor: Tensor, index: int, what: str) -> Tensor:
-    if not -len(tensor) <= index < len(tensor):
-        raise BadQuery(f"there is no {what} {index}: {len(tensor)} were kept")
-    return tensor[index]
+def _pick(several: Any, at: Any, what: str) -> Tensor:
+    try:
+        position = index(at)
+    except TypeError as error:
+        raise BadQuery(f"a {what} is named by its position, got {at!r}") from error
+    if not -len(several) <= position < len(several):
+        raise BadQuery(f"there is no {what} {position}: {len(several)} were kept")
+    return several[position]
 
 
 def _of_sample(image: Any, sample: int) -> Any:
-    return image if image is None or torch.as_tensor(image).dim() != 4 else _pick(image, sample, "image")
+    if image is None:
+        return None
+    pixels = _pixels(image)
+    return pixels if pixels.dim() != 4 else _pick(pixels, sample, "image")
+
+
+def _pixels(image: Any) -> Tensor:
+    """An image, or several, as a tensor."""
+    if hasattr(image, "convert") and hasattr(image, "tobytes"):  # one of PIL, of whatever mode
+        width, height = image.size
+        return torch.frombuffer(bytearray(image.convert("RGB").tobytes()), dtype=torch.uint8).view(height, width, 3)
+    try:
+        return torch.as_tensor(image)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(image).__name__
+        raise BadQuery(f"an image is a tensor, an array or an image of PIL, got a {kind}") from error
 
 
 def _on_grid(values: Tensor, grid: tuple[int, int] | None) -> Tensor:
@@ -119,15 +138,21 @@ def _scaled(values: Tensor) -> Tensor:
 
 def _as_image(image: Any) -> Tensor:
     """As (height, width, 3), floats between 0 and 1."""
-    pixels = torch.as_tensor(image).detach().cpu()
+    pixels = _pixels(image).detach().cpu()
     if pixels.dim() == 2:
         pixels = pixels[..., None]
     elif pixels.dim() == 3 and pixels.shape[0] in (1, 3):
         pixels = pixels.permute(1, 2, 0)
     if pixels.dim() != 3 or pixels.shape[2] not in (1, 3):
         raise BadQuery(f"an image is (3, H, W), (H, W, 3) or (H, W), got {tuple(pixels.shape)}")
-    scaled = pixels / 255 if pixels.dtype == torch.uint8 else _scaled(pixels.float())
+    scaled = pixels / 255 if _are_bytes(pixels) else _scaled(pixels.float())
     return scaled.expand(*scaled.shape[:2], 3)
+
+
+def _are_bytes(pixels: Tensor) -> bool:
+    """Whether values are whole numbers from 0 to 255, of whatever dtype of those."""
+    whole = not pixels.is_floating_point() and not pixels.is_complex() and pixels.dtype != torch.bool
+    return whole and (not pixels.numel() or (int(pixels.min()) >= 0 and int(pixels.max()) <= 255))
 
 
 def _colours(values: Tensor) -> Tensor:
