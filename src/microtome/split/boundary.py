@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -14,6 +15,8 @@ from microtome.units import parse_size, size
 
 #: Anything that JSON has: a number, a text, True, False, None, a list or a dict with texts as keys of these.
 JSON = Any
+
+_bytes_of = lru_cache(parse_size)  # nearly always the same
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -80,7 +83,7 @@ class Boundary:
         Raises:
             BadBoundary: If they are no boundary, are damaged, or need more than the limit.
         """
-        about, tensors = decode(data, parse_size(limit))
+        about, tensors = decode(data, _bytes_of(limit))
         return cls(**about, tensors=tensors)
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
-#: Bytes copied and hashed together: few enough that the second finds in the cache what the first has written.
+#: Bytes copied and hashed together: few enough that the hash finds in the cache what the copy has written.
 BLOCK = 1 << 18
 
 #: Of each width, a dtype that torch can copy: it cannot copy all of them, but can look at each as another.
@@ -38,7 +38,7 @@ def new_bytes(count: int) -> tuple[bytes, memoryview]:
 def view_of(tensor: Tensor) -> memoryview:
     """The memory of a dense tensor on the CPU."""
     if not tensor.nbytes:
-        return memoryview(b"")
+        return memoryview(bytearray())
     view: memoryview = _view_at(tensor.data_ptr(), tensor.nbytes, _WRITE)
     return view
 
@@ -61,24 +61,22 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def dense(tensor: Tensor) -> Tensor:
     """The same values without gaps; the tensor itself where it has none, with the strides it has."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
     if is_dense(tensor.shape, tensor.stride()):
         return tensor
-    return tensor.view(_PLAIN[tensor.itemsize]).clone().view(tensor.dtype)
+    return tensor.detach().view(_PLAIN[tensor.itemsize]).clone().view(tensor.dtype)
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
     """A dense tensor's bytes in the same order on the CPU, under any dtype."""
-    return tensor if tensor.device.type == "cpu" else tensor.view(_PLAIN[tensor.itemsize]).cpu()
+    return tensor if tensor.device.type == "cpu" else tensor.detach().view(_PLAIN[tensor.itemsize]).cpu()
 
 
 def copy_hashed(source: memoryview, target: memoryview) -> list[bytes]:
-    """Copy, and the digest of each block of what arrived."""
-    if len(source) <= BLOCK:
-        target[:] = source
-        return [xxh3_128_digest(target)]
+    """Copy, and the digest of each block of what arrived, should somebody write to the source meanwhile."""
     digests = []
-    for at in range(0, len(source), BLOCK):
+    for at in range(0, len(source) or 1, BLOCK):
         block = target[at : at + BLOCK]
         block[:] = source[at : at + BLOCK]
         digests.append(xxh3_128_digest(block))

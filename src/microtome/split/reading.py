@@ -210,9 +210,9 @@ def _are_sizes(numbers: Any) -> bool:
 
 
 def _check_sizes(entries: list[Entry], room: int, limit: int) -> None:
-    names = Counter(entry.name for entry in entries)
-    if len(names) < len(entries):
-        raise BadBoundary(f"two tensors of the boundary have the same name: {names.most_common(1)[0][0]!r:.80}")
+    if len({entry.name for entry in entries}) < len(entries):
+        ((name, _),) = Counter(entry.name for entry in entries).most_common(1)
+        raise BadBoundary(f"two tensors of the boundary have the same name: {name!r:.80}")
     need = sum(entry.needs_bytes for entry in entries)
     if need > limit:
         raise _too_large(need, limit)

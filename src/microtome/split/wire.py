@@ -48,6 +48,8 @@ DTYPES: dict[str, torch.dtype] = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
+_JSON = json.JSONEncoder(separators=(",", ":"))
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -96,7 +98,7 @@ def _described(name: str, tensor: Tensor, steps: Codec) -> tuple[dict[str, Any],
     if tensor.dtype not in _NAMES:
         raise BadBoundary(f"tensor {name!r} is {tensor.dtype} and cannot be sent: dequantize it first")
     tensor = dense(tensor)
-    coded = steps.lossy(tensor) if steps.lossy else None
+    coded = steps.lossy(tensor.detach()) if steps.lossy else None
     stored = [tensor] if coded is None else [part for part in (coded.values, coded.scales) if part is not None]
     parts = [_part(on_cpu(part), steps.packer) for part in stored]
     entry: dict[str, Any] = {
@@ -126,7 +128,7 @@ def _as_json(header: dict[str, Any]) -> bytes:
             if not isinstance(name, str):
                 raise BadBoundary(f"addresses, fingerprints and names of tensors are texts; {name!r:.80} is none")
         _check_json(header["facts"], "facts")
-        return json.dumps(header, separators=(",", ":")).encode("ascii")
+        return _JSON.encode(header).encode("ascii")
     except BadBoundary:
         raise
     except (TypeError, ValueError, RecursionError) as error:
