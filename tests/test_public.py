@@ -16,16 +16,18 @@ def test_public_names() -> None:
             "EnergyModel",
             "Features",
             "Inputs",
+            "Link",
             "Meter",
             "MicrotomeError",
+            "Plan",
             "Probe",
             "Profile",
             "Replace",
             "Session",
         ),
         *("Skip", "Stop", "Stopped", "Trace", "Tracker", "Work", "attention", "edit", "extract", "load", "noise"),
-        *("patch_from", "profile", "record", "register_column", "register_formula", "register_meter", "rollout"),
-        *("scale", "select", "trace", "track", "zero"),
+        *("patch_from", "plan", "profile", "record", "register_column", "register_formula", "register_meter"),
+        *("rollout", "scale", "select", "trace", "track", "zero"),
     ]
     assert all(getattr(microtome, name).__doc__ for name in microtome.__all__)
 

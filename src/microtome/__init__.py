@@ -7,6 +7,7 @@ from microtome.count import Work, register_formula
 from microtome.engine import Call, Probe, Replace, Session, Skip, Stop, Stopped, select
 from microtome.errors import MicrotomeError
 from microtome.inputs import Inputs
+from microtome.plan import plan
 from microtome.profile import profile
 from microtome.results import load
 from microtome.trace import trace
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from microtome.capture.features import Features
     from microtome.capture.record import record
     from microtome.measure.energy import Meter, register_meter
+    from microtome.plan.data import Plan
+    from microtome.plan.link import Link
     from microtome.profile import Profile
     from microtome.profile.energy import EnergyModel
     from microtome.report.columns import register_column
@@ -31,8 +34,10 @@ __all__ = [
     "EnergyModel",
     "Features",
     "Inputs",
+    "Link",
     "Meter",
     "MicrotomeError",
+    "Plan",
     "Probe",
     "Profile",
     "Replace",
@@ -49,6 +54,7 @@ __all__ = [
     "load",
     "noise",
     "patch_from",
+    "plan",
     "profile",
     "record",
     "register_column",
@@ -73,7 +79,9 @@ def __getattr__(name: str) -> Any:
 _LATER = {
     "EnergyModel": "microtome.profile.energy",
     "Features": "microtome.capture.features",
+    "Link": "microtome.plan.link",
     "Meter": "microtome.measure.energy",
+    "Plan": "microtome.plan.data",
     "Profile": "microtome.profile.data",
     "Trace": "microtome.trace.data",
     "attention": "microtome.capture.attention",

@@ -11,7 +11,12 @@ from typing import Any, ClassVar, Self
 from microtome.errors import BadFile
 
 #: Where the class of each kind of result is, to be imported when a file holds one.
-_KINDS = {"profile": ("microtome.profile.data", "Profile"), "cuts": ("microtome.split.data", "Cuts")}
+_KINDS = {
+    "profile": ("microtome.profile.data", "Profile"),
+    "cuts": ("microtome.split.data", "Cuts"),
+    "plan": ("microtome.plan.data", "Plan"),
+    "codecs": ("microtome.plan.codecs", "CodecCosts"),
+}
 
 File = str | PathLike[str]
 

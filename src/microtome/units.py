@@ -8,6 +8,8 @@
 ('1.23 ms', '2.5 s')
 >>> joules(0.00123), watts(687.4)
 ('1.23 mJ', '687 W')
+>>> rate(2_500_000), rate(125)
+('20 Mbps', '1 Kbps')
 >>> share(1, 3), shape((1, 3, 224, 224))
 ('33.3 %', '1x3x224x224')
 """
@@ -48,6 +50,49 @@ def parse_size(text: int | str) -> int:
     if nbytes <= 0:
         raise BadQuery(f"{text!r} is no number of bytes: write such as 4GB or 256MiB")
     return nbytes
+
+
+def rate(bytes_per_s: float | None) -> str:
+    """A speed of a link, in bits, with three digits."""
+    if bytes_per_s is None:
+        return UNKNOWN
+    bits, at = 8.0 * bytes_per_s, 0
+    while bits >= 999.5 and at < 4:
+        bits /= 1000
+        at += 1
+    return f"{bits:.3g} {('', 'K', 'M', 'G', 'T')[at]}bps"
+
+
+def parse_rate(text: float | str) -> float:
+    """Bytes a second, from a text; a number is that of bits a second. `b` is a bit and `B` is a byte.
+
+    >>> parse_rate("20Mbps"), parse_rate("20 Mbit/s"), parse_rate("2.5MB/s"), parse_rate(8000)
+    (2500000.0, 2500000.0, 2500000.0, 1000.0)
+    """
+    if isinstance(text, int | float) and 0 < text < float("inf"):
+        return text / 8
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKmMgGtT]?)(i?)([bB]|bit)(?:ps|/s)\s*", str(text))
+    speed = 0.0
+    if found:
+        step = 1024 if found[3] else 1000
+        speed = float(found[1]) * step ** " kmgt".index((found[2] or " ").lower()) / (1 if found[4] == "B" else 8)
+    if speed <= 0:
+        raise BadQuery(f"{text!r} is no speed of a link: write such as 20Mbps, in bits, or 2.5MB/s, in bytes")
+    return speed
+
+
+def parse_seconds(text: float | str) -> float:
+    """A time, from a text; a number is that of seconds.
+
+    >>> parse_seconds("15ms"), parse_seconds("0.5 s"), parse_seconds(2)
+    (0.015, 0.5, 2.0)
+    """
+    if isinstance(text, int | float) and 0 <= text < float("inf"):
+        return float(text)
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s|min)\s*", str(text))
+    if not found:
+        raise BadQuery(f"{text!r} is no time: write such as 15ms or 0.2s")
+    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}[found[2]]
 
 
 def seconds(number: float | None) -> str:

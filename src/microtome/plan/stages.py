@@ -1,0 +1,164 @@
+"""The best way to place a model on a chain of devices, by dynamic programming.
+
+How a model is placed up to a device matters to what comes after only by where and how the link after it is crossed. So
+the best ways to get to each crossing of one link are made from those of the link before: for `n` crossings and `d`
+devices `d * n**2` steps, where there are about `n**d` ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from microtome.plan.data import Objective
+from microtome.plan.price import Chain, Placement
+
+#: How many numbers of a table are in memory at once.
+_AT_ONCE = 1 << 22
+
+
+class _Ways(NamedTuple):
+    """The best ways to each crossing of a link.
+
+    Attributes:
+        cost: What is to be the least.
+        second: What is to be the least of the same cost.
+        before: The crossing of the link before.
+    """
+
+    cost: Tensor
+    second: Tensor
+    before: Tensor | None
+
+
+def best(chain: Chain, objective: Objective) -> Iterator[Placement]:
+    """The best placement that ends on each device, where limits allow one."""
+    if objective != "throughput":
+        yield from _Walk(chain, objective).placements()
+        return
+    for placement in _Walk(chain, objective).placements():
+        # Of those whose slowest step is no slower, the one with the least latency.
+        slowest = chain.price(placement).slowest_s
+        yield next(p for p in _Walk(chain, "latency", slowest * (1 + 1e-12)).placements() if len(p) == len(placement))
+
+
+class _Walk:
+    """One way through the devices.
+
+    Args:
+        slowest: Steps of a pipeline that are slower are not taken.
+    """
+
+    def __init__(self, chain: Chain, objective: Objective, slowest: float = inf) -> None:
+        self._chain = chain
+        self._objective = objective
+        self._slowest = slowest
+        self._places = torch.tensor([crossing.place for crossing in chain.crossings])
+        count = len(chain.crossings)
+        self._ends = torch.cat([self._places, torch.tensor([chain.end])])  # the last stands for the end of the model
+        self._same = torch.zeros(count, count + 1, dtype=torch.bool)
+        self._same[torch.arange(count), torch.arange(count)] = True
+
+    def placements(self) -> Iterator[Placement]:
+        chain = self._chain
+        ways = [self._first()]
+        for device in range(len(chain.sides)):
+            if device:
+                ways.append(self._next(device, ways[-1]))
+            if float(ways[-1].cost[-1]) < inf:
+                yield self._followed(ways)
+
+    def _followed(self, ways: list[_Ways]) -> Placement:
+        """From the end of the model back to its beginning."""
+        at, found = -1, []
+        for way in reversed(ways):
+            if way.before is not None:
+                at = int(way.before[at])
+                found.append(self._chain.crossings[at])
+        return tuple(reversed(found))
+
+    # -- costs ---------------------------------------------------------------------------------------------------------
+
+    def _code(self, device: int, name: str) -> Tensor:
+        chain = self._chain
+        return torch.tensor(
+            [getattr(chain.code(device, crossing), name) for crossing in chain.crossings], dtype=torch.float64
+        )
+
+    def _first(self) -> _Ways:
+        """What the first device does until each crossing, and until the end."""
+        encode = torch.cat([self._code(0, "encode_s"), torch.zeros(1, dtype=torch.float64)])
+        seconds = self._chain.run_s[0][0, self._ends] + encode
+        allowed = self._allowed(0, torch.zeros(1, dtype=torch.int64), seconds[None])[0]
+        cost, second = self._terms(seconds, self._joules(0, torch.zeros(1, dtype=torch.int64))[0])
+        return _Ways(cost.masked_fill(~allowed, inf), second.masked_fill(~allowed, inf), None)
+
+    def _next(self, device: int, ways: _Ways) -> _Ways:
+        """What comes of the link before, in slices of the crossings after the device."""
+        sent, sent_second = self._sent(device - 1, ways)
+        parts = []
+        step = max(_AT_ONCE // max(len(self._places), 1), 1)
+        for start in range(0, len(self._ends), step):
+            parts.append(self._slice(device, sent, sent_second, slice(start, start + step)))
+        return _Ways(*(torch.cat(several) for several in zip(*parts, strict=True)))
+
+    def _slice(self, device: int, sent: Tensor, sent_second: Tensor, to: slice) -> tuple[Tensor, Tensor, Tensor]:
+        chain = self._chain
+        same = self._same[:, to]
+        forward = self._places[:, None] < self._ends[None, to]
+        encode = torch.cat([self._code(device, "encode_s"), torch.zeros(1, dtype=torch.float64)])[to]
+        seconds = (
+            chain.run_s[device][self._places][:, self._ends[to]] + encode + self._code(device, "decode_s")[:, None]
+        )
+        seconds = seconds.masked_fill(same, 0.0)
+        allowed = same | (forward & self._allowed(device, self._places, seconds, to))
+        joules = self._joules(device, self._places, to).masked_fill(same, 0.0)
+        cost, second = self._terms(seconds, joules)
+        join = torch.maximum if self._objective == "throughput" else torch.add
+        cost = join(sent[:, None], cost).masked_fill(~allowed, inf)
+        second = (sent_second[:, None] + second).masked_fill(~allowed, inf)
+        least = cost.amin(0)
+        before = second.masked_fill(cost > least, inf).argmin(0)
+        columns = torch.arange(cost.shape[1])
+        return cost[before, columns], second[before, columns], before
+
+    def _terms(self, seconds: Tensor, joules: Tensor) -> tuple[Tensor, Tensor]:
+        return (joules if self._objective == "energy" else seconds), seconds
+
+    def _sent(self, link: int, ways: _Ways) -> tuple[Tensor, Tensor]:
+        """The ways to each crossing, with what the link takes, the result's way back included."""
+        chain = self._chain
+        far = chain.links[link]
+        back = far.seconds(chain.output_bytes)
+        seconds = torch.tensor(
+            [far.seconds(chain.sent_bytes(crossing)) + back for crossing in chain.crossings], dtype=torch.float64
+        )
+        busy = torch.tensor([chain.busy_s(link, crossing) for crossing in chain.crossings], dtype=torch.float64)
+        cost, second = ways.cost[:-1], ways.second[:-1] + seconds
+        if self._objective == "throughput":
+            cost = torch.maximum(cost, busy)
+        elif self._objective == "energy":
+            cost = cost + torch.tensor(
+                [chain.radio_j(link, chain.sent_bytes(crossing) + chain.output_bytes) for crossing in chain.crossings],
+                dtype=torch.float64,
+            )
+        else:
+            cost = cost + seconds
+        return cost.masked_fill(busy > self._slowest, inf), second
+
+    def _joules(self, device: int, begins: Tensor, to: slice = slice(None)) -> Tensor:
+        table = self._chain.run_j[device]
+        ends = self._ends[to]
+        return torch.zeros(len(begins), len(ends), dtype=torch.float64) if table is None else table[begins][:, ends]
+
+    def _allowed(self, device: int, begins: Tensor, seconds: Tensor, to: slice = slice(None)) -> Tensor:
+        """Where there is room for the part on the device, and it is not too slow."""
+        chain = self._chain
+        ends = self._ends[to]
+        limit = chain.limits.get(chain.sides[device].name, inf)
+        fits = (chain.memory[device][begins][:, ends] <= limit) | (begins[:, None] >= ends[None])
+        return fits & (seconds <= self._slowest)

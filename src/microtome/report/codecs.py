@@ -1,0 +1,60 @@
+"""Costs of codecs as a table: on a terminal, as text, as Markdown, as CSV."""
+
+from __future__ import annotations
+
+import csv as csv_format
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Group as Stack
+from rich.table import Table
+from rich.text import Text
+
+from microtome.plan.codecs import CodecCosts
+from microtome.report.terminal import plain_text
+from microtome.units import seconds, share, size
+
+_HEADERS = ("codec", "values", "bytes", "of raw", "encode", "decode")
+
+
+def renderable(costs: CodecCosts) -> Any:
+    """What rich draws: a row a codec, of all values together."""
+    table = Table(show_edge=False, pad_edge=False)
+    for at, header in enumerate(_HEADERS):
+        table.add_column(header, justify="right" if at else "left", no_wrap=True)
+    for row in _rows(costs):
+        table.add_row(*map(Text, row))
+    return Stack(Text(f"{costs.model}: codecs, all values together", style="italic"), table, Text(_note(costs), "dim"))
+
+
+def text(costs: CodecCosts) -> str:
+    return plain_text(lambda width: renderable(costs))
+
+
+def markdown(costs: CodecCosts) -> str:
+    lines = [list(_HEADERS), ["---", *["---:"] * (len(_HEADERS) - 1)], *_rows(costs)]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return f"**{costs.model}**\n\n{table}\n\n- {_note(costs)}\n"
+
+
+def csv(costs: CodecCosts) -> str:
+    """A line for each codec and value, raw numbers."""
+    file = io.StringIO()
+    writer = csv_format.writer(file)
+    writer.writerow(["codec", "value", "nbytes", "encode_s", "decode_s"])
+    for codec, known in costs.costs.items():
+        writer.writerows([codec, name, *cost] for name, cost in known.items())
+    return file.getvalue()
+
+
+def _rows(costs: CodecCosts) -> Iterator[list[str]]:
+    raw = costs.costs.get("raw", {})
+    for codec, known in costs.costs.items():
+        nbytes, encode_s, decode_s = (sum(column) for column in zip((0, 0.0, 0.0), *known.values(), strict=True))
+        whole = sum(raw[name].nbytes for name in known if name in raw) or None
+        yield [codec, str(len(known)), size(int(nbytes)), share(nbytes, whole), seconds(encode_s), seconds(decode_s)]
+
+
+def _note(costs: CodecCosts) -> str:
+    return f"measured on {costs.environment.get('cpu', 'a machine that is not said')}, with {costs.values}"

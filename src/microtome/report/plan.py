@@ -1,0 +1,253 @@
+"""A plan as a table and a chart: on a terminal, as text, as Markdown, as CSV."""
+
+from __future__ import annotations
+
+import csv as csv_format
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import isinf
+from typing import Any
+
+from rich.console import Group as Stack
+from rich.table import Table
+from rich.text import Text
+
+from microtome.plan.data import Candidate, Plan
+from microtome.report.terminal import fitted, plain_text
+from microtome.units import UNKNOWN, count, joules, rate, ratio, seconds, size
+
+#: How many candidates a table shows beside those that are always there, and how many cuts a chart.
+_ROWS, _BARS = 8, 20
+#: A bar that is longer than so many times the shortest is cut off.
+_LONGEST = 6
+#: How a device's part of a bar is drawn, in the order of the chain, and how codecs and links are.
+_INKS, _WIRE = "█▓▒▚", "░"
+_CUT_OFF = "→"
+_WHERE = 34
+
+
+@dataclass(frozen=True)
+class _Column:
+    header: str
+    cell: Callable[[Candidate], str]
+
+
+def renderable(plan: Plan, width: int | None = None, top: int = _ROWS) -> Any:
+    """What rich draws: the winner, the table, the chart, and under them what they rest on."""
+    rows = _shown(plan, top)
+    columns = _columns(plan)
+    cells = {name: [column.cell(row) for row in rows] for name, column in columns.items()}
+    widths = {name: max(len(columns[name].header), *map(len, cells[name])) for name in columns}
+    where = min(max(len(row.name) for row in rows), _WHERE) + 2
+    chosen = fitted(list(columns), widths, _importance(plan), width - where) if width else tuple(columns)
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("cut", no_wrap=True, min_width=where)
+    for name in chosen:
+        table.add_column(columns[name].header, justify="right", no_wrap=True, min_width=widths[name])
+    for at, row in enumerate(rows):
+        style = "dim" if row.refused else "bold green" if row is plan.winner else ""
+        marked = f"{'*' if row is plan.winner else ' '} {_short(row.name)}"
+        table.add_row(Text(marked), *(Text(cells[name][at]) for name in chosen), style=style)
+    notes = Text("\n".join(_notes(plan, rows)), style="dim")
+    return Stack(Text(_title(plan), style="italic"), table, Text(""), Text(_chart(plan, width or 100)), notes)
+
+
+def text(plan: Plan, top: int = _ROWS) -> str:
+    """The table and the chart as text, with colours where the standard output is a terminal that wants them."""
+    return plain_text(lambda width: renderable(plan, width, top))
+
+
+def markdown(plan: Plan) -> str:
+    columns = _columns(plan)
+    lines = [["cut", *(column.header for column in columns.values())], ["---", *["---:"] * len(columns)]]
+    rows = _shown(plan, len(plan))
+    for row in rows:
+        name = f"**{row.name}**" if row is plan.winner else row.name
+        lines.append([name, *(column.cell(row) for column in columns.values())])
+    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    notes = "\n".join(f"- {note}" for note in _notes(plan, rows))
+    return f"**{_title(plan)}**\n\n{table}\n\n{notes}\n"
+
+
+def csv(plan: Plan) -> str:
+    """A line a candidate, raw numbers, those that cannot be chosen included."""
+    file = io.StringIO()
+    records = [_record(plan, candidate) for candidate in plan]
+    writer = csv_format.DictWriter(file, list(records[0]))
+    writer.writeheader()
+    writer.writerows(records)
+    return file.getvalue()
+
+
+def _record(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "name": candidate.name,
+        "at": " ".join(at or "" for at in candidate.at),
+        "codecs": " ".join(candidate.codecs),
+        "chosen": candidate is plan.winner,
+        "latency_s": candidate.latency_s,
+        "slowest_s": candidate.slowest_s,
+        "late_s": candidate.late_s,
+        "energy_j": candidate.energy_j,
+        "sent_bytes": sum(candidate.sent_bytes),
+        "back_bytes": candidate.back_bytes * len(candidate.sent_bytes),
+    }
+    for name, nbytes in zip(plan.devices, candidate.memory_bytes, strict=True):
+        record[f"{name}_run_s"] = candidate.seconds("run", where=name)
+        record[f"{name}_memory_bytes"] = nbytes
+    for what in ("encode", "send", "decode", "back"):
+        record[f"{what}_s"] = candidate.seconds(what)
+    return record | {"refused": candidate.refused}
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def _shown(plan: Plan, top: int) -> list[Candidate]:
+    """The best, the winner, and the whole model on one device, in the plan's order."""
+    first = [candidate for candidate in plan if candidate.refused is None][:top]
+    return [one for one in plan if one in first or one.is_baseline or one is plan.winner]
+
+
+def _columns(plan: Plan) -> dict[str, _Column]:
+    columns = {"sent": _Column("sent", lambda one: size(sum(one.sent_bytes)) if one.at else UNKNOWN)}
+    for name in plan.devices:
+        columns[name] = _Column(name, lambda one, name=name: seconds(one.seconds("run", where=name)))  # type: ignore[misc]
+    columns["codec"] = _Column("codec", lambda one: seconds(one.seconds("encode", "decode")))
+    columns["wire"] = _Column("wire", lambda one: seconds(one.seconds("send", "back")))
+    columns["latency"] = _Column("latency", lambda one: seconds(one.latency_s))
+    columns["rate"] = _Column("passes/s", lambda one: count(round(one.throughput_per_s, 1)))
+    if plan.energy_of:
+        columns["energy"] = _Column("energy", lambda one: joules(one.energy_j))
+    for at, name in enumerate(plan.limits):
+        device = list(plan.devices).index(name)
+        columns[f"memory{at}"] = _Column(f"{name} memory", lambda one, device=device: size(one.memory_bytes[device]))  # type: ignore[misc]
+    if any(one.refused for one in plan):
+        columns["refused"] = _Column("fits", lambda one: "no" if one.refused else "yes")
+    return columns
+
+
+def _importance(plan: Plan) -> list[str]:
+    """The first are left out last where a terminal is too narrow."""
+    first = {"latency": "latency", "throughput": "rate", "energy": "energy"}[plan.objective]
+    names = [first, "latency", "sent", *plan.devices, "wire", "refused", "codec", "energy"]
+    names += [f"memory{at}" for at in range(len(plan.limits))]
+    return [name for name in dict.fromkeys([*names, "rate"]) if name in _columns(plan)]
+
+
+def _short(name: str, most: int = _WHERE) -> str:
+    """With its middle left out where it is too long: addresses differ at their ends."""
+    if len(name) <= most:
+        return name
+    return f"{name[: most // 3]}…{name[len(name) - (most - most // 3 - 1) :]}"
+
+
+# -- the chart ---------------------------------------------------------------------------------------------------------
+
+
+def _chart(plan: Plan, width: int) -> str:
+    """How long each cut takes, in the order of the run, as bars in parts: each device's, and what lies between."""
+    rows = _over_cuts(plan)
+    names = min(max(len(row.name) for row in rows), max(width // 3, 12), _WHERE)
+    room = width - names - 13
+    best = min(row.latency_s for row in rows)
+    whole = min(max(row.latency_s for row in rows), _LONGEST * best) or 1.0
+    lines = []
+    for row in rows:
+        mark = "*" if row is plan.winner else " "
+        lines.append(
+            f"{mark} {_short(row.name, names):<{names}} {seconds(row.latency_s):>8} {_bar(plan, row, whole, room)}"
+        )
+    inks = ", ".join(f"{_INKS[at % len(_INKS)]} {name}" for at, name in enumerate(plan.devices))
+    legend = f"latency, in the order of the run: {inks}, {_WIRE} codec and wire"
+    return "\n".join([legend, *(line.rstrip() for line in lines)])
+
+
+def _bar(plan: Plan, row: Candidate, whole: float, room: int) -> str:
+    devices = list(plan.devices)
+    drawn, at_s = "", 0.0
+    for step in row.steps:
+        at_s += step.seconds
+        ink = _INKS[devices.index(step.where) % len(_INKS)] if step.what == "run" else _WIRE
+        drawn += ink * max(round(room * at_s / whole) - len(drawn), 0)
+    return drawn if len(drawn) <= room else drawn[: room - 1] + _CUT_OFF
+
+
+def _over_cuts(plan: Plan) -> list[Candidate]:
+    """Each cut with the best codec, and the whole model on one device; of many, some evenly, with the winner."""
+    first = next(iter(plan.devices))
+    found: dict[tuple[str | None, ...], Candidate] = {}
+    for candidate in plan:
+        found.setdefault(candidate.at, candidate)
+    ordered = sorted(found.values(), key=lambda one: (one.seconds("run", where=first), not one.at))
+    if plan.winner not in ordered:  # a strategy may choose another codec
+        ordered = [plan.winner if one.at == plan.winner.at else one for one in ordered]
+    if len(ordered) <= _BARS:
+        return ordered
+    last, winner = len(ordered) - 1, ordered.index(plan.winner)
+    kept = {round(at * last / (_BARS - 1)) for at in range(_BARS)} - {winner - 1, winner + 1} | {0, winner, last}
+    return [ordered[at] for at in sorted(kept)]
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def _title(plan: Plan) -> str:
+    devices = list(plan.devices)
+    links = ", ".join(
+        f"{near} to {far} {rate(link.bytes_per_s)}, rtt {seconds(link.rtt_s)}"
+        for near, far, link in zip(devices, devices[1:], plan.links, strict=False)
+    )
+    chosen = f"chosen by {plan.strategy}" if plan.strategy else f"best {plan.objective}"
+    return f"{plan.model} on {plan.inputs}: {plan.winner.name} ({chosen}; {links})"
+
+
+def _notes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
+    winner = plan.winner
+    yield f"{winner.name}: {seconds(winner.latency_s)} = {' + '.join(_terms(winner))}"
+    yield from _beside(plan)
+    if winner.late_s:
+        yield f"up to {seconds(winner.late_s)} more if messages are late by the jitter of the links"
+    if len(plan.links) == 1:
+        yield f"best over bandwidths: {_spans(plan)}"
+    able = sum(one.refused is None for one in plan)
+    if able < len(plan):
+        yield f"{len(plan) - able} of {len(plan)} candidates are refused: such as {_first_refused(plan)}"
+    if len(shown) < len(plan):
+        yield f"shown: {len(shown)} of {len(plan)} candidates"
+    yield from (f"{name}: {machine}" for name, machine in plan.devices.items())
+    yield f"codecs: {plan.codec_costs}"
+    yield from plan.notes
+
+
+def _terms(candidate: Candidate) -> Iterator[str]:
+    for step in candidate.steps:
+        if step.seconds:
+            words = {"run": step.where, "send": f"send to {step.where}", "back": f"back from {step.where}"}
+            yield f"{words.get(step.what, f'{step.what} on {step.where}')} {seconds(step.seconds)}"
+
+
+def _beside(plan: Plan) -> Iterator[str]:
+    """How much more the whole model on one device takes, in what the objective counts."""
+    ours = plan.winner.score(plan.objective)
+    others = [(one, one.score(plan.objective)) for one in plan.baselines if one is not plan.winner]
+    parts = [f"{one.name} {ratio(score / ours)}" for one, score in others if score is not None and ours]
+    if parts:
+        what = {"latency": "latency", "throughput": "time between results", "energy": "energy"}[plan.objective]
+        yield f"{what}, as times of the winner's: {', '.join(parts)}"
+
+
+def _spans(plan: Plan, most: int = 8) -> str:
+    spans = plan.over_bandwidths()
+    words = []
+    for span in spans[:most]:
+        since = f"from {rate(span.from_bytes_per_s)} " if span.from_bytes_per_s else ""
+        until = "" if isinf(span.until_bytes_per_s) or since else f"until {rate(span.until_bytes_per_s)} "
+        words.append(f"{since}{until}{span.candidate.name}".strip())
+    return "; ".join(words) + ("; …" if len(spans) > most else "")
+
+
+def _first_refused(plan: Plan) -> str:
+    one = next(one for one in plan if one.refused)
+    return f"{one.name}: {one.refused}"

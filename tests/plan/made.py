@@ -1,0 +1,118 @@
+"""Cuts, profiles and codec costs made by hand, whose costs are in the numbers that they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from microtome.plan.codecs import CodecCost, CodecCosts
+from microtome.profile.data import Amounts, Coverage, Profile, Row, Tensor
+from microtome.profile.how import EnergyUse
+from microtome.split.data import Cut, Cuts, Live
+
+PARAM_BYTES = 100
+
+
+def layers(count: int) -> list[str]:
+    return [f"l{at}" for at in range(count)]
+
+
+def cuts(sizes: Sequence[int], *, inputs: int = 1000, outputs: int = 40, refused: Sequence[str] = ()) -> Cuts:
+    """Of a chain of layers, one for each size, of 100 bytes of parameters each; the last layer is the end."""
+    names, count = layers(len(sizes)), len(sizes)
+    found = []
+    for at, (name, nbytes) in enumerate(zip(names, sizes, strict=True)):
+        head = PARAM_BYTES * (at + 1)
+        found.append(
+            Cut(
+                index=at,
+                at=name,
+                type="Linear",
+                depth=1,
+                live=(Live(name, name, (nbytes // 4,), "float32", nbytes),),
+                nbytes=nbytes,
+                head_macs=at,
+                tail_macs=count - at,
+                head_params=head // 4,
+                tail_params=PARAM_BYTES * count // 4 - head // 4,
+                head_param_bytes=head,
+                tail_param_bytes=PARAM_BYTES * count - head,
+                refused="it is said so" if name in refused else None,
+            )
+        )
+    return Cuts(
+        "Chain",
+        (Live("args[0]", None, (inputs // 4,), "float32", inputs),),
+        (Live("output[0]", "", (outputs // 4,), "float32", outputs),),
+        tuple(cut for cut in found if cut.refused is None),
+        tuple(cut for cut in found if cut.refused is not None),
+        "made",
+    )
+
+
+def profile(
+    seconds: Sequence[float],
+    *,
+    device: Sequence[float] | None = None,
+    joules: Sequence[float] | None = None,
+    net: Sequence[float] | None = None,
+    peaks: Sequence[int] | None = None,
+    inputs: int = 1000,
+    **facts: Any,
+) -> Profile:
+    """Of the same chain, whose layers take these."""
+    count = len(seconds)
+    until, until_device = list(accumulate(seconds)), list(accumulate(device or ()))
+    given = (Tensor((inputs // 4,), "float32"),)
+    params = PARAM_BYTES * count
+
+    def row(at: int, name: str) -> Row:
+        amounts: dict[str, Any] = {
+            "param_bytes": PARAM_BYTES,
+            "time_s": seconds[at],
+            "device_s": device[at] if device else None,
+            "energy_j": joules[at] if joules else None,
+            "net_energy_j": net[at] if net else None,
+        }
+        return Row(
+            **amounts,
+            address=name,
+            path=name,
+            type="Linear",
+            depth=1,
+            parent="",
+            own=Amounts(**amounts),
+            peak_bytes=params + (peaks[at] if peaks else 0),
+            until_s=until[at],
+            until_device_s=until_device[at] if device else None,
+        )
+
+    root = Row(
+        param_bytes=params,
+        time_s=until[-1],
+        energy_j=sum(joules) if joules else None,
+        net_energy_j=sum(net) if net else None,
+        type="Chain",
+        height=2,
+        inputs=given,
+        peak_bytes=params + max(peaks or (0,)),
+        until_s=until[-1],
+        until_device_s=until_device[-1] if device else None,
+    )
+    facts.setdefault("environment", {"cpu": "a CPU"})
+    if joules or net:
+        facts.setdefault("energy", EnergyUse("share", "a meter", None, None, None, None, None, {}))
+    rows = (root, *(row(at, name) for at, name in enumerate(layers(count))))
+    return Profile("Chain", "Inputs(x)", "microtome", "made", Coverage(0, (), ()), rows, **facts)
+
+
+def costs(cuts: Cuts, *, ratio: float = 0.5, encode_s: float = 0.0, decode_s: float = 0.0) -> CodecCosts:
+    """Raw costs nothing; zstd makes all so much smaller, in so many seconds a byte."""
+    values = {value.name: value for value in (*cuts.inputs, *(value for cut in cuts for value in cut.live))}
+    raw = {name: CodecCost(value.nbytes, 0.0, 0.0) for name, value in values.items()}
+    packed = {
+        name: CodecCost(int(value.nbytes * ratio), value.nbytes * encode_s, value.nbytes * decode_s)
+        for name, value in values.items()
+    }
+    return CodecCosts("Chain", "made values", {"raw": raw, "zstd": packed}, {"cpu": "a CPU"})

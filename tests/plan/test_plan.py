@@ -1,0 +1,312 @@
+"""Plans, on chains whose costs are in the numbers that they are made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import microtome as mt
+from microtome.errors import BadFile, BadQuery, NoMatch
+from microtome.plan import CodecCosts, codec_costs
+from microtome.split.data import Cuts
+from tests.plan import made
+
+SIZES = [4000, 400, 40]
+EDGE = made.profile([1.0, 2.0, 4.0], joules=[10.0, 20.0, 40.0])
+CLOUD = made.profile([0.1, 0.2, 0.4])
+LINK = mt.Link("800bps", rtt="2s")  # 100 bytes a second
+CUTS = made.cuts(SIZES)
+COSTS = made.costs(CUTS)
+
+
+def planned(cuts: Cuts = CUTS, edge: Any = EDGE, cloud: Any = CLOUD, link: Any = LINK, **options: Any) -> mt.Plan:
+    return mt.plan(cuts, edge=edge, cloud=cloud, link=link, **{"costs": COSTS, **options})
+
+
+def test_a_latency_is_the_sum_of_its_terms() -> None:
+    plan = planned(codec=("raw", "zstd"), costs=made.costs(CUTS, encode_s=0.01, decode_s=0.001))
+    raw = next(c for c in plan if c.at == ("l1",) and c.codecs == ("raw",))
+    # l0 and l1 on the edge: 3 s; 400 bytes: 1 + 4 s; l2 on the cloud: 0.4 s; 40 bytes back: 1 + 0.4 s
+    assert [(step.what, step.where, round(step.seconds, 9)) for step in raw.steps] == [
+        ("run", "edge", 3.0),
+        ("encode", "edge", 0.0),
+        ("send", "cloud", 5.0),
+        ("decode", "cloud", 0.0),
+        ("run", "cloud", 0.4),
+        ("back", "cloud", 1.4),
+    ]
+    assert raw.latency_s == pytest.approx(9.8)
+    assert raw.slowest_s == pytest.approx(4.0)  # the link: the way there takes longer than the way back
+    # half of the bytes: 1 + 2 s; 400 bytes encoded: 4 s; decoded: 0.4 s
+    packed = next(c for c in plan if c.at == ("l1",) and c.codecs == ("zstd",))
+    assert packed.latency_s == pytest.approx(3 + 4 + 3 + 0.4 + 0.4 + 1.4)
+    assert packed.slowest_s == pytest.approx(7.0)  # the edge, which runs and encodes
+    assert packed.name == "l1 by zstd"
+
+
+def test_the_whole_model_on_one_device_is_always_listed() -> None:
+    plan = planned()
+    baselines = {candidate.name: candidate for candidate in plan.baselines}
+    assert list(baselines) == ["all on edge", "all on cloud, input by zstd", "all on cloud, raw input"]
+    assert baselines["all on edge"].latency_s == pytest.approx(7.0)
+    # 1000 bytes: 1 + 10 s, half of them: 1 + 5 s; 0.7 s on the cloud; 1.4 s back
+    assert baselines["all on cloud, raw input"].latency_s == pytest.approx(13.1)
+    assert baselines["all on cloud, input by zstd"].latency_s == pytest.approx(8.1)
+    assert all(name in [c.name for c in planned(limits={"edge": 150})] for name in baselines)
+
+
+def test_the_winner_depends_on_the_link() -> None:
+    assert planned(link=mt.Link("8bps")).winner.name == "all on edge"
+    slow_codec = made.costs(CUTS, encode_s=1e-3)
+    assert planned(link=mt.Link("1Gbps"), costs=slow_codec).winner.name == "all on cloud, raw input"
+    slow_start = made.profile([0.01, 2.0, 4.0])
+    small = made.cuts([40, 400, 40])
+    middle = planned(small, slow_start, link=mt.Link("800bps"), costs=made.costs(small))
+    assert (middle.winner.name, middle.at) == ("l0", "l0")
+
+
+def test_a_gpu_takes_the_longer_of_its_work_and_its_launches() -> None:
+    cloud = made.profile([0.1, 0.2, 0.4], device=[0.3, 0.1, 0.1])
+    plan = planned(cloud=cloud)
+    # from l1 on: host 0.4, device 0.1; from the beginning: host 0.7, device 0.5; from l0 on: host 0.6, device 0.2
+    assert plan["l1"].seconds("run", where="cloud") == pytest.approx(0.4)
+    assert plan["all on cloud, raw input"].seconds("run", where="cloud") == pytest.approx(0.7)
+    slow = planned(cloud=made.profile([0.1, 0.2, 0.4], device=[0.1, 0.1, 1.0]))
+    assert slow["l1"].seconds("run", where="cloud") == pytest.approx(1.0)
+    assert any("on a GPU" in note for note in slow.notes)
+
+
+def test_energy_is_that_of_the_edges_part_and_of_its_radio() -> None:
+    plan = planned(objective="energy", link=mt.Link("800bps", joules_per_byte=0.5))
+    energies = {candidate.name: candidate.energy_j for candidate in plan}
+    assert energies["all on edge"] == pytest.approx(70)
+    assert energies["l1"] == pytest.approx(30 + (400 + 40) * 0.5)
+    assert energies["all on cloud, input by zstd"] == pytest.approx((500 + 40) * 0.5)
+    assert plan.winner.name == "all on edge"
+    free = planned(objective="energy")
+    assert free.winner.name == "all on cloud, input by zstd"  # both take nothing: the faster one
+    assert any("give the link joules_per_byte" in note for note in free.notes)
+    assert free["l1"].energy_j == pytest.approx(30)
+
+
+def test_energy_above_idle_is_taken_where_it_is_known() -> None:
+    edge = made.profile([1.0, 2.0, 4.0], joules=[10.0, 20.0, 40.0], net=[1.0, 2.0, 4.0])
+    plan = planned(edge=edge, objective="energy")
+    assert plan["l1"].energy_j == pytest.approx(3)
+    assert any("above what is drawn when nothing runs" in note for note in plan.notes)
+
+
+def test_energy_of_both_devices_may_count() -> None:
+    cloud = made.profile([0.1, 0.2, 0.4], joules=[100.0, 200.0, 400.0])
+    plan = planned(cloud=cloud, objective="energy", energy_of=("edge", "cloud"))
+    assert plan["l1"].energy_j == pytest.approx(30 + 400)
+    assert plan.winner.name == "all on edge"
+
+
+def test_energy_of_a_call_around_a_cut_is_shared_by_its_time() -> None:
+    """The root has 8 J of its own beside its layers': half of its time is over at the cut."""
+    edge = made.profile([1.0, 1.0], joules=[10.0, 20.0])
+    root = replace(edge.total, own=replace(edge.total.own, energy_j=8.0), energy_j=38.0)
+    two = made.cuts([40, 40])
+    whole = replace(edge, calls=(root, *edge.calls[1:]))
+    plan = planned(two, whole, made.profile([1.0, 1.0]), costs=made.costs(two))
+    assert plan["l0"].energy_j == pytest.approx(10 + 4)
+    assert plan["all on edge"].energy_j == pytest.approx(38)
+
+
+def test_memory_is_the_parameters_of_a_part_and_its_peak() -> None:
+    edge = made.profile([1.0, 2.0, 4.0], peaks=[5000, 50, 500])
+    plan = planned(edge=edge, cloud=edge)
+    assert plan["all on edge"].memory_bytes == (300 + 5000, 0)
+    assert plan["l0"].memory_bytes == (100 + 5000, 200 + 500)
+    assert plan["l1"].memory_bytes == (200 + 5000, 100 + 500)
+    measured = replace(edge, calls=tuple(replace(row, measured_peak_bytes=row.peak_bytes + 7) for row in edge))
+    assert planned(edge=measured, cloud=edge)["l1"].memory_bytes == (200 + 5007, 100 + 500)
+
+
+def test_limits_refuse_candidates_and_keep_them_listed() -> None:
+    plan = planned(link=mt.Link("1bps"), limits={"edge": "150B"})
+    refused = {candidate.name: candidate.refused for candidate in plan if candidate.refused}
+    assert "edge would need 300 B, above its limit of 150 B" in str(refused["all on edge"])
+    assert set(refused) == {"all on edge", "l1", "l2"}
+    assert plan.winner.refused is None
+    assert [candidate.refused is None for candidate in plan] == sorted(
+        [candidate.refused is None for candidate in plan], reverse=True
+    )
+    assert plan.limits == {"edge": 150}
+    with pytest.raises(BadQuery, match="no way to place the model is within the limits; of the best, edge would need"):
+        planned(limits={"edge": 1, "cloud": 1})
+
+
+def test_jitter_is_said_beside_the_latency() -> None:
+    plan = planned(link=mt.Link("800bps", jitter="30ms"))
+    assert plan["l1"].late_s == pytest.approx(0.06)
+    assert plan["all on edge"].late_s == 0
+
+
+def test_throughput_is_that_of_the_slowest_step() -> None:
+    plan = planned(link=mt.Link("8000bps", rtt="10s"), objective="throughput")  # 1000 bytes a second
+    # all on the edge: 7 s; l0: max(1, 4000 / 1000, 0.6); l1: max(3, 0.4, 0.4); raw input: max(0, 1, 0.7)
+    assert plan["l0"].slowest_s == pytest.approx(4)
+    assert plan["l1"].slowest_s == pytest.approx(3)
+    assert plan.winner.name == "all on cloud, input by zstd"  # max(0.5, 0.7)
+    assert plan.winner.throughput_per_s == pytest.approx(1 / 0.7)
+
+
+def test_lossy_codecs_are_used_if_they_are_asked_for() -> None:
+    assert all(set(candidate.codecs) <= {"raw", "zstd"} for candidate in planned(costs=None))
+    asked = planned(costs=None, codec=("raw", "fp16"))
+    half = next(c for c in asked if c.at == ("l0",) and c.codecs == ("fp16",))
+    assert half.sent_bytes[0] == pytest.approx(2000, abs=128)  # parts begin at a multiple of 64
+
+
+def test_a_strategy_chooses_among_those_that_limits_allow() -> None:
+    seen: list[Any] = []
+
+    def fewest_bytes(candidates: tuple[Any, ...]) -> Any:
+        seen.extend(candidates)
+        return min((c for c in candidates if c.at and c.at[0]), key=lambda c: sum(c.sent_bytes))
+
+    plan = planned(strategy=fewest_bytes, limits={"edge": 250})
+    assert plan.at == "l1"
+    assert plan.strategy == "fewest_bytes"
+    assert all(candidate.refused is None for candidate in seen)
+    assert seen[0].latency_s == min(candidate.latency_s for candidate in seen)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (lambda candidates: None, "a strategy returns one of the candidates that it was given, got None"),
+        (lambda candidates: candidates[99], "the strategy raised IndexError"),
+    ],
+)
+def test_a_strategy_that_fails_is_named(strategy: Any, message: str) -> None:
+    with pytest.raises(BadQuery, match=message):
+        planned(strategy=strategy)
+
+
+def test_plans_and_costs_are_written_and_read(tmp_path: Path) -> None:
+    for name, profile in {"edge": EDGE, "cloud": CLOUD}.items():
+        profile.to_json(tmp_path / f"{name}.json")
+    COSTS.to_json(tmp_path / "codecs.json")
+    plan = planned(edge=tmp_path / "edge.json", cloud=str(tmp_path / "cloud.json"), costs=tmp_path / "codecs.json")
+    assert plan == planned()
+    plan.to_json(tmp_path / "plan.json")
+    assert mt.load(tmp_path / "plan.json") == plan
+    assert mt.load(tmp_path / "plan.json").over_bandwidths() == plan.over_bandwidths()
+    assert mt.load(tmp_path / "codecs.json") == COSTS
+    assert planned(costs={"edge": COSTS, "cloud": tmp_path / "codecs.json"}).winner == plan.winner
+    broken = (tmp_path / "plan.json").read_text().replace('"chosen": 0', '"chosen": 99')
+    (tmp_path / "plan.json").write_text(broken)
+    with pytest.raises(BadFile, match="not a whole plan: ValueError its winner is candidate 99"):
+        mt.load(tmp_path / "plan.json")
+
+
+def test_cuts_below_the_depth_of_a_profile_are_left_out_and_counted() -> None:
+    shallow = replace(CLOUD, calls=tuple(replace(row, until_s=None) if row.path == "l1" else row for row in CLOUD))
+    plan = planned(cloud=shallow)
+    assert {candidate.at for candidate in plan} == {(), (None,), ("l0",), ("l2",)}
+    assert "1 of 3 cuts are left out: a profile has no times so deep" in plan.notes
+
+
+def test_refused_cuts_are_no_candidates() -> None:
+    plan = planned(made.cuts(SIZES, refused=["l0"]))
+    assert ("l0",) not in {candidate.at for candidate in plan}
+    assert any("at 1 places the model cannot be cut" in note for note in plan.notes)
+
+
+def test_a_plan_is_asked_by_address_or_name() -> None:
+    plan = planned(codec=("raw", "zstd"))
+    assert plan["l1"] == next(c for c in plan if c.at == ("l1",))
+    assert plan["l1#0"] == plan["l1"]
+    assert plan["all on edge"].at == ()
+    assert len(plan) == len(list(plan)) == 9
+    with pytest.raises(NoMatch, match="l9"):
+        plan["l9"]
+    with pytest.raises(BadQuery, match="candidates are found by where they cut"):
+        plan[3]  # type: ignore[index]
+
+
+def without_times(profile: Any, **change: Any) -> Any:
+    return replace(profile, calls=tuple(replace(row, until_s=None, **change) for row in profile))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"edge": None}, "a plan needs edge, cloud and link, or devices and links: there is no edge"),
+        ({"link": None}, "there is no link"),
+        ({"link": "20Mbps"}, "a link is a microtome.Link, such as Link"),
+        ({"devices": [EDGE, CLOUD]}, "edge, cloud and link, or devices and links, not both"),
+        ({"edge": 5}, "'edge' is given by a profile, or the file that holds one, got 5"),
+        (
+            {"edge": without_times(EDGE, time_s=None)},
+            "'edge' has no times: .* measure='time' .microtome profile --time",
+        ),
+        ({"cloud": without_times(CLOUD)}, "'cloud' is of an older microtome"),
+        ({"edge": replace(EDGE, model="Other")}, "the cuts are of a Chain, and the profile of 'edge' is of a Other"),
+        ({"cloud": made.profile([1.0, 1.0])}, "the profile of 'cloud' has no call 'l2'"),
+        (
+            {"cloud": made.profile([1.0, 1.0, 1.0], inputs=2000)},
+            "for inputs of 250, .* 'cloud' is of 500: .*same batch",
+        ),
+        ({"objective": "speed"}, "objective is 'latency', 'energy' or 'throughput', got 'speed'"),
+        (
+            {"objective": "energy", "edge": CLOUD},
+            "'edge' has no energy: .* measure='energy' .microtome profile --energy",
+        ),
+        (
+            {"objective": "energy", "edge": replace(CLOUD, unavailable={"energy": "no sensor"})},
+            "has no energy .no sensor.: profile the model there",
+        ),
+        ({"energy_of": ["moon"]}, "there is no device 'moon': there are 'edge', 'cloud'"),
+        ({"energy_of": ["cloud"]}, "the profile of 'cloud' has no energy"),
+        ({"limits": {"moon": 1}}, "there is no device 'moon' to limit"),
+        ({"limits": {"edge": "much"}}, "'much' is no number of bytes"),
+        ({"codec": ()}, "a plan needs a codec"),
+        ({"codec": "lz4"}, "the costs of codec 'lz4' were not measured .'raw', 'zstd' were."),
+        ({"costs": {"edge": COSTS}}, "the costs of codecs on 'cloud' are missing"),
+        ({"costs": 7}, "are what microtome.plan.codec_costs gives, or a file, got 7"),
+        ({"costs": made.costs(made.cuts([4]))}, "of other cuts of Chain: there is no 'l1'"),
+    ],
+)
+def test_what_is_missing_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadQuery if "has no call" not in message else NoMatch, match=message):
+        planned(**options)
+
+
+def test_an_unknown_codec_lists_those_there_are() -> None:
+    with pytest.raises(NoMatch, match="no codec 'zip'.*raw, zstd"):
+        planned(codec="zip")
+
+
+def test_devices_need_links_between_them() -> None:
+    with pytest.raises(BadQuery, match="3 devices, 1 links"):
+        mt.plan(CUTS, devices=[EDGE, CLOUD, CLOUD], links=[LINK])
+
+
+def test_codecs_are_measured_on_noise_or_on_what_a_model_gives() -> None:
+    import torch
+    from torch import nn
+
+    from microtome.split.cuts import cuts as cuts_of
+
+    model, x = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 8)), torch.randn(4, 64)
+    found = cuts_of(model.eval(), x)
+    noise = codec_costs(found, ("raw", "zstd"))
+    real = codec_costs(found, ("raw", "zstd"), model=model, inputs=x)
+    assert isinstance(real, CodecCosts)
+    assert noise.costs["raw"]["1"].nbytes == real.costs["raw"]["1"].nbytes == 4 * 4096 * 4
+    assert real.costs["zstd"]["1"].nbytes < 0.8 * noise.costs["zstd"]["1"].nbytes  # half of it are zeros
+    assert all(cost.encode_s > 0 and cost.decode_s > 0 for cost in real.costs["zstd"].values())
+    assert (noise.values, real.values) == ("noise in the shapes that cross", "what a run of the model gave")
+    assert "with noise" in planned(costs=None).codec_costs
+    assert "edge: a CPU, with made values; cloud: a CPU" in planned().codec_costs
+    with pytest.raises(
+        mt.MicrotomeError, match="the run gave no float32 of 4x64 for .*: give the inputs that the cuts"
+    ):
+        codec_costs(found, "raw", model=model, inputs=torch.randn(5, 64))
