@@ -852,3 +852,12 @@ def test_a_shared_layer_has_all_its_names() -> None:
     assert torch.equal(found["second#1"], found[1])
     with pytest.raises(NoMatch, match="'second' ran 2 times: say which of 'first#0', 'first#1'"):
         found["second"]
+
+
+def test_of_no_layers_there_are_no_weights() -> None:
+    none = Attention((), ())
+    assert repr(none) == "<Attention of 0 layers>"
+    with pytest.raises(BadQuery, match="there are no layers"):
+        _ = none.weights
+    with pytest.raises(BadQuery, match="a rollout is of what mt.attention returned, got a str"):
+        rollout("weights")  # type: ignore[arg-type]

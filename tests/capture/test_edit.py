@@ -117,11 +117,13 @@ def test_edits_are_undone_after_an_exception() -> None:
     ("changes", "error", "message"),
     [
         ({}, BadQuery, "nothing is to be changed"),
+        ("0", BadQuery, "edits are a dict, such as .*, got '0'"),
+        ({"0": mt.scale}, BadQuery, "scale makes an edit when it is called"),
         ({"0": 3}, BadQuery, "an edit is a function of the value, or such as mt.scale"),
         ({"9": mt.zero()}, NoMatch, "no module matches the path '9'"),
     ],
 )
-def test_edits_that_cannot_be(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_edits_that_cannot_be(changes: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message), mt.edit(chain(), changes):
         pass
 
@@ -264,3 +266,23 @@ def test_edits_can_be_opened_again() -> None:
             assert not model(X).any()
     with pytest.raises(NoMatch, match="nothing was edited"), edits:
         pass
+
+
+def test_ready_made_edits_of_what_makes_no_sense_are_refused() -> None:
+    text: Any = "x"
+    for make, message in (
+        (mt.scale, "a factor is a number, got 'x'"),
+        (mt.noise, "a standard deviation is a number, got 'x'"),
+        (mt.patch_from, "patch_from takes what mt.extract returned, got a str"),
+    ):
+        with pytest.raises(BadQuery, match=message):
+            make(text)
+
+
+def test_a_patch_of_other_shapes_is_refused() -> None:
+    model = chain()
+    feats = mt.extract(model, torch.ones(1, 3), "0", inputs=True)
+    message = r"what was captured at '0' has shapes \[\(1, 3\)\], and here they are \[\(2, 3\)\]"
+    for changes in ({"outputs": {"0": mt.patch_from(feats)}}, {"inputs": {"0": mt.patch_from(feats)}}):
+        with pytest.raises(Unsupported, match=message), mt.edit(model, **changes):
+            model(X)

@@ -332,6 +332,9 @@ def test_a_model_that_raises_is_as_found() -> None:
     [
         ({"clone": "maybe"}, "clone is True, False or 'auto', got 'maybe'"),
         ({"grad": True, "transform": print}, "gradients are those of what modules return"),
+        ({"transform": "mean"}, "transform is a function of the output, got 'mean'"),
+        ({"device": "nowhere"}, "'nowhere' is no device: RuntimeError"),
+        ({"inputs": torch.ones(2)}, "inputs=True captures the arguments of calls"),
     ],
 )
 def test_what_makes_no_sense_is_said(options: dict[str, Any], message: str) -> None:
@@ -566,3 +569,13 @@ def test_a_key_that_is_no_text_is_said() -> None:
     with pytest.raises(BadQuery, match="a name is a text, .* got 5"):
         feats[key]
     assert key not in feats
+
+
+def test_gradients_in_inference_mode_are_refused() -> None:
+    with torch.inference_mode(), pytest.raises(BadQuery, match="in inference mode there are no gradients"):
+        mt.extract(nn.Sequential(nn.ReLU()), "1x2", "0", grad=True)
+
+
+def test_an_address_is_no_selector_and_is_told_apart() -> None:
+    with pytest.raises(NoMatch, match="'0#1' is the address of a call: select modules"):
+        mt.extract(nn.Sequential(nn.ReLU()), "1x2", "0#1")

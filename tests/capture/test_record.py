@@ -220,8 +220,14 @@ def test_a_layer_that_never_ran_is_an_error_and_what_was_written_stays(tmp_path:
 
 def test_what_a_model_without_attention_says() -> None:
     model = chain()
-    with pytest.raises(NoMatch, match="no attention was seen"), mt.record(model, attention=True):
+    with pytest.raises(NoMatch, match="no attention was seen in the Sequential"), mt.record(model, attention=True):
         model(torch.rand(1, 3))
+    vit, x = zoo.build("tiny-vit")
+    with (
+        pytest.raises(NoMatch, match="the selected layers of the ViT computed no attention. It was seen at: 'blocks.0"),
+        mt.record(vit, attention=True, layers="head"),
+    ):
+        mt.Inputs.of(x).run(vit)
 
 
 @pytest.mark.parametrize(
@@ -508,6 +514,7 @@ def test_an_output_that_holds_itself_is_refused_with_its_name() -> None:
         ({"histogram": 5}, "a histogram is .* got 5"),
         ({"histogram": ("a", 0, 1)}, "a histogram is .* got"),
         ({"to": 3}, "`to` is the path of a folder, got 3"),
+        ({"progress": True}, "progress is a function of the Totals, got True"),
     ],
 )
 def test_numbers_that_make_no_sense_are_said(options: dict[str, Any], message: str) -> None:

@@ -122,6 +122,8 @@ def test_weights_that_are_all_the_same_are_dark() -> None:
         ({"sample": 1}, "there is no sample 1: 1 were kept"),
         ({"image": torch.zeros(5, 6, 7)}, r"an image is \(3, H, W\), \(H, W, 3\) or \(H, W\), got \(5, 6, 7\)"),
         ({"image": torch.zeros(5, 6), "alpha": 2}, "alpha is from 0"),
+        ({"image": torch.zeros(5, 6), "alpha": "much"}, "alpha is from 0"),
+        ({"grid": 3}, "a grid is .patches in height, in width., got 3"),
     ],
 )
 def test_bad_questions_are_said(options: dict[str, Any], message: str) -> None:

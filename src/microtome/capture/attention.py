@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from operator import index
-from typing import Any, Literal, overload
+from typing import Any, Literal, SupportsFloat, overload
 
 import torch
 from torch import Tensor, nn
@@ -67,12 +68,13 @@ def attention(
     with Session(model, [probe], whole=ATTENTION):
         given.run(model)
     if not kept:
-        raise _nothing_seen(model, probe)
+        raise nothing_seen(model, probe)
     spelled = tuple(Addresses(kept).spelled)
     return Attention(spelled, tuple(kept.values()), part.heads, part.rows, other_names(model))
 
 
-def _nothing_seen(model: nn.Module, probe: AttentionProbe) -> NoMatch:
+def nothing_seen(model: nn.Module, probe: AttentionProbe) -> NoMatch:
+    """The error for a run in which no attention that was wanted was seen."""
     name = type(model).__name__
     if probe.seen:
         return NoMatch(f"the selected layers of the {name} computed no attention. It was seen at: {_some(probe.seen)}")
@@ -117,6 +119,8 @@ class Attention(Sequence[Tensor]):
     @property
     def weights(self) -> Tensor:
         """All weights as one tensor (batch, layers, heads, queries, keys), where the layers' shapes agree."""
+        if not self.layers:
+            raise BadQuery("there are no layers, so there are no weights")
         if len(set(map(_kind, self.by_layer))) > 1:
             shapes = " and ".join(sorted({shape(weights.shape) for weights in self.by_layer})[:3])
             raise BadQuery(f"the layers' weights are not of one shape ({shapes}): take the list, `by_layer`")
@@ -181,14 +185,14 @@ class Attention(Sequence[Tensor]):
         kinds = dict.fromkeys(map(_kind, self.by_layer))
         text = "; ".join(f"{shape(size)}, {str(dtype).removeprefix('torch.')}" for size, dtype, _ in list(kinds)[:3])
         count = f"{len(self)} layer{'' if len(self) == 1 else 's'}"
-        return f"<Attention of {count}, {text}{'; …' if len(kinds) > 3 else ''}>"
+        return f"<Attention of {count}{', ' if text else ''}{text}{'; …' if len(kinds) > 3 else ''}>"
 
 
 def _index(at: Any) -> int:
     try:
         return index(at)
     except TypeError as error:
-        raise BadQuery(f"a layer is named by its address or its position, got {at!r}") from error
+        raise BadQuery(f"a layer is named by its address or its position, got {reprlib.repr(at)}") from error
 
 
 def _kind(weights: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
@@ -218,8 +222,10 @@ def rollout(
     tensor([[[0.2500, 0.7500],
              [0.0000, 1.0000]]])
     """
+    if not isinstance(attention, Attention):
+        raise BadQuery(f"a rollout is of what mt.attention returned, got a {type(attention).__name__}")
     for name, value in (("residual", residual), ("discard", discard)):
-        if not 0 <= value <= 1:
+        if not isinstance(value, SupportsFloat) or not 0 <= value <= 1:
             raise BadQuery(f"{name} is a part from 0 to 1, got {value!r}")
     if heads not in ("mean", "max", "min"):
         raise BadQuery(f"heads are made one by 'mean', 'max' or 'min', got {heads!r}")

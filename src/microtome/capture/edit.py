@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsFloat
 from zlib import crc32
 
 import torch
@@ -54,6 +54,7 @@ class Edit:
 
 def scale(factor: float) -> Edit:
     """Multiply every floating-point tensor."""
+    _check_number(factor, "a factor")
     return Edit(lambda _, value: _floats(lambda tensor: tensor * factor, value), f"scale({factor})")
 
 
@@ -68,6 +69,7 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
     Args:
         seed: For the same noise in every run, another for each call; the random state of torch is then left alone.
     """
+    _check_number(std, "a standard deviation")
 
     def add(call: Call | None, value: Any) -> Any:
         place = 0 if call is None else crc32(call.address.encode())
@@ -86,18 +88,20 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
 
 
 def patch_from(feats: Features, *, rows: Any = None) -> Edit:
-    """Put in what an earlier look captured at the same call.
+    """Put in what an earlier look captured at the same call, of the same shapes.
 
     Args:
         rows: An index of what is patched, such as `(slice(None), 0)` for the first token; None: all of it.
     """
+    if not isinstance(feats, Features):
+        raise BadQuery(f"patch_from takes what mt.extract returned, got a {type(feats).__name__}")
 
     def patch(call: Call | None, value: Any) -> Any:
         if call is None:
             raise BadQuery("patch_from is for edits: it must know at which call it is")
         kept = feats[_captured(feats, call)]
         if rows is None:
-            return _copied(kept, value)
+            return _copied(kept, value, call)
         if not isinstance(value, Tensor) or not isinstance(kept, Tensor):
             raise Unsupported(f"rows of {call.address!r} cannot be patched: it returns a {type(value).__name__}")
         patched = value.clone()
@@ -106,7 +110,7 @@ def patch_from(feats: Features, *, rows: Any = None) -> Edit:
 
     def arguments(call: Call, value: Any) -> Inputs:
         given = feats.inputs(_captured(feats, call))
-        args, kwargs = _copied((given.args, given.kwargs), value)
+        args, kwargs = _copied((given.args, given.kwargs), value, call)
         return Inputs(*args, **kwargs)
 
     return Edit(patch, f"patch_from({feats!r})", arguments)
@@ -137,6 +141,9 @@ def edit(
     tensor([[7., 7.]])
     """
     check_model(model)
+    for given in (outputs, inputs):
+        if given is not None and not isinstance(given, Mapping):
+            raise BadQuery(f'edits are a dict, such as {{"blocks.5": mt.scale(0.5)}}, got {given!r}')
     if not outputs and not inputs:
         raise BadQuery('nothing is to be changed: give such as {"blocks.5": mt.scale(0.5)}')
     texts = {at for at in (*(outputs or ()), *(inputs or ())) if isinstance(at, str)}
@@ -152,6 +159,8 @@ class _Wanted:
     def __init__(self, at: Selector, change: Change) -> None:
         if not callable(change):
             raise BadQuery(f"an edit is a function of the value, or such as mt.scale(0.5), got {type(change).__name__}")
+        if change in (scale, zero, noise, patch_from):
+            raise BadQuery(f"{change.__name__} makes an edit when it is called: write such as mt.scale(0.5), mt.zero()")
         self.at = at
         self.selector, self.index = call_of(at)
         self._change = change
@@ -245,8 +254,19 @@ def _captured(feats: Features, call: Call) -> str:
     return address if address in feats else call.path
 
 
-def _copied(kept: Any, value: Any) -> Any:
+def _check_number(given: Any, what: str) -> None:
+    if not isinstance(given, SupportsFloat | complex):
+        raise BadQuery(f"{what} is a number, got {given!r}")
+
+
+def _copied(kept: Any, value: Any, call: Call) -> Any:
     """A copy, since the model may write to it, on the device of what it comes in the place of."""
+    there, here = ([tuple(tensor.shape) for tensor in tensors_in(one)] for one in (kept, value))
+    if there != here:
+        raise Unsupported(
+            f"what was captured at {call.address!r} has shapes {there}, and here they are {here}: patch from inputs of "
+            "the same shapes, or choose a part with `rows`"
+        )
     device = next((tensor.device for tensor in tensors_in(value)), None)
     return map_tensors(lambda tensor: tensor.to(device or tensor.device, copy=True), kept)
 

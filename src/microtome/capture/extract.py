@@ -62,6 +62,10 @@ def extract(
     """
     check_model(model)
     targets, run = Targets(model, at), Inputs.of(given, device=device_of(model))
+    if not isinstance(inputs, bool):
+        raise BadQuery("inputs=True captures the arguments of calls; what the model is given comes second")
+    if grad and torch.is_inference_mode_enabled():
+        raise BadQuery("in inference mode there are no gradients: leave it, or grad")
     if grad and (transform is not None or targets.owners):
         raise BadQuery("gradients are those of what modules return: leave out transform and operators, or grad")
     keeping = Keeping(detach and not grad, clone, device, transform)

@@ -90,7 +90,8 @@ class Features(Mapping[str, Any]):
     def __repr__(self) -> str:
         some: Sequence[str] = list(self)[:4]
         more = ", …" if len(self) > 4 else ""
-        return f"<Features of {len(self)} modules: {', '.join(map(repr, some))}{more}>"
+        count = f"{len(self)} module{'' if len(self) == 1 else 's'}"
+        return f"<Features of {count}: {', '.join(map(repr, some))}{more}>"
 
     @cached_property
     def _there(self) -> Addresses:

@@ -12,7 +12,7 @@ from torch import Tensor
 from microtome.engine import Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.structure import map_tensors, tensors_in
-from microtome.errors import BadQuery
+from microtome.errors import BadQuery, said
 from microtome.trace.facts import facts_of
 
 Clone = Literal["auto"] | bool
@@ -37,6 +37,12 @@ class Keeping:
     def __post_init__(self) -> None:
         if self.clone not in ("auto", True, False):
             raise BadQuery(f"clone is True, False or 'auto', got {self.clone!r}")
+        if self.transform is not None and not callable(self.transform):
+            raise BadQuery(f"transform is a function of the output, got {self.transform!r}")
+        try:
+            torch.device(self.device or "cpu")
+        except (RuntimeError, TypeError) as error:
+            raise BadQuery(f"{self.device!r} is no device: {said(error)}") from error
 
     def keep(self, value: Any) -> Any:
         """The value as it is to be kept."""

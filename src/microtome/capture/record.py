@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Self, SupportsFloat, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from microtome.capture.attention import ATTENTION, AttentionProbe
+from microtome.capture.attention import ATTENTION, AttentionProbe, nothing_seen
 from microtome.capture.attention_weights import Heads, Part, Rows
 from microtome.capture.copying import Copier
 from microtome.capture.manifest import manifest_of, text_of
@@ -25,7 +25,7 @@ from microtome.engine.addresses import Addresses, refuse_names
 from microtome.engine.functions import is_stand_in
 from microtome.engine.select import check_model
 from microtome.engine.structure import places_in
-from microtome.errors import BadQuery, NoMatch, SessionError, Unsupported
+from microtome.errors import BadQuery, SessionError, Unsupported
 from microtome.units import parse_size
 
 Keep = Literal["all", "stats"]
@@ -104,6 +104,8 @@ class Recorder(Mapping[str, Series]):
             raise BadQuery("say what to record: modules, or attention=True")
         if not attention and (layers is not None or heads is not None or rows is not None):
             raise BadQuery("layers, heads and rows are of attention: add attention=True")
+        if progress is not None and not callable(progress):
+            raise BadQuery(f"progress is a function of the Totals, got {progress!r}")
         if to is None and append:
             raise BadQuery("append goes on with a folder: say which with `to`")
         if to is not None and not isinstance(to, str | PathLike):
@@ -169,7 +171,7 @@ class Recorder(Mapping[str, Series]):
         assert self._session is not None
         assert self._began is not None
         session, self._session = self._session, None
-        self._probe = Probe()  # the others hold this, and it what was recorded
+        probe, self._probe = self._probe, Probe()  # the others hold this, and it what was recorded
         try:
             session.__exit__(kind, error, trace)
         finally:
@@ -180,16 +182,17 @@ class Recorder(Mapping[str, Series]):
                 self._seconds = perf_counter() - self._began
                 self._store.close()
         if error is None and (self._runs or not self._failed):
-            self._check()
+            self._check(probe)
 
-    def _check(self) -> None:
+    def _check(self, probe: Probe) -> None:
         """Raise where something that was selected never ran."""
         if not self._runs:
             raise never_ran(self._model, "nothing was recorded")
         if self._targets is not None:
             self._targets.check(self._gave, self._ran, {})
         elif not self._records:
-            raise NoMatch("no attention was seen: the model has none, or computes it in a kernel of its own")
+            assert isinstance(probe, AttentionProbe)
+            raise nothing_seen(self._model, probe)
 
     def add(self, name: str, value: Any) -> bool:
         """Record the tensors of a value, and say whether there are any."""

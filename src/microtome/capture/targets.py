@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from microtome.engine import Selector, select
-from microtome.engine.addresses import refuse_names
+from microtome.engine.addresses import call_of, refuse_names
 from microtome.engine.probes import AnyOp
 from microtome.engine.select import glob, is_glob
 from microtome.errors import BadSelector, NoMatch
@@ -39,7 +39,7 @@ class Targets:
             if self._names_operators(selector):
                 self._add_op(selector)
             else:
-                found = select(model, selector)
+                found = _select(model, selector)
                 self.modules |= found
                 self._by_selector.append((selector, set(found)))
         refuse_names(self.modules.keys() | self.owners.keys())
@@ -58,7 +58,7 @@ class Targets:
         path, _, name = text.rpartition("/")
         if not name:
             raise BadSelector(f"{text!r} names no operator: write such as 'blocks.3/softmax'")
-        found = select(self._model, path)
+        found = _select(self._model, path)
         self.owners |= found
         wanted = name if "#" in name else f"{name}#*"
         self._ops.append((text, set(found), glob(wanted) if is_glob(wanted) else wanted))
@@ -98,6 +98,16 @@ class Targets:
                 there = sorted({name for path in paths for name in ops.get(path, [])})
                 raise NoMatch(f"no operator matches {text!r}. There ran: {', '.join(there) or 'none'}")
         return tuple(missing)
+
+
+def _select(model: nn.Module, selector: Selector) -> dict[str, nn.Module]:
+    try:
+        return select(model, selector)
+    except NoMatch as error:
+        if call_of(selector)[1] is None:
+            raise
+        text = f"{selector!r} is the address of a call: select modules, and read the calls of what they gave. {error}"
+        raise NoMatch(text) from error
 
 
 def _is_wanted(path: str, name: str, paths: set[str], pattern: Any) -> bool:

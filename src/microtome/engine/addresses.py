@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ class Addresses:
     def find(self, name: object) -> list[str]:
         """The addresses that a name may mean."""
         if not isinstance(name, str):
-            raise BadQuery(f"a name is a text, such as 'blocks.0' or 'blocks.0#1', got {name!r}")
+            raise BadQuery(f"a name is a text, such as 'blocks.0' or 'blocks.0#1', got {reprlib.repr(name)}")
         return self._find(name) or [address for text in self._called(name) for address in self._find(text)]
 
     def _find(self, name: str) -> list[str]:

@@ -8,7 +8,7 @@ import zlib
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ def picture(values: Tensor, image: Any = None, *, grid: tuple[int, int] | None =
     if image is None:
         times = max(1, _SIZE // max(heat.shape))
         return Picture(_bytes(_colours(heat.repeat_interleave(times, 0).repeat_interleave(times, 1))))
-    if not 0 <= alpha <= 1:
+    if not isinstance(alpha, SupportsFloat) or not 0 <= alpha <= 1:
         raise BadQuery(f"alpha is from 0 (the image alone) to 1 (the map alone), got {alpha!r}")
     under = _as_image(image)
     size = under.shape[0], under.shape[1]
@@ -123,7 +123,10 @@ def _pixels(image: Any) -> Tensor:
 
 def _on_grid(values: Tensor, grid: tuple[int, int] | None) -> Tensor:
     side = math.isqrt(len(values))
-    height, width = grid or (side, side)
+    try:
+        height, width = grid or (side, side)
+    except (TypeError, ValueError) as error:
+        raise BadQuery(f"a grid is (patches in height, in width), got {grid!r}") from error
     if height < 1 or width < 1 or height * width > len(values):
         raise BadQuery(f"a grid of {height} x {width} patches cannot be made of {len(values)} tokens")
     return values[len(values) - height * width :].view(height, width)
