@@ -9,6 +9,7 @@ import click
 from microtome import __version__
 from microtome.cli.doctor import doctor
 from microtome.cli.models import models
+from microtome.cli.plan import plan
 from microtome.cli.profile import profile
 from microtome.cli.record import record
 from microtome.cli.track import track
@@ -39,6 +40,7 @@ def main() -> None:
 
 main.add_command(doctor)
 main.add_command(models)
+main.add_command(plan)
 main.add_command(profile)
 main.add_command(record)
 main.add_command(track)

@@ -10,13 +10,13 @@ import click
 import torch
 
 from microtome.cli.model import describe, model_options, resolve, working
+from microtome.cli.outputs import put, refuse_same
 from microtome.count.conventions import CONVENTIONS
 from microtome.errors import BadInputs, MicrotomeError, said
 from microtome.profile import profile as profile_model
 from microtome.profile.device import METHODS, Way
 from microtome.profile.energy import EnergyModel
 from microtome.report.profile import View, check, csv, markdown, text
-from microtome.results import write
 from microtome.zoo.sources import SOURCES
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def profile(
     if model.partition(":")[0] in SOURCES:  # Python code may register columns of its own when it is imported
         check(view)
     outputs = {"--json": json_file, "--csv": csv_file, "--md": md_file}
-    _refuse_same(outputs)
+    refuse_same(outputs)
     if meta and device is not None:
         raise click.UsageError("--meta builds a model on no device: leave out --device")
     found = resolve(model, inputs, args, meta=meta, weights=weights)
@@ -129,24 +129,7 @@ def profile(
         "--csv": partial(csv, result, view),
         "--md": partial(markdown, result, view),
     }
-    for option, file in outputs.items():
-        if file == "-":
-            click.echo(make[option](), nl=False)
-        elif file is not None:
-            write(make[option](), file)
-    if "-" not in outputs.values():
-        click.echo(text(result, view))
-
-
-def _refuse_same(outputs: dict[str, str | None]) -> None:
-    seen: dict[str, str] = {}
-    for option, file in outputs.items():
-        if file == "":
-            raise click.UsageError(f"{option} needs the name of a file, or - for the terminal")
-        if file in seen:
-            raise click.UsageError(f"{seen[file]} and {option} both write to {file!r}")
-        if file is not None:
-            seen[file] = option
+    put(outputs, make, partial(text, result, view))
 
 
 def _run(found: Resolved, device: str | None, **options: Any) -> Profile:

@@ -159,8 +159,8 @@ def _chart(plan: Plan, width: int) -> str:
         lines.append(
             f"{mark} {_short(row.name, names):<{names}} {seconds(row.latency_s):>8} {_bar(plan, row, whole, room)}"
         )
-    inks = ", ".join(f"{_INKS[at % len(_INKS)]} {name}" for at, name in enumerate(plan.devices))
-    legend = f"latency, in the order of the run: {inks}, {_WIRE} codec and wire"
+    inks = " ".join(f"{_INKS[at % len(_INKS)]} {name}" for at, name in enumerate(plan.devices))
+    legend = f"latency in the order of the run: {inks} {_WIRE} between"
     return "\n".join([legend, *(line.rstrip() for line in lines)])
 
 
@@ -240,6 +240,8 @@ def _beside(plan: Plan) -> Iterator[str]:
 
 def _spans(plan: Plan, most: int = 8) -> str:
     spans = plan.over_bandwidths()
+    if len(spans) == 1:
+        return f"at any, {spans[0].candidate.name}"
     words = []
     for span in spans[:most]:
         since = f"from {rate(span.from_bytes_per_s)} " if span.from_bytes_per_s else ""
