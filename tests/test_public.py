@@ -12,7 +12,9 @@ from microtome import errors
 def test_public_names() -> None:
     assert sorted(microtome.__all__) == [
         *(
+            "Boundary",
             "Call",
+            "Cuts",
             "EnergyModel",
             "Features",
             "Inputs",
@@ -25,9 +27,19 @@ def test_public_names() -> None:
             "Replace",
             "Session",
         ),
-        *("Skip", "Stop", "Stopped", "Trace", "Tracker", "Work", "attention", "edit", "extract", "load", "noise"),
-        *("patch_from", "plan", "profile", "record", "register_column", "register_formula", "register_meter"),
-        *("rollout", "scale", "select", "trace", "track", "zero"),
+        *("Skip", "Stop", "Stopped", "Trace", "Tracker", "Work", "attention", "cuts", "edit", "extract", "load"),
+        *(
+            "load_stage",
+            "noise",
+            "patch_from",
+            "plan",
+            "profile",
+            "record",
+            "register_column",
+            "register_formula",
+            "register_meter",
+        ),
+        *("rollout", "run_until", "scale", "select", "split", "trace", "track", "zero"),
     ]
     assert all(getattr(microtome, name).__doc__ for name in microtome.__all__)
 

@@ -10,6 +10,7 @@ from microtome.inputs import Inputs
 from microtome.plan import plan
 from microtome.profile import profile
 from microtome.results import load
+from microtome.split import split
 from microtome.trace import trace
 from microtome.track import Tracker, track
 
@@ -25,12 +26,19 @@ if TYPE_CHECKING:
     from microtome.profile import Profile
     from microtome.profile.energy import EnergyModel
     from microtome.report.columns import register_column
+    from microtome.split.boundary import Boundary
+    from microtome.split.cuts import cuts
+    from microtome.split.data import Cuts
+    from microtome.split.files import load_stage
+    from microtome.split.stages import run_until
     from microtome.trace import Trace
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Boundary",
     "Call",
+    "Cuts",
     "EnergyModel",
     "Features",
     "Inputs",
@@ -49,9 +57,11 @@ __all__ = [
     "Tracker",
     "Work",
     "attention",
+    "cuts",
     "edit",
     "extract",
     "load",
+    "load_stage",
     "noise",
     "patch_from",
     "plan",
@@ -61,8 +71,10 @@ __all__ = [
     "register_formula",
     "register_meter",
     "rollout",
+    "run_until",
     "scale",
     "select",
+    "split",
     "trace",
     "track",
     "zero",
@@ -77,6 +89,8 @@ def __getattr__(name: str) -> Any:
 
 
 _LATER = {
+    "Boundary": "microtome.split.boundary",
+    "Cuts": "microtome.split.data",
     "EnergyModel": "microtome.profile.energy",
     "Features": "microtome.capture.features",
     "Link": "microtome.plan.link",
@@ -85,14 +99,17 @@ _LATER = {
     "Profile": "microtome.profile.data",
     "Trace": "microtome.trace.data",
     "attention": "microtome.capture.attention",
+    "cuts": "microtome.split.cuts",
     "edit": "microtome.capture.edit",
     "extract": "microtome.capture.extract",
+    "load_stage": "microtome.split.files",
     "noise": "microtome.capture.edit",
     "patch_from": "microtome.capture.edit",
     "record": "microtome.capture.record",
     "register_column": "microtome.report.columns",
     "register_meter": "microtome.measure.energy",
     "rollout": "microtome.capture.attention",
+    "run_until": "microtome.split.stages",
     "scale": "microtome.capture.edit",
     "zero": "microtome.capture.edit",
 }

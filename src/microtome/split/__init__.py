@@ -1,1 +1,5 @@
-"""Cutting a model in two, exactly."""
+"""Cutting a model into parts that give together exactly what it gives."""
+
+from microtome.split.run import split
+
+__all__ = ["split"]

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
@@ -218,6 +219,7 @@ class Codec(NamedTuple):
     packer: str | None
 
 
+@lru_cache
 def codec_of(name: str) -> Codec:
     """The steps that a name stands for."""
     if name == "raw":

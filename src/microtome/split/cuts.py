@@ -27,9 +27,9 @@ def cuts(model: nn.Module, inputs: Any) -> Cuts:
     >>> model, x = zoo.build("tiny-resnet")
     >>> found = mt.cuts(model, x)
     >>> found
-    <Cuts of TinyResNet: 42>
+    <Cuts of ResNet: 42>
     >>> [live.name for live in found["layer1.0.conv1"].live]
-    ['relu', 'layer1.0.conv1']
+    ['stem', 'layer1.0.conv1']
     """
     return list_cuts(type(check_model(model)).__name__, study(model, inputs))
 
@@ -54,10 +54,12 @@ def list_cuts(name: str, seen: Study) -> Cuts:
             Cut(index, call.address, call.type, call.depth, live, nbytes, *counts.at(crossing), dominates, refused)
         )
     trace = seen.trace
+    taken = [trace.values[at] for at in dict.fromkeys(trace.calls[0].inputs)]
+    given = [trace.values[at] for at in dict.fromkeys(trace.calls[0].outputs)]
     return Cuts(
         name,
-        tuple(_as_live(_input_name(trace.values[at]), None, trace.values[at]) for at in dict.fromkeys(trace.calls[0].inputs)),
-        tuple(_as_live(f"output[{n}]", "", trace.values[at]) for n, at in enumerate(dict.fromkeys(trace.calls[0].outputs))),
+        tuple(_as_live(_input_name(value), None, value) for value in taken),
+        tuple(_as_live(f"output[{at}]", "", value) for at, value in enumerate(given)),
         tuple(cut for cut in found if cut.refused is None),
         tuple(cut for cut in found if cut.refused is not None),
         str(trace.how),
@@ -73,7 +75,8 @@ def _everywhere(seen: Study) -> str | None:
     values = seen.trace.values
     for op in seen.trace.ops:
         for at in op.mutates:
-            held = values[at] if values[at].alias_of is None else values[values[at].alias_of]
+            first = values[at].alias_of
+            held = values[at if first is None else first]
             if held.origin in ("parameter", "buffer", "constant"):
                 where = "" if op.call is None else f" in {seen.trace.calls[op.call].address!r}"
                 what = f"the {held.origin} {held.name!r}" if held.name else "a tensor that the model keeps"

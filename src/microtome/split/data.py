@@ -112,7 +112,7 @@ class Cuts(Result, Sequence[Cut]):
         return cut
 
     def find(self, at: str) -> Cut:
-        """The place at an address, whether the model can be cut there or not. `#0` may be left out where it ran once."""
+        """The place at an address, whether the model can be cut there or not."""
         every = sorted((*self.offered, *self.refused), key=lambda cut: cut.index)
         named = [cut for cut in every if cut.at.partition("#")[0] == at]
         if len(named) > 1:

@@ -24,7 +24,15 @@ SHAPE_ONLY = frozenset(f"aten.{name}.default" for name in _SHAPE_ONLY.split())
 
 
 class GhostRead(Unsupported):
-    """The values of a ghost were asked for."""
+    """The values of a ghost were asked for.
+
+    Attributes:
+        ghost: The ghost.
+    """
+
+    def __init__(self, message: str, ghost: Ghost) -> None:
+        super().__init__(message)
+        self.ghost = ghost
 
 
 class Ghost(Tensor):
@@ -34,28 +42,31 @@ class Ghost(Tensor):
 
     Attributes:
         of: What it stands for.
+        source: Where that is found in a run.
         alive: The tensor that it has become.
     """
 
     of: str
+    source: Any
     alive: Tensor | None
 
     @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device, of: str) -> Self:
-        made: Self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(cls, meta: Tensor, device: torch.device, of: str, source: Any = None) -> Self:
+        made: Self = Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
         )
         made.of = of
+        made.source = source
         made.alive = None
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<Ghost of {self.of}, {tuple(self.shape)}>"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = map_tensors(_awake, (args, kwargs or {}))
@@ -63,12 +74,17 @@ class Ghost(Tensor):
         if not ghosts:
             return func(*args, **kwargs)
         first = ghosts[0]
-        if func in _READS or torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-            raise GhostRead(f"{func} reads values of {first.of}, which did not cross the cut")
+        if (
+            func in _READS
+            or torch.Tag.data_dependent_output in func.tags
+            or torch.Tag.dynamic_output_shape in func.tags
+        ):
+            raise GhostRead(f"{func} reads values of {first.of}, which did not cross the cut", first)
         written = facts_of(func).written(args, kwargs)
         real = [tensor for tensor in written if not isinstance(tensor, Ghost)]
         if real:
-            raise GhostRead(f"{func} would write {first.of}, which did not cross the cut, into a tensor that did")
+            message = f"{func} would write {first.of}, which did not cross the cut, into a tensor that did"
+            raise GhostRead(message, first)
         if written:  # what an in-place operator returns
             return written[0] if len(func._schema.returns) == 1 else tuple(written)
         if str(func) in SHAPE_ONLY:
@@ -77,7 +93,7 @@ class Ghost(Tensor):
         with _disable_current_modes():
             meta_args, meta_kwargs = map_tensors(_meta, (args, kwargs), _on_meta)
             output = func(*meta_args, **meta_kwargs)
-        return map_tensors(lambda tensor: Ghost(tensor, torch.device(device), first.of), output)
+        return map_tensors(lambda tensor: Ghost(tensor, torch.device(device), first.of, first.source), output)
 
 
 def _awake(tensor: Tensor) -> Tensor:
@@ -94,11 +110,3 @@ def _meta(tensor: Tensor) -> Tensor:
 
 def _on_meta(value: Any) -> Any:
     return torch.device("meta") if isinstance(value, torch.device) else value
-
-
-def ghost(shape: Any, dtype: torch.dtype, device: torch.device, name: str, strides: Any = None) -> Ghost:
-    """A ghost of this shape."""
-    meta = torch.empty(shape, dtype=dtype, device="meta")
-    if strides is not None:
-        meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    return Ghost(meta, device, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -72,8 +73,8 @@ class Liveness:
         self._kept = {value.memory for value in study.trace.values if value.origin in ("parameter", "buffer")}
         self._live = self._walk_back()
 
-    def crossing(self, cut: TracedCall) -> Crossing:
-        """What crosses a cut at the exit of this call."""
+    def crossing(self, cut: TracedCall, more: Iterable[Place] = ()) -> Crossing:
+        """What crosses a cut at the exit of this call, and what was found to be wanted beside that."""
         crossing = Crossing(cut, self._levels(cut))
         forced: set[int] = set()
         while True:
@@ -84,6 +85,10 @@ class Liveness:
             forced |= walk.conflicts
         crossing.refused = walk.refused
         crossing.values = walk.found
+        for place in more:
+            holder = self._trace.calls[place.call or 0]
+            of = holder.inputs if place.call is None or place.is_argument else holder.outputs
+            crossing.values.setdefault(place, of[place.at])
         for place, value in walk.found.items():
             memory = self.memory[value]
             begins = 0 if place.call is None else self._trace.calls[place.call].ends

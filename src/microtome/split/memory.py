@@ -63,14 +63,14 @@ def dense(tensor: Tensor) -> Tensor:
     """The same values without gaps; the tensor itself where it has none, with the strides it has."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg()
-    if is_dense(tensor.shape, tensor.stride()):
+    if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
         return tensor
     return tensor.detach().view(_PLAIN[tensor.itemsize]).clone().view(tensor.dtype)
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
     """A dense tensor's bytes in the same order on the CPU, under any dtype."""
-    return tensor if tensor.device.type == "cpu" else tensor.detach().view(_PLAIN[tensor.itemsize]).cpu()
+    return tensor if tensor.is_cpu else tensor.detach().view(_PLAIN[tensor.itemsize]).cpu()
 
 
 def copy_hashed(source: memoryview, target: memoryview) -> list[bytes]:

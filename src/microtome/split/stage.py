@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
@@ -15,9 +16,11 @@ from microtome.engine.structure import tensors_in
 from microtome.errors import BadBoundary, BadInputs, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
-from microtome.split.ghost import Ghost, ghost
+from microtome.split.ghost import Ghost, GhostRead
+from microtome.split.liveness import Place
 from microtome.split.templates import Template, check_same, take_apart
 from microtome.split.trail import Follower, Sent, Step, Trail
+from microtome.split.weights import tensor_at
 
 
 class Stage:
@@ -41,8 +44,6 @@ class Stage:
         inputs: Template,
         needed: Iterable[str],
         fingerprint: str,
-        *,
-        fast_paths: bool,
     ) -> None:
         self.model = model
         self.index = index
@@ -51,9 +52,10 @@ class Stage:
         self._ends = ends
         self._inputs = inputs
         self._needed = tuple(needed)
-        self._fast_paths = fast_paths
         modules = dict(named(model))
-        self._skipped = [] if begins is None else list({step.path: modules[step.path] for step in begins.steps}.values())
+        self._skipped = (
+            [] if begins is None else list({step.path: modules[step.path] for step in begins.steps}.values())
+        )
         self._cut = None if ends is None else modules[ends.levels[-1][0][-1].path]
 
     @property
@@ -74,7 +76,7 @@ class Stage:
     def device(self) -> torch.device | None:
         """Where it computes: where the first of its weights lies; None: it has none."""
         for name in self._needed:
-            tensor = _tensor_at(self.model, name)
+            tensor = tensor_at(self.model, name)
             if tensor is not None and not tensor.is_meta:
                 return tensor.device
         return None
@@ -97,7 +99,7 @@ class Stage:
             interventions.append(Skip(self._skipped, run.output, when=run.is_skipped))
         if self._cut is not None:
             interventions.append(Stop(self._cut, when=run.is_over))
-        with Session(self.model, [run, *probes], interventions, fast_paths=self._fast_paths):
+        with Session(self.model, [run, *probes], interventions, fast_paths=True):
             try:
                 output = given.run(self.model)
             except Stopped as stopped:
@@ -105,7 +107,9 @@ class Stage:
                     raise
                 return run.boundary()
         if self._ends is not None:
-            raise Unsupported(f"the model ended before the cut at {self._ends.at!r}: its way depends on what it is given")
+            raise Unsupported(
+                f"the model ended before the cut at {self._ends.at!r}: its way depends on what it is given"
+            )
         return run.finished(output)
 
     def _boundary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundary:
@@ -114,7 +118,9 @@ class Stage:
             raise BadInputs(f"stage {self.index} takes what the stage before it gives: one Boundary")
         boundary = args[0]
         if boundary.at != self._begins.at:
-            raise BadBoundary(f"the boundary is of a cut at {boundary.at!r}, and this stage goes on at {self._begins.at!r}")
+            raise BadBoundary(
+                f"the boundary is of a cut at {boundary.at!r}, and this stage goes on at {self._begins.at!r}"
+            )
         if boundary.fingerprint != self.fingerprint:
             raise BadBoundary(
                 f"the boundary is of another model: its fingerprint is {boundary.fingerprint}, and this stage's is "
@@ -167,21 +173,27 @@ class _Run(Probe):
         assert self._replay is not None
         step = self._skip[1]
         entry = next(self._entries)
-        arguments = list(tensors_in((args, kwargs))) if step.arguments or any(at is not None for at in step.same) else []
+        arguments = (
+            list(tensors_in((args, kwargs))) if step.arguments or any(at is not None for at in step.same) else []
+        )
         for at, item in entry["a"].items():
-            _revive(arguments[int(at)], self._tensor(item, step.address))
+            _revive(arguments[int(at)], self._tensor(item, step.address, Place(step.call, int(at), is_argument=True)))
         tensors: list[Tensor] = []
         for at, (item, same) in enumerate(zip(entry["t"], step.same, strict=True)):
+            place = Place(step.call, at)
             if same is None:
-                tensors.append(self._tensor(item, step.address))
+                tensors.append(self._tensor(item, step.address, place))
             elif item is not None:
-                tensors.append(_revive(arguments[same], self._tensor(item, step.address)))
+                tensors.append(_revive(arguments[same], self._tensor(item, step.address, place)))
             elif at in step.changed:  # it would hold what it held before
-                tensors.append(Ghost(arguments[same].to("meta"), arguments[same].device, step.address))
+                tensors.append(Ghost(arguments[same].to("meta"), arguments[same].device, step.address, place))
             else:
                 tensors.append(arguments[same])
         self._replay.exit(call, step)
-        return step.output.fill(tensors, entry["p"], (args, kwargs))
+        output = step.output.fill(tensors, entry["p"], (args, kwargs))
+        if call.module is not None and call.module._forward_hooks:
+            _run_hooks(call.module, args, kwargs, output)
+        return output
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._bank is None or (step := self._open.pop(call, None)) is None:
@@ -201,7 +213,7 @@ class _Run(Probe):
     def is_over(self, call: Call) -> bool:
         return self._bank is not None and self._bank.is_there and get_ident() == self._thread
 
-    # -- what crosses to the next ----------------------------------------------------------------------------------------
+    # -- what crosses to the next --------------------------------------------------------------------------------------
 
     def take_inputs(self, given: Inputs) -> None:
         """Keep what the next stage needs of the model's arguments."""
@@ -228,7 +240,7 @@ class _Run(Probe):
     def _send(self, sent: Sent, tensor: Tensor) -> Any:
         if isinstance(tensor, Ghost):
             if tensor.alive is None:
-                raise Unsupported(f"{sent.name!r} is to cross a later cut and did not cross the one before")
+                raise GhostRead(f"{sent.name!r} is to cross a later cut and did not cross the one before", tensor)
             tensor = tensor.alive
         tensor = tensor.detach()
         if sent.joined:
@@ -254,7 +266,7 @@ class _Run(Probe):
             self._tensors[name] = whole
         return [name, list(tensor.shape), list(tensor.stride()), tensor.storage_offset()]
 
-    # -- what has crossed from the one before ----------------------------------------------------------------------------
+    # -- what has crossed from the one before --------------------------------------------------------------------------
 
     def inputs(self, boundary: Boundary) -> Inputs:
         """The model's arguments: those that were sent, and ghosts of the others."""
@@ -264,15 +276,18 @@ class _Run(Probe):
                 f"the head was given {len(entry['t'])} tensors and {len(entry['p'])} other values, and the example has "
                 f"{template.tensors} and {template.plain}: split both sides on examples of one structure"
             )
-        args, kwargs = template.fill([self._tensor(item, "an input") for item in entry["t"]], entry["p"])
+        tensors = [self._tensor(item, "an input", Place(None, at)) for at, item in enumerate(entry["t"])]
+        args, kwargs = template.fill(tensors, entry["p"])
         return Inputs(*args, **kwargs)
 
-    def _tensor(self, item: Any, of: str) -> Tensor:
+    def _tensor(self, item: Any, of: str, place: Place) -> Tensor:
         if isinstance(item, str):
             return self._get(item)
         if isinstance(item, dict):
-            dtype = getattr(torch, item["dtype"])
-            return ghost(item["shape"], dtype, self._device or torch.device("cpu"), of, item["strides"])
+            meta = torch.empty(item["shape"], dtype=getattr(torch, item["dtype"]), device="meta")
+            if item["strides"] is not None:
+                meta = torch.empty_strided(item["shape"], item["strides"], dtype=meta.dtype, device="meta")
+            return Ghost(meta, self._device or torch.device("cpu"), of, place)
         name, shape, strides, offset = item
         return self._get(name).as_strided(shape, strides, offset)
 
@@ -295,7 +310,7 @@ class _Run(Probe):
             raise Unsupported(f"the model ended before the cut at {self._stage.begins_at!r}")
         for tensor in tensors_in(output):
             if isinstance(tensor, Ghost):
-                raise Unsupported(f"the model returns a value of {tensor.of!r}, which did not cross the cut")
+                raise GhostRead(f"the model returns a value of {tensor.of!r}, which did not cross the cut", tensor)
         return output
 
 
@@ -331,6 +346,16 @@ def _as_ghost(tensor: Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "strides": strides}
 
 
+def _run_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Run a module's forward hooks for what they do; what they return is part of the output that was sent."""
+    for key, hook in list(module._forward_hooks.items()):
+        with suppress(GhostRead):  # what it wanted to see was there in the head
+            if key in module._forward_hooks_with_kwargs:
+                hook(module, args, kwargs, output)
+            else:
+                hook(module, args, output)
+
+
 def _revive(argument: Tensor, tensor: Tensor) -> Tensor:
     """Have an argument hold what the call that is left out would have written into it."""
     if isinstance(argument, Ghost):
@@ -340,10 +365,3 @@ def _revive(argument: Tensor, tensor: Tensor) -> Tensor:
         with torch.no_grad():
             argument.copy_(tensor)
     return argument
-
-
-def _tensor_at(model: nn.Module, name: str) -> Tensor | None:
-    path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)
-    found = module._parameters.get(last)
-    return module._buffers.get(last) if found is None else found

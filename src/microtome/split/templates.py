@@ -115,7 +115,7 @@ def strange_in(value: Any) -> list[Any]:
 
 
 def _strange_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, _PLAIN) or isinstance(value, Tensor):
+    if isinstance(value, (*_PLAIN, Tensor)):
         return
     if isinstance(value, list | tuple | set | frozenset):
         for item in value:

@@ -35,6 +35,7 @@ class Step:
     """A call that ends before the cut and is left out in the tail, with all inside it.
 
     Attributes:
+        call: Which call it was on the example.
         output: The structure of what it returns.
         same: Of each tensor that it returns, which of its arguments it is.
         changed: Which of the tensors that it returns are arguments that it writes into.
@@ -42,6 +43,7 @@ class Step:
         arguments: Arguments that it writes into and that cross.
     """
 
+    call: int
     path: str
     address: str
     output: Template
@@ -97,6 +99,7 @@ def trail_to(seen: Study, crossing: Crossing) -> Trail:
         writes = [seen.writes(values[value].memory, call.begins, call.ends) for value in call.outputs]
         here = places.get(call.index, [])
         return Step(
+            call.index,
             call.path,
             call.address,
             shape.output,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import xxhash
@@ -29,9 +31,9 @@ def structure_of(seen: Study, model: nn.Module) -> str:
     """A few letters for the calls of a model and the shapes of its weights: another model has others."""
     digest = xxhash.xxh3_64()
     for call, shape in zip(seen.trace.calls, seen.shapes, strict=True):
-        digest.update(f"{call.address}:{call.type}:{call.parent}:{shape.output.text};")
+        digest.update(f"{call.address}:{call.type}:{call.parent}:{shape.output.text};".encode())
     for name, tensor in _held(model):
-        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};")
+        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
     return str(digest.hexdigest())
 
 
@@ -42,8 +44,40 @@ def digest_of(model: nn.Module) -> str | None:
         if tensor.is_meta:
             return None
         plain = tensor.detach().cpu().contiguous()
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b"")
+        if plain.numel():
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     return str(digest.hexdigest())
+
+
+def tensor_at(model: nn.Module, name: str) -> Tensor | None:
+    """The parameter or buffer of this name."""
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    found = module._parameters.get(last)
+    return module._buffers.get(last) if found is None else found
+
+
+def stripped(model: nn.Module, kept: Iterable[str]) -> nn.Module:
+    """A copy of a model that shares these weights with it and has the others on meta."""
+    keep = set(kept)
+    memo: dict[int, Any] = {id(tensor): tensor if name in keep else _empty(tensor) for name, tensor in _held(model)}
+    return copy.deepcopy(model, memo)
+
+
+def strip(model: nn.Module, kept: Iterable[str]) -> None:
+    """Put all but these weights of a model on meta."""
+    keep = set(kept)
+    empty = {id(tensor): _empty(tensor) for name, tensor in _held(model) if name not in keep}
+    for module in model.modules():
+        spaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for space in spaces:
+            for name, tensor in space.items():
+                space[name] = empty.get(id(tensor), tensor)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    made = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _held(model: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -92,8 +92,8 @@ def _written(header: bytes, parts: list[Part]) -> bytes:
 
 
 def _described(name: str, tensor: Tensor, steps: Codec) -> tuple[dict[str, Any], list[Part]]:
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type == "meta":
-        kind = "nested" if tensor.is_nested else "meta" if tensor.device.type == "meta" else str(tensor.layout)
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
         raise BadBoundary(f"tensor {name!r} is {kind} and cannot be sent: only strided ones with values can")
     if tensor.dtype not in _NAMES:
         raise BadBoundary(f"tensor {name!r} is {tensor.dtype} and cannot be sent: dequantize it first")

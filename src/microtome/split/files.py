@@ -1,0 +1,203 @@
+"""Stages in a folder: the weights of each, and how they belong together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from microtome.engine.select import check_model, named
+from microtome.errors import BadFile, BadWeights, Unsupported, said
+from microtome.inputs import Inputs
+from microtome.results import File
+from microtome.split.stage import Stage
+from microtome.split.weights import strip, tensor_at
+
+_PLAN = "plan.json"
+_SCHEMA = 1
+
+
+def save_stages(
+    folder: File, stages: Sequence[Stage], given: Inputs, at: Sequence[str], fingerprint: str, more: Any
+) -> None:
+    """Write what `load_stage` reads."""
+    inputs = {
+        "args": [_described(value, f"args[{at}]") for at, value in enumerate(given.args)],
+        "kwargs": {name: _described(value, name) for name, value in given.kwargs.items()},
+    }
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    listed = []
+    for stage in stages:
+        weights = {name: _plain(stage, name) for name in stage.parameters_needed()}
+        weights |= {f"{_ATTRIBUTE}{name}": tensor.contiguous() for name, tensor in _attributes(stage.model)}
+        file = f"stage{stage.index}.safetensors"
+        save_file(weights, path / file)
+        nbytes = sum(tensor.nbytes for tensor in weights.values())
+        listed.append({"file": file, "weights": sorted(weights), "nbytes": nbytes})
+    plan = {
+        "kind": "split",
+        "schema": _SCHEMA,
+        "model": type(stages[0].model).__qualname__,
+        "at": list(at),
+        "fingerprint": fingerprint,
+        "torch": torch.__version__,
+        "inputs": inputs,
+        "more": more,
+        "stages": listed,
+    }
+    # Last, so that a folder that has it is whole.
+    (path / _PLAN).write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+
+
+def load_stage(
+    model: Callable[[], nn.Module], folder: File, index: int, *, device: str | torch.device | None = None
+) -> Stage:
+    """One stage of a split model, with its own weights alone in memory.
+
+    Args:
+        model: Makes the model: a class, or a function without arguments. It is built on `meta` where it allows that.
+        folder: What `Stages.save` wrote.
+        index: Which stage: 0 is the head.
+        device: Where its weights are put.
+
+    >>> import tempfile
+    >>> from microtome import zoo
+    >>> from microtome import split
+    >>> model, x = zoo.build("tiny-resnet")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     split(model, x, at="layer1").save(folder)
+    ...     tail = load_stage(lambda: zoo.build("tiny-resnet")[0], folder, 1)
+    >>> tail
+    <Stage 1 of ResNet, from 'layer1' to the output>
+    """
+    plan = _read_plan(Path(folder))
+    if not isinstance(index, int) or not 0 <= index < len(plan["stages"]):
+        raise BadFile(f"{str(folder)!r} has the stages 0 to {len(plan['stages']) - 1}, not {index!r}")
+    weights = load_file(Path(folder) / plan["stages"][index]["file"], device=str(device or "cpu"))
+    built = _built(model, weights)
+    if type(built).__qualname__ != plan["model"]:
+        raise BadWeights(f"the folder is of a {plan['model']}, and a {type(built).__qualname__} was made")
+    built.eval()
+    inputs = plan["inputs"]
+    given = Inputs(*map(_remade, inputs["args"]), **{name: _remade(value) for name, value in inputs["kwargs"].items()})
+    load_parts = import_module("microtome.split.stages").load_parts  # which imports this
+    stages: list[Stage] = load_parts(built, given, plan["at"], plan["fingerprint"], plan["more"])
+    for name, tensor in weights.items():  # after it was looked at, for which it must lie in one place
+        _put(built, name.removeprefix(_ATTRIBUTE), tensor)
+    return stages[index]
+
+
+_ATTRIBUTE = "attribute:"
+
+
+def _plain(stage: Stage, name: str) -> Tensor:
+    tensor = tensor_at(stage.model, name)
+    assert tensor is not None
+    if tensor.is_meta:
+        raise Unsupported(f"the weights {name!r} of stage {stage.index} are not here: save before they are dropped")
+    return tensor.detach().contiguous().clone()  # tied weights share memory, which the format does not allow
+
+
+def _attributes(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Tensors that modules keep as plain attributes, of which `state_dict` does not know."""
+    return [
+        (f"{path}.{name}" if path else name, value)
+        for path, module in named(model)
+        for name, value in module.__dict__.items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def _read_plan(folder: Path) -> dict[str, Any]:
+    try:
+        plan = json.loads((folder / _PLAN).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadFile(f"{str(folder)!r} holds no split model: {_PLAN}: {error.strerror}") from error
+    except ValueError as error:
+        raise BadFile(f"{str(folder / _PLAN)!r} is not JSON: {error}") from error
+    if not isinstance(plan, dict) or plan.get("kind") != "split" or plan.get("schema") != _SCHEMA:
+        raise BadFile(f"{str(folder / _PLAN)!r} is no plan of a split model that this microtome reads")
+    return plan
+
+
+def _built(make: Callable[[], nn.Module], weights: dict[str, Tensor]) -> nn.Module:
+    """The model without weights: on meta or, where its code cannot be run there, built and emptied."""
+    try:
+        with torch.device("meta"):
+            model = check_model(make())
+        known = {name.removeprefix(_ATTRIBUTE) for name in weights}
+        lost = [name for name, tensor in _hidden_tensors(model) if tensor.is_meta and name not in known]
+        if not lost:
+            return model
+    except (NotImplementedError, RuntimeError):  # it reads values while it is made
+        pass
+    model = check_model(make())
+    strip(model, ())
+    return model
+
+
+def _hidden_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    found = _attributes(model)
+    for path, module in named(model):
+        for name, value in module.__dict__.items():
+            if isinstance(value, list | tuple) and not name.startswith("_"):
+                found += [(f"{path}.{name}[]", item) for item in value if isinstance(item, Tensor)]
+    return found
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError as error:
+        raise BadWeights(f"the model that was made has no module {path!r}: {said(error)}") from error
+    if last in module._parameters:
+        held = module._parameters[last]
+        _check(name, held, tensor)
+        parameter = nn.Parameter(tensor, requires_grad=held is not None and held.requires_grad)
+        for other in model.modules():  # tied weights stay tied
+            for key, value in other._parameters.items():
+                if value is held and value is not None:
+                    other._parameters[key] = parameter
+        module._parameters[last] = parameter
+    elif last in module._buffers:
+        _check(name, module._buffers[last], tensor)
+        module._buffers[last] = tensor
+    else:
+        module.__dict__[last] = tensor
+
+
+def _check(name: str, held: Tensor | None, tensor: Tensor) -> None:
+    if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+        got = "nothing" if held is None else f"{tuple(held.shape)} {held.dtype}"
+        raise BadWeights(f"{name!r} is {tuple(tensor.shape)} {tensor.dtype} in the folder and {got} in the model")
+
+
+def _described(value: Any, place: str) -> Any:
+    if isinstance(value, Tensor):
+        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, bool | int | float | str | None):
+        return {"value": value}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_described(item, f"{place}[{at}]") for at, item in enumerate(value)]}
+    if type(value) is dict:
+        return {"dict": [[key, _described(item, f"{place}[{key!r}]")] for key, item in value.items()]}
+    raise Unsupported(f"the example's {place} is a {type(value).__name__}, which a folder cannot describe")
+
+
+def _remade(value: dict[str, Any]) -> Any:
+    if "shape" in value:
+        return torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device="meta")
+    if "value" in value:
+        return value["value"]
+    if "dict" in value:
+        return {key: _remade(item) for key, item in value["dict"]}
+    kind, items = next(iter(value.items()))
+    return {"list": list, "tuple": tuple}[kind](map(_remade, items))

@@ -1,0 +1,328 @@
+"""Cutting a model into stages that give together what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, overload
+
+from torch import Tensor, nn
+
+from microtome.engine import Call, Probe, Selector, select
+from microtome.engine.select import check_model
+from microtome.engine.structure import map_tensors
+from microtome.errors import BadQuery, NoMatch, Unsupported
+from microtome.inputs import Inputs, device_of
+from microtome.results import File
+from microtome.split.boundary import Boundary
+from microtome.split.codecs import is_lossless
+from microtome.split.compare import Difference, differences
+from microtome.split.cuts import list_cuts
+from microtome.split.data import Cut, Cuts
+from microtome.split.files import save_stages
+from microtome.split.ghost import GhostRead
+from microtome.split.liveness import Crossing, Liveness, Place
+from microtome.split.stage import Stage
+from microtome.split.study import Study, study
+from microtome.split.trail import trail_to
+from microtome.split.weights import digest_of, stripped, structure_of, weights_of
+
+BIT_EQUAL = "bit-equal"
+
+
+class CodecTrial(NamedTuple):
+    """What a codec did to what crosses on the example, and so to the model's output.
+
+    Attributes:
+        nbytes: What was sent, over all cuts.
+        raw_nbytes: What it is without a codec.
+        largest: The largest absolute difference in the output.
+        relative: The same over the largest absolute number in the output.
+    """
+
+    codec: str
+    nbytes: int
+    raw_nbytes: int
+    largest: float
+    relative: float
+
+
+class Stages(Sequence[Stage]):
+    """The stages of a split model, in order.
+
+    >>> import microtome as mt
+    >>> from microtome import zoo
+    >>> model, x = zoo.build("tiny-resnet")
+    >>> head, tail = mt.split(model, x, at="layer1.0.conv1")
+    >>> boundary = head(x)
+    >>> list(boundary.tensors)
+    ['stem', 'layer1.0.conv1']
+    >>> tail(boundary).equal(model(x))
+    True
+
+    Attributes:
+        cuts: All cuts of the model.
+        at: The addresses of those where it is cut.
+        fingerprint: Of the model's structure and weights.
+        verified: `"bit-equal"`: the stages gave on the example what the model gave, to the last bit. Else the largest
+            difference, or why that is not known.
+    """
+
+    def __init__(self, parts: _Parts, stages: Sequence[Stage], verified: str) -> None:
+        self._parts = parts
+        self._stages = tuple(stages)
+        self.cuts = parts.cuts
+        self.at = tuple(cut.at for cut in parts.chosen)
+        self.fingerprint = parts.fingerprint
+        self.verified = verified
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    @overload
+    def __getitem__(self, at: int) -> Stage: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Stage, ...]: ...
+    def __getitem__(self, at: int | slice) -> Stage | tuple[Stage, ...]:
+        return self._stages[at]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages, one after the other."""
+        value = self._stages[0](*args, **kwargs)
+        for stage in self._stages[1:]:
+            value = stage(value)
+        return value
+
+    def try_codec(self, codec: str) -> CodecTrial:
+        """Send what crosses on the example through a codec, and see what becomes of the model's output."""
+        example = self._parts.given
+        sent = raw = 0
+        value = self._stages[0](*example.args, **example.kwargs)
+        for stage in self._stages[1:]:
+            data = value.to_bytes(codec)
+            sent, raw = sent + len(data), raw + value.nbytes
+            value = stage(Boundary.from_bytes(data))
+        whole = example.run(self._parts.model)
+        found = list(differences(value, whole))
+        if any(one.largest is None for one in found):
+            raise Unsupported(f"with {codec} the output is another one: {found[0].place} has {found[0].what}")
+        largest = max((one.largest or 0.0 for one in found), default=0.0)
+        if largest and is_lossless(codec) and self.verified == BIT_EQUAL:
+            raise Unsupported(
+                f"the output changed by {largest:.3g} with {codec}, which loses nothing: please report it"
+            )
+        return CodecTrial(codec, sent, raw, largest, largest / (_greatest(whole) or 1.0))
+
+    def save(self, folder: File) -> None:
+        """Write `stage0.safetensors`, `stage1.safetensors`, … and `plan.json`, which `mt.load_stage` reads."""
+        parts = self._parts
+        more = [[list(place) for place in sorted(places, key=str)] for places in parts.more]
+        save_stages(folder, self._stages, parts.given, self.at, self.fingerprint, more)
+
+    def __repr__(self) -> str:
+        name = type(self._stages[0].model).__name__
+        return f"<Stages of {name}, cut at {', '.join(map(repr, self.at))}: {self.verified}>"
+
+
+def split_model(model: nn.Module, inputs: Any, at: Any, *, verify: bool, load: str | int | None) -> Stages:
+    """See `microtome.split`."""
+    return _Parts(model, inputs, at).build(verify=verify, load=load)
+
+
+class _Parts:
+    """A model that is being split.
+
+    Attributes:
+        chosen: The cuts, in order.
+        more: For each cut, what turned out to be read beside what the trace tells.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any, at: Any, fingerprint: str | None = None) -> None:
+        self.model = check_model(model)
+        self.given = Inputs.of(inputs, device=device_of(model))
+        self.seen: Study = study(model, self.given)
+        self.cuts: Cuts = list_cuts(type(model).__name__, self.seen)
+        self.chosen = _chosen(self.cuts, at)
+        self.more: list[set[Place]] = [set() for _ in self.chosen]
+        self._liveness = Liveness(self.seen)
+        self.fingerprint = fingerprint or f"{structure_of(self.seen, model)}-{digest_of(model) or 'unknown'}"
+
+    def build(self, *, verify: bool, load: str | int | None = None) -> Stages:
+        count = len(self.chosen) + 1
+        kept = None if load is None else _stage_index(load, count)
+        stages = self.stages(self.model)
+        verified = "not verified: it was not asked for"
+        if verify and _is_whole(self.model):
+            stages, verified = self._verified(stages)
+        elif verify:
+            verified = "not verified: some of the weights are not here"
+        if kept is not None:
+            stages = self.stages(stripped(self.model, stages[kept].parameters_needed()))
+        return Stages(self, stages, verified)
+
+    def stages(self, model: nn.Module) -> list[Stage]:
+        """The stages, as parts of this model."""
+        seen = self.seen
+        crossings: list[Crossing | None] = [None]
+        for cut, more in zip(self.chosen, self.more, strict=True):
+            crossings.append(self._liveness.crossing(seen.ending[cut.index], more))
+        crossings.append(None)
+        trails = [None if crossing is None else trail_to(seen, crossing) for crossing in crossings]
+        return [
+            Stage(
+                model,
+                index,
+                trails[index],
+                trails[index + 1],
+                seen.inputs,
+                weights_of(seen, crossings[index], crossings[index + 1]),
+                self.fingerprint,
+            )
+            for index in range(len(crossings) - 1)
+        ]
+
+    def _verified(self, stages: list[Stage]) -> tuple[list[Stage], str]:
+        whole = _copy(self.given).run(self.model)
+        while True:
+            stage = stages[0]
+            try:
+                value: Any = _run(stage, _copy(self.given))
+                for stage in stages[1:]:
+                    value = stage(value)
+                break
+            except GhostRead as error:  # the model's code looks at values where it has some
+                if not self._take_in(stage, error):
+                    raise
+                stages = self.stages(self.model)
+        found = list(differences(value, whole))
+        if not found:
+            return stages, BIT_EQUAL
+        again = list(differences(_copy(self.given).run(self.model), whole))
+        worst = max(found, key=_size)
+        if not again or _size(worst) > 10 * max(map(_size, again)):
+            where = f" at {worst.place}" if worst.place else ""
+            raise Unsupported(
+                f"the {type(self.model).__name__} cannot be cut at {', '.join(cut.at for cut in self.chosen)}: the "
+                f"stages give{where} {worst.what}. Something crosses there that is no tensor"
+            )
+        return stages, f"{worst.what}; two runs of the whole model differ so too"
+
+    def _take_in(self, stage: Stage, error: GhostRead) -> bool:
+        """Have a value cross that is read; return whether that helps."""
+        place = error.ghost.source
+        if place is None or stage.index == 0 or place in self.more[stage.index - 1]:
+            return False
+        self.more[stage.index - 1].add(place)
+        return True
+
+
+def _chosen(cuts: Cuts, at: Any) -> list[Cut]:
+    planned = getattr(at, "at", at) if not isinstance(at, Cut) else at
+    wanted = [planned] if isinstance(planned, str | Cut) else list(planned)
+    if not wanted:
+        raise BadQuery("say where to cut: an address such as 'layer2.0.conv1', several, or a plan of mt.plan")
+    if "auto" in wanted:
+        raise BadQuery("at='auto' needs to know the devices and the link: give a plan, at=mt.plan(mt.cuts(…), …)")
+    found = sorted((cuts[one.at if isinstance(one, Cut) else one] for one in wanted), key=lambda cut: cut.index)
+    for one, other in pairwise(found):
+        if one is other:
+            raise BadQuery(f"the cut at {one.at!r} is named twice")
+    return found
+
+
+def _stage_index(load: str | int, count: int) -> int:
+    index = {"head": 0, "tail": count - 1}.get(load, load) if isinstance(load, str) else load
+    if not isinstance(index, int) or not 0 <= index < count:
+        raise BadQuery(f"load is 'head', 'tail' or the index of one of {count} stages, got {load!r}")
+    return index
+
+
+def _is_whole(model: nn.Module) -> bool:
+    return not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _copy(given: Inputs) -> Inputs:
+    args, kwargs = map_tensors(Tensor.clone, (given.args, given.kwargs))
+    return Inputs(*args, **kwargs)
+
+
+def _run(stage: Stage, given: Inputs) -> Any:
+    return stage(*given.args, **given.kwargs)
+
+
+def _size(difference: Difference) -> float:
+    return float("inf") if difference.largest is None else difference.largest
+
+
+def _greatest(output: Any) -> float:
+    found = [0.0]
+
+    def look(tensor: Tensor) -> Tensor:
+        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+            found.append(float(tensor.detach().abs().max()))
+        return tensor
+
+    map_tensors(look, output)
+    return max(found)
+
+
+# -- plain control -----------------------------------------------------------------------------------------------------
+
+
+class Until(NamedTuple):
+    """What `run_until` gives.
+
+    Attributes:
+        boundary: What the rest of the model needs.
+        saved: What the calls gave that were asked for, by address.
+    """
+
+    boundary: Boundary
+    saved: dict[str, Any]
+
+
+class _Saved(Probe):
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = {id(module) for module in modules}
+        self.by_address: dict[str, Any] = {}
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if id(call.module) in self._modules:
+            self.by_address[call.address] = map_tensors(lambda tensor: tensor.detach().clone(), output)
+
+
+def run_until(model: nn.Module, inputs: Any, at: str, *, save: Selector | None = None) -> Until:
+    """Run the model to the exit of a call and no further.
+
+    Args:
+        inputs: A tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
+        at: The address of the call.
+        save: The modules whose outputs are to be kept on the way, as a selector.
+
+    >>> from microtome import zoo
+    >>> model, x = zoo.build("tiny-resnet")
+    >>> boundary, saved = run_until(model, x, "layer1", save="stem.*")
+    >>> boundary
+    Boundary(at='layer1', 1 tensor, 64.0 KiB)
+    >>> list(saved)
+    ['stem.0', 'stem.1', 'stem.2']
+    """
+    parts = _Parts(model, inputs, at)
+    head = parts.stages(model)[0]
+    saved = _Saved(() if save is None else select(model, save).values())
+    boundary = head.run(*parts.given.args, probes=[saved], **parts.given.kwargs)
+    missing = [] if save is None else [path for path in select(model, save) if path not in _paths(saved.by_address)]
+    if save is not None and not saved.by_address:
+        raise NoMatch(f"{missing[0]!r} does not run before the exit of {at!r}: there is nothing to save")
+    return Until(boundary, saved.by_address)
+
+
+def _paths(addresses: Iterable[str]) -> set[str]:
+    return {address.partition("#")[0] for address in addresses}
+
+
+def load_parts(model: nn.Module, inputs: Any, at: Sequence[str], fingerprint: str, more: Any) -> list[Stage]:
+    """The stages of a model of which not all weights are here."""
+    parts = _Parts(model, inputs, at, fingerprint)
+    parts.more = [{Place(call, index, bool(is_argument)) for call, index, is_argument in places} for places in more]
+    return parts.stages(model)
