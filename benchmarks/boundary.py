@@ -1,0 +1,108 @@
+"""What it costs to make bytes of a boundary and to read them, over plain copies of the same bytes.
+
+A plain copy is `bytes()` of the tensor's memory, or of the encoded bytes: one thread, new memory, nothing looked at.
+`Tensor.clone()` is the same where it is one thread; from 131 KB on it uses all cores, and waits for those that others
+have. Contestants take turns on tensors that together are larger than the core's own cache, and what they make is kept
+for a while, as in a program that does something else in between. In a loop over one tensor, which stays in the cache,
+a copy of 1 MB costs a quarter of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+from statistics import quantiles
+from time import perf_counter
+
+import torch
+
+from benchmarks import report
+from benchmarks.report import Target
+from microtome.split.boundary import Boundary
+from microtome.split.memory import view_of
+
+MB = 1_000_000
+SIZES_MB = (0.1, 0.3, 1, 3, 10, 50)
+CODECS = ("raw", "lz4", "zstd", "fp16", "bf16", "int8", "int8_tensor", "int8+zstd")
+
+
+def in_turns(contestants: dict[str, list[Callable[[], object]]], rounds: int) -> dict[str, float]:
+    """Seconds of each, which goes through its own list of the same work on other data.
+
+    The lower quartile: some turns are slow because somebody else has the core.
+    """
+    queues = {name: cycle(runs) for name, runs in contestants.items()}
+    kept: deque[object] = deque(maxlen=len(contestants) * min(map(len, contestants.values())))
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_ in range(rounds + 3):
+        for name, queue in queues.items():
+            run = next(queue)
+            began = perf_counter()
+            made = run()
+            taken = perf_counter() - began
+            kept.append(made)
+            if round_ >= 3:
+                times[name].append(taken)
+    return {name: quantiles(taken, n=4)[0] for name, taken in times.items()}
+
+
+def boundaries(megabytes: float) -> list[Boundary]:
+    """Different ones, 16 MB together or two."""
+    count = max(2, round(16 / megabytes))
+    elements = int(megabytes * MB) // 4
+    return [
+        Boundary("layer2.0.conv1", "0" * 32, {"layer2.0.conv1": torch.randn(elements).relu_()}, {"inputs": [[8, 3]]})
+        for _ in range(count)
+    ]
+
+
+def copies() -> list[Target]:
+    targets = []
+    for megabytes in SIZES_MB:
+        made = boundaries(megabytes)
+        encoded = [one.to_bytes() for one in made]
+        views = [view_of(one.tensors["layer2.0.conv1"]) for one in made]
+        half = len(made) // 2  # nobody finds in the cache what the one before has read
+        contestants: dict[str, list[Callable[[], object]]] = {
+            "copy": [partial(bytes, view) for view in views],
+            "encode": [one.to_bytes for one in made[half:] + made[:half]],
+            "copy back": [partial(bytes, memoryview(data)) for data in encoded],
+            "decode": [partial(Boundary.from_bytes, data) for data in encoded[half:] + encoded[:half]],
+        }
+        took = in_turns(contestants, rounds=max(31, min(301, 2 * len(made) + 1)))
+        note = ", ".join(f"{name} {1e6 * seconds:.0f} us" for name, seconds in took.items())
+        targets += [
+            Target(
+                f"encode {megabytes:g} MB / copy", took["encode"] / took["copy"], 1.5, note=f"{megabytes:g} MB: {note}"
+            ),
+            Target(f"decode {megabytes:g} MB / copy", took["decode"] / took["copy back"], 1.5),
+        ]
+    return targets
+
+
+def codecs() -> str:
+    """What each codec costs and saves on 10 MB, half of it zeros: figures, not targets."""
+    made = Boundary("layer1", "", {"layer1": torch.randn(4, 64, 98, 100).relu_()}, {})
+    lines = []
+    for codec in CODECS:
+        data = made.to_bytes(codec)
+        took = in_turns({"to": [partial(made.to_bytes, codec)], "from": [partial(Boundary.from_bytes, data)]}, rounds=5)
+        speed = " and ".join(f"{made.nbytes / MB / seconds:.0f}" for seconds in took.values())
+        lines.append(f"{codec} {len(data) / made.nbytes:.2f} ({speed} MB/s)")
+    return f"Of 10 MB after a ReLU, bytes that remain, and speed to bytes and back: {', '.join(lines)}"
+
+
+def run() -> list[Target]:
+    first, *others = copies()
+    last = others.pop()
+    return [first, *others, Target(last.name, last.value, last.most, note=codecs())]
+
+
+if __name__ == "__main__":
+    text = report.markdown(run())
+    print(f"{report.machine()}\n\n{text}")
+    if "--save" in sys.argv:
+        print("\nwritten to", report.save("boundary", text, "python -m benchmarks.boundary --save"))
