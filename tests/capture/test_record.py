@@ -85,11 +85,11 @@ def test_two_recorders_on_one_folder_are_refused(tmp_path: Path) -> None:
 
 def test_memory_never_grows_past_its_limit() -> None:
     model, x = chain(), torch.rand(8, 3)
-    with mt.record(model, "0", limit=1000) as rec:
+    with mt.record(model, "0", limit=10_000) as rec:
         for at in range(100):
             model(x + at)
-            assert rec["0"].nbytes <= 1000
-    assert len(rec["0"]) == 1000 // (8 * 4 * 4)
+            assert rec["0"].nbytes <= 10_000
+    assert len(rec["0"]) == 10_000 // (8 * 4 * 4 + 1024)  # with what a tensor takes beside its values
     assert rec.dropped == 100 - len(rec["0"])
     assert torch.equal(rec["0"][-1], model[0](x + 99).detach())
     assert rec.stats("0").count == 100 * 32  # of all that was seen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,30 +12,36 @@ from torch import Tensor
 _ON_THE_WAY = 256 * 2**20
 
 
-class Copier:
-    """Hands on copies in the machine's memory.
+class Add(Protocol):
+    """Takes a tensor of its own, or, where it is borrowed, is done with it when it returns."""
 
-    From a GPU they go through pinned memory on a stream of their own, which waits for the model's; the model's does not
-    wait for it.
+    def __call__(self, name: str, tensor: Tensor, *, borrowed: bool = False) -> None: ...
+
+
+class Copier:
+    """Hands on tensors in the machine's memory.
+
+    Those of the CPU are lent as they are. From a GPU they go through pinned memory on a stream of their own, which
+    waits for the model's; the model's does not wait for it.
 
     Args:
-        add: Takes a name and a tensor of its own.
+        add: Takes a name and a tensor.
     """
 
-    def __init__(self, add: Callable[[str, Tensor], None]) -> None:
+    def __init__(self, add: Add) -> None:
         self._add = add
         self._waiting: deque[tuple[torch.cuda.Event, str, Tensor]] = deque()
         self._bytes = 0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def add(self, name: str, tensor: Tensor, *, fresh: bool = False) -> None:
-        """Copy a tensor, which the model may write to when this has returned.
+        """Take a tensor, which the model may write to when this has returned.
 
         Args:
             fresh: Whether nobody else has it, so that it need not be copied.
         """
         if not tensor.is_cuda:
-            self._add(name, tensor if fresh else tensor.to("cpu", copy=True))
+            self._add(name, tensor.cpu(), borrowed=not fresh and tensor.device.type == "cpu")
             return
         self._hand_on(done_only=True)
         while self._waiting and self._bytes + tensor.nbytes > _ON_THE_WAY:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from microtome.capture.store.batch import Batch, Shelf
+from microtome.capture.store.batch import Batch, Part, Shelf, can_go_alone, tensor_key
 from microtome.capture.store.folder import begin, claim, refusal
-from microtome.capture.store.owned import check_limits, owned
+from microtome.capture.store.owned import check_limits, cost, in_order, is_lent
 from microtome.capture.store.shard import CODES
 from microtome.capture.store.stats import Histogram, Stats
 from microtome.capture.store.writer import Writer
@@ -30,7 +31,8 @@ class DiskStore:
     Args:
         folder: Made where it is not there.
         manifest: What the recording is of; JSON. `model` and `selectors` must be the same to append to it.
-        append: Go on with the recording in the folder, if there is one.
+        append: Go on with the recording in the folder, if there is one. One that reached its limit takes nothing more
+            but statistics.
         limit_bytes: The most bytes of tensors to write. Once the next does not fit, tensors only count in the
             statistics and in `dropped`.
         keep: "all", or "stats" to write no tensors.
@@ -60,7 +62,7 @@ class DiskStore:
         self._lock = threading.RLock()
         self._file_lock = claim(self.folder)
         try:
-            self._totals = begin(self.folder, manifest, self._no_stats, append=append, sync=sync)
+            self._totals = begin(self.folder, manifest, self._no_stats, append=append, keep=keep, sync=sync)
             shelf = Shelf(self.folder, self._totals, sync=sync)
         except BaseException as error:
             self._file_lock.release()
@@ -71,34 +73,62 @@ class DiskStore:
         self._count, self._dropped, self._nbytes = self._totals.count, self._totals.dropped, self._totals.nbytes
         self._names = dict.fromkeys(self._totals.stats)
         self._shelf = shelf
-        self._writer: Writer[Batch] = Writer(shelf.write)
-        self._batch = Batch()
+        self._writer: Writer[Part | Batch] = Writer(shelf.write)
+        self._batch = Batch(self._shard_bytes)
         self._full = self._closed = self._told = False
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor, which belongs to the store from now on; waits while the queue is full."""
+    def add(self, name: str, tensor: Tensor, *, borrowed: bool = False) -> None:
+        """Take a tensor; waits while the queue is full.
+
+        Args:
+            borrowed: The tensor is somebody else's, who may write to it when this has returned; else it belongs to the
+                store from now on. A large one is not copied: this waits until it is written, and takes the statistics
+                meanwhile.
+        """
         with self._lock:
             self._check_open()
-            keep = self._keep == "all"
-            if keep:
-                tensor = owned(tensor).cpu()
+            if self._keep == "all":
                 self._check_dtype(name, tensor)
-                self._full |= self._limit_bytes is not None and self._nbytes + tensor.nbytes > self._limit_bytes
-            keep &= not self._full
-            if keep:
-                self._make_room(tensor)
-            self._batch.count(name, tensor, self._no_stats, dropped=self._full)
-            self._names[name] = None
-            self._count += 1
-            self._dropped += self._full
-            if keep:
-                self._batch.keep(name, self._kept.get(name, 0), tensor)
-                self._kept[name] = self._kept.get(name, 0) + 1
-                self._nbytes += tensor.nbytes
-            if self._batch.seen_bytes >= self._shard_bytes or self._batch.is_long:
+                ordered = in_order(tensor).cpu()
+                lent = is_lent(ordered, tensor, borrowed=borrowed)
+                self._full |= self._limit_bytes is not None and self._nbytes + ordered.nbytes > self._limit_bytes
+            if self._keep == "all" and not self._full:
+                self._write(name, ordered, lent=lent)
+            else:
+                self._count_in(name, tensor)
+            if self._batch.is_complete:
                 self._cut()
+
+    def _write(self, name: str, tensor: Tensor, *, lent: bool) -> None:
+        """Have a tensor written and count it; when this has returned, one that is lent is no longer needed."""
+        if lent and not can_go_alone(tensor):
+            tensor, lent = tensor.clone(), False
+        number = self._kept.get(name, 0)
+        if not self._batch.has_room(tensor_key(name, number), tensor):
+            self._cut()
+        self._make_room(tensor)
+        if lent:
+            self._writer.drain()  # what takes long comes first, so that an interrupt finds nothing half done
+        self._batch.keep(name, number, tensor, self._no_stats)
+        self._kept[name] = number + 1
+        self._nbytes += tensor.nbytes
+        if lent:
+            part = self._batch.take_part()
+            assert part is not None, "it can go alone"
+            self._writer.put_here(part, partial(self._count_in, name, tensor))
+            self._check_failed()
+        else:
+            self._count_in(name, tensor)
+            if self._batch.has_part and (part := self._batch.take_part()) is not None:
+                self._writer.put(part)
+
+    def _count_in(self, name: str, tensor: Tensor) -> None:
+        self._batch.count(name, tensor, self._no_stats, dropped=self._full)
+        self._names[name] = None
+        self._count += 1
+        self._dropped += self._full
 
     def _check_dtype(self, name: str, tensor: Tensor) -> None:
         if tensor.dtype not in CODES:
@@ -108,7 +138,7 @@ class DiskStore:
             )
 
     def _make_room(self, tensor: Tensor) -> None:
-        need = Batch.cost(tensor)
+        need = cost(tensor)
         if self.queued_bytes + need > self._queue_bytes:
             if self._batch.held_bytes + need > self._queue_bytes:
                 self._cut()
@@ -119,7 +149,7 @@ class DiskStore:
         """Hand what was added since the last time to the thread."""
         if self._batch.pieces:
             self._batch.full = self._full
-            batch, self._batch = self._batch, Batch()
+            batch, self._batch = self._batch, Batch(self._shard_bytes)
             self._writer.put(batch)
 
     def flush(self) -> None:

@@ -42,7 +42,7 @@ def refusal(folder: Path, error: OSError) -> BadFile:
     return BadFile(f"cannot record to {str(folder)!r}: {error.strerror}")
 
 
-def begin(folder: Path, manifest: Mapping[str, Any], no_stats: Stats, *, append: bool, sync: bool) -> Totals:
+def begin(folder: Path, manifest: Mapping[str, Any], no_stats: Stats, *, append: bool, keep: str, sync: bool) -> Totals:
     """What the folder holds so far; a manifest is written where there is none."""
     mine = _as_json(manifest)
     totals = Totals()
@@ -62,6 +62,12 @@ def begin(folder: Path, manifest: Mapping[str, Any], no_stats: Stats, *, append:
         )
     _check_same(folder, mine)
     _check_histogram(folder, totals, no_stats)
+    if totals.full and keep == "all":
+        raise BadFile(
+            f"the recording in {str(folder)!r} reached its limit: {totals.dropped} of its {totals.count} records were "
+            f"not kept, and what is added now would not line up with the rest; record to another folder, or go on with "
+            f"the statistics alone: keep='stats'"
+        )
     if (folder / INDEX).exists():
         os.truncate(folder / INDEX, end)
     return totals

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from microtome.capture.store.owned import check_limits, owned
+from microtome.capture.store.owned import BESIDE_BYTES, check_limits, owned
 from microtome.capture.store.series import InMemory, Series
 from microtome.capture.store.stats import Histogram, Stats
 from microtome.errors import BadQuery, NoMatch
@@ -22,7 +22,8 @@ class MemoryStore:
     are asked for, so that what is only kept costs nothing: do not change in place what `series` gave before that.
 
     Args:
-        limit_bytes: The most that all tensors together hold, at any time.
+        limit_bytes: The most memory that all tensors together take, at any time, with 1 KiB each beside their values.
+            One alone may take that beside the limit.
         last: The most tensors of one name.
         keep: "all", or "stats" to keep no tensors.
         histogram: `(bins, low, high)`, where one is wanted of each name.
@@ -30,7 +31,7 @@ class MemoryStore:
     Attributes:
         count: How many tensors were given.
         dropped: How many of them went again to make room.
-        nbytes: What those still here hold.
+        nbytes: Of the values of those still here.
     """
 
     def __init__(
@@ -56,11 +57,15 @@ class MemoryStore:
     def names(self) -> list[str]:
         return list(self._numbers)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor, which belongs to the store from now on."""
+    def add(self, name: str, tensor: Tensor, *, borrowed: bool = False) -> None:
+        """Take a tensor.
+
+        Args:
+            borrowed: It is somebody else's and is copied; else it belongs to the store from now on.
+        """
         with self._lock:
             if self.keep == "all":
-                tensor = owned(tensor)
+                tensor = owned(tensor, borrowed=borrowed)
                 self._make_room(name, tensor.nbytes)
             if name not in self._numbers:
                 self._numbers[name] = deque()
@@ -83,8 +88,12 @@ class MemoryStore:
         numbers = self._numbers.get(name, deque())
         while self.last is not None and len(numbers) >= self.last:
             self._drop(numbers[0])
-        while self.limit_bytes is not None and self.nbytes + nbytes > self.limit_bytes:
+        while self.limit_bytes is not None and self._held and self._taken + nbytes + BESIDE_BYTES > self.limit_bytes:
             self._drop(next(iter(self._held)))
+
+    @property
+    def _taken(self) -> int:
+        return self.nbytes + BESIDE_BYTES * len(self._held)
 
     def _drop(self, number: int) -> None:
         name, tensor = self._held.pop(number)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from microtome.errors import BadFile, BadQuery, said
@@ -46,8 +45,8 @@ CODES: dict[torch.dtype, str] = {
 }
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
-#: The most files that a reader has open at a time.
-_OPEN_FILES = 8
+#: The most files that a reader has mapped at a time, beside those whose tensors somebody has.
+_MAPPED_FILES = 64
 
 #: The most buffers that the system takes in one call.
 _BUFFERS = 1024
@@ -55,21 +54,42 @@ _BUFFERS = 1024
 
 def write_whole(file: Path, write: Callable[[int], None], *, sync: bool) -> None:
     """Have a file written under another name, then give it its own; on an error nothing is left of it."""
-    partial = file.with_name(f".{file.name}.tmp")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    partial = Partial(file)
     try:
-        try:
-            write(descriptor)
-            if sync:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(partial, file)
+        write(partial.descriptor)
+        partial.finish(sync=sync)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        partial.discard()
         raise
-    if sync:
-        sync_folder(file.parent)
+
+
+class Partial:
+    """A file that has another name until it is whole."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._path = file.with_name(f".{file.name}.tmp")
+        self._is_open = True
+        self.descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def finish(self, *, sync: bool) -> None:
+        """Give it its name."""
+        if sync:
+            os.fsync(self.descriptor)
+        self._close()
+        os.replace(self._path, self._file)
+        if sync:
+            sync_folder(self._file.parent)
+
+    def discard(self) -> None:
+        """Leave nothing of it, unless it is finished."""
+        self._close()
+        self._path.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            os.close(self.descriptor)
 
 
 def sync_folder(folder: Path) -> None:
@@ -95,19 +115,74 @@ def write_all(descriptor: int, buffers: Iterable[Any]) -> None:
 
 def write_shard(file: Path, tensors: Mapping[str, Tensor], *, sync: bool) -> int:
     """Write contiguous tensors of the CPU; returns the size of the file."""
+    header, ordered, end = _places(tensors, 0)
+    head = _head(header, 0)
+    write_whole(file, lambda descriptor: write_all(descriptor, [head, *map(_bytes_of, ordered)]), sync=sync)
+    return len(head) + end
+
+
+class OpenShard:
+    """A shard that is written part by part: the values as they come, the header, for which room is left, at the end.
+
+    Args:
+        room: The bytes that the header may take.
+    """
+
+    def __init__(self, file: Path, room: int) -> None:
+        self._file = Partial(file)
+        self._room = room
+        self._header: dict[str, Any] = {}
+        self._end = 0
+
+    def write(self, tensors: Mapping[str, Tensor], begun: Callable[[], None]) -> None:
+        """Write contiguous tensors of the CPU; may be called again with those that it was interrupted at.
+
+        Args:
+            tensors: Only the last time may one of them be of a length that is no multiple of 8 bytes.
+            begun: Called when all is left to the system, during which other threads can run.
+        """
+        if tensors.keys() <= self._header.keys():
+            return
+        header, ordered, end = _places(tensors, self._end)
+        os.lseek(self._file.descriptor, 8 + self._room + self._end, os.SEEK_SET)
+        values, whole = [*map(_bytes_of, ordered)], self._header | header
+        begun()
+        write_all(self._file.descriptor, values)
+        self._header, self._end = whole, end
+
+    def finish(self, *, sync: bool) -> int:
+        """Write the header and give the file its name; returns its size."""
+        head = _head(self._header, self._room)
+        assert len(head) == 8 + self._room, "the header is longer than the room that was left for it"
+        os.lseek(self._file.descriptor, 0, os.SEEK_SET)
+        write_all(self._file.descriptor, [head])
+        self._file.finish(sync=sync)
+        return len(head) + self._end
+
+    def discard(self) -> None:
+        self._file.discard()
+
+
+def header_bytes(key: str, tensor: Tensor) -> int:
+    """At least what a tensor takes in a header."""
+    return len(json.dumps(key)) + 20 * tensor.ndim + 128
+
+
+def _places(tensors: Mapping[str, Tensor], end: int) -> tuple[dict[str, Any], list[Tensor], int]:
+    """What the header says of the tensors when they come after `end`, those of them with values in order, their end."""
+    header: dict[str, Any] = {}
     # The widest first, so that each begins at a multiple of its width.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    header: dict[str, Any] = {}
-    end = 0
     for key, tensor in ordered:
         begin, end = end, end + tensor.nbytes
         header[key] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    return header, [tensor for _, tensor in ordered if tensor.nbytes], end
+
+
+def _head(header: dict[str, Any], room: int) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    values = [_bytes_of(tensor) for _, tensor in ordered if tensor.nbytes]
-    write_whole(file, lambda descriptor: write_all(descriptor, [head, *values]), sync=sync)
-    return len(head) + end
+    text = text.ljust(max(room, len(text) + -len(text) % 8))
+    return len(text).to_bytes(8, "little") + text
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -115,7 +190,10 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 class Shards:
-    """The files of a recording that tensors are read from, few of them open at a time.
+    """The files of a recording that tensors are read from, few of them mapped at a time.
+
+    Not with `safetensors.safe_open`, which reads the whole header whenever a file is opened: with many shards, and many
+    names that are read one after the other, nothing else would be done.
 
     Args:
         folder: Where they are.
@@ -125,28 +203,47 @@ class Shards:
     def __init__(self, folder: Path, sizes: Mapping[str, int]) -> None:
         self._folder = folder
         self._sizes = sizes
-        self._open: OrderedDict[str, Any] = OrderedDict()
+        self._mapped: OrderedDict[str, Tensor] = OrderedDict()
+        self._begins: dict[str, dict[str, int]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
-    def load(self, file: str, key: str) -> Tensor:
+    @torch.inference_mode(False)  # a tensor that is read in it can be used outside of it
+    def load(self, file: str, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self._lock:
+            if self._closed:
+                raise BadQuery(f"the recording {str(self._folder)!r} was closed; open it again to read from it")
             try:
-                tensor: Tensor = self._opened(file).get_tensor(key)
-            except (OSError, SafetensorError) as error:
+                whole = self._map(file)
+                begin = self._begin(file, whole, key)
+                end = begin + math.prod(shape) * dtype.itemsize
+                if not 8 <= begin <= end <= len(whole):
+                    raise ValueError(f"{key!r} would be at {begin} to {end} of {len(whole)} bytes")
+                return whole[begin:end].view(dtype).view(shape)
+            except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise BadFile(f"shard {str(self._folder / file)!r} cannot be read: {said(error)}") from error
-            return tensor
 
-    def _opened(self, file: str) -> Any:
-        if self._closed:
-            raise BadQuery(f"the recording {str(self._folder)!r} was closed; open it again to read from it")
-        if file not in self._open:
+    def _map(self, file: str) -> Tensor:
+        """The bytes of a file."""
+        if file not in self._mapped:
             self._check(file)
-            while len(self._open) >= _OPEN_FILES:
-                self._open.popitem(last=False)[1].__exit__(None, None, None)
-            self._open[file] = safe_open(self._folder / file, framework="pt")
-        self._open.move_to_end(file)
-        return self._open[file]
+            while len(self._mapped) >= _MAPPED_FILES:
+                self._mapped.popitem(last=False)
+            # Not shared with the file: who writes to a tensor writes to a page of its own.
+            path, size = str(self._folder / file), self._sizes[file]
+            self._mapped[file] = torch.from_file(path, shared=False, size=size, dtype=torch.uint8, device="cpu")
+        self._mapped.move_to_end(file)
+        return self._mapped[file]
+
+    def _begin(self, file: str, whole: Tensor, key: str) -> int:
+        """Where in the file a tensor begins."""
+        if file not in self._begins:
+            length = int.from_bytes(_bytes_of(whole[:8]), "little")
+            if not 0 < length <= len(whole) - 8:
+                raise ValueError(f"its header would be {length} bytes long")
+            header = json.loads(bytes(_bytes_of(whole[8 : 8 + length])))
+            self._begins[file] = {name: 8 + length + place["data_offsets"][0] for name, place in header.items()}
+        return self._begins[file][key]
 
     def _check(self, file: str) -> None:
         """Before it is mapped: reading past the end of a mapped file would end the process."""
@@ -163,8 +260,8 @@ class Shards:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            while self._open:
-                self._open.popitem()[1].__exit__(None, None, None)
+            self._mapped.clear()
+            self._begins.clear()
 
 
 class OnDisk(NamedTuple):
@@ -181,4 +278,4 @@ class OnDisk(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def load(self) -> Tensor:
-        return self.shards.load(self.file, self.key)
+        return self.shards.load(self.file, self.key, self.shape, self.dtype)

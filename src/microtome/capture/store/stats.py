@@ -121,7 +121,8 @@ class Stats:
     @torch.inference_mode()
     def add(self, tensor: Tensor) -> None:
         flat = (tensor.detach().abs() if tensor.is_complex() else tensor.detach()).reshape(-1)
-        for chunk in flat.split(_CPU_ELEMENTS if flat.device.type == "cpu" else _GPU_ELEMENTS):
+        most = _CPU_ELEMENTS if flat.device.type == "cpu" else _GPU_ELEMENTS
+        for chunk in (flat,) if flat.numel() <= most else flat.split(most):
             self._add_chunk(chunk)
 
     def _add_chunk(self, chunk: Tensor) -> None:
