@@ -33,9 +33,9 @@ PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 def bits(tensor: Tensor) -> list[int]:
     """The bytes of the values, in the order of their indices."""
-    if not tensor.numel():
-        return []
-    flat = tensor.resolve_conj().resolve_neg().view(PLAIN[tensor.itemsize]).contiguous().reshape(-1)
+    plain = tensor.resolve_conj().resolve_neg().view(PLAIN[tensor.itemsize])
+    # Not .contiguous(), which leaves any stride to a dimension of one element.
+    flat = torch.empty(tensor.shape, dtype=plain.dtype).copy_(plain).reshape(-1)
     values: list[int] = flat.view(torch.uint8).tolist()
     return values
 
