@@ -7,11 +7,13 @@ from typing import Any
 import click
 
 from microtome import __version__
+from microtome.cli.cuts import cuts
 from microtome.cli.doctor import doctor
 from microtome.cli.models import models
 from microtome.cli.plan import plan
 from microtome.cli.profile import profile
 from microtome.cli.record import record
+from microtome.cli.split import split
 from microtome.cli.track import track
 from microtome.errors import MicrotomeError
 
@@ -38,9 +40,11 @@ def main() -> None:
     """Open a PyTorch model at any layer."""
 
 
+main.add_command(cuts)
 main.add_command(doctor)
 main.add_command(models)
 main.add_command(plan)
 main.add_command(profile)
 main.add_command(record)
+main.add_command(split)
 main.add_command(track)

@@ -39,8 +39,15 @@ def resolve(model: str, inputs: str | None, args: dict[str, Any], **options: Any
 
 def run(found: Resolved) -> Any:
     """What the model returns for its inputs."""
-    try:
+    with running(found):
         return found.inputs.run(found.model)
+
+
+@contextmanager
+def running(found: Resolved) -> Iterator[None]:
+    """Say of an error in the model's own code that it comes from there, and on which inputs."""
+    try:
+        yield
     except MicrotomeError:
         raise
     except Exception as error:

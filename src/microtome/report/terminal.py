@@ -46,3 +46,14 @@ def fitted(columns: Sequence[str], widths: dict[str, int], importance: Sequence[
     while kept and sum(widths[name] + 3 for name in kept) > room:
         kept.pop()
     return tuple(name for name in columns if name in kept)
+
+
+def shortened(name: str, most: int) -> str:
+    """A name with its middle left out where it is too long: addresses differ at their ends.
+
+    >>> shortened("encoder.layer.11.attention.output", 20)
+    'encode…ention.output'
+    """
+    if len(name) <= most:
+        return name
+    return f"{name[: most // 3]}…{name[len(name) - (most - most // 3 - 1) :]}"
