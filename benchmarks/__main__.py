@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import capture, imports, profile, report, times, trace, tracker
+from benchmarks import capture, imports, plan, profile, report, times, trace, tracker
 
 SUITES = {
     "tracker": [tracker.run, imports.run],
@@ -12,6 +12,7 @@ SUITES = {
     "profile": [profile.run],
     "times": [times.run],
     "capture": [capture.run],
+    "plan": [plan.run],
 }
 
 

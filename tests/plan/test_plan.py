@@ -305,7 +305,9 @@ def test_codecs_are_measured_on_noise_or_on_what_a_model_gives() -> None:
     assert all(cost.encode_s > 0 and cost.decode_s > 0 for cost in real.costs["zstd"].values())
     assert (noise.values, real.values) == ("noise in the shapes that cross", "what a run of the model gave")
     assert "with noise" in planned(costs=None).codec_costs
-    assert "edge: a CPU, with made values; cloud: a CPU" in planned().codec_costs
+    assert planned().codec_costs == "measured on one machine for all devices (a CPU, with made values)"
+    each = planned(costs={"edge": COSTS, "cloud": COSTS}).codec_costs
+    assert each == "measured on each device (edge: a CPU, with made values; cloud: a CPU, with made values)"
     with pytest.raises(
         mt.MicrotomeError, match="the run gave no float32 of 4x64 for .*: give the inputs that the cuts"
     ):

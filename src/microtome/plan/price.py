@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from microtome.plan.codecs import CodecCost, CodecCosts
@@ -89,14 +88,6 @@ class Chain:
     def memory(self) -> list[Tensor]:
         return [side.memory_bytes() for side in self.sides]
 
-    @cached_property
-    def _numbers(self) -> list[tuple[list[list[float]], list[list[float]], list[list[float]]]]:
-        """Of each device: seconds, bytes and joules from place to place, to be looked up one by one."""
-        nothing = torch.zeros_like(self.run_s[0])
-        joules = [nothing if table is None else table for table in self.run_j]
-        every = zip(self.run_s, self.memory, joules, strict=True)
-        return [(seconds.tolist(), nbytes.tolist(), j.tolist()) for seconds, nbytes, j in every]
-
     def sent_bytes(self, crossing: Crossing) -> int:
         """As the first device encodes it: how many they are is the same on all."""
         return self.code(0, crossing).nbytes
@@ -111,14 +102,15 @@ class Chain:
             got = placement[device - 1] if device else None
             given = placement[device] if device < len(placement) else None
             begins, ends = got.place if got else 0, given.place if given else self.end
-            seconds, nbytes, energy = self._numbers[device]
             if got is None or got != given:
                 if got is not None:
                     steps.append(Step("decode", side.name, self.code(device, got).decode_s))
                 if begins < ends:
-                    steps.append(Step("run", side.name, seconds[begins][ends]))
-                    memory[device] = int(nbytes[begins][ends])
-                    joules += energy[begins][ends]
+                    part = begins, ends
+                    steps.append(Step("run", side.name, float(self.run_s[device][part])))
+                    memory[device] = int(self.memory[device][part])
+                    energy = self.run_j[device]
+                    joules += 0.0 if energy is None else float(energy[part])
                 if given is not None:
                     steps.append(Step("encode", side.name, self.code(device, given).encode_s))
             if given is not None:

@@ -210,11 +210,11 @@ def _costs(
             raise BadQuery(f"the costs of codecs are what microtome.plan.codec_costs gives, or a file, got {found!r}")
         tables.append(found)
     compressed = (_COMPRESSED,) if all(_COMPRESSED in table.costs for table in tables) else ()
-    where = "; ".join(
-        f"{name}: {table.environment.get('cpu', 'not said')}, with {table.values}"
-        for name, table in zip(names, tables, strict=True)
-    )
-    return tables, compressed, f"measured on each device ({where})"
+    where = [f"{table.environment.get('cpu', 'not said')}, with {table.values}" for table in tables]
+    if not isinstance(given, Mapping):
+        return tables, compressed, f"measured on one machine for all devices ({where[0]})"
+    each = "; ".join(f"{name}: {machine}" for name, machine in zip(names, where, strict=True))
+    return tables, compressed, f"measured on each device ({each})"
 
 
 def _with_inputs(table: CodecCosts, cuts: Cuts) -> CodecCosts:
