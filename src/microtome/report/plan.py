@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import isinf
 from typing import Any
 
+from rich.console import Console, ConsoleOptions
 from rich.console import Group as Stack
 from rich.table import Table
 from rich.text import Text
@@ -33,14 +34,27 @@ class _Column:
     cell: Callable[[Candidate], str]
 
 
+class _Fitted:
+    """What rich draws in the width that it has then."""
+
+    def __init__(self, plan: Plan, top: int) -> None:
+        self._plan = plan
+        self._top = top
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        yield renderable(self._plan, options.max_width, self._top)
+
+
 def renderable(plan: Plan, width: int | None = None, top: int = _ROWS) -> Any:
     """What rich draws: the winner, the table, the chart, and under them what they rest on."""
+    if width is None:
+        return _Fitted(plan, top)
     rows = _shown(plan, top)
     columns = _columns(plan)
     cells = {name: [column.cell(row) for row in rows] for name, column in columns.items()}
     widths = {name: max(len(columns[name].header), *map(len, cells[name])) for name in columns}
     where = min(max(len(row.name) for row in rows), _WHERE) + 2
-    chosen = fitted(list(columns), widths, _importance(plan), width - where) if width else tuple(columns)
+    chosen = fitted(list(columns), widths, _importance(plan), width - where)
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("cut", no_wrap=True, min_width=where)
     for name in chosen:
@@ -50,7 +64,7 @@ def renderable(plan: Plan, width: int | None = None, top: int = _ROWS) -> Any:
         marked = f"{'*' if row is plan.winner else ' '} {_short(row.name)}"
         table.add_row(Text(marked), *(Text(cells[name][at]) for name in chosen), style=style)
     notes = Text("\n".join(_notes(plan, rows)), style="dim")
-    return Stack(Text(_title(plan), style="italic"), table, Text(""), Text(_chart(plan, width or 100)), notes)
+    return Stack(Text(_title(plan), style="italic"), table, Text(""), Text(_chart(plan, width)), notes)
 
 
 def text(plan: Plan, top: int = _ROWS) -> str:
@@ -106,8 +120,8 @@ def _record(plan: Plan, candidate: Candidate) -> dict[str, Any]:
 
 def _shown(plan: Plan, top: int) -> list[Candidate]:
     """The best, the winner, and the whole model on one device, in the plan's order."""
-    first = [candidate for candidate in plan if candidate.refused is None][:top]
-    return [one for one in plan if one in first or one.is_baseline or one is plan.winner]
+    best = {id(candidate) for candidate in [one for one in plan if one.refused is None][:top]}
+    return [one for one in plan if id(one) in best or one.is_baseline or one is plan.winner]
 
 
 def _columns(plan: Plan) -> dict[str, _Column]:
@@ -149,7 +163,7 @@ def _short(name: str, most: int = _WHERE) -> str:
 def _chart(plan: Plan, width: int) -> str:
     """How long each cut takes, in the order of the run, as bars in parts: each device's, and what lies between."""
     rows = _over_cuts(plan)
-    names = min(max(len(row.name) for row in rows), max(width // 3, 12), _WHERE)
+    names = min(max(len(row.name) for row in rows), max(2 * width // 5, 12), _WHERE)
     room = width - names - 13
     best = min(row.latency_s for row in rows)
     whole = min(max(row.latency_s for row in rows), _LONGEST * best) or 1.0

@@ -1,0 +1,136 @@
+"""Plans and costs of codecs, as people read them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import microtome as mt
+from tests.plan import made
+
+CUTS = made.cuts([4000, 400, 40])
+EDGE = made.profile([0.1, 2.0, 4.0], joules=[1.0, 20.0, 40.0])
+CLOUD = made.profile([0.1, 0.2, 0.4])
+
+
+def planned(**options: Any) -> mt.Plan:
+    given = {"edge": EDGE, "cloud": CLOUD, "link": mt.Link("8Kbps", rtt="200ms"), "costs": made.costs(CUTS)}
+    return mt.plan(CUTS, **(given | options))
+
+
+GOLDEN = """\
+Chain on Inputs(x): all on cloud, input by zstd (best latency; edge to cloud 8
+Kbps, rtt 200 ms)
+cut                           ┃     sent ┃   edge ┃  cloud ┃   wire ┃ latency
+━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━━
+* all on cloud, input by zstd │    500 B │    0 s │ 700 ms │ 740 ms │  1.44 s
+  all on cloud, raw input     │  1,000 B │    0 s │ 700 ms │ 1.24 s │  1.94 s
+  l1                          │    400 B │  2.1 s │ 400 ms │ 640 ms │  3.14 s
+  l0                          │ 3.91 KiB │ 100 ms │ 600 ms │ 4.24 s │  4.94 s
+  all on edge                 │        – │  6.1 s │    0 s │    0 s │   6.1 s
+  l2                          │     40 B │  6.1 s │    0 s │ 280 ms │  6.38 s
+
+latency in the order of the run: █ edge ▓ cloud ░ between
+* all on cloud, input by zstd   1.44 s ░░░░▓▓▓▓░
+  l0                            4.94 s █░░░░░░░░░░░░░░░░░░░░░░░░░▓▓▓▓░
+  l1                            3.14 s █████████████░░░▓▓▓░
+  l2                            6.38 s ██████████████████████████████████████░░
+  all on edge                    6.1 s ██████████████████████████████████████
+"""  # noqa: RUF001
+
+
+def test_a_small_plan_is_drawn_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    drawn = str(planned())
+    # l0: 0.1 s on the edge, 0.1 + 4 s to send 4000 bytes, 0.6 s on the cloud, 0.1 + 0.04 s back
+    assert drawn.startswith(GOLDEN)
+    assert all(len(line) <= 80 for line in drawn.splitlines())
+
+
+def test_the_winner_is_said_with_its_terms_and_what_else_there_was() -> None:
+    drawn = str(planned())
+    assert "all on cloud, input by zstd: 1.44 s = send to cloud 600 ms + cloud 700 ms + back from cloud 140 ms" in drawn
+    assert "latency, as times of the winner's: all on cloud, raw input 1.35, all on edge 4.24" in drawn
+    assert "best over bandwidths: until" in drawn
+    assert "codecs: measured on one machine for all devices (a CPU, with made values)" in drawn
+    assert "energy of edge: with idle power, by share; without codecs" in drawn
+
+
+def test_a_bar_has_a_part_for_each_device_and_one_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    bars = {}
+    for line in str(planned(link=mt.Link("8Kbps"))).partition("latency in")[2].splitlines()[1:]:
+        if any(ink in line for ink in "█▓░"):
+            bars[line[2:].split("  ")[0]] = line.split()[-1]
+    assert set(bars["all on edge"]) == {"█"}
+    assert set(bars["l1"]) == {"█", "░", "▓"}
+    # l1: 2.1 s on the edge, 0.4 + 0.04 s between, 0.4 s on the cloud
+    assert bars["l1"].count("█") == pytest.approx(2.1 / 0.4 * bars["l1"].count("▓"), abs=6)
+    assert "█" not in bars["all on cloud, input by zstd"]
+
+
+def test_bars_that_are_much_longer_than_the_best_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    drawn = str(planned(cloud=made.profile([1e-3, 1e-3, 1e-3]), link=mt.Link("1Gbps")))
+    assert any(line.endswith("█→") for line in drawn.splitlines())
+
+
+def test_many_cuts_are_sampled_in_the_chart_with_the_winner() -> None:
+    sizes = [400] * 99
+    cuts = made.cuts(sizes)
+    edge, cloud = made.profile([0.01] * 99), made.profile([0.02] * 99)
+    plan = mt.plan(
+        cuts, edge=edge, cloud=cloud, link=mt.Link("1Kbps"), costs=made.costs(cuts), strategy=lambda them: them[37]
+    )
+    chart = str(plan).partition("latency in")[2].partition(" = ")[0]
+    assert 15 <= sum("█" in line for line in chart.splitlines()) <= 24
+    assert f"* {plan.winner.name} " in chart
+    assert f"* {plan.winner.name} " in str(plan).partition("latency in")[0]
+    assert "chosen by <lambda>" in str(plan)
+
+
+def test_limits_and_chains_have_their_columns() -> None:
+    drawn = str(planned(limits={"edge": 250}))
+    assert "edge memory" in drawn
+    assert "candidates are refused: such as all on edge: edge would need 300 B" in drawn
+    links = [mt.Link("8Kbps"), mt.Link("80Kbps")]
+    chain = mt.plan(CUTS, devices={"a": EDGE, "b": CLOUD, "c": CLOUD}, links=links, costs=made.costs(CUTS))
+    words = str(chain)
+    assert "a to b 8 Kbps, rtt 0 s, b to c 80 Kbps" in words
+    assert "█ a ▓ b ▒ c ░ between" in words
+    assert "bandwidths" not in words
+    with pytest.raises(mt.MicrotomeError, match="bandwidths are compared over one link, and this plan has 2"):
+        chain.over_bandwidths()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_rich_draws_it_in_the_width_there_is(width: int) -> None:
+    file = io.StringIO()
+    Console(file=file, width=width).print(planned())
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum("all on edge" in line for line in lines) >= 2
+
+
+def test_markdown_and_csv_have_every_candidate() -> None:
+    plan = planned(codec=("raw", "zstd"), limits={"edge": 250})
+    lines = [line for line in plan.to_markdown().splitlines() if line.startswith("| ")]
+    assert len(lines) == 2 + sum(c.refused is None or c.is_baseline for c in plan)
+    rows = list(csv.DictReader(io.StringIO(plan.to_csv())))
+    assert len(rows) == len(plan)
+    assert sum(
+        float(rows[0][f"{what}_s"]) for what in ("edge_run", "encode", "send", "decode", "cloud_run", "back")
+    ) == (pytest.approx(plan.candidates[0].latency_s))
+    assert {row["chosen"] for row in rows} == {"True", "False"}
+
+
+def test_costs_of_codecs_are_a_row_each() -> None:
+    costs = made.costs(CUTS, encode_s=1e-3)
+    assert [line.split("│")[0].strip() for line in str(costs).splitlines() if "│" in line] == ["raw", "zstd"]
+    assert "50.0 %" in str(costs)
+    assert "measured on a CPU, with made values" in costs.to_markdown()
+    assert costs.to_csv().splitlines()[1] == "raw,args[0],1000,0.0,0.0"
