@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from operator import index
 from os import PathLike
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, SupportsFloat, SupportsIndex
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from microtome.capture.manifest import manifest_of, text_of
 from microtome.capture.reduce import Reduce, reduction
 from microtome.capture.store import DiskStore, MemoryStore, Recording, Series, Stats, open_folder
 from microtome.capture.targets import Targets, never_ran
+from microtome.capture.wish import check_kinds, check_wish
 from microtome.engine import Call, Probe, Selector, Session, select, tensors_in
 from microtome.engine.addresses import Addresses, refuse_names
 from microtome.engine.functions import is_stand_in
@@ -99,19 +99,9 @@ class Recorder(Mapping[str, Series]):
         progress: Callable[[Totals], None] | None = None,
     ) -> None:
         self._model = check_model(model)
-        _check_numbers(last, histogram)
-        if (at is None) == (not attention):
-            raise BadQuery("say what to record: modules, or attention=True")
-        if not attention and (layers is not None or heads is not None or rows is not None):
-            raise BadQuery("layers, heads and rows are of attention: add attention=True")
-        if progress is not None and not callable(progress):
-            raise BadQuery(f"progress is a function of the Totals, got {progress!r}")
-        if to is None and append:
-            raise BadQuery("append goes on with a folder: say which with `to`")
-        if to is not None and not isinstance(to, str | PathLike):
-            raise BadQuery(f"`to` is the path of a folder, got {to!r}")
-        if to is not None and last is not None:
-            raise BadQuery("`last` keeps a ring in memory: leave out `to`, or `last`")
+        part = layers is not None or heads is not None or rows is not None
+        check_wish(modules=at is not None, attention=attention, part=part, to=to, append=append, last=last)
+        check_kinds(last=last, histogram=histogram, progress=progress)
         self._targets = None if at is None else Targets(model, at)
         if self._targets is not None and self._targets.owners:
             raise BadQuery("operators inside calls are for mt.extract: record modules")
@@ -123,10 +113,10 @@ class Recorder(Mapping[str, Series]):
             self._probe: Probe = _Outputs(self)
             selectors = [text_of(one) for one in self._targets.selectors]
         else:
-            paths, part = None if layers is None else set(select(model, layers)), Part(heads, rows)
+            paths, chosen = None if layers is None else set(select(model, layers)), Part(heads, rows)
             refuse_names(paths or ())
-            self._probe = AttentionProbe(self.add, at=paths, heads=part.heads, rows=part.rows)
-            selectors = [f"attention of {text_of(layers)}, {part}"]
+            self._probe = AttentionProbe(self.add, at=paths, heads=chosen.heads, rows=chosen.rows)
+            selectors = [f"attention of {text_of(layers)}, {chosen}"]
         limits |= {"keep": keep, "histogram": histogram}
         self._store: MemoryStore | DiskStore = MemoryStore(last=last, **limits)
         # A folder is opened when the block begins, so that a recorder that is not used leaves none.
@@ -314,22 +304,6 @@ class _Runs(Probe):
     def fail(self, call: Call, error: BaseException) -> None:
         if call.parent is None:
             self._recorder._failed = True
-
-
-def _check_numbers(last: Any, histogram: Any) -> None:
-    try:
-        least = 1 if last is None else index(last)
-    except TypeError:
-        least = 0
-    if least < 1:
-        raise BadQuery(f"`last` is how many tensors of each name are kept, from 1 on, got {last!r}")
-    if histogram is not None and not _are_edges(histogram):
-        raise BadQuery(f"a histogram is (bins, low, high), such as (10, -1.0, 1.0), got {histogram!r}")
-
-
-def _are_edges(given: Any) -> bool:
-    three = isinstance(given, Sequence) and len(given) == 3
-    return three and isinstance(given[0], SupportsIndex) and all(isinstance(edge, SupportsFloat) for edge in given[1:])
 
 
 def _is_fresh(kept: Tensor, tensor: Tensor) -> bool:
