@@ -69,12 +69,12 @@ def heads() -> list[Target]:
         model, x = torchvision_model(name), torch.randn(1, 3, 224, 224)
         addresses = [cut.at for cut in find_cuts(model, x)][10::30]
         profile = mt.profile(model, x, measure="time", repeat=15, budget_s=20)
-        whole = profile.total.until_s or 1.0
+        whole, ends = profile.total.until_s or 1.0, {row.address: row.until_s or 0.0 for row in profile}
         off, off_by_sums = [], []
         for address in addresses:
             real = median(stopped(model, x, address) / stopped(model, x, "") for _ in range(7))
-            off.append(abs((profile[address].until_s or 0.0) / whole - real))
-            off_by_sums.append(abs(sum_until(profile, address) / whole - real))
+            off.append(abs(ends[address] / whole - real))
+            off_by_sums.append(abs(sum_until(profile, ends[address]) / whole - real))
         note = (
             f"{name}: {len(addresses)} heads, at most off by {max(off):.3f}; layer by layer {median(off_by_sums):.3f}"
         )
@@ -104,7 +104,6 @@ def stopped(model: nn.Module, x: torch.Tensor, address: str) -> float:
     raise AssertionError(f"{address} was not reached")
 
 
-def sum_until(profile: mt.Profile, address: str) -> float:
+def sum_until(profile: mt.Profile, end: float) -> float:
     """What the layers that have ended until then take, added up."""
-    end = profile[address].until_s or 0.0
     return sum(row.time_s or 0.0 for row in profile if row.height == 1 and (row.until_s or 0.0) <= end)

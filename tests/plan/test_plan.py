@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import microtome as mt
+from microtome import zoo
 from microtome.errors import BadFile, BadQuery, NoMatch
 from microtome.plan import CodecCosts, codec_costs
 from microtome.split.data import Cuts
@@ -229,6 +230,43 @@ def test_a_plan_is_asked_by_address_or_name() -> None:
         plan["l9"]
     with pytest.raises(BadQuery, match="candidates are found by where they cut"):
         plan[3]  # type: ignore[index]
+
+
+def test_a_module_that_ran_again_is_said_with_its_index() -> None:
+    """As `microtome.split` takes it."""
+    import torch
+    from torch import nn
+
+    relu = nn.ReLU()
+    model = nn.Sequential(nn.Linear(8, 8), relu, nn.Linear(8, 8), relu, nn.Linear(8, 8))
+    with torch.no_grad():
+        p = mt.profile(model, "1x8", measure="time", repeat=3)
+    plan = mt.plan(mt.cuts(model, "1x8"), edge=p, cloud=p, link=LINK, strategy=lambda them: them[1])
+    first, again = plan["1#0"], plan["1#1"]
+    assert (first.at, again.at) == (("1#0",), ("1#1",))
+    assert first.seconds("run", where="edge") < again.seconds("run", where="edge")
+    with pytest.raises(NoMatch, match="'1' ran several times: say which, from '1#0' on"):
+        plan["1"]
+    head, tail = mt.split(model, "1x8", at=first.at[0])
+    assert torch.equal(tail(head(torch.ones(1, 8))), model(torch.ones(1, 8)))
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_cut_of_a_real_model_is_a_candidate(name: str) -> None:
+    import torch
+
+    model, inputs = zoo.build(name)
+    with torch.no_grad():
+        p = mt.profile(model, inputs, measure="time", repeat=3)
+    cuts = mt.cuts(model, inputs)
+    plan = mt.plan(cuts, edge=p, cloud=p, link=mt.Link("100Mbps", rtt="5ms"))
+    at = {candidate.at[0].removesuffix("#0"): candidate for candidate in plan if candidate.at and candidate.at[0]}
+    assert at.keys() == {cut.at for cut in cuts}
+    assert all(at[cut.at].sent_bytes == (cut.nbytes,) for cut in cuts)
+    heads = [at[cut.at].seconds("run", where="edge") for cut in cuts]
+    assert 0 < heads[0] < heads[-1]
+    assert all(sum(candidate.memory_bytes) > 0 for candidate in plan)
+    assert plan.winner.name == "all on edge"
 
 
 def without_times(profile: Any, **change: Any) -> Any:

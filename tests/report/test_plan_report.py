@@ -18,7 +18,12 @@ CLOUD = made.profile([0.1, 0.2, 0.4])
 
 
 def planned(**options: Any) -> mt.Plan:
-    given = {"edge": EDGE, "cloud": CLOUD, "link": mt.Link("8Kbps", rtt="200ms"), "costs": made.costs(CUTS)}
+    given: dict[str, Any] = {
+        "edge": EDGE,
+        "cloud": CLOUD,
+        "link": mt.Link("8Kbps", rtt="200ms"),
+        "costs": made.costs(CUTS),
+    }
     return mt.plan(CUTS, **(given | options))
 
 

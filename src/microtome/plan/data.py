@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from microtome.engine.select import no_path
-from microtome.errors import BadQuery
+from microtome.errors import BadQuery, NoMatch
 from microtome.plan.link import Link
 from microtome.results import Result
 
@@ -156,11 +156,14 @@ class Plan(Result):
         """The best candidate that cuts at an address, or that has this name."""
         if not isinstance(at, str):
             raise BadQuery(f"candidates are found by where they cut, such as 'layer2.0', got {at!r}")
-        named = [candidate for candidate in self.candidates if candidate.name == at]
-        cut = [candidate for candidate in self.candidates if at.removesuffix("#0") in candidate.at]
-        if not named and not cut:
-            raise no_path(at, [name for candidate in self.candidates for name in candidate.at if name is not None])
-        return (cut or named)[0]
+        for name in (at, at.removesuffix("#0")):
+            for candidate in self.candidates:
+                if name in candidate.at or name == candidate.name:
+                    return candidate
+        cuts = [name for candidate in self.candidates for name in candidate.at if name is not None]
+        if f"{at}#0" in cuts:
+            raise NoMatch(f"{at!r} ran several times: say which, from {f'{at}#0'!r} on")
+        raise no_path(at, cuts)
 
     def over_bandwidths(self) -> tuple[Span, ...]:
         """Which candidate is the best from which bandwidth on, all else as it is: exact, from 0 to infinity.
