@@ -194,6 +194,8 @@ def test_plans_and_costs_are_written_and_read(tmp_path: Path) -> None:
     for name, profile in {"edge": EDGE, "cloud": CLOUD}.items():
         profile.to_json(tmp_path / f"{name}.json")
     COSTS.to_json(tmp_path / "codecs.json")
+    CUTS.to_json(tmp_path / "cuts.json")
+    assert mt.plan(tmp_path / "cuts.json", edge=EDGE, cloud=CLOUD, link=LINK, costs=COSTS) == planned()
     plan = planned(edge=tmp_path / "edge.json", cloud=str(tmp_path / "cloud.json"), costs=tmp_path / "codecs.json")
     assert plan == planned()
     plan.to_json(tmp_path / "plan.json")
@@ -280,6 +282,7 @@ def without_times(profile: Any, **change: Any) -> Any:
         ({"link": None}, "there is no link"),
         ({"link": "20Mbps"}, "a link is a microtome.Link, such as Link"),
         ({"devices": [EDGE, CLOUD]}, "edge, cloud and link, or devices and links, not both"),
+        ({"cuts": 5}, "a plan needs what microtome.cuts gives, or the file that holds it, got 5"),
         ({"edge": 5}, "'edge' is given by a profile, or the file that holds one, got 5"),
         (
             {"edge": without_times(EDGE, time_s=None)},

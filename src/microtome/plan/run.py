@@ -27,7 +27,7 @@ _COMPRESSED = "zstd"
 
 
 def plan(
-    cuts: Cuts,
+    cuts: Cuts | str | PathLike[str],
     *,
     edge: Profile | str | PathLike[str] | None = None,
     cloud: Profile | str | PathLike[str] | None = None,
@@ -44,7 +44,7 @@ def plan(
     """Say where to cut a model, from what was measured on each device and the link between them.
 
     Args:
-        cuts: Where it can be cut.
+        cuts: Where it can be cut, or the file that holds that.
         edge: The profile that was made on the first device, with `measure="time"`, or the file that holds it.
         cloud: That of the second.
         link: What joins them.
@@ -75,20 +75,21 @@ def plan(
     from microtome.plan.data import Plan
     from microtome.plan.price import Chain
 
+    found = _cuts(cuts)
     profiles, joints = _chain_of(edge, cloud, link, devices, links)
-    sides.check(cuts, profiles)
+    sides.check(found, profiles)
     if objective not in OBJECTIVES:
         raise BadQuery(f"objective is 'latency', 'energy' or 'throughput', got {objective!r}")
-    places = sides.places(cuts, list(profiles.values()))
+    places = sides.places(found, list(profiles.values()))
     chain_sides = [sides.Side(name, profile, places) for name, profile in profiles.items()]
     counted = _counted(chain_sides, objective, energy_of)
     wanted = _codecs(codec)
-    tables, compressed, source = _costs(cuts, wanted, costs, list(profiles))
+    tables, compressed, source = _costs(found, wanted, costs, list(profiles))
     chain = Chain(
         sides=chain_sides,
         links=joints,
         places=places,
-        output_bytes=cuts.output_bytes,
+        output_bytes=found.output_bytes,
         codecs=wanted,
         input_codecs=tuple(dict.fromkeys(("raw", *wanted, *compressed))),
         costs=tables,
@@ -98,7 +99,7 @@ def plan(
     candidates = _candidates(chain, objective)
     chosen = _choose(candidates, strategy)
     return Plan(
-        model=cuts.model,
+        model=found.model,
         inputs=next(iter(profiles.values())).inputs,
         objective=objective,
         devices={name: _machine(profile) for name, profile in profiles.items()},
@@ -109,7 +110,7 @@ def plan(
         limits=dict(chain.limits),
         codec_costs=source,
         energy_of=counted,
-        notes=tuple(_notes(cuts, chain, compressed)),
+        notes=tuple(_notes(found, chain, compressed)),
     )
 
 
@@ -142,6 +143,15 @@ def _chain_of(
         if not isinstance(joint, Link):
             raise BadQuery(f"a link is a microtome.Link, such as Link('20Mbps', rtt='15ms'), got {joint!r}")
     return {name: _profile(name, value) for name, value in given.items()}, [one for one in joints if one is not None]
+
+
+def _cuts(given: Any) -> Cuts:
+    from microtome.split.data import Cuts
+
+    found = load(given) if isinstance(given, str | PathLike) else given
+    if not isinstance(found, Cuts):
+        raise BadQuery(f"a plan needs what microtome.cuts gives, or the file that holds it, got {found!r:.200}")
+    return found
 
 
 def _profile(name: str, given: Any) -> Profile:

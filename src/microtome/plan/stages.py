@@ -94,8 +94,9 @@ class _Walk:
         encode = torch.cat([self._code(0, "encode_s"), torch.zeros(1, dtype=torch.float64)])
         seconds = self._chain.run_s[0][0, self._ends] + encode
         allowed = self._allowed(0, torch.zeros(1, dtype=torch.int64), seconds[None])[0]
-        cost, second = self._terms(seconds, self._joules(0, torch.zeros(1, dtype=torch.int64))[0])
-        return _Ways(cost.masked_fill(~allowed, inf), second.masked_fill(~allowed, inf), None)
+        joules = self._joules(0, torch.zeros(1, dtype=torch.int64))[0]
+        cost = joules if self._objective == "energy" else seconds
+        return _Ways(cost.masked_fill(~allowed, inf), seconds.masked_fill(~allowed, inf), None)
 
     def _next(self, device: int, ways: _Ways) -> _Ways:
         """What comes of the link before, in slices of the crossings after the device."""
@@ -109,25 +110,26 @@ class _Walk:
     def _slice(self, device: int, sent: Tensor, sent_second: Tensor, to: slice) -> tuple[Tensor, Tensor, Tensor]:
         chain = self._chain
         same = self._same[:, to]
-        forward = self._places[:, None] < self._ends[None, to]
+        ends = self._ends[to]
         encode = torch.cat([self._code(device, "encode_s"), torch.zeros(1, dtype=torch.float64)])[to]
-        seconds = (
-            chain.run_s[device][self._places][:, self._ends[to]] + encode + self._code(device, "decode_s")[:, None]
-        )
-        seconds = seconds.masked_fill(same, 0.0)
-        allowed = same | (forward & self._allowed(device, self._places, seconds, to))
-        joules = self._joules(device, self._places, to).masked_fill(same, 0.0)
-        cost, second = self._terms(seconds, joules)
-        join = torch.maximum if self._objective == "throughput" else torch.add
-        cost = join(sent[:, None], cost).masked_fill(~allowed, inf)
-        second = (sent_second[:, None] + second).masked_fill(~allowed, inf)
-        least = cost.amin(0)
-        before = second.masked_fill(cost > least, inf).argmin(0)
+        seconds = chain.run_s[device][self._places][:, ends].add_(encode).add_(self._code(device, "decode_s")[:, None])
+        blocked = self._places[:, None] >= ends[None]
+        if chain.limits or self._slowest < inf:
+            blocked |= ~self._allowed(device, self._places, seconds, to)
+        blocked &= ~same
+        seconds.masked_fill_(same, 0.0)
+        second = (sent_second[:, None] + seconds).masked_fill_(blocked, inf)
+        if self._objective == "latency":  # which is both
+            best, before = second.min(0)
+            return best, best, before
+        if self._objective == "throughput":
+            cost = torch.maximum(sent[:, None], seconds)
+        else:
+            cost = self._joules(device, self._places, to).masked_fill(same, 0.0).add_(sent[:, None])
+        cost.masked_fill_(blocked, inf)
+        before = second.masked_fill_(cost > cost.amin(0), inf).argmin(0)
         columns = torch.arange(cost.shape[1])
         return cost[before, columns], second[before, columns], before
-
-    def _terms(self, seconds: Tensor, joules: Tensor) -> tuple[Tensor, Tensor]:
-        return (joules if self._objective == "energy" else seconds), seconds
 
     def _sent(self, link: int, ways: _Ways) -> tuple[Tensor, Tensor]:
         """The ways to each crossing, with what the link takes, the result's way back included."""
