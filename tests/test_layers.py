@@ -7,7 +7,7 @@ from pathlib import Path
 
 import microtome
 
-#: Top to bottom. Folders on one line do not import each other; zoo stands above cli.
+#: Top to bottom. Folders on one line do not import each other.
 LINES = [
     ["errors"],
     ["units"],
@@ -19,7 +19,8 @@ LINES = [
     ["plan"],
     ["remote"],
     ["report"],
-    ["compat", "zoo"],
+    ["zoo"],
+    ["compat"],
     ["cli"],
 ]
 LINE = {name: number for number, line in enumerate(LINES) for name in line}
