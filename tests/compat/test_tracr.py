@@ -189,6 +189,19 @@ def test_models_may_take_several_inputs_and_inputs_by_name() -> None:
     assert same(by_name(by_name(named, end=0), start=0), model(x, other))
 
 
+def test_the_wrapper_may_be_moved(resnet: Any, wrapped: WrappedModel, device: str) -> None:
+    _, x = resnet
+    wrapped(x, end=3)
+    wrapped.to(device)
+    wrapped.master_dict = {}
+    x = x.to(device)
+    early = wrapped(x, "id", end=3)
+    for arrived in (early, EarlyOutput.from_bytes(early.to_bytes())):
+        found = wrapped(arrived, "id", start=3)
+        assert found.device == x.device
+        assert same(found, wrapped(x))
+
+
 # -- how layers are numbered -------------------------------------------------------------------------------------------
 
 

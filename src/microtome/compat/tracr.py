@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter_ns
@@ -193,7 +194,7 @@ class WrappedModel(nn.Module):
         last = self.layer_count if end == math.inf else min(_number("end", end, 0), self.layer_count)
         self.banked_output = {}
         try:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and self.model.training):
+            with self._gradients():
                 cut = self._cut(x, first, last)
                 stages = None if cut is None else self._split(cut)
                 began = self._clock_ns()
@@ -224,7 +225,8 @@ class WrappedModel(nn.Module):
         if not self._is_measured:
             rows = [self._profile[_exact(address)] for address in self.layers]
             deepest = max((row.depth for row in rows), default=0)
-            self._profile = profile(self.model, self._example(), measure=self._measure, depth=deepest)
+            with self._gradients():
+                self._profile = profile(self.model, self._example(), measure=self._measure, depth=deepest)
             self._is_measured = True
         return self._profile
 
@@ -292,10 +294,14 @@ class WrappedModel(nn.Module):
                 raise Unsupported(f"a run cannot be stopped after layer {layer}: {error}") from error
         return self._stages[layer]
 
+    def _gradients(self) -> AbstractContextManager[Any]:
+        """None in eval mode."""
+        return torch.set_grad_enabled(torch.is_grad_enabled() and self.model.training)
+
     def _clock_ns(self) -> int:
         """The time, once a GPU has done what it was given."""
-        if self.master_dict is not None and torch.cuda.is_initialized():
-            torch.cuda.synchronize(device_of(self.model))
+        if self.master_dict is not None and (device := device_of(self.model)).startswith("cuda"):
+            torch.cuda.synchronize(device)
         return perf_counter_ns()
 
     def _example(self) -> Inputs:
