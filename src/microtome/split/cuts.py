@@ -123,10 +123,15 @@ def _live(seen: Study, crossing: Crossing) -> tuple[Live, ...]:
     calls, values = seen.trace.calls, seen.trace.values
     listed: dict[Any, Live] = {}
     for place, value in sorted(crossing.values.items(), key=lambda pair: _when(seen, pair[0])):
-        key = place if place in crossing.copied else value
-        if key not in listed:
-            source = None if place.call is None else calls[place.call].address
-            listed[key] = _as_live(place_name(seen, place), source, values[value])
+        source = None if place.call is None else calls[place.call].address
+        live = _as_live(place_name(seen, place), source, values[value])
+        memory = values[value].memory
+        if place in crossing.copied:
+            listed[place] = live
+        elif memory in crossing.joined:
+            listed.setdefault(("memory", memory), live._replace(nbytes=seen.trace.memories[memory].nbytes))
+        else:
+            listed.setdefault(value, live)
     return tuple(listed.values())
 
 

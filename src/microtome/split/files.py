@@ -87,8 +87,8 @@ def load_stage(
     built.eval()
     inputs = plan["inputs"]
     given = Inputs(*map(_remade, inputs["args"]), **{name: _remade(value) for name, value in inputs["kwargs"].items()})
-    load_parts = import_module("microtome.split.stages").load_parts  # which imports this
-    stages: list[Stage] = load_parts(built, given, plan["at"], plan["fingerprint"], plan["more"])
+    load_stages = import_module("microtome.split.stages").load_stages  # which imports this
+    stages: list[Stage] = load_stages(built, given, plan["at"], plan["fingerprint"], plan["more"])
     for name, tensor in weights.items():  # after it was looked at, for which it must lie in one place
         _put(built, name.removeprefix(_ATTRIBUTE), tensor)
     return stages[index]

@@ -69,7 +69,7 @@ class Ghost(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = map_tensors(_awake, (args, kwargs or {}))
+        args, kwargs = map_tensors(awake, (args, kwargs or {}))
         ghosts = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Ghost)]
         if not ghosts:
             return func(*args, **kwargs)
@@ -96,7 +96,8 @@ class Ghost(Tensor):
         return map_tensors(lambda tensor: Ghost(tensor, torch.device(device), first.of, first.source), output)
 
 
-def _awake(tensor: Tensor) -> Tensor:
+def awake(tensor: Tensor) -> Tensor:
+    """What a tensor has become, if it was a ghost."""
     return tensor.alive if isinstance(tensor, Ghost) and tensor.alive is not None else tensor
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,8 +11,8 @@ from microtome.split.ghost import SHAPE_ONLY
 from microtome.split.study import Study
 from microtome.trace.data import Op, TracedCall
 
-#: Values that are needed, by the memory that they lie in.
-Needs = dict[int, set[int]]
+#: Values that are needed, by the memory that they lie in; False: only if somebody still holds an older tensor of it.
+Needs = dict[int, dict[int, bool]]
 
 
 class Place(NamedTuple):
@@ -52,6 +52,9 @@ class Crossing:
         values: Where the values are found that cross, and which they are.
         copied: Those that the head writes into afterwards: they are copied when they are found.
         written: Those that the tail writes into: it works on copies.
+        joined: The memories that cross as a whole, since several values of them do.
+        views: What calls return that is a view of an argument which is written into later: the tail makes it again, of
+            the argument at the position given.
         refused: Why there is no exact cut here; None: there is one.
     """
 
@@ -60,6 +63,8 @@ class Crossing:
     values: dict[Place, int] = field(default_factory=dict)
     copied: set[Place] = field(default_factory=set)
     written: set[Place] = field(default_factory=set)
+    joined: set[int] = field(default_factory=set)
+    views: dict[Place, int] = field(default_factory=dict)
     refused: str | None = None
 
 
@@ -79,12 +84,13 @@ class Liveness:
         forced: set[int] = set()
         while True:
             walk = _Walk(self, crossing, forced)
-            walk.run({memory: set(values) for memory, values in self._live[cut.ends].items()})
+            walk.run(_copy(self._live[cut.ends]))
             if not walk.conflicts:
                 break
             forced |= walk.conflicts
         crossing.refused = walk.refused
         crossing.values = walk.found
+        crossing.views = walk.views
         for place in more:
             holder = self._trace.calls[place.call or 0]
             of = holder.inputs if place.call is None or place.is_argument else holder.outputs
@@ -93,20 +99,40 @@ class Liveness:
             memory = self.memory[value]
             begins = 0 if place.call is None else self._trace.calls[place.call].ends
             if self.study.writes(memory, begins, cut.ends):
-                crossing.copied.add(place)
-            if self.study.writes(memory, cut.ends, len(self._trace.ops)) or memory in walk.glue_writes:
+                crossing.copied.add(place)  # what a call of the head wrote, the tail writes again
+            if self.study.writes_after(memory, begins) or memory in walk.glue_writes:
                 crossing.written.add(place)
+        self._join(crossing)
         return crossing
+
+    def _join(self, crossing: Crossing) -> None:
+        """Have memories cross as a whole where the tail writes into them, or where that is less than their values."""
+        values, shared = self._trace.values, defaultdict[int, set[int]](set)
+        for place, value in crossing.values.items():
+            if place not in crossing.copied:
+                shared[self.memory[value]].add(value)
+        written = {self.memory[crossing.values[place]] for place in crossing.written}
+        viewed = {self.memory[self._trace.calls[place.call or 0].outputs[place.at]] for place in crossing.views}
+        for memory, several in shared.items():
+            if len(several) == 1 and memory not in viewed:  # a view is made again of what lies as it lay
+                continue
+            same = len({values[value].dtype for value in several}) == 1
+            if memory in written and not same:
+                crossing.refused = "the tail writes into a value that crosses, and that it also reads as another dtype"
+            less = self._trace.memories[memory].nbytes <= sum(values[value].nbytes for value in several)
+            if same and (less or memory in written or memory in viewed):
+                crossing.joined.add(memory)
 
     def _walk_back(self) -> list[Needs]:
         """What the operators from each on, and the output, need."""
-        needs: Needs = defaultdict(set)
+        needs: Needs = {}
         for at in self._trace.calls[0].outputs:
             self.need(needs, at)
-        live = [{memory: set(values) for memory, values in needs.items()}]
+        live = [_copy(needs)]
         for op in reversed(self._trace.ops):
-            self.step(op, needs, forced=False)
-            live.append({memory: set(values) for memory, values in needs.items() if values})
+            # What nobody reads but writes somewhere is rare so late, and runs as it is.
+            self.step(op, needs, forced=bool(op.mutates))
+            live.append(_copy(needs))
         return live[::-1]
 
     def _levels(self, cut: TracedCall) -> tuple[Level, ...]:
@@ -121,35 +147,49 @@ class Liveness:
             onward, inner = parent, parent
         return tuple(reversed(levels))
 
-    def need(self, needs: Needs, value: int) -> None:
+    def need(self, needs: Needs, value: int, surely: bool = True) -> None:
         memory = self.memory[value]
         if memory not in self._kept:
-            needs.setdefault(memory, set()).add(value)
+            values = needs.setdefault(memory, {})
+            values[value] = values.get(value, False) or surely
+
+    def was_there(self, value: int, when: int) -> bool:
+        """Whether a value was seen before this operator: then others may hold it than whom the operator gave it to."""
+        producer = self._trace.values[value].producer
+        return producer is None or producer < when
 
     def step(self, op: Op, needs: Needs, *, forced: bool) -> bool:
         """Go back over an operator that the tail runs; return whether anybody needs it."""
         memory, made_by = self.memory, self.study.made_by
-        needed = forced or (not op.outputs and not op.mutates)
-        needed = needed or any(memory[at] in needs for at in op.mutates)
+        reasons = [forced or (not op.outputs and not op.mutates)]
+        reasons += [any(needs[memory[at]].values()) for at in op.mutates if memory[at] in needs]
+        wanted = reasons[0] or len(reasons) > 1
         for at in op.outputs:
-            if needed:
-                break
             held = needs.get(memory[at])
-            needed = held is not None and (at in held or made_by.get(memory[at]) == op.index)
-        if not needed:
+            if held is not None and (at in held or made_by.get(memory[at]) == op.index):
+                reasons.append(held.get(at, any(held.values())))
+                wanted = True
+        if not wanted:
             return False
+        surely = any(reasons)
         for at in op.outputs:
             here = memory[at]
             if made_by.get(here) == op.index:
                 needs.pop(here, None)
-            elif here in needs:
-                needs[here].discard(at)  # a view: what it is of is needed
+            elif here in needs:  # a view: what it is of is needed
+                needs[here].pop(at, None)
+                if self.was_there(at, op.index) and at not in op.mutates:
+                    needs[here][at] = False
                 if not needs[here]:
                     del needs[here]
         if op.name not in SHAPE_ONLY:
             for at in op.inputs:
-                self.need(needs, at)
+                self.need(needs, at, surely)
         return True
+
+
+def _copy(needs: Needs) -> Needs:
+    return {memory: dict(values) for memory, values in needs.items()}
 
 
 class _Walk:
@@ -157,6 +197,7 @@ class _Walk:
 
     Attributes:
         found: Where the values that are needed are found.
+        views: What is to be made again as a view of an argument.
         conflicts: Operators that nobody needs, but which would write what nobody knows into something that is needed.
         glue_writes: The memories that operators write into which the tail runs again.
         refused: Why something that is needed cannot be found.
@@ -168,24 +209,27 @@ class _Walk:
         self._forced = forced
         self._trace = liveness.study.trace
         self._needs: Needs = {}
-        # What a call gave in an object of its own: whoever else holds the same value may be asked for it too.
-        self._wished: Needs = {}
-        self._idle: dict[int, set[int]] = {}
+        self._idle: set[int] = set()
+        # When more tensors than one came to lie in a memory.
+        self._aliases: dict[int, list[int]] = {}
         self.found: dict[Place, int] = {}
+        self.views: dict[Place, int] = {}
         self.conflicts: set[int] = set()
         self.glue_writes: set[int] = set()
         self.refused: str | None = None
 
     def run(self, needs: Needs) -> None:
         self._needs = needs
-        for item in self._items():
+        items = self._items()
+        self._find_aliases(items)
+        for item in items:
             if isinstance(item, TracedCall):
                 self._skip(item)
             else:
                 self._glue(item)
-            for memory in self._idle.keys() & self._needs.keys():
-                self.conflicts |= self._idle.pop(memory)
         self._begin()
+        if self._idle:
+            self._find_conflicts(items)
 
     def _items(self) -> list[TracedCall | Op]:
         """Calls that are left out, and operators that run again, the last first."""
@@ -200,49 +244,127 @@ class _Walk:
         needed = self._liveness.step(op, self._needs, forced=op.index in self._forced)
         memories = {self._liveness.memory[at] for at in op.mutates}
         self.glue_writes |= memories
-        for memory in memories:
-            self._wished.pop(memory, None)
-            if not needed:
-                self._idle.setdefault(memory, set()).add(op.index)
+        if memories and not needed:
+            self._idle.add(op.index)
 
     def _skip(self, call: TracedCall) -> None:
         study, memory_of = self._liveness.study, self._liveness.memory
-        same = study.shapes[call.index].same
-        for memory in list(self._needs.keys() | self._wished.keys()):
-            needed, wished = self._needs.get(memory, set()), self._wished.get(memory, set())
-            made = call.begins <= study.made_by.get(memory, -1) < call.ends
-            changed = study.writes(memory, call.begins, call.ends)
+        for memory in list(self._needs):
             outputs = {value: at for at, value in enumerate(call.outputs) if memory_of[value] == memory}
             arguments = {value: at for at, value in enumerate(call.inputs) if memory_of[value] == memory}
-            if made or changed:
-                for value in needed:
-                    if value in outputs:
-                        self.found[Place(call.index, outputs[value])] = value
-                    elif value in arguments and not made:
-                        self.found[Place(call.index, arguments[value], is_argument=True)] = value
-                    else:
-                        self._refuse(call, value, made=made)
-                for value in wished & outputs.keys() if made else ():
-                    self.found[Place(call.index, outputs[value])] = value
-                self._needs.pop(memory, None)
-                self._wished.pop(memory, None)
-                continue
-            for value in (needed | wished) & outputs.keys():
-                if same[outputs[value]] is None:
-                    self.found[Place(call.index, outputs[value])] = value
-                    self._wished.setdefault(memory, set()).add(value)
-                    needed.discard(value)
-            if not needed:
-                self._needs.pop(memory, None)
+            if call.begins <= study.made_by.get(memory, -1) < call.ends:
+                self._supply(call, memory, outputs, {})
+            elif not study.writes(memory, call.begins, call.ends):
+                self._pass_on(call, memory, outputs, arguments)
+            elif self._is_alone(memory, call):
+                self._check_views(call, memory, outputs)
+                self._supply(call, memory, outputs, arguments)
+            else:
+                self._check_views(call, memory, outputs)
+                self._rewrite(call, memory, outputs, arguments)
+
+    def _supply(self, call: TracedCall, memory: int, outputs: dict[int, int], arguments: dict[int, int]) -> None:
+        """Take what is needed from what a call returned, or from the arguments that it wrote into."""
+        for value, surely in self._needs.pop(memory).items():
+            if value in outputs:
+                self.found[Place(call.index, outputs[value])] = value
+            elif value in arguments:
+                self.found[Place(call.index, arguments[value], is_argument=True)] = value
+            elif surely:
+                self._refuse(call, value, "is changed in place" if arguments else "is made")
+
+    def _rewrite(self, call: TracedCall, memory: int, outputs: dict[int, int], arguments: dict[int, int]) -> None:
+        """Have the tail write what a call wrote into memory of several tensors, all of which have to be there."""
+        needed = self._needs[memory]
+        if not arguments and any(needed.values()):
+            self._refuse(call, next(iter(needed)), "is changed in place")
+        for value, at in arguments.items():
+            self.found[Place(call.index, at, is_argument=True)] = value
+        same = self._liveness.study.shapes[call.index].same
+        for value in needed.keys() & outputs.keys():
+            if same[outputs[value]] is None:
+                self.found[Place(call.index, outputs[value])] = value
+        for value in arguments:
+            needed[value] = True
+
+    def _pass_on(self, call: TracedCall, memory: int, outputs: dict[int, int], arguments: dict[int, int]) -> None:
+        """Take what a call returned in a tensor of its own, and look further for the rest."""
+        study, needed = self._liveness.study, self._needs[memory]
+        same = study.shapes[call.index].same
+        written_later = study.writes_after(memory, call.ends)
+        for value in [value for value in needed if value in outputs and same[outputs[value]] is None]:
+            surely, place = needed.pop(value), Place(call.index, outputs[value])
+            if not written_later:
+                self.found[place] = value
+            elif arguments:
+                of, self.views[place] = next(iter(arguments.items()))
+                needed[of] = needed.get(of, False) or surely
+            elif surely:
+                self._refuse(call, value, "is a view of something that is written into later, and")
+            if self._liveness.was_there(value, call.begins):
+                needed.setdefault(value, False)
+        if not needed:
+            del self._needs[memory]
+
+    def _check_views(self, call: TracedCall, memory: int, outputs: dict[int, int]) -> None:
+        """Refuse what a call changes in place and returns in another shape, if it is written into again."""
+        study, needed = self._liveness.study, self._needs[memory]
+        views = any(study.shapes[call.index].same[at] is None for at in outputs.values())
+        if views and any(needed.values()) and study.writes_after(memory, call.ends):
+            self._refuse(call, next(iter(needed)), "is changed in place and returned as a view")
+
+    def _is_alone(self, memory: int, call: TracedCall) -> bool:
+        """Whether one tensor lay in the memory, and no views of it, when a call began."""
+        return all(when >= call.begins for when in self._aliases.get(memory, ()))
+
+    def _find_aliases(self, items: list[TracedCall | Op]) -> None:
+        memory_of, made_by, shapes = self._liveness.memory, self._liveness.study.made_by, self._liveness.study.shapes
+        for memory, count in Counter(memory_of[value] for value in self._trace.calls[0].inputs).items():
+            if count > 1:
+                self._aliases.setdefault(memory, []).append(-1)
+        for item in items:
+            if isinstance(item, Op):
+                fresh = [
+                    at for at in item.outputs if made_by.get(memory_of[at]) != item.index and at not in item.mutates
+                ]
+                found = {memory_of[at]: 1 for at in fresh}
+                when = item.index
+            else:
+                same = shapes[item.index].same
+                found = dict(Counter(memory_of[value] for at, value in enumerate(item.outputs) if same[at] is None))
+                for memory in found:
+                    found[memory] -= item.begins <= made_by.get(memory, -1) < item.ends
+                when = item.begins
+            for memory, count in found.items():
+                if count > 0:
+                    self._aliases.setdefault(memory, []).append(when)
 
     def _begin(self) -> None:
         """What is needed of the model's arguments."""
         for at, value in enumerate(self._trace.calls[0].inputs):
             memory = self._liveness.memory[value]
-            if value in self._needs.get(memory, ()) or value in self._wished.get(memory, ()):
+            if value in self._needs.get(memory, ()):
                 self.found[Place(None, at)] = value
 
-    def _refuse(self, call: TracedCall, value: int, *, made: bool) -> None:
+    def _find_conflicts(self, items: list[TracedCall | Op]) -> None:
+        """Go forth, as the tail does, and see which memories have values."""
+        memory_of, made_by = self._liveness.memory, self._liveness.study.made_by
+        empty = {memory_of[value] for value in self._trace.calls[0].inputs}
+        empty -= {memory_of[value] for place, value in self.found.items() if place.call is None}
+        for item in reversed(items):
+            if isinstance(item, TracedCall):
+                sent = {memory_of[value] for place, value in self.found.items() if place.call == item.index}
+                made = {memory_of[value] for value in item.outputs}
+                empty |= {memory for memory in made if item.begins <= made_by.get(memory, -1) < item.ends}
+                empty -= sent
+                continue
+            read = {memory_of[at] for at in item.inputs}
+            if item.name not in SHAPE_ONLY and read & empty:
+                written = {memory_of[at] for at in item.mutates}
+                if item.index in self._idle and written - empty:
+                    self.conflicts.add(item.index)
+                empty |= {memory_of[at] for at in item.outputs if made_by.get(memory_of[at]) == item.index}
+
+    def _refuse(self, call: TracedCall, value: int, how: str) -> None:
         shape = "x".join(map(str, self._trace.values[value].shape))
-        how = "is made inside" if made else "is changed in place inside"
-        self.refused = f"the tail reads a value ({shape}) that {how} {call.address!r} and is not among what it returns"
+        self.refused = f"the tail reads a value ({shape}) that {how} inside {call.address!r}, which does not return it"

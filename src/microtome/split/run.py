@@ -44,6 +44,6 @@ def split(
     >>> tail(head(x)).equal(model(x))
     True
     """
-    from microtome.split.stages import split_model  # not before it is needed
+    from microtome.split.stages import Splitter  # not before it is needed
 
-    return split_model(model, inputs, at, verify=verify, load=load)
+    return Splitter(model, inputs).at(at, verify=verify, load=load)

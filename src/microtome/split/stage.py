@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Session, Skip, Stop, Stopped
 from microtome.engine.select import named
-from microtome.engine.structure import tensors_in
+from microtome.engine.structure import map_tensors, tensors_in
 from microtome.errors import BadBoundary, BadInputs, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
-from microtome.split.ghost import Ghost, GhostRead
+from microtome.split.ghost import Ghost, GhostRead, awake
 from microtome.split.liveness import Place
 from microtome.split.templates import Template, check_same, take_apart
 from microtome.split.trail import Follower, Sent, Step, Trail
@@ -173,21 +173,19 @@ class _Run(Probe):
         assert self._replay is not None
         step = self._skip[1]
         entry = next(self._entries)
-        arguments = (
-            list(tensors_in((args, kwargs))) if step.arguments or any(at is not None for at in step.same) else []
-        )
+        arguments = list(tensors_in((args, kwargs))) if step.uses_arguments else []
         for at, item in entry["a"].items():
             _revive(arguments[int(at)], self._tensor(item, step.address, Place(step.call, int(at), is_argument=True)))
         tensors: list[Tensor] = []
         for at, (item, same) in enumerate(zip(entry["t"], step.same, strict=True)):
             place = Place(step.call, at)
-            if same is None:
+            if at in step.views:
+                tensors.append(_view(arguments[step.views[at]], item, step))
+            elif same is None:
                 tensors.append(self._tensor(item, step.address, place))
             elif item is not None:
                 tensors.append(_revive(arguments[same], self._tensor(item, step.address, place)))
-            elif at in step.changed:  # it would hold what it held before
-                tensors.append(Ghost(arguments[same].to("meta"), arguments[same].device, step.address, place))
-            else:
+            else:  # what it holds is right, or nobody reads it before it is written again
                 tensors.append(arguments[same])
         self._replay.exit(call, step)
         output = step.output.fill(tensors, entry["p"], (args, kwargs))
@@ -200,10 +198,10 @@ class _Run(Probe):
             return
         template, tensors, plain = take_apart(output, (args, kwargs))
         check_same(f"what {step.address!r} returns", step.output, template)
-        arguments = list(tensors_in((args, kwargs))) if step.arguments else []
+        arguments = list(tensors_in((args, kwargs))) if step.uses_arguments else []
         self._calls.append(
             {
-                "t": [self._item(step, at, tensor) for at, tensor in enumerate(tensors)],
+                "t": [self._item(step, at, tensor, arguments) for at, tensor in enumerate(tensors)],
                 "p": plain,
                 "a": {str(at): self._send(sent, arguments[at]) for at, sent in step.arguments.items()},
             }
@@ -232,16 +230,19 @@ class _Run(Probe):
         facts = {**self._facts, "calls": self._calls}
         return Boundary(self._stage._ends.at, self._stage.fingerprint, self._tensors, facts)
 
-    def _item(self, step: Step, at: int, tensor: Tensor) -> Any:
+    def _item(self, step: Step, at: int, tensor: Tensor, arguments: list[Tensor]) -> Any:
+        if at in step.views:
+            of = arguments[step.views[at]]
+            offset = tensor.storage_offset() - of.storage_offset()
+            return [list(of.stride()), list(tensor.shape), list(tensor.stride()), offset]
         if at in step.outputs:
             return self._send(step.outputs[at], tensor)
         return None if step.same[at] is not None else _as_ghost(tensor)
 
     def _send(self, sent: Sent, tensor: Tensor) -> Any:
+        tensor = awake(tensor)
         if isinstance(tensor, Ghost):
-            if tensor.alive is None:
-                raise GhostRead(f"{sent.name!r} is to cross a later cut and did not cross the one before", tensor)
-            tensor = tensor.alive
+            raise GhostRead(f"{sent.name!r} is to cross a later cut and did not cross the one before", tensor)
         tensor = tensor.detach()
         if sent.joined:
             return self._join(sent.name, tensor)
@@ -308,10 +309,11 @@ class _Run(Probe):
         """The model's output, in which nothing may be missing."""
         if self._replay is not None and not self._replay.is_there:
             raise Unsupported(f"the model ended before the cut at {self._stage.begins_at!r}")
-        for tensor in tensors_in(output):
-            if isinstance(tensor, Ghost):
-                raise GhostRead(f"the model returns a value of {tensor.of!r}, which did not cross the cut", tensor)
-        return output
+        ghosts = [tensor for tensor in tensors_in(output) if isinstance(tensor, Ghost)]
+        for one in ghosts:
+            if one.alive is None:
+                raise GhostRead(f"the model returns a value of {one.of!r}, which did not cross the cut", one)
+        return map_tensors(awake, output) if ghosts else output
 
 
 def _listed(boundary: Boundary, trail: Trail | None) -> list[dict[str, Any]]:
@@ -341,6 +343,19 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     )
 
 
+def _view(of: Tensor, item: Any, step: Step) -> Tensor:
+    """What a call that is left out made of an argument: the same memory in another shape."""
+    strides, shape, new_strides, offset = item
+    of = awake(of)
+    if isinstance(of, Ghost):
+        return Ghost(
+            torch.empty_strided(shape, new_strides, dtype=of.dtype, device="meta"), of.device, of.of, of.source
+        )
+    if list(of.stride()) != strides:
+        raise Unsupported(f"{step.address!r} returns a view of an argument that lies otherwise in memory on this side")
+    return of.as_strided(shape, new_strides, of.storage_offset() + offset)
+
+
 def _as_ghost(tensor: Tensor) -> dict[str, Any]:
     strides = None if tensor.is_contiguous() else list(tensor.stride())
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "strides": strides}
@@ -358,10 +373,11 @@ def _run_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def _revive(argument: Tensor, tensor: Tensor) -> Tensor:
     """Have an argument hold what the call that is left out would have written into it."""
-    if isinstance(argument, Ghost):
-        argument.alive = tensor
+    held = awake(argument)
+    if isinstance(held, Ghost):
+        held.alive = tensor
         return tensor
-    if argument is not tensor:
+    if held is not tensor:
         with torch.no_grad():
-            argument.copy_(tensor)
-    return argument
+            held.copy_(tensor)
+    return held

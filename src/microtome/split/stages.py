@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, overload
@@ -68,12 +69,13 @@ class Stages(Sequence[Stage]):
             difference, or why that is not known.
     """
 
-    def __init__(self, parts: _Parts, stages: Sequence[Stage], verified: str) -> None:
-        self._parts = parts
-        self._stages = tuple(stages)
-        self.cuts = parts.cuts
-        self.at = tuple(cut.at for cut in parts.chosen)
-        self.fingerprint = parts.fingerprint
+    def __init__(self, splitter: Splitter, chosen: Sequence[Cut], more: Sequence[set[Place]], verified: str) -> None:
+        self._splitter = splitter
+        self._more = more
+        self._stages = tuple(splitter.stages(chosen, more))
+        self.cuts = splitter.cuts
+        self.at = tuple(cut.at for cut in chosen)
+        self.fingerprint = splitter.fingerprint
         self.verified = verified
 
     def __len__(self) -> int:
@@ -95,14 +97,14 @@ class Stages(Sequence[Stage]):
 
     def try_codec(self, codec: str) -> CodecTrial:
         """Send what crosses on the example through a codec, and see what becomes of the model's output."""
-        example = self._parts.given
+        example = self._splitter.given
         sent = raw = 0
         value = self._stages[0](*example.args, **example.kwargs)
         for stage in self._stages[1:]:
             data = value.to_bytes(codec)
             sent, raw = sent + len(data), raw + value.nbytes
             value = stage(Boundary.from_bytes(data))
-        whole = example.run(self._parts.model)
+        whole = example.run(self._splitter.model)
         found = list(differences(value, whole))
         if any(one.largest is None for one in found):
             raise Unsupported(f"with {codec} the output is another one: {found[0].place} has {found[0].what}")
@@ -113,64 +115,70 @@ class Stages(Sequence[Stage]):
             )
         return CodecTrial(codec, sent, raw, largest, largest / (_greatest(whole) or 1.0))
 
+    def keeping(self, index: int) -> Stages:
+        """The same stages of a copy of the model that has the weights of one of them alone; the others are on meta."""
+        model = stripped(self._splitter.model, self._stages[index].parameters_needed())
+        other = copy.copy(self)
+        chosen = _chosen(self.cuts, [f"{at}#0" if "#" not in at else at for at in self.at])
+        other._stages = tuple(self._splitter.stages(chosen, self._more, model))
+        return other
+
     def save(self, folder: File) -> None:
         """Write `stage0.safetensors`, `stage1.safetensors`, … and `plan.json`, which `mt.load_stage` reads."""
-        parts = self._parts
-        more = [[list(place) for place in sorted(places, key=str)] for places in parts.more]
-        save_stages(folder, self._stages, parts.given, self.at, self.fingerprint, more)
+        more = [[list(place) for place in sorted(places, key=str)] for places in self._more]
+        save_stages(folder, self._stages, self._splitter.given, self.at, self.fingerprint, more)
 
     def __repr__(self) -> str:
         name = type(self._stages[0].model).__name__
         return f"<Stages of {name}, cut at {', '.join(map(repr, self.at))}: {self.verified}>"
 
 
-def split_model(model: nn.Module, inputs: Any, at: Any, *, verify: bool, load: str | int | None) -> Stages:
-    """See `microtome.split`."""
-    return _Parts(model, inputs, at).build(verify=verify, load=load)
-
-
-class _Parts:
-    """A model that is being split.
+class Splitter:
+    """A model that was looked at once, to be cut anywhere.
 
     Attributes:
-        chosen: The cuts, in order.
-        more: For each cut, what turned out to be read beside what the trace tells.
+        given: The example.
+        cuts: All cuts of the model.
+        fingerprint: Of its structure and weights.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any, at: Any, fingerprint: str | None = None) -> None:
+    def __init__(self, model: nn.Module, inputs: Any, fingerprint: str | None = None) -> None:
         self.model = check_model(model)
         self.given = Inputs.of(inputs, device=device_of(model))
-        self.seen: Study = study(model, self.given)
-        self.cuts: Cuts = list_cuts(type(model).__name__, self.seen)
-        self.chosen = _chosen(self.cuts, at)
-        self.more: list[set[Place]] = [set() for _ in self.chosen]
-        self._liveness = Liveness(self.seen)
-        self.fingerprint = fingerprint or f"{structure_of(self.seen, model)}-{digest_of(model) or 'unknown'}"
+        self._seen: Study = study(model, self.given)
+        self.cuts: Cuts = list_cuts(type(model).__name__, self._seen)
+        self._liveness = Liveness(self._seen)
+        self.fingerprint = fingerprint or f"{structure_of(self._seen, model)}-{digest_of(model) or 'unknown'}"
 
-    def build(self, *, verify: bool, load: str | int | None = None) -> Stages:
-        count = len(self.chosen) + 1
-        kept = None if load is None else _stage_index(load, count)
-        stages = self.stages(self.model)
+    def at(self, where: Any, *, verify: bool = True, load: str | int | None = None) -> Stages:
+        """See `microtome.split`."""
+        chosen = _chosen(self.cuts, where)
+        kept = None if load is None else _stage_index(load, len(chosen) + 1)
+        more: list[set[Place]] = [set() for _ in chosen]
         verified = "not verified: it was not asked for"
         if verify and _is_whole(self.model):
-            stages, verified = self._verified(stages)
+            verified = self._verify(chosen, more)
         elif verify:
             verified = "not verified: some of the weights are not here"
-        if kept is not None:
-            stages = self.stages(stripped(self.model, stages[kept].parameters_needed()))
-        return Stages(self, stages, verified)
+        stages = Stages(self, chosen, more, verified)
+        return stages if kept is None else stages.keeping(kept)
 
-    def stages(self, model: nn.Module) -> list[Stage]:
-        """The stages, as parts of this model."""
-        seen = self.seen
+    def stages(self, chosen: Sequence[Cut], more: Sequence[set[Place]], model: nn.Module | None = None) -> list[Stage]:
+        """The stages between these cuts.
+
+        Args:
+            more: For each cut, what is to cross beside what the trace tells.
+            model: Whose parts they are, if not of the model that was looked at.
+        """
+        seen = self._seen
         crossings: list[Crossing | None] = [None]
-        for cut, more in zip(self.chosen, self.more, strict=True):
-            crossings.append(self._liveness.crossing(seen.ending[cut.index], more))
+        for cut, places in zip(chosen, more, strict=True):
+            crossings.append(self._liveness.crossing(seen.ending[cut.index], places))
         crossings.append(None)
         trails = [None if crossing is None else trail_to(seen, crossing) for crossing in crossings]
         return [
             Stage(
-                model,
+                self.model if model is None else model,
                 index,
                 trails[index],
                 trails[index + 1],
@@ -181,9 +189,11 @@ class _Parts:
             for index in range(len(crossings) - 1)
         ]
 
-    def _verified(self, stages: list[Stage]) -> tuple[list[Stage], str]:
+    def _verify(self, chosen: Sequence[Cut], more: list[set[Place]]) -> str:
+        """Compare with the whole model; what the model's code turns out to read goes into `more`."""
         whole = _copy(self.given).run(self.model)
         while True:
+            stages = self.stages(chosen, more)
             stage = stages[0]
             try:
                 value: Any = _run(stage, _copy(self.given))
@@ -191,29 +201,22 @@ class _Parts:
                     value = stage(value)
                 break
             except GhostRead as error:  # the model's code looks at values where it has some
-                if not self._take_in(stage, error):
+                place = error.ghost.source
+                if place is None or stage.index == 0 or place in more[stage.index - 1]:
                     raise
-                stages = self.stages(self.model)
+                more[stage.index - 1].add(place)
         found = list(differences(value, whole))
         if not found:
-            return stages, BIT_EQUAL
+            return BIT_EQUAL
         again = list(differences(_copy(self.given).run(self.model), whole))
         worst = max(found, key=_size)
         if not again or _size(worst) > 10 * max(map(_size, again)):
             where = f" at {worst.place}" if worst.place else ""
             raise Unsupported(
-                f"the {type(self.model).__name__} cannot be cut at {', '.join(cut.at for cut in self.chosen)}: the "
-                f"stages give{where} {worst.what}. Something crosses there that is no tensor"
+                f"the {type(self.model).__name__} cannot be cut at {', '.join(cut.at for cut in chosen)}: the stages "
+                f"give{where} {worst.what}. Something crosses there that is no tensor"
             )
-        return stages, f"{worst.what}; two runs of the whole model differ so too"
-
-    def _take_in(self, stage: Stage, error: GhostRead) -> bool:
-        """Have a value cross that is read; return whether that helps."""
-        place = error.ghost.source
-        if place is None or stage.index == 0 or place in self.more[stage.index - 1]:
-            return False
-        self.more[stage.index - 1].add(place)
-        return True
+        return f"{worst.what}; two runs of the whole model differ so too"
 
 
 def _chosen(cuts: Cuts, at: Any) -> list[Cut]:
@@ -223,11 +226,16 @@ def _chosen(cuts: Cuts, at: Any) -> list[Cut]:
         raise BadQuery("say where to cut: an address such as 'layer2.0.conv1', several, or a plan of mt.plan")
     if "auto" in wanted:
         raise BadQuery("at='auto' needs to know the devices and the link: give a plan, at=mt.plan(mt.cuts(…), …)")
-    found = sorted((cuts[one.at if isinstance(one, Cut) else one] for one in wanted), key=lambda cut: cut.index)
+    found = sorted((_cut(cuts, one) for one in wanted), key=lambda cut: cut.index)
     for one, other in pairwise(found):
         if one is other:
             raise BadQuery(f"the cut at {one.at!r} is named twice")
     return found
+
+
+def _cut(cuts: Cuts, one: Any) -> Cut:
+    # A cut knows which of several calls of a module it is at.
+    return cuts[f"{one.at}#0" if "#" not in one.at else one.at] if isinstance(one, Cut) else cuts[one]
 
 
 def _stage_index(load: str | int, count: int) -> int:
@@ -307,10 +315,10 @@ def run_until(model: nn.Module, inputs: Any, at: str, *, save: Selector | None =
     >>> list(saved)
     ['stem.0', 'stem.1', 'stem.2']
     """
-    parts = _Parts(model, inputs, at)
-    head = parts.stages(model)[0]
+    splitter = Splitter(model, inputs)
+    head = splitter.at(at, verify=False)[0]
     saved = _Saved(() if save is None else select(model, save).values())
-    boundary = head.run(*parts.given.args, probes=[saved], **parts.given.kwargs)
+    boundary = head.run(*splitter.given.args, probes=[saved], **splitter.given.kwargs)
     missing = [] if save is None else [path for path in select(model, save) if path not in _paths(saved.by_address)]
     if save is not None and not saved.by_address:
         raise NoMatch(f"{missing[0]!r} does not run before the exit of {at!r}: there is nothing to save")
@@ -321,8 +329,8 @@ def _paths(addresses: Iterable[str]) -> set[str]:
     return {address.partition("#")[0] for address in addresses}
 
 
-def load_parts(model: nn.Module, inputs: Any, at: Sequence[str], fingerprint: str, more: Any) -> list[Stage]:
+def load_stages(model: nn.Module, inputs: Any, at: Sequence[str], fingerprint: str, more: Any) -> list[Stage]:
     """The stages of a model of which not all weights are here."""
-    parts = _Parts(model, inputs, at, fingerprint)
-    parts.more = [{Place(call, index, bool(is_argument)) for call, index, is_argument in places} for places in more]
-    return parts.stages(model)
+    splitter = Splitter(model, inputs, fingerprint)
+    places = [{Place(call, index, bool(is_argument)) for call, index, is_argument in listed} for listed in more]
+    return splitter.stages(_chosen(splitter.cuts, at), places)

@@ -99,6 +99,10 @@ class Study:
         """Whether an operator of these wrote into the memory."""
         return any(begins <= op < ends for op in self.writers.get(memory, ()))
 
+    def writes_after(self, memory: int, begins: int) -> bool:
+        """Whether an operator from this on wrote into the memory."""
+        return self.writes(memory, begins, len(self.trace.ops))
+
 
 class _Watch(Probe):
     """Writes down the structures of a run; it holds no tensor."""

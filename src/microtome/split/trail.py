@@ -22,7 +22,7 @@ class Sent:
     Attributes:
         name: Under which it is sent.
         copied: Whether the head writes into it after it was found.
-        joined: Whether the tail writes into memory that several values which cross share.
+        joined: Whether the memory that it lies in crosses as a whole.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Step:
         call: Which call it was on the example.
         output: The structure of what it returns.
         same: Of each tensor that it returns, which of its arguments it is.
-        changed: Which of the tensors that it returns are arguments that it writes into.
         outputs: Those that cross, by their place in what it returns.
+        views: Those that are made again as views of an argument.
         arguments: Arguments that it writes into and that cross.
     """
 
@@ -48,9 +48,14 @@ class Step:
     address: str
     output: Template
     same: tuple[int | None, ...]
-    changed: frozenset[int]
     outputs: dict[int, Sent]
+    views: dict[int, int]
     arguments: dict[int, Sent]
+
+    @property
+    def uses_arguments(self) -> bool:
+        """Whether what it returns depends on the very tensors it is given."""
+        return bool(self.arguments or self.views) or any(at is not None for at in self.same)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,17 +83,12 @@ def trail_to(seen: Study, crossing: Crossing) -> Trail:
     """The trail of a cut."""
     names: dict[Any, str] = {}
     values = seen.trace.values
-    by_memory: dict[int, set[int]] = {}
-    for place, value in crossing.values.items():
-        if place not in crossing.copied:
-            by_memory.setdefault(values[value].memory, set()).add(value)
 
     def sent(place: Place) -> Sent:
         value = crossing.values[place]
         copied = place in crossing.copied
         name = names.setdefault(place if copied else value, place_name(seen, place))
-        joined = not copied and place in crossing.written and len(by_memory[values[value].memory]) > 1
-        return Sent(name, copied, joined)
+        return Sent(name, copied, not copied and values[value].memory in crossing.joined)
 
     places: dict[int | None, list[Place]] = {}
     for place in crossing.values:
@@ -96,7 +96,6 @@ def trail_to(seen: Study, crossing: Crossing) -> Trail:
 
     def step(call: TracedCall) -> Step:
         shape = seen.shapes[call.index]
-        writes = [seen.writes(values[value].memory, call.begins, call.ends) for value in call.outputs]
         here = places.get(call.index, [])
         return Step(
             call.index,
@@ -104,8 +103,8 @@ def trail_to(seen: Study, crossing: Crossing) -> Trail:
             call.address,
             shape.output,
             shape.same,
-            frozenset(at for at, same in enumerate(shape.same) if same is not None and writes[at]),
             {place.at: sent(place) for place in here if not place.is_argument},
+            {place.at: of for place, of in crossing.views.items() if place.call == call.index},
             {place.at: sent(place) for place in here if place.is_argument},
         )
 
