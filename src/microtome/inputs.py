@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 from typing import Any
 
 import torch
@@ -125,4 +126,4 @@ def _describe(value: Any) -> str:
 
 def device_of(model: nn.Module) -> str:
     """Where the first tensor of a model lies; the CPU if it has none."""
-    return next((str(tensor.device) for tensor in (*model.parameters(), *model.buffers())), "cpu")
+    return next((str(tensor.device) for tensor in chain(model.parameters(), model.buffers())), "cpu")

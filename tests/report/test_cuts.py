@@ -103,7 +103,7 @@ def test_places_that_are_refused_are_listed_by_reason() -> None:
     assert shown.startswith("Sequential on 1x3:float32: 0 cuts, 4 places refused\n")
     assert shown.count("refused at") == 1
     assert "refused at 0, 1, 2 and 1 more: " in shown
-    assert "put the model in eval mode" in " ".join(shown.split())
+    assert "call model.eval()" in " ".join(shown.split())
     assert "│" not in shown
 
 

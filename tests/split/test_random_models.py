@@ -179,7 +179,7 @@ def test_every_offered_cut_is_exact_through_bytes(
 def test_few_are_refused_late() -> None:
     draw = random.Random(0)
     offered = refused = 0
-    for _ in range(60):
+    for _ in range(100):
         torch.manual_seed(0)
         net = Net(_some(draw, 9), _some(draw, 3), (draw.randrange(10),)).eval()
         x = torch.randn(2, WIDTH)

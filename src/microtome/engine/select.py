@@ -76,6 +76,10 @@ def _match(model: nn.Module, selector: Selector) -> set[int]:
     if isinstance(selector, Sequence | set | frozenset) and not isinstance(selector, str | bytes):
         if not selector:
             raise NoMatch("the selector is empty: name at least one path, glob, regex, module type, module or callable")
+        if all(isinstance(part, nn.Module) for part in selector):  # one look for all, since there may be many
+            parts = {id(part) for part in selector}
+            if parts <= {id(module) for _, module in named(model)}:
+                return parts
         return set().union(*(_match(model, part) for part in selector))
     # Only a path can be another name of a shared module; all else sees each module once.
     everything = list(names(model) if isinstance(selector, str | re.Pattern) else named(model))

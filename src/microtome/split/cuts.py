@@ -69,7 +69,7 @@ def list_cuts(name: str, seen: Study) -> Cuts:
 def _everywhere(seen: Study) -> str | None:
     """Why no cut at all is exact."""
     if seen.chance is not None:
-        return f"{seen.chance}, and the two sides would not draw the same: put the model in eval mode"
+        return f"{seen.chance}, and the two sides would not draw the same; if it is dropout, call model.eval()"
     if seen.inputs.strange is not None:
         return f"the model is given a {seen.inputs.strange}, which cannot be sent: give tensors, numbers and texts"
     values = seen.trace.values
@@ -89,9 +89,10 @@ def _refusal(seen: Study, call: TracedCall) -> str | None:
     while around is not None:
         outer = seen.trace.calls[around]
         if around in seen.fused:
+            where = f"{outer.address!r}, a {outer.type}" if outer.address else f"the model itself, a {outer.type}"
             return (
-                f"it lies inside {outer.address!r}, a {outer.type}, which torch runs as one fused operator when no "
-                "gradient is wanted: the parts give other last bits"
+                f"it lies inside {where}, which torch runs as one fused operator when no gradient is wanted: the parts "
+                "give other last bits"
             )
         around = outer.parent
     return None
@@ -102,6 +103,10 @@ def crossing_refusal(seen: Study, crossing: Crossing) -> str | None:
     trace = seen.trace
     again: set[str] | None = None
     for level in crossing.levels:
+        if seen.shapes[level.call.index].counts:
+            where = repr(level.call.address) if level.call.address else "the model"
+            names = ", ".join(seen.shapes[level.call.index].sets)
+            return f"{where}, which both sides run, counts in {names} of its module"
         for call in level.skipped:
             if seen.shapes[call.index].effect is not None:
                 return f"{call.address!r} runs in the head, and {seen.shapes[call.index].effect}"

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from microtome.engine.select import check_model, named
-from microtome.errors import BadFile, BadWeights, Unsupported, said
+from microtome.errors import BadFile, BadQuery, BadWeights, Unsupported, said
 from microtome.inputs import Inputs
 from microtome.results import File
 from microtome.split.stage import Stage
@@ -33,6 +34,9 @@ def save_stages(
     }
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
+    (path / _PLAN).unlink(missing_ok=True)
+    for old in path.glob("stage*.safetensors"):
+        old.unlink()
     listed = []
     for stage in stages:
         weights = {name: _plain(stage, name) for name in stage.parameters_needed()}
@@ -77,10 +81,16 @@ def load_stage(
     >>> tail
     <Stage 1 of ResNet, from 'layer1' to the output>
     """
+    if isinstance(model, nn.Module):
+        raise BadQuery("give what makes the model, such as its class or a lambda, so that it is built without weights")
     plan = _read_plan(Path(folder))
     if not isinstance(index, int) or not 0 <= index < len(plan["stages"]):
         raise BadFile(f"{str(folder)!r} has the stages 0 to {len(plan['stages']) - 1}, not {index!r}")
-    weights = load_file(Path(folder) / plan["stages"][index]["file"], device=str(device or "cpu"))
+    file = Path(folder) / plan["stages"][index]["file"]
+    try:
+        weights = load_file(file, device=str(device or "cpu"))
+    except (OSError, SafetensorError) as error:
+        raise BadFile(f"cannot read {str(file)!r}: {said(error)}") from error
     built = _built(model, weights)
     if type(built).__qualname__ != plan["model"]:
         raise BadWeights(f"the folder is of a {plan['model']}, and a {type(built).__qualname__} was made")

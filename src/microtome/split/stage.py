@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from microtome.engine import Call, Probe, Session, Skip, Stop, Stopped
 from microtome.engine.select import named
 from microtome.engine.structure import map_tensors, tensors_in
-from microtome.errors import BadBoundary, BadInputs, Unsupported
+from microtome.errors import BadBoundary, BadInputs, MicrotomeError, Unsupported, said
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
 from microtome.split.ghost import Ghost, GhostRead, awake
@@ -92,7 +92,8 @@ class Stage:
         run = _Run(self, boundary)
         given = Inputs(*args, **kwargs) if boundary is None else run.inputs(boundary)
         if boundary is None:
-            check_same("what the head is given", self._inputs, take_apart((given.args, given.kwargs))[0])
+            got = take_apart((given.args, given.kwargs))[0]
+            check_same("what the head is given, positional and by name,", self._inputs, got)
         run.take_inputs(given)
         interventions: list[Any] = []
         if self._skipped:
@@ -106,11 +107,23 @@ class Stage:
                 if self._ends is None or not run.is_over(stopped.call):
                     raise
                 return run.boundary()
+            except (RuntimeError, NotImplementedError) as error:
+                missing = self._missing()
+                if missing and not isinstance(error, MicrotomeError):
+                    raise Unsupported(
+                        f"stage {self.index} cannot run here: {len(missing)} of its weights are not loaded, such as "
+                        f"{missing[0]!r}. Load them with mt.load_stage(…, {self.index}), or split without `load`"
+                    ) from error
+                raise
         if self._ends is not None:
             raise Unsupported(
                 f"the model ended before the cut at {self._ends.at!r}: its way depends on what it is given"
             )
         return run.finished(output)
+
+    def _missing(self) -> list[str]:
+        held = {name: tensor_at(self.model, name) for name in self._needed}
+        return [name for name, tensor in held.items() if tensor is None or tensor.is_meta]
 
     def _boundary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundary:
         assert self._begins is not None
@@ -271,7 +284,9 @@ class _Run(Probe):
 
     def inputs(self, boundary: Boundary) -> Inputs:
         """The model's arguments: those that were sent, and ghosts of the others."""
-        template, entry = self._stage._inputs, boundary.facts["inputs"]
+        template, entry = self._stage._inputs, boundary.facts.get("inputs", {})
+        if not _is_entry(entry):
+            raise BadBoundary("the boundary does not say what the model was given: have it sent again")
         if len(entry["t"]) != template.tensors or len(entry["p"]) != template.plain:
             raise BadBoundary(
                 f"the head was given {len(entry['t'])} tensors and {len(entry['p'])} other values, and the example has "
@@ -284,20 +299,25 @@ class _Run(Probe):
     def _tensor(self, item: Any, of: str, place: Place) -> Tensor:
         if isinstance(item, str):
             return self._get(item)
-        if isinstance(item, dict):
-            meta = torch.empty(item["shape"], dtype=getattr(torch, item["dtype"]), device="meta")
-            if item["strides"] is not None:
-                meta = torch.empty_strided(item["shape"], item["strides"], dtype=meta.dtype, device="meta")
-            return Ghost(meta, self._device or torch.device("cpu"), of, place)
-        name, shape, strides, offset = item
-        return self._get(name).as_strided(shape, strides, offset)
+        try:
+            if isinstance(item, dict):
+                meta = torch.empty(item["shape"], dtype=_dtype(item["dtype"]), device="meta")
+                if item["strides"] is not None:
+                    meta = torch.empty_strided(item["shape"], item["strides"], dtype=meta.dtype, device="meta")
+                return Ghost(meta, self._device or torch.device("cpu"), of, place)
+            name, shape, strides, offset = item
+            return self._get(name).as_strided(shape, strides, offset)
+        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            raise BadBoundary(f"what the boundary says of {of!r} makes no tensor: {said(error)}") from error
 
     def _get(self, name: str) -> Tensor:
         """A tensor that was sent; a copy, if the model writes into it."""
         if name not in self._given:
             assert self._received is not None
             assert self._stage._begins is not None
-            sent = self._received.tensors[name]
+            sent = self._received.tensors.get(name)
+            if sent is None:
+                raise BadBoundary(f"the boundary lacks {name!r}: have it sent again")
             tensor = sent if self._device is None else sent.to(self._device)
             written = name.rstrip("'") in self._stage._begins.written
             if tensor is sent and (written or (sent.is_inference() and not torch.is_inference_mode_enabled())):
@@ -327,10 +347,24 @@ def _listed(boundary: Boundary, trail: Trail | None) -> list[dict[str, Any]]:
 
 
 def _checked(boundary: Boundary, step: Step, entry: Any) -> dict[str, Any]:
-    fits = isinstance(entry, dict) and len(entry["t"]) == step.output.tensors and len(entry["p"]) == step.output.plain
+    fits = _is_entry(entry) and len(entry["t"]) == step.output.tensors and len(entry["p"]) == step.output.plain
+    fits = fits and isinstance(entry.get("a"), dict) and set(entry["a"]) <= set(map(str, step.arguments))
     if not fits:
         raise BadBoundary(f"the boundary says of {step.address!r} what does not fit what it returns on this side")
     return entry
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("t"), list) or not isinstance(entry.get("p"), list):
+        return False
+    return all(isinstance(value, bool | int | float | str | None) for value in entry["p"])
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

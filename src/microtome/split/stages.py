@@ -220,12 +220,18 @@ class Splitter:
 
 
 def _chosen(cuts: Cuts, at: Any) -> list[Cut]:
-    planned = getattr(at, "at", at) if not isinstance(at, Cut) else at
-    wanted = [planned] if isinstance(planned, str | Cut) else list(planned)
-    if not wanted:
-        raise BadQuery("say where to cut: an address such as 'layer2.0.conv1', several, or a plan of mt.plan")
+    planned = getattr(at, "at", at) if not isinstance(at, Cut | nn.Module) else at
+    if planned is None and at is not None:
+        raise BadQuery("the plan does not cut the model: it runs best in one place")
+    wanted = [planned] if isinstance(planned, str | Cut) or not isinstance(planned, Iterable) else list(planned)
+    if not wanted or not all(isinstance(one, str | Cut) for one in wanted):
+        raise BadQuery(
+            f"say where to cut: an address such as 'layer2.0.conv1', several, or a plan of mt.plan; got {at!r:.80}"
+        )
     if "auto" in wanted:
         raise BadQuery("at='auto' needs to know the devices and the link: give a plan, at=mt.plan(mt.cuts(…), …)")
+    if "" in wanted:
+        raise BadQuery("the exit of the model itself is no cut: nothing would be left for the tail")
     found = sorted((_cut(cuts, one) for one in wanted), key=lambda cut: cut.index)
     for one, other in pairwise(found):
         if one is other:
@@ -240,7 +246,7 @@ def _cut(cuts: Cuts, one: Any) -> Cut:
 
 def _stage_index(load: str | int, count: int) -> int:
     index = {"head": 0, "tail": count - 1}.get(load, load) if isinstance(load, str) else load
-    if not isinstance(index, int) or not 0 <= index < count:
+    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
         raise BadQuery(f"load is 'head', 'tail' or the index of one of {count} stages, got {load!r}")
     return index
 
@@ -315,13 +321,15 @@ def run_until(model: nn.Module, inputs: Any, at: str, *, save: Selector | None =
     >>> list(saved)
     ['stem.0', 'stem.1', 'stem.2']
     """
+    if not isinstance(at, str):
+        raise BadQuery(f"a model runs until one call: give its address, not {at!r:.80}")
     splitter = Splitter(model, inputs)
     head = splitter.at(at, verify=False)[0]
     saved = _Saved(() if save is None else select(model, save).values())
     boundary = head.run(*splitter.given.args, probes=[saved], **splitter.given.kwargs)
     missing = [] if save is None else [path for path in select(model, save) if path not in _paths(saved.by_address)]
-    if save is not None and not saved.by_address:
-        raise NoMatch(f"{missing[0]!r} does not run before the exit of {at!r}: there is nothing to save")
+    if missing:
+        raise NoMatch(f"{missing[0]!r} does not run before the exit of {at!r}: leave it out of `save`")
     return Until(boundary, saved.by_address)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,6 @@ from microtome.trace.data import Trace, TracedCall
 from microtome.trace.run import record
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
-#: Modules that torch runs as one fused operator when no gradient is wanted: the calls inside are then not there.
-_FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,14 @@ class Shape:
         same: Of each tensor that it returned, which tensor among its arguments it is; None: none of them.
         effect: What it did that tensors do not tell, in words; None: nothing that was seen.
         sets: The attributes of its module that it changed.
+        counts: Whether one of these was a number and is another.
     """
 
     output: Template
     same: tuple[int | None, ...]
     effect: str | None = None
     sets: tuple[str, ...] = ()
+    counts: bool = False
 
 
 @dataclass
@@ -104,6 +105,22 @@ class Study:
         return self.writes(memory, begins, len(self.trace.ops))
 
 
+class _Before(NamedTuple):
+    """What is compared when a call ends with what was when it began.
+
+    Attributes:
+        strange: The states of objects among the arguments.
+        own: The states of the module's attributes.
+        held: What the structures among the arguments hold.
+        arguments: The places of the tensors among the arguments, by their ids.
+    """
+
+    strange: list[Any]
+    own: dict[str, Any]
+    held: list[Any]
+    arguments: dict[int, int]
+
+
 class _Watch(Probe):
     """Writes down the structures of a run; it holds no tensor."""
 
@@ -111,27 +128,37 @@ class _Watch(Probe):
         self.shapes: dict[Call, Shape] = {}
         self.fused: set[int] = set()
         self.chance: str | None = None
-        self._before: dict[Call, tuple[list[Any], dict[str, Any]]] = {}
+        self._before: dict[Call, _Before] = {}
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if isinstance(call.module, _FUSED) and not call.module.training:
+        if _is_fused(call.module, args, kwargs):
             self.fused.add(len(self.shapes))
         self.shapes[call] = _OPEN
-        strange = strange_in((args, kwargs))
-        self._before[call] = [_state(item) for item in strange], _own(call.module)
+        self._before[call] = _Before(
+            [_state(item) for item in strange_in((args, kwargs))],
+            _own(call.module),
+            _held((args, kwargs)),
+            {id(tensor): at for at, tensor in enumerate(tensors_in((args, kwargs)))},
+        )
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        arguments = {id(tensor): at for at, tensor in enumerate(tensors_in((args, kwargs)))}
+        before = self._before.pop(call)
         template, tensors, _ = take_apart(output, (args, kwargs))
-        states, own = self._before.pop(call)
         effect = None
-        for item, before in zip(strange_in((args, kwargs)), states, strict=False):
-            if _state(item) != before:
+        if _held((args, kwargs)) != before.held:
+            effect = "it changes a list or a dict that it is given"
+        for item, state in zip(strange_in((args, kwargs)), before.strange, strict=False):
+            if _state(item) != state:
                 effect = f"it changes a {type(item).__name__} that it is given"
+                if "Cache" in type(item).__name__:
+                    effect += ": call the model with use_cache=False"
         if effect is None and template.strange is not None:
             effect = f"it returns a {template.strange}, which is no tensor, number, text or structure of these"
-        sets = tuple(sorted(name for name, state in _own(call.module).items() if own.get(name, _NOTHING) != state))
-        self.shapes[call] = Shape(template, tuple(arguments.get(id(tensor)) for tensor in tensors), effect, sets)
+        own = _own(call.module)
+        sets = tuple(sorted(name for name, state in own.items() if before.own.get(name, _NOTHING) != state))
+        counts = any(isinstance(own[name], float) and isinstance(before.own.get(name), float) for name in sets)
+        same = tuple(before.arguments.get(id(tensor)) for tensor in tensors)
+        self.shapes[call] = Shape(template, same, effect, sets, counts)
 
     def fail(self, call: Call, error: BaseException) -> None:  # which the model may catch
         self._before.pop(call, None)
@@ -168,15 +195,42 @@ def _is_random(func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return True
 
 
+def _is_fused(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if isinstance(module, nn.TransformerEncoder):  # whose layers then get tensors of another kind
+        mask = args[2] if len(args) > 2 else kwargs.get("src_key_padding_mask")
+        return not module.training and mask is not None
+    return isinstance(module, nn.TransformerEncoderLayer) and not module.training
+
+
+def _held(value: Any, depth: int = 6) -> list[Any]:
+    """What lists and dicts hold, by identity: equal as long as nothing was put in or taken out."""
+    if isinstance(value, list | tuple):
+        items: Iterable[Any] = value
+    elif isinstance(value, dict):
+        items = value.values()
+    else:
+        return []
+    held: list[Any] = [type(value), list(value) if isinstance(value, dict) else None]
+    for item in items:
+        held.append(item if isinstance(item, bool | int | float | str | None) else id(item))
+        if depth and isinstance(item, list | tuple | dict):
+            held.append(_held(item, depth - 1))
+    return held
+
+
 def _own(module: nn.Module | None) -> dict[str, Any]:
     """The state of what a module holds as attributes of its own, but for what torch keeps there."""
     if module is None:
         return {}
     return {
-        name: _state(value, 1) if isinstance(value, list | dict | set) else id(value)
+        name: _state(value, 1) if isinstance(value, list | dict | set) else _number(value)
         for name, value in module.__dict__.items()
         if name not in _TORCHS
     }
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else id(value)
 
 
 _TORCHS = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"}

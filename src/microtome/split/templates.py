@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -165,6 +166,10 @@ def check_same(what: str, expected: Template, got: Template) -> None:
     """Raise where two values have not the same structure."""
     if expected.text != got.text:
         raise BadInputs(
-            f"{what} is {got.text} in this run and was {expected.text} in the example (T: a tensor, S: a number, a "
-            "text or None): split the model on an example of the same structure"
+            f"{what} is {_told(got)} in this run and was {_told(expected)} in the example: split the model on an "
+            "example of the same structure"
         )
+
+
+def _told(template: Template) -> str:
+    return re.sub(r",?\)", ")", re.sub(r"T\d+", "tensor", re.sub(r"S\d+", "value", template.text)))
