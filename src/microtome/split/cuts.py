@@ -44,7 +44,7 @@ def list_cuts(name: str, seen: Study) -> Cuts:
     for index, call in enumerate(seen.ending[:-1]):  # the last is the model itself
         refused = everywhere or _refusal(seen, call)
         crossing = liveness.crossing(call)
-        refused = refused or crossing.refused or crossing_refusal(seen, crossing)
+        refused = refused or crossing_refusal(seen, crossing) or crossing.refused
         live = _live(seen, crossing)
         nbytes = sum(value.nbytes for value in live)
         dominates = refused is None and (least is None or nbytes < least)

@@ -192,6 +192,8 @@ def _is_random(func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
         return bool(args[2] if len(args) > 2 else kwargs.get("train", True)) and (args[1] if len(args) > 1 else 1) > 0
     if "attention" in name:
         return bool(kwargs.get("dropout_p", 0.0))
+    if "rrelu" in name:
+        return bool(args[4] if len(args) > 4 else kwargs.get("training", False))
     return True
 
 
