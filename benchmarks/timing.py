@@ -22,3 +22,15 @@ def interleave(
                 if round_:
                     times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def take_turns(contestants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Seconds of each: the lower quartile over the rounds, after a warm-up, since others may have the machine."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_ in range(rounds + 1):
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            run()
+            if round_:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.quantiles(taken, n=4)[0] for name, taken in times.items()}

@@ -337,12 +337,12 @@ def test_a_cut_that_is_not_exact_is_refused_with_the_reason() -> None:
 def test_a_model_that_draws_random_numbers_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 2))
     wrapped = WrappedModel(model, torch.ones(1, 2))
-    with pytest.raises(Unsupported, match="after layer 1: .*put the model in eval mode"):
+    with pytest.raises(Unsupported, match="after layer 1: .*call model.eval"):
         wrapped(torch.ones(1, 2), end=1)
     wrapped.eval()
     early = wrapped(torch.ones(1, 2), end=1)
     wrapped.train()  # what was known of the model does not hold any more
-    with pytest.raises(Unsupported, match="put the model in eval mode"):
+    with pytest.raises(Unsupported, match="call model.eval"):
         wrapped(early, start=1)
 
 
@@ -415,7 +415,7 @@ def test_the_model_is_as_found(resnet: Any) -> None:
     wrapped = WrappedModel(model, x, save_layers=[1], warmup_iterations=1)
     wrapped.get_layer_metrics()
     assert same(wrapped(x, log=False), wrapped(x))
-    with pytest.raises(Unsupported, match="put the model in eval mode"):
+    with pytest.raises(Unsupported, match="call model.eval"):
         wrapped(x, end=3)
     assert [module.training for module in model.modules()] == modes
     model.eval()

@@ -531,11 +531,14 @@ def test_a_module_that_runs_twice_has_two_calls_where_only_it_is_seen() -> None:
     assert events.addresses == ["layer", "layer#1"]
 
 
-def test_parts_are_of_a_model_and_for_probes() -> None:
-    with pytest.raises(SessionError, match="`at` chooses what probes see of a model: give one, and no interventions"):
+def test_parts_are_of_a_model_and_hold_what_is_changed() -> None:
+    with pytest.raises(SessionError, match="`at` chooses what is seen of a model: give one"):
         mt.Session(None, [Log()], at=nn.Linear)
-    with pytest.raises(SessionError, match="`at` chooses what probes see"):
-        mt.Session(net(), [], [mt.Stop("0")], at=nn.Linear)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.raises(SessionError, match="an intervention is at a ReLU that `at` leaves out"):
+        mt.Session(model, [], [mt.Stop("1")], at=nn.Linear).__enter__()
+    with mt.Session(model, [], [mt.Stop("0")], at=nn.Linear), pytest.raises(mt.Stopped):
+        model(X)
 
 
 def test_fast_paths_may_stay_on() -> None:

@@ -74,8 +74,8 @@ class Session:
         self.feeds = any(isinstance(one, Feed) for one in self._interventions)
         if self.changes_runs and model is None:
             raise SessionError("interventions need a model: give the one that they are to change")
-        if at is not None and (self.model is None or self.changes_runs):
-            raise SessionError("`at` chooses what probes see of a model: give one, and no interventions")
+        if at is not None and self.model is None:
+            raise SessionError("`at` chooses what is seen of a model: give one")
         self._sites: Sites = ProcessSites() if self.model is None else ModelSites(self.model, at)
         unseen = at is not None and self.model is not None and "" not in select(self.model, at)
         self._enter = methods_of(probes, "enter", unseen=unseen)
@@ -93,6 +93,7 @@ class Session:
         self._functions: FunctionMode | None = None
         self._last = Where(None, "forward")
         self._open: ExitStack | None = None
+        self._changes: dict[Site, Change] = {}
         self._resolved = -1
 
     def __enter__(self) -> Self:
@@ -102,8 +103,6 @@ class Session:
         self._threads = Threads()
         self._opener = self._threads.here()
         self._owners = Owners(self._threads, self._sites) if self._backward else None
-        self._changes: dict[Site, Change] = {}
-        self._resolved = -1
         self._resolve_interventions()
         with ExitStack() as stack:
             handle = register_module_module_registration_hook(self._sites.registered)
@@ -389,7 +388,10 @@ class Session:
         for intervention in self._interventions:
             for module in select(self.model, intervention.at).values():
                 site = self._sites.by_id.get(id(module)) or self._sites.find(module, self.model)
-                assert site is not None
+                if site is None:
+                    raise SessionError(
+                        f"an intervention is at a {type(module).__name__} that `at` leaves out: add it there"
+                    )
                 self._changes.setdefault(site, Change()).add(intervention)
         self._resolved = self._sites.looks
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 from torch import nn
@@ -110,7 +113,7 @@ def crossing_refusal(seen: Study, crossing: Crossing) -> str | None:
         for call in level.skipped:
             if seen.shapes[call.index].effect is not None:
                 return f"{call.address!r} runs in the head, and {seen.shapes[call.index].effect}"
-            for inside in trace.below(call):
+            for inside in trace.below(call) if seen.is_noisy else ():
                 if not (sets := seen.shapes[inside.index].sets):
                     continue
                 if again is None:
@@ -167,34 +170,55 @@ class _Counts:
 
     def __init__(self, seen: Study) -> None:
         trace = seen.trace
-        self._seen = seen
         self._macs: list[int | None] = [0]
         for op in trace.ops:
             before = self._macs[-1]
             self._macs.append(None if before is None or op.macs is None else before + op.macs)
-        self._total = self._macs[-1]
-        # When each parameter is read first and last; of tied ones, each is the same value.
-        read = [value for value in trace.values if value.origin == "parameter"]
-        by_memory: dict[int, list[int]] = {}
+        uses: dict[int, list[int]] = {}
         for value in trace.values:
-            by_memory.setdefault(value.memory, []).extend(value.consumers)
-        self._params = [
-            (min(uses), max(uses), sorted(uses), value.nbytes // value.dtype.itemsize, value.nbytes)
-            for value in read
-            if (uses := by_memory[value.memory])
-        ]
+            uses.setdefault(value.memory, []).extend(value.consumers)
+        read = [value for value in trace.values if value.origin == "parameter" and uses[value.memory]]
+        self._last = {value.index: max(uses[value.memory]) for value in read}
+        self._begun = _Sums(sorted(((min(uses[value.memory]), value) for value in read), key=itemgetter(0)))
+        self._ended = _Sums(sorted(((self._last[value.index], value) for value in read), key=itemgetter(0)))
+        self._by_op: dict[int, list[Value]] = {}
+        for value in read:
+            for use in set(uses[value.memory]):
+                self._by_op.setdefault(use, []).append(value)
 
     def at(self, crossing: Crossing) -> tuple[int | None, int | None, int, int, int, int]:
         ends = crossing.cut.ends
-        head = self._macs[ends]
-        tail = None if self._total is None or head is None else self._total - head
-        again = {at for level in crossing.levels for at in level.call.ops if at < ends}
-        head_count = head_bytes = tail_count = tail_bytes = 0
-        for first, last, uses, count, nbytes in self._params:
-            if first < ends:
-                head_count += count
-                head_bytes += nbytes
-            if last >= ends or not again.isdisjoint(uses):
-                tail_count += count
-                tail_bytes += nbytes
+        head, total = self._macs[ends], self._macs[-1]
+        tail = None if total is None or head is None else total - head
+        head_count, head_bytes = self._begun.before(ends)
+        ended_count, ended_bytes = self._ended.before(ends)
+        tail_count, tail_bytes = self._ended.total[0] - ended_count, self._ended.total[1] - ended_bytes
+        again = {
+            value.index: value
+            for level in crossing.levels
+            for op in level.call.ops
+            if op < ends
+            for value in self._by_op.get(op, ())
+            if self._last[value.index] < ends
+        }
+        for value in again.values():
+            tail_count += value.nbytes // value.dtype.itemsize
+            tail_bytes += value.nbytes
         return head, tail, head_count, tail_count, head_bytes, tail_bytes
+
+
+class _Sums:
+    """How many parameters there are before a time, and their bytes."""
+
+    def __init__(self, timed: list[tuple[int, Value]]) -> None:
+        self._times = [time for time, _ in timed]
+        self._counts = [0, *accumulate(value.nbytes // value.dtype.itemsize for _, value in timed)]
+        self._bytes = [0, *accumulate(value.nbytes for _, value in timed)]
+
+    def before(self, time: int) -> tuple[int, int]:
+        at = bisect_left(self._times, time)
+        return self._counts[at], self._bytes[at]
+
+    @property
+    def total(self) -> tuple[int, int]:
+        return self._counts[-1], self._bytes[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from microtome.split.ghost import SHAPE_ONLY
@@ -104,6 +105,25 @@ class Liveness:
                 crossing.written.add(place)
         self._join(crossing)
         return crossing
+
+    @cached_property
+    def aliases(self) -> dict[int, tuple[list[int], list[int]]]:
+        """For each memory, the operators and the calls that have one more tensor lie in it."""
+        memory_of, made_by, shapes = self.memory, self.study.made_by, self.study.shapes
+        found: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        for memory, count in Counter(memory_of[value] for value in self._trace.calls[0].inputs).items():
+            if count > 1:
+                found[memory][1].append(-1)
+        for op in self._trace.ops:
+            for at in op.outputs:
+                if made_by.get(memory_of[at]) != op.index and at not in op.mutates:
+                    found[memory_of[at]][0].append(op.index)
+        for call in self._trace.calls:
+            own = Counter(memory_of[v] for at, v in enumerate(call.outputs) if shapes[call.index].same[at] is None)
+            for memory, count in own.items():
+                if count > (call.begins <= made_by.get(memory, -1) < call.ends):
+                    found[memory][1].append(call.index)
+        return found
 
     def _join(self, crossing: Crossing) -> None:
         """Have memories cross as a whole where the tail writes into them, or where that is less than their values."""
@@ -210,8 +230,9 @@ class _Walk:
         self._trace = liveness.study.trace
         self._needs: Needs = {}
         self._idle: set[int] = set()
-        # When more tensors than one came to lie in a memory.
-        self._aliases: dict[int, list[int]] = {}
+        self._around = {level.call.index for level in crossing.levels}
+        # The arguments of the model are as if a call before it had returned them.
+        self._skipped = {-1, *(call.index for level in crossing.levels for call in level.skipped)}
         self.found: dict[Place, int] = {}
         self.views: dict[Place, int] = {}
         self.conflicts: set[int] = set()
@@ -221,7 +242,6 @@ class _Walk:
     def run(self, needs: Needs) -> None:
         self._needs = needs
         items = self._items()
-        self._find_aliases(items)
         for item in items:
             if isinstance(item, TracedCall):
                 self._skip(item)
@@ -249,7 +269,7 @@ class _Walk:
 
     def _skip(self, call: TracedCall) -> None:
         study, memory_of = self._liveness.study, self._liveness.memory
-        for memory in list(self._needs):
+        for memory in study.touched(call.index) & self._needs.keys():
             outputs = {value: at for at, value in enumerate(call.outputs) if memory_of[value] == memory}
             arguments = {value: at for at, value in enumerate(call.inputs) if memory_of[value] == memory}
             if call.begins <= study.made_by.get(memory, -1) < call.ends:
@@ -315,29 +335,10 @@ class _Walk:
 
     def _is_alone(self, memory: int, call: TracedCall) -> bool:
         """Whether one tensor lay in the memory, and no views of it, when a call began."""
-        return all(when >= call.begins for when in self._aliases.get(memory, ()))
-
-    def _find_aliases(self, items: list[TracedCall | Op]) -> None:
-        memory_of, made_by, shapes = self._liveness.memory, self._liveness.study.made_by, self._liveness.study.shapes
-        for memory, count in Counter(memory_of[value] for value in self._trace.calls[0].inputs).items():
-            if count > 1:
-                self._aliases.setdefault(memory, []).append(-1)
-        for item in items:
-            if isinstance(item, Op):
-                fresh = [
-                    at for at in item.outputs if made_by.get(memory_of[at]) != item.index and at not in item.mutates
-                ]
-                found = {memory_of[at]: 1 for at in fresh}
-                when = item.index
-            else:
-                same = shapes[item.index].same
-                found = dict(Counter(memory_of[value] for at, value in enumerate(item.outputs) if same[at] is None))
-                for memory in found:
-                    found[memory] -= item.begins <= made_by.get(memory, -1) < item.ends
-                when = item.begins
-            for memory, count in found.items():
-                if count > 0:
-                    self._aliases.setdefault(memory, []).append(when)
+        ops, calls = self._liveness.aliases.get(memory, ((), ()))
+        return not any(op < call.begins and self._trace.ops[op].call in self._around for op in ops) and not any(
+            other < call.index and other in self._skipped for other in calls
+        )
 
     def _begin(self) -> None:
         """What is needed of the model's arguments."""

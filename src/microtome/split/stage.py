@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from threading import get_ident
 from typing import Any
 
@@ -52,7 +52,9 @@ class Stage:
         self._ends = ends
         self._inputs = inputs
         self._needed = tuple(needed)
+        self._free: list[tuple[Session, _Run]] = []
         modules = dict(named(model))
+        self._seen = [modules[path] for trail in (begins, ends) if trail is not None for path in trail.paths]
         self._skipped = (
             [] if begins is None else list({step.path: modules[step.path] for step in begins.steps}.values())
         )
@@ -89,37 +91,53 @@ class Stage:
         boundary = None
         if self._begins is not None:
             boundary = self._boundary(args, kwargs)
-        run = _Run(self, boundary)
-        given = Inputs(*args, **kwargs) if boundary is None else run.inputs(boundary)
-        if boundary is None:
-            got = take_apart((given.args, given.kwargs))[0]
-            check_same("what the head is given, positional and by name,", self._inputs, got)
-        run.take_inputs(given)
-        interventions: list[Any] = []
-        if self._skipped:
-            interventions.append(Skip(self._skipped, run.output, when=run.is_skipped))
-        if self._cut is not None:
-            interventions.append(Stop(self._cut, when=run.is_over))
-        with Session(self.model, [run, *probes], interventions, fast_paths=True):
-            try:
-                output = given.run(self.model)
-            except Stopped as stopped:
-                if self._ends is None or not run.is_over(stopped.call):
-                    raise
-                return run.boundary()
-            except (RuntimeError, NotImplementedError) as error:
-                missing = self._missing()
-                if missing and not isinstance(error, MicrotomeError):
-                    raise Unsupported(
-                        f"stage {self.index} cannot run here: {len(missing)} of its weights are not loaded, such as "
-                        f"{missing[0]!r}. Load them with mt.load_stage(…, {self.index}), or split without `load`"
-                    ) from error
+        # A session takes longer to make than to open, so it is kept; several threads may run the stage at once.
+        session, run = self._free.pop() if self._free else self._session()
+        run.begin(boundary)
+        try:
+            given = Inputs(*args, **kwargs) if boundary is None else run.inputs(boundary)
+            if boundary is None:
+                got = take_apart((given.args, given.kwargs))[0]
+                check_same("what the head is given, positional and by name,", self._inputs, got)
+            run.take_inputs(given)
+            with ExitStack() as stack:
+                if probes:
+                    stack.enter_context(Session(self.model, probes, fast_paths=True))
+                stack.enter_context(session)
+                return self._run(run, given)
+        finally:
+            run.begin(None)  # it holds nothing between runs
+            self._free.append((session, run))
+
+    def _run(self, run: _Run, given: Inputs) -> Any:
+        try:
+            output = given.run(self.model)
+        except Stopped as stopped:
+            if self._ends is None or not run.is_over(stopped.call):
                 raise
+            return run.boundary()
+        except (RuntimeError, NotImplementedError) as error:
+            missing = self._missing()
+            if missing and not isinstance(error, MicrotomeError):
+                raise Unsupported(
+                    f"stage {self.index} cannot run here: {len(missing)} of its weights are not loaded, such as "
+                    f"{missing[0]!r}. Load them with mt.load_stage(…, {self.index}), or split without `load`"
+                ) from error
+            raise
         if self._ends is not None:
             raise Unsupported(
                 f"the model ended before the cut at {self._ends.at!r}: its way depends on what it is given"
             )
         return run.finished(output)
+
+    def _session(self) -> tuple[Session, _Run]:
+        run = _Run(self)
+        interventions: list[Any] = []
+        if self._skipped:
+            interventions.append(Skip(self._skipped, run.output, when=run.is_skipped))
+        if self._cut is not None:
+            interventions.append(Stop(self._cut, when=run.is_over))
+        return Session(self.model, [run], interventions, at=self._seen, fast_paths=True), run
 
     def _missing(self) -> list[str]:
         held = {name: tensor_at(self.model, name) for name in self._needed}
@@ -150,10 +168,15 @@ class Stage:
 class _Run(Probe):
     """One run of a stage: leaves out what lies before it, and takes what crosses after it."""
 
-    def __init__(self, stage: Stage, boundary: Boundary | None) -> None:
+    def __init__(self, stage: Stage) -> None:
         self._stage = stage
+        self.begin(None)
+
+    def begin(self, boundary: Boundary | None) -> None:
+        """Forget the run before."""
+        stage = self._stage
         self._thread = get_ident()
-        self._device = stage.device
+        self._device = None if boundary is None else stage.device
         self._replay = None if stage._begins is None else Follower(stage._begins)
         self._bank = None if stage._ends is None else Follower(stage._ends)
         self._received = boundary

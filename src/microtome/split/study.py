@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.structure import tensors_in
 from microtome.inputs import Inputs
-from microtome.split.templates import Template, strange_in, take_apart
+from microtome.split.templates import Slot, Template, strange_in, take_apart
 from microtome.trace.data import Trace, TracedCall
 from microtome.trace.run import record
 
@@ -57,6 +57,12 @@ class Study:
     inputs: Template
     fused: frozenset[int]
     chance: str | None
+    _touched: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def is_noisy(self) -> bool:
+        """Whether any call changes attributes of its module."""
+        return any(shape.sets for shape in self.shapes)
 
     @cached_property
     def ending(self) -> list[TracedCall]:
@@ -96,6 +102,16 @@ class Study:
                     found.setdefault(memory, []).append(op.index)
         return found
 
+    def touched(self, call: int) -> frozenset[int]:
+        """The memories that a call is given, makes, writes into or returns."""
+        if call not in self._touched:
+            traced, values = self.trace.calls[call], self.trace.values
+            found = {values[at].memory for at in (*traced.inputs, *traced.outputs)}
+            for op in self.trace.ops[traced.begins : traced.ends]:
+                found.update(values[at].memory for at in (*op.outputs, *op.mutates))
+            self._touched[call] = frozenset(found)
+        return self._touched[call]
+
     def writes(self, memory: int, begins: int, ends: int) -> bool:
         """Whether an operator of these wrote into the memory."""
         return any(begins <= op < ends for op in self.writers.get(memory, ()))
@@ -115,9 +131,9 @@ class _Before(NamedTuple):
         arguments: The places of the tensors among the arguments, by their ids.
     """
 
-    strange: list[Any]
+    strange: Sequence[Any]
     own: dict[str, Any]
-    held: list[Any]
+    held: Sequence[Any]
     arguments: dict[int, int]
 
 
@@ -134,20 +150,27 @@ class _Watch(Probe):
         if _is_fused(call.module, args, kwargs):
             self.fused.add(len(self.shapes))
         self.shapes[call] = _OPEN
+        own = _own(call.module)
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # by far the most frequent
+            self._before[call] = _Before((), own, (), {id(args[0]): 0})
+            return
         self._before[call] = _Before(
             [_state(item) for item in strange_in((args, kwargs))],
-            _own(call.module),
+            own,
             _held((args, kwargs)),
             {id(tensor): at for at, tensor in enumerate(tensors_in((args, kwargs)))},
         )
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         before = self._before.pop(call)
-        template, tensors, _ = take_apart(output, (args, kwargs))
+        if isinstance(output, Tensor):
+            template, tensors = _ONE, [output]
+        else:
+            template, tensors, _ = take_apart(output, (args, kwargs))
         effect = None
-        if _held((args, kwargs)) != before.held:
+        if before.held and _held((args, kwargs)) != before.held:
             effect = "it changes a list or a dict that it is given"
-        for item, state in zip(strange_in((args, kwargs)), before.strange, strict=False):
+        for item, state in zip(strange_in((args, kwargs)) if before.strange else (), before.strange, strict=False):
             if _state(item) != state:
                 effect = f"it changes a {type(item).__name__} that it is given"
                 if "Cache" in type(item).__name__:
@@ -156,7 +179,7 @@ class _Watch(Probe):
             effect = f"it returns a {template.strange}, which is no tensor, number, text or structure of these"
         own = _own(call.module)
         sets = tuple(sorted(name for name, state in own.items() if before.own.get(name, _NOTHING) != state))
-        counts = any(isinstance(own[name], float) and isinstance(before.own.get(name), float) for name in sets)
+        counts = any(type(own[name]) in _COUNTS and type(before.own.get(name)) in _COUNTS for name in sets)
         same = tuple(before.arguments.get(id(tensor)) for tensor in tensors)
         self.shapes[call] = Shape(template, same, effect, sets, counts)
 
@@ -172,6 +195,7 @@ class _Watch(Probe):
 
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _NOTHING = object()
+_ONE = Template(Slot(0), 1, 0)
 _OPEN = Shape(Template(None, 0, 0), ())
 _random: dict[Any, bool] = {}
 
@@ -225,16 +249,15 @@ def _own(module: nn.Module | None) -> dict[str, Any]:
     if module is None:
         return {}
     return {
-        name: _state(value, 1) if isinstance(value, list | dict | set) else _number(value)
+        name: value if type(value) in _PLAIN else _state(value, 1) if type(value) in _HOLDS else (id(value),)
         for name, value in module.__dict__.items()
         if name not in _TORCHS
     }
 
 
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else id(value)
-
-
+_PLAIN = (int, float, bool, str)
+_COUNTS = (int, float)
+_HOLDS = (list, dict, set)
 _TORCHS = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"}
 
 

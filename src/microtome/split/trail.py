@@ -75,6 +75,12 @@ class Trail:
     written: frozenset[str]
 
     @property
+    def paths(self) -> list[str]:
+        """The modules of all steps and of the calls around them."""
+        around = [onward for _, onward in self.levels if onward is not None]
+        return list(dict.fromkeys(["", *around, *(step.path for step in self.steps)]))
+
+    @property
     def steps(self) -> Iterable[Step]:
         return (step for steps, _ in self.levels for step in steps)
 

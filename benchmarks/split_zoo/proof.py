@@ -1,0 +1,130 @@
+"""Whether the two halves of a model give what the model gives, cut by cut."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+import microtome as mt
+from microtome.errors import MicrotomeError
+from microtome.split.compare import differences
+from microtome.split.data import Cut
+from microtome.split.stages import Splitter
+
+
+@dataclass
+class Tally:
+    """What became of the cuts of a model.
+
+    Attributes:
+        listed: The places that `mt.cuts` tells of.
+        unlisted: Those of them that it refuses, which is said before anything runs.
+        tried: The cuts that were made and compared.
+        exact: Those that gave what the model gives, to the last bit, for both inputs and through bytes.
+        late: Those that `mt.split` or a stage refused after all: why, by address.
+        wrong: Those that gave something else, silently: what, by address.
+        failed: Those that raised an error that is not microtome's: what, by address.
+    """
+
+    name: str
+    listed: int = 0
+    unlisted: Counter[str] = field(default_factory=Counter)
+    tried: int = 0
+    exact: int = 0
+    late: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def refused(self) -> int:
+        return self.unlisted.total() + len(self.late)
+
+
+def prove(name: str, model: nn.Module, inputs: list[Any], most: int | None = None) -> Tally:
+    """Cut the model and compare.
+
+    Args:
+        inputs: The example, and others of other sizes.
+        most: How many cuts to try, spread evenly; None: all.
+    """
+    tally = Tally(name)
+    model.eval()
+    examples = [mt.Inputs.of(one) for one in inputs]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wholes = [_copy(one).run(model) for one in examples]
+        splitter = Splitter(model, examples[0])
+        cuts = splitter.cuts
+        tally.listed = len(cuts) + len(cuts.refused)
+        tally.unlisted.update(cut.refused for cut in cuts.refused if cut.refused)
+        step = 1 if most is None else max(1, -(-len(cuts) // most))
+        for cut in cuts[step // 2 :: step]:
+            tally.tried += 1
+            _try(tally, splitter, cut, examples, wholes)
+    return tally
+
+
+def _try(tally: Tally, splitter: Splitter, cut: Cut, examples: list[mt.Inputs], wholes: list[Any]) -> None:
+    found: str | None = "not tried"
+    # What is wrong without a trial on the example is tried with one: `mt.split` makes it and refuses.
+    for verify in (False, True):
+        try:
+            found = _wrong(splitter, cut, examples, wholes, verify)
+        except MicrotomeError as error:
+            found = str(error)
+            if verify:
+                tally.late[cut.at] = found
+                return
+        except Exception as error:  # noqa: BLE001
+            found = f"{type(error).__name__}: {error}"
+            if verify:
+                tally.failed[cut.at] = found[:300]
+                return
+        if found is None:
+            tally.exact += 1
+            return
+    tally.wrong[cut.at] = found or ""
+
+
+def _wrong(splitter: Splitter, cut: Cut, examples: list[mt.Inputs], wholes: list[Any], verify: bool) -> str | None:
+    head, tail = splitter.at(cut, verify=verify)
+    for number, (example, whole) in enumerate(zip(examples, wholes, strict=True)):
+        given = _copy(example)
+        boundary = head(*given.args, **given.kwargs)
+        if not number and boundary.nbytes != cut.nbytes and not verify:
+            return f"{boundary.nbytes} bytes cross in place of {cut.nbytes}"
+        output = tail(mt.Boundary.from_bytes(boundary.to_bytes()))
+        for difference in differences(output, whole):
+            return f"input {number}{difference.place}: {difference.what}"
+    return None
+
+
+def _copy(given: mt.Inputs) -> mt.Inputs:
+    args, kwargs = tree_map_only(Tensor, Tensor.clone, (given.args, given.kwargs))
+    return mt.Inputs(*args, **kwargs)
+
+
+def table(tallies: dict[str, list[Tally]]) -> Iterator[str]:
+    """A row for each family, and one for all."""
+    yield "| family | models | cuts listed | refused there | tried | bit-equal | refused by mt.split | errors | wrong |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    every = [one for several in tallies.values() for one in several]
+    for family, several in (*tallies.items(), ("all", every)):
+        counts = [
+            len(several),
+            sum(one.listed for one in several),
+            sum(one.unlisted.total() for one in several),
+            sum(one.tried for one in several),
+            sum(one.exact for one in several),
+            sum(len(one.late) for one in several),
+            sum(len(one.failed) for one in several),
+            sum(len(one.wrong) for one in several),
+        ]
+        yield f"| {family} | " + " | ".join(map(str, counts)) + " |"
