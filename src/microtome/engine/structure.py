@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from microtome.errors import Unsupported
 
@@ -31,7 +31,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _parts(value: Any) -> list[Any]:
-    if value is None or isinstance(value, int | float | str):
+    if value is None or isinstance(value, int | float | str | Size):
         return []
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
@@ -59,7 +59,7 @@ def _mapped(
 ) -> Any:
     if isinstance(value, Tensor):
         return change(value)
-    if value is None or isinstance(value, int | float | str):
+    if value is None or isinstance(value, int | float | str | Size):
         return value if other is None else other(value)
     inside = _inside(value, above)
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
@@ -92,7 +92,8 @@ class Stage:
         if self._begins is not None:
             boundary = self._boundary(args, kwargs)
         # A session takes longer to make than to open, so it is kept; several threads may run the stage at once.
-        session, run = self._free.pop() if self._free else self._session()
+        probes = tuple(probes)
+        session, run = self._free.pop() if self._free and not probes else self._session(probes)
         run.begin(boundary)
         try:
             given = Inputs(*args, **kwargs) if boundary is None else run.inputs(boundary)
@@ -100,14 +101,12 @@ class Stage:
                 got = take_apart((given.args, given.kwargs))[0]
                 check_same("what the head is given, positional and by name,", self._inputs, got)
             run.take_inputs(given)
-            with ExitStack() as stack:
-                if probes:
-                    stack.enter_context(Session(self.model, probes, fast_paths=True))
-                stack.enter_context(session)
+            with session:
                 return self._run(run, given)
         finally:
             run.begin(None)  # it holds nothing between runs
-            self._free.append((session, run))
+            if not probes:
+                self._free.append((session, run))
 
     def _run(self, run: _Run, given: Inputs) -> Any:
         try:
@@ -130,14 +129,16 @@ class Stage:
             )
         return run.finished(output)
 
-    def _session(self) -> tuple[Session, _Run]:
+    def _session(self, probes: tuple[Probe, ...] = ()) -> tuple[Session, _Run]:
         run = _Run(self)
         interventions: list[Any] = []
         if self._skipped:
             interventions.append(Skip(self._skipped, run.output, when=run.is_skipped))
         if self._cut is not None:
             interventions.append(Stop(self._cut, when=run.is_over))
-        return Session(self.model, [run], interventions, at=self._seen, fast_paths=True), run
+        # In one session with the run, or the probes would not see the exit of the call at which it stops.
+        at = None if probes else self._seen
+        return Session(self.model, [run, *probes], interventions, at=at, fast_paths=True), run
 
     def _missing(self) -> list[str]:
         held = {name: tensor_at(self.model, name) for name in self._needed}

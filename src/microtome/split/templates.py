@@ -41,6 +41,19 @@ class PlainSlot(Slot):
         return f"S{self.at}"
 
 
+class SizeSlot(Slot):
+    """Stands for a `torch.Size`: so many numbers, from the n-th plain value on."""
+
+    __slots__ = ("count",)
+
+    def __init__(self, at: int, count: int) -> None:
+        super().__init__(at)
+        self.count = count
+
+    def __repr__(self) -> str:
+        return f"Z{self.at}:{self.count}"
+
+
 class Same(Slot):
     """Stands for an object that is also among the arguments: the n-th of those that are neither tensor nor plain."""
 
@@ -78,6 +91,8 @@ class Template:
                 return tensors[leaf.at]
             if type(leaf) is PlainSlot:
                 return plain[leaf.at]
+            if type(leaf) is SizeSlot:
+                return torch.Size(plain[leaf.at : leaf.at + leaf.count])
             return strange[leaf.at] if type(leaf) is Same else leaf
 
         return map_tensors(_no_tensor, self.value, put)
@@ -98,6 +113,9 @@ def take_apart(value: Any, arguments: Any = ()) -> tuple[Template, list[Tensor],
         if isinstance(leaf, _PLAIN):
             plain.append(leaf)
             return PlainSlot(len(plain) - 1)
+        if isinstance(leaf, torch.Size):
+            plain.extend(leaf)
+            return SizeSlot(len(plain) - len(leaf), len(leaf))
         if isinstance(leaf, _FIXED):
             return leaf
         for index, argument in enumerate(_strange_in(arguments)):
@@ -165,11 +183,16 @@ def _letters(value: Any) -> Iterator[str]:
 def check_same(what: str, expected: Template, got: Template) -> None:
     """Raise where two values have not the same structure."""
     if expected.text != got.text:
+        told = [_told(template.text) for template in (got, expected)]
+        if told[0] == told[1]:  # they differ in which tensors are the same one
+            told = [_told(re.sub(r"T(\d+)", r"tensor \1", template.text)) for template in (got, expected)]
         raise BadInputs(
-            f"{what} is {_told(got)} in this run and was {_told(expected)} in the example: split the model on an "
-            "example of the same structure"
+            f"{what} is {told[0]} in this run and was {told[1]} in the example: split the model on an example of the "
+            "same structure"
         )
 
 
-def _told(template: Template) -> str:
-    return re.sub(r",?\)", ")", re.sub(r"T\d+", "tensor", re.sub(r"S\d+", "value", template.text)))
+def _told(text: str) -> str:
+    for letters, word in ((r"T\d+", "tensor"), (r"S\d+", "value"), (r"Z\d+:\d+", "size"), (r",?\)", ")")):
+        text = re.sub(letters, word, text)
+    return text
