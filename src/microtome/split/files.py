@@ -145,6 +145,7 @@ def _built(make: Callable[[], nn.Module], weights: dict[str, Tensor]) -> nn.Modu
         known = {name.removeprefix(_ATTRIBUTE) for name in weights}
         lost = [name for name, tensor in _hidden_tensors(model) if tensor.is_meta and name not in known]
         if not lost:
+            strip(model, ())  # what its code made elsewhere
             return model
     except (NotImplementedError, RuntimeError):  # it reads values while it is made
         pass
