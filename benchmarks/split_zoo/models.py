@@ -73,7 +73,7 @@ TORCHVISION: dict[str, tuple[int, dict[str, Any]]] = {
     "googlenet": (64, {}),
     "inception_v3": (96, {}),
     "lraspp_mobilenet_v3_large": (64, {}),
-    "maxvit_t": (64, {"input_size": (64, 64), "partition_size": 2}),
+    "maxvit_t": (224, {}),
     "mnasnet0_5": (64, {}),
     "mobilenet_v2": (64, {}),
     "mobilenet_v3_large": (64, {}),
@@ -91,7 +91,13 @@ TORCHVISION: dict[str, tuple[int, dict[str, Any]]] = {
     "wide_resnet50_2": (64, {}),
 }
 #: Clips: frames and side.
-TORCHVISION_VIDEO = {"r3d_18": (4, 32), "mc3_18": (4, 32), "r2plus1d_18": (4, 32), "s3d": (16, 64), "swin3d_t": (4, 64)}
+TORCHVISION_VIDEO = {
+    "r3d_18": (4, 32),
+    "mc3_18": (4, 32),
+    "r2plus1d_18": (4, 32),
+    "s3d": (16, 224),
+    "swin3d_t": (4, 64),
+}
 
 
 def _torchvision(name: str, size: Any, options: dict[str, Any]) -> Made:
@@ -256,8 +262,55 @@ _SMALL: dict[str, Any] = {
 _TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _TOWERS = {"text_config": {**_TOWER, "vocab_size": 99}, "vision_config": {**_TOWER, "image_size": 32, "patch_size": 8}}
 
-#: What a type needs beside that: None leaves the configuration's own value.
-TRANSFORMERS: dict[str, dict[str, Any]] = {}
+_PLAIN = """
+    afmoe aimv2_vision_model albert apertus arcee aria_text audio-spectrogram-transformer bailing_hybrid bart
+    beam beit bert bert-generation big_bird bigbird_pegasus biogpt bit bitnet blenderbot blenderbot-small bloom
+    camembert canine chinese_clip_vision_model clip_text_model clip_vision_model cohere cohere2 cohere2_moe
+    conditional_detr convbert cpmant ctrl cwm d_fine dab-detr data2vec-audio data2vec-text data2vec-vision
+    deberta deberta-v2 deepseek_v4 deformable_detr deimv2 deit detr diffllama dinov2 dinov2_with_registers
+    dinov3_convnext dinov3_vit distilbert doge dpr dpt electra ernie ernie4_5 ernie4_5_moe esm eurobert exaone4
+    exaone_moe falcon_mamba fastspeech2_conformer flaubert flex_olmo flint fnet focalnet fsmt gemma gemma2
+    gemma3_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_neox_japanese gpt_oss granite
+    granite_swa granitemoe granitemoe_swa granitemoeshared gte helium hgnet_v2 higgs_audio_v2 hrm_text hubert
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax ibert idefics3_vision ijepa imagegpt inkling_text
+    internvl_vision jais2 jamba jetmoe jina_embeddings_v3 kimi_linear kolibri1 laguna layoutlm led lfm2 llama
+    llama4_text longformer longt5 m2m_100 mamba marian markuplm mbart megatron-bert mellum mimo_v2_flash minimax
+    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mlcd mlcd_vision_model mobilebert
+    mobilenet_v1 mobilenet_v2 mobilevit modernbert modernbert-decoder molmo2_text moonshine moshi
+    moss_transcribe_diarize_audio mpnet mpt mra mt5 muse_glimmer_text muse_spark_text mvp nanochat nemotron
+    nemotron_h nllb-moe nomic_bert nystromformer olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt
+    openai_privacy_filter opt pegasus pegasus_x persimmon phi phi3 phimoe pixio pixtral plbart poolformer
+    pp_doclayout_v3 pp_doclayout_v4 pp_ocrv5_mobile_rec pp_ocrv5_server_rec pp_ocrv6_small_rec pp_ocrv6_tiny_rec
+    qianfan_ocr_vision qwen2 qwen2_audio_encoder qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe
+    qwen3_next qwen3_vl_moe_text qwen3_vl_text qwen4_exp_text radio recurrent_gemma regnet rembert resnet
+    roberta roberta-prelayernorm roc_bert roformer rwkv sam2_vision_model sam3_lite_text_text_model
+    sam3_vit_model sam_hq_vision_model sam_vision_model sapiens2 seed_oss sew sew-d siglip_vision_model smollm3
+    smolvlm_vision solar_open speech_to_text splinter squeezebert stablelm starcoder2 swiftformer
+    switch_transformers t5 table-transformer tapas textnet timesformer timm_wrapper tipsv2_text_model
+    tipsv2_vision_model ultrabert umt5 unispeech unispeech-sat vaultgemma videomae visual_bert vit vit_mae
+    vit_msn vitdet vits vivit voxtral_encoder wav2vec2 wav2vec2-conformer wavlm whisper xglm xlm xlm-roberta
+    xlm-roberta-xl xlstm yoso
+"""
+_TWO_TOWERS = """
+    aimv2 altclip aria aya_vision blip chinese_clip clip clipseg cohere2_vision deepseek_vl fuyu gemma4_unified
+    grounding-dino groupvit hyperclovax_vision_v2 idefics3 kosmos-2.5 llava llava_next llava_next_video
+    metaclip_2 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mm-grounding-dino owlv2 owlvit paddleocr_vl
+    qwen3_5 qwen3_5_moe siglip smolvlm tipsv2 ultravbert video_llava vipllava vision-text-dual-encoder xclip
+"""
+_OWN_HEADS = """
+    cosmos3_edge_text falcon falcon_h1 glm4_moe_lite mistral4 neomme
+"""
+_OWN_WIDTH = """
+    gradium_phonon_tts layoutlmv3 lilt pocket_tts reformer sam2_hiera_det_model
+"""
+
+#: Types of models, with what they need beside that; None leaves the configuration's own value.
+TRANSFORMERS: dict[tuple[str, ...], dict[str, Any]] = {
+    tuple(_PLAIN.split()): {},
+    tuple(_TWO_TOWERS.split()): _TOWERS,
+    tuple(_OWN_HEADS.split()): {"head_dim": None},
+    tuple(_OWN_WIDTH.split()): {"hidden_size": None, "d_model": None},
+}
 _IDS = ("input_ids", "decoder_input_ids")
 
 
@@ -389,8 +442,9 @@ def entries() -> Iterator[Entry]:
         yield Entry("torchvision", name, partial(_torchvision, name, (frames, side, side), {}), 20)
     for file, (name, side, options) in TIMM.items():
         yield Entry("timm", f"{file}/{name}", partial(_timm, name, side, options), 30)
-    for kind, own in TRANSFORMERS.items():
-        yield Entry("transformers", kind, partial(_transformers, kind, own), 60, False)
+    for kinds, own in TRANSFORMERS.items():
+        for kind in kinds:
+            yield Entry("transformers", kind, partial(_transformers, kind, own), 25, False)
     for file, (kind, options, size) in VIT_PYTORCH.items():
         yield Entry("vit-pytorch", file, partial(_vit_pytorch, file, kind, options, size))
 
