@@ -434,6 +434,18 @@ def test_noise_is_refused_in_eval_too() -> None:
     assert "in '1' draws random numbers" in found["0"]
 
 
+def test_random_numbers_that_nobody_reads_are_no_matter() -> None:
+    class MayDrop(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            rate = torch.rand([])  # as layer drop does, in eval mode too
+            return x * 2 if self.training and rate < 0.5 else x
+
+    assert refusals(after(MayDrop()).eval(), "2x4") == {}
+    assert "draws random numbers" in refusals(after(MayDrop()).train(), "2x4")["0"]
+    returned = Net(lambda net, x: (net.b(net.a(x)), torch.rand(2)))
+    assert "draws random numbers" in refusals(returned, "2x4")["a"]
+
+
 def test_batch_norm_is_refused_in_training_since_it_changes_its_buffers() -> None:
     model = after(nn.BatchNorm1d(4))
     assert "changes the buffer '1." in refusals(model.train(), "2x4")["0"]

@@ -341,5 +341,6 @@ def load_stages(model: nn.Module, inputs: Any, at: Sequence[str], fingerprint: s
     """The stages of a model of which not all weights are here."""
     splitter = Splitter(model, inputs, fingerprint)
     places = [{Place(call, index, bool(is_argument)) for call, index, is_argument in listed} for listed in more]
-    addresses = [one if "#" in one else f"{one}#0" for one in at]  # as cuts have them: of the first call, without a number
+    # The address of a cut has no number where it is at the first of several calls.
+    addresses = [one if "#" in one else f"{one}#0" for one in at]
     return splitter.stages(_chosen(splitter.cuts, addresses), places)

@@ -138,12 +138,14 @@ class _Before(NamedTuple):
 
 
 class _Watch(Probe):
-    """Writes down the structures of a run; it holds no tensor."""
+    """Writes down the structures of a run; it holds no tensor but those of random numbers."""
 
     def __init__(self) -> None:
         self.shapes: dict[Call, Shape] = {}
         self.fused: set[int] = set()
         self.chance: str | None = None
+        # Random numbers that nobody has read so far: some models draw them in eval mode too, and leave them at that.
+        self._drawn: dict[int, tuple[Tensor, str]] = {}
         self._before: dict[Call, _Before] = {}
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -181,6 +183,8 @@ class _Watch(Probe):
         sets = tuple(sorted(name for name, state in own.items() if before.own.get(name, _NOTHING) != state))
         counts = any(type(own[name]) in _COUNTS and type(before.own.get(name)) in _COUNTS for name in sets)
         same = tuple(before.arguments.get(id(tensor)) for tensor in tensors)
+        if self._drawn and self.chance is None and call.parent is None:
+            self._look_for_drawn(tensors)
         self.shapes[call] = Shape(template, same, effect, sets, counts)
 
     def fail(self, call: Call, error: BaseException) -> None:  # which the model may catch
@@ -188,9 +192,25 @@ class _Watch(Probe):
         self.shapes[call] = Shape(Template(None, 0, 0), (), f"it raises a {type(error).__name__}")
 
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self.chance is None and _is_random(func, args, kwargs):
+        if self.chance is not None:
+            return
+        if func is torch.ops.aten.detach.default and id(args[0]) in self._drawn:  # as torch does of itself
+            self._drawn[id(output)] = output, self._drawn[id(args[0])][1]
+        elif self._drawn:
+            self._look_for_drawn((args, kwargs))
+        if _is_random(func, args, kwargs):
             inside = "" if where.call is None or not where.call.address else f" in {where.call.address!r}"
-            self.chance = f"{getattr(func, '__name__', func)}{inside} draws random numbers"
+            text = f"{getattr(func, '__name__', func)}{inside} draws random numbers"
+            taken = {id(tensor) for tensor in tensors_in((args, kwargs))}
+            made = {id(tensor): (tensor, text) for tensor in tensors_in(output)}
+            if made.keys() & taken or not made:
+                self.chance = text
+            self._drawn |= made
+
+    def _look_for_drawn(self, value: Any) -> None:
+        for tensor in tensors_in(value):
+            if id(tensor) in self._drawn:
+                self.chance = self._drawn[id(tensor)][1]
 
 
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
