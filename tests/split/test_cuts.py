@@ -500,37 +500,57 @@ def test_a_count_in_the_model_itself_is_refused_everywhere() -> None:
 
 
 class Appends(nn.Module):
-    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
-        seen.append(x)
-        return x + 1
+    """Puts something into a list that it is given."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor, seen: Any) -> Any:
+        y = x + 1
+        seen.append({"argument": x, "output": y, "other": x * 3, "list": [x]}[self.what])
+        return y
 
 
-class Notes(nn.Module):
-    def forward(self, x: Tensor, notes: dict[str, Tensor]) -> Tensor:
-        notes["x"] = x
-        return x + 1
+def reads_back(net: Net, x: Tensor) -> Tensor:
+    seen: list[Any] = []
+    y = net.b(net.appends(net.a(x), seen))
+    return y + (seen[0] if isinstance(seen[0], Tensor) else seen[0][0])
 
 
-def test_a_list_that_a_call_changes_is_refused_where_the_tail_would_not_have_it() -> None:
-    def body(net: Net, x: Tensor) -> Tensor:
-        seen: list[Tensor] = []
-        y = net.b(net.appends(net.a(x), seen))
-        return y + seen[0]
-
-    found = refusals(Net(body, appends=Appends()), "2x4")
+def test_a_list_that_a_call_changes_is_refused_where_the_tail_cannot_have_what_is_in_it() -> None:
+    for what in ("argument", "output"):
+        assert refusals(Net(reads_back, appends=Appends(what)), "2x4") == {}
+    found = refusals(Net(reads_back, appends=Appends("other")), "2x4")
+    assert list(found) == ["appends", "b"]
+    assert "the tail reads a value (2x4) that is made inside 'appends', which does not return it" in found["appends"]
+    found = refusals(Net(reads_back, appends=Appends("list")), "2x4")
     assert list(found) == ["appends", "b"]
     assert "'appends' runs in the head, and it changes a list or a dict that it is given" in found["appends"]
 
 
-def test_a_dict_that_a_call_changes_is_refused_where_the_tail_would_not_have_it() -> None:
+def test_a_list_that_outlives_the_run_is_refused_where_a_call_in_the_head_changes_it() -> None:
     def body(net: Net, x: Tensor) -> Tensor:
-        notes: dict[str, Tensor] = {}
-        y = net.b(net.notes(net.a(x), notes))
-        return y + notes["x"]
+        return net.b(net.appends(net.a(x), net.seen))
 
-    found = refusals(Net(body, notes=Notes()), "2x4")
-    assert list(found) == ["notes", "b"]
-    assert "it changes a list or a dict" in found["b"]
+    model = Net(body, appends=Appends("argument"))
+    model.seen = []  # type: ignore[assignment]
+    assert "it changes a list or a dict that it is given" in refusals(model, "2x4")["appends"]
+
+
+def test_a_list_that_a_call_changes_and_returns_is_refused() -> None:
+    class Returns(nn.Module):
+        def forward(self, x: Tensor, seen: list[Tensor]) -> list[Tensor]:
+            seen.append(x)
+            return seen
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        again = net.returns(net.a(x), seen)
+        again.append(x)
+        return net.b(seen[1])
+
+    assert "it changes a list or a dict" in refusals(Net(body, returns=Returns()), "2x4")["returns"]
 
 
 class Cache:

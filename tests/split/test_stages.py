@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -328,6 +329,61 @@ class Turn(nn.Module):
 def test_views(body: Callable[..., Any]) -> None:
     model = Net(body, turn=Turn())
     assert exact(model, torch.randn(4, 4), others=(torch.randn(6, 4),)) >= 2
+
+
+class Fuses(nn.Module):
+    """As in HRNet: works on the very list that it is given, and returns another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, values: list[Tensor]) -> list[Tensor]:
+        for at, layer in enumerate(self.layers):
+            values[at] = layer(values[at])
+        return [values[0] + values[1], values[1]]
+
+
+class Notes(nn.Module):
+    def forward(self, x: Tensor, notes: dict[str, Any]) -> Tensor:
+        y = x + 1
+        notes.update(x=x, y=y, unread=x * 3, count=notes.get("count", 0) + 1, text="t", none=None)
+        return y
+
+
+class Gathers(nn.Module):
+    """As in VoVNet: puts what it computes into a list, and reads it there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+        seen.append(self.fc(x))
+        del seen[0]
+        return torch.stack(seen).sum(0)
+
+
+def test_lists_and_dicts_that_calls_change() -> None:
+    def fuse(net: Net, x: Tensor) -> Tensor:
+        values = net.two(net.one([net.a(x), x]))
+        return net.b(values[0]) + values[1]
+
+    def note(net: Net, x: Tensor) -> tuple[Tensor, Any]:
+        notes: dict[str, Any] = {}
+        y = net.two(net.one(net.a(x), notes), notes)
+        return net.b(y) * notes["count"] + notes["y"], notes["x"] if notes["none"] is None else notes["text"]
+
+    def gather(net: Net, x: Tensor) -> Tensor:
+        return net.b(net.one(net.a(x), [x, x + 1])) + x
+
+    for body, kind, count in ((fuse, Fuses, 8), (note, Notes, 4), (gather, Gathers, 4)):
+        model = Net(body, one=kind(), two=kind())
+        x, other = torch.randn(2, 4), torch.randn(5, 4)
+        assert exact(model, x, others=(other,)) == count
+        addresses = [cut.at for cut in mt.cuts(model, x)]
+        for first, second in pairwise(addresses):
+            assert same(mt.split(model, x, at=[first, second])(other), model(other)), (first, second)
 
 
 def test_a_stage_does_not_change_what_it_is_given() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from microtome.engine.structure import map_tensors, tensors_in
-from microtome.errors import Unsupported
+from microtome.errors import Unsupported, said
 from microtome.trace.facts import facts_of
 
 _READS = {
@@ -92,7 +92,13 @@ class Ghost(Tensor):
         device = kwargs.get("device") or first.device
         with _disable_current_modes():
             meta_args, meta_kwargs = map_tensors(_meta, (args, kwargs), _on_meta)
-            output = func(*meta_args, **meta_kwargs)
+            try:
+                output = func(*meta_args, **meta_kwargs)
+            except (RuntimeError, NotImplementedError) as error:  # it may want what meta tensors are not
+                message = (
+                    f"{func} cannot do without the values of {first.of}, which did not cross the cut: {said(error)}"
+                )
+                raise GhostRead(message, first) from error
         return map_tensors(lambda tensor: Ghost(tensor, torch.device(device), first.of, first.source), output)
 
 

@@ -18,7 +18,7 @@ from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
 from microtome.split.ghost import Ghost, GhostRead, awake
 from microtome.split.liveness import Place
-from microtome.split.templates import Template, check_same, take_apart
+from microtome.split.templates import Template, check_same, lists_in, take_apart
 from microtome.split.trail import Follower, Sent, Step, Trail
 from microtome.split.weights import tensor_at
 
@@ -185,6 +185,7 @@ class _Run(Probe):
         self._entries = iter(()) if boundary is None else iter(_listed(boundary, stage._begins))
         self._skip: tuple[Call, Step] | None = None
         self._open: dict[Call, Step] = {}
+        self._had: dict[Call, tuple[list[Tensor], list[Any]]] = {}
         self._tensors: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         self._calls: list[dict[str, Any]] = []
@@ -200,6 +201,8 @@ class _Run(Probe):
             self._skip = call, step
         if self._bank is not None and (step := self._bank.enter(call)) is not None:
             self._open[call] = step
+            if step.changes:
+                self._had[call] = list(tensors_in((args, kwargs))), lists_in((args, tuple(kwargs.values())))
 
     def is_skipped(self, call: Call) -> bool:
         return self._skip is not None and self._skip[0] is call and get_ident() == self._thread
@@ -224,6 +227,8 @@ class _Run(Probe):
                 tensors.append(_revive(arguments[same], self._tensor(item, step.address, place)))
             else:  # what it holds is right, or nobody reads it before it is written again
                 tensors.append(arguments[same])
+        if step.changes:
+            self._refill(step, entry["c"], lists_in((args, tuple(kwargs.values()))), tensors, arguments)
         self._replay.exit(call, step)
         output = step.output.fill(tensors, entry["p"], (args, kwargs))
         if call.module is not None and call.module._forward_hooks:
@@ -235,12 +240,16 @@ class _Run(Probe):
             return
         template, tensors, plain = take_apart(output, (args, kwargs))
         check_same(f"what {step.address!r} returns", step.output, template)
-        arguments = list(tensors_in((args, kwargs))) if step.uses_arguments else []
+        if step.changes:  # those that it was given, whatever they hold now
+            arguments, lists = self._had.pop(call)
+        else:
+            arguments, lists = list(tensors_in((args, kwargs))) if step.uses_arguments else [], []
         self._calls.append(
             {
                 "t": [self._item(step, at, tensor, arguments) for at, tensor in enumerate(tensors)],
                 "p": plain,
                 "a": {str(at): self._send(sent, arguments[at]) for at, sent in step.arguments.items()},
+                **({"c": [_contents(step, lists[at], tensors, arguments) for at in step.changes]} if lists else {}),
             }
         )
         self._bank.exit(call, step)
@@ -320,7 +329,7 @@ class _Run(Probe):
         args, kwargs = template.fill(tensors, entry["p"])
         return Inputs(*args, **kwargs)
 
-    def _tensor(self, item: Any, of: str, place: Place) -> Tensor:
+    def _tensor(self, item: Any, of: str, place: Place | None) -> Tensor:
         if isinstance(item, str):
             return self._get(item)
         try:
@@ -333,6 +342,30 @@ class _Run(Probe):
             return self._get(name).as_strided(shape, strides, offset)
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
             raise BadBoundary(f"what the boundary says of {of!r} makes no tensor: {said(error)}") from error
+
+    def _refill(
+        self, step: Step, told: list[Any], lists: list[Any], tensors: list[Tensor], arguments: list[Tensor]
+    ) -> None:
+        """Have lists and dicts hold what the call that is left out would have put there."""
+        try:
+            for at, (keys, items) in zip(step.changes, told, strict=True):
+                held = [self._held(item, step, tensors, arguments) for item in items]
+                if keys is None:
+                    lists[at][:] = held
+                else:
+                    lists[at].clear()
+                    lists[at].update(zip(keys, held, strict=True))
+        except (TypeError, ValueError, KeyError, IndexError) as error:
+            raise BadBoundary(
+                f"what the boundary says of the lists that {step.address!r} changes does not fit them: {said(error)}"
+            ) from error
+
+    def _held(self, item: dict[str, Any], step: Step, tensors: list[Tensor], arguments: list[Tensor]) -> Any:
+        if "value" in item:
+            return item["value"]
+        if "output" in item:
+            return tensors[item["output"]]
+        return arguments[item["argument"]] if "argument" in item else self._tensor(item, step.address, None)
 
     def _get(self, name: str) -> Tensor:
         """A tensor that was sent; a copy, if the model writes into it."""
@@ -373,6 +406,7 @@ def _listed(boundary: Boundary, trail: Trail | None) -> list[dict[str, Any]]:
 def _checked(boundary: Boundary, step: Step, entry: Any) -> dict[str, Any]:
     fits = _is_entry(entry) and len(entry["t"]) == step.output.tensors and len(entry["p"]) == step.output.plain
     fits = fits and isinstance(entry.get("a"), dict) and set(entry["a"]) <= set(map(str, step.arguments))
+    fits = fits and (not step.changes or isinstance(entry.get("c"), list))
     if not fits:
         raise BadBoundary(f"the boundary says of {step.address!r} what does not fit what it returns on this side")
     return entry
@@ -417,6 +451,25 @@ def _view(of: Tensor, item: Any, step: Step) -> Tensor:
 def _as_ghost(tensor: Tensor) -> dict[str, Any]:
     strides = None if tensor.is_contiguous() else list(tensor.stride())
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "strides": strides}
+
+
+def _contents(step: Step, holder: Any, tensors: list[Tensor], arguments: list[Tensor]) -> list[Any]:
+    """What a call has put into a list or a dict: texts and numbers, what it returns or was given, ghosts of others."""
+    keys = list(holder) if isinstance(holder, dict) else None
+    items: list[Any] = []
+    for item in holder.values() if isinstance(holder, dict) else holder:
+        if not isinstance(item, Tensor):
+            if not isinstance(item, bool | int | float | str | None):
+                raise Unsupported(f"{step.address!r} puts a {type(item).__name__} into a list, which it did not before")
+            items.append({"value": item})
+            continue
+        output = [at for at, tensor in enumerate(tensors) if tensor is item]
+        argument = [at for at, tensor in enumerate(arguments) if tensor is item]
+        if output or argument:
+            items.append({"output": output[0]} if output else {"argument": argument[0]})
+        else:
+            items.append(_as_ghost(item))
+    return [keys, items]
 
 
 def _run_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

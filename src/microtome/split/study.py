@@ -16,7 +16,7 @@ from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.structure import tensors_in
 from microtome.inputs import Inputs
-from microtome.split.templates import Slot, Template, strange_in, take_apart
+from microtome.split.templates import Slot, Template, lists_in, strange_in, take_apart
 from microtome.trace.data import Trace, TracedCall
 from microtome.trace.run import record
 
@@ -33,6 +33,7 @@ class Shape:
         effect: What it did that tensors do not tell, in words; None: nothing that was seen.
         sets: The attributes of its module that it changed.
         counts: Whether one of these was a number and is another.
+        changes: Which of the lists and dicts among its arguments hold something else when it ends.
     """
 
     output: Template
@@ -40,6 +41,7 @@ class Shape:
     effect: str | None = None
     sets: tuple[str, ...] = ()
     counts: bool = False
+    changes: tuple[int, ...] = ()
 
 
 @dataclass
@@ -127,13 +129,13 @@ class _Before(NamedTuple):
     Attributes:
         strange: The states of objects among the arguments.
         own: The states of the module's attributes.
-        held: What the structures among the arguments hold.
+        lists: The lists and dicts among the arguments, and what each holds.
         arguments: The places of the tensors among the arguments, by their ids.
     """
 
     strange: Sequence[Any]
     own: dict[str, Any]
-    held: Sequence[Any]
+    lists: Sequence[tuple[Any, list[Any]]]
     arguments: dict[int, int]
 
 
@@ -159,7 +161,7 @@ class _Watch(Probe):
         self._before[call] = _Before(
             [_state(item) for item in strange_in((args, kwargs))],
             own,
-            _held((args, kwargs)),
+            [(one, _held(one)) for one in lists_in((args, tuple(kwargs.values())))],
             {id(tensor): at for at, tensor in enumerate(tensors_in((args, kwargs)))},
         )
 
@@ -169,8 +171,8 @@ class _Watch(Probe):
             template, tensors = _ONE, [output]
         else:
             template, tensors, _ = take_apart(output, (args, kwargs))
-        effect = None
-        if before.held and _held((args, kwargs)) != before.held:
+        effect, changes = None, tuple(at for at, (one, held) in enumerate(before.lists) if _differ(held, _held(one)))
+        if changes and not _can_be_told([before.lists[at][0] for at in changes], call, output):
             effect = "it changes a list or a dict that it is given"
         for item, state in zip(strange_in((args, kwargs)) if before.strange else (), before.strange, strict=False):
             if _state(item) != state:
@@ -185,7 +187,7 @@ class _Watch(Probe):
         same = tuple(before.arguments.get(id(tensor)) for tensor in tensors)
         if self._drawn and self.chance is None and call.parent is None:
             self._look_for_drawn(tensors)
-        self.shapes[call] = Shape(template, same, effect, sets, counts)
+        self.shapes[call] = Shape(template, same, effect, sets, counts, changes)
 
     def fail(self, call: Call, error: BaseException) -> None:  # which the model may catch
         self._before.pop(call, None)
@@ -248,20 +250,35 @@ def _is_fused(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str,
     return isinstance(module, nn.TransformerEncoderLayer) and not module.training
 
 
-def _held(value: Any, depth: int = 6) -> list[Any]:
-    """What lists and dicts hold, by identity: equal as long as nothing was put in or taken out."""
-    if isinstance(value, list | tuple):
-        items: Iterable[Any] = value
-    elif isinstance(value, dict):
-        items = value.values()
+def _held(holder: list[Any] | dict[Any, Any]) -> list[Any]:
+    return [*holder, *holder.values()] if isinstance(holder, dict) else list(holder)
+
+
+def _differ(before: list[Any], after: list[Any]) -> bool:
+    if len(before) != len(after):
+        return True
+    plain = bool | int | float | str | None
+    return any(
+        one is not other and not (isinstance(one, plain) and isinstance(other, plain) and one == other)
+        for one, other in zip(before, after, strict=True)
+    )
+
+
+def _can_be_told(changed: list[Any], call: Call, output: Any) -> bool:
+    """Whether the tail can change lists and dicts as a call did: plain ones, that nobody has but who called it."""
+    kept = {id(one) for one in lists_in(output)}
+    for around in call.stack:
+        kept |= {id(value) for value in vars(around.module).values()} if around.module is not None else set()
+    return all(id(one) not in kept and _is_flat(one) for one in changed)
+
+
+def _is_flat(holder: list[Any] | dict[Any, Any]) -> bool:
+    if type(holder) is dict:
+        items: Iterable[Any] = holder.values()
+        named = all(isinstance(key, str) for key in holder)
     else:
-        return []
-    held: list[Any] = [type(value), list(value) if isinstance(value, dict) else None]
-    for item in items:
-        held.append(item if isinstance(item, bool | int | float | str | None) else id(item))
-        if depth and isinstance(item, list | tuple | dict):
-            held.append(_held(item, depth - 1))
-    return held
+        items, named = holder, type(holder) is list
+    return named and all(isinstance(item, Tensor | bool | int | float | str | None) for item in items)
 
 
 def _own(module: nn.Module | None) -> dict[str, Any]:

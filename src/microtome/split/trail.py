@@ -41,6 +41,7 @@ class Step:
         outputs: Those that cross, by their place in what it returns.
         views: Those that are made again as views of an argument.
         arguments: Arguments that it writes into and that cross.
+        changes: Which lists and dicts among its arguments it changes.
     """
 
     call: int
@@ -51,11 +52,12 @@ class Step:
     outputs: dict[int, Sent]
     views: dict[int, int]
     arguments: dict[int, Sent]
+    changes: tuple[int, ...]
 
     @property
     def uses_arguments(self) -> bool:
         """Whether what it returns depends on the very tensors it is given."""
-        return bool(self.arguments or self.views) or any(at is not None for at in self.same)
+        return bool(self.arguments or self.views or self.changes) or any(at is not None for at in self.same)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +114,7 @@ def trail_to(seen: Study, crossing: Crossing) -> Trail:
             {place.at: sent(place) for place in here if not place.is_argument},
             {place.at: of for place, of in crossing.views.items() if place.call == call.index},
             {place.at: sent(place) for place in here if place.is_argument},
+            shape.changes,
         )
 
     inputs = {place.at: sent(place) for place in places.get(None, [])}
