@@ -631,3 +631,50 @@ def test_heads_that_lie_in_the_batch_are_heads() -> None:
     model = RvT(image_size=32, patch_size=8, num_classes=5, dim=12, depth=2, heads=3, mlp_dim=16, dim_head=4).eval()
     _, attentions = Recorder(model)(torch.randn(2, 3, 32, 32))
     assert attentions.shape == (2, 2, 3, 17, 17)
+
+
+# -- a Recorder that knows the model from a call before ----------------------------------------------------------------
+
+
+def test_later_calls_give_what_the_first_does() -> None:
+    vit, x, other = plain_vit(), image(), torch.randn(3, 3, 32, 32)
+    recorder = Recorder(vit)
+    first = recorder(x)
+    assert recorder._known is not None
+    assert same(recorder(x), first)
+    assert same(recorder(other), Recorder(vit)(other))
+    assert same(recorder(x), first)
+
+
+def test_a_model_that_takes_another_way_is_looked_at_again() -> None:
+    vit, x = plain_vit(), image()
+    recorder = Recorder(vit)
+    recorder(x)
+    layers = vit.get_submodule("transformer.layers")
+    assert isinstance(layers, nn.ModuleList)
+    del layers[1]
+    assert recorder(x)[1].shape[1] == 1
+    assert recorder(x)[1].shape[1] == 1
+    layers.append(copy.deepcopy(layers[0]))
+    assert same(recorder(x), Recorder(vit)(x))
+
+
+def test_in_training_everything_is_looked_at_in_each_call() -> None:
+    vit, x = plain_vit(dropout=0.5), image()
+    recorder = Recorder(vit)
+    recorder(x)
+    vit.train()
+    torch.manual_seed(3)
+    got = recorder(x)
+    torch.manual_seed(3)
+    assert same(got, Recorder(vit)(x))
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    vit(x)
+    assert torch.get_rng_state().equal(state)  # it ran once
+
+
+def test_a_recorder_that_knows_the_model_can_be_copied() -> None:
+    recorder = Recorder(plain_vit())
+    recorder(image())
+    assert same(copy.deepcopy(recorder)(image()), recorder(image()))

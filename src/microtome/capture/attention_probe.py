@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,20 @@ ATTENTION = (
     torch.ops.aten.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
 )
+
+
+class Source(NamedTuple):
+    """Attention that comes out of a module.
+
+    Attributes:
+        address: Of the attention.
+        layer: The module that computes it, which says how many heads there are.
+        wanted: Whether it is to be kept.
+    """
+
+    address: str
+    layer: nn.Module | None
+    wanted: bool
 
 
 class AttentionProbe(Probe):
@@ -43,6 +57,7 @@ class AttentionProbe(Probe):
     Attributes:
         seen: Where attention was computed, wanted or not.
         hidden: The operators that compute attention inside themselves, of which nothing is known.
+        sources: What came out of calls of `nn.Softmax`, by their addresses; None where it came out of something else.
     """
 
     def __init__(
@@ -61,6 +76,7 @@ class AttentionProbe(Probe):
         self._counts: dict[str, int] = {}
         self.seen: dict[str, None] = {}
         self.hidden: dict[str, None] = {}
+        self.sources: dict[str, Source | None] = {}
 
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = where.call
@@ -98,7 +114,7 @@ class AttentionProbe(Probe):
 
     def _of(self, output: Tensor, layer: Call) -> Tensor:
         with unseen(output.device):
-            return self._part.of(_by_heads(output, layer.module))
+            return self._part.of(by_heads(output, layer.module))
 
     def _take(self, layer: Call, call: Call, compute: Callable[[], Tensor]) -> None:
         """Give the weights of a layer, which were computed in a call inside it, to whoever wants them."""
@@ -106,7 +122,10 @@ class AttentionProbe(Probe):
         self._counts[layer.address] = number + 1
         address = f"{layer.address}/attention#{number}" if number else layer.address
         self.seen[address] = None
-        if self._at is None or any(outer.path in self._at for outer in call.stack):
+        wanted = self._at is None or any(outer.path in self._at for outer in call.stack)
+        source = Source(address, layer.module, wanted) if type(call.module) is nn.Softmax else None
+        self.sources[call.address] = None if source is None or call.address in self.sources else source
+        if wanted:
             weights = compute()
             with unseen(weights.device):
                 self._keep(address, weights)
@@ -118,10 +137,12 @@ def _around(product: Call | None, softmax: Call) -> Call:
     return next((call for call in reversed(softmax.stack) if any(call is outer for outer in inside)), softmax)
 
 
-def _by_heads(weights: Tensor, module: nn.Module | None) -> Tensor:
+def by_heads(weights: Tensor, module: nn.Module | None) -> Tensor:
+    """Weights as (batch, heads, queries, keys), with the heads that the module says it has."""
     if weights.dim() > 3:
         return weights.flatten(0, -4)
-    return weights.reshape(-1, _heads_of(module, weights.shape[0]), *weights.shape[-2:])
+    heads = _heads_of(module, weights.shape[0])
+    return weights.unflatten(0, (weights.shape[0] // heads, heads))
 
 
 def _heads_of(module: nn.Module | None, batch: int) -> int:

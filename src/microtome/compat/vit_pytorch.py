@@ -6,12 +6,13 @@ no names in the model's `state_dict`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from microtome.capture.attention import ATTENTION, AttentionProbe
+from microtome.capture.attention_known import KnownAttention
 from microtome.capture.extract import extract
 from microtome.engine import Session, select, tensors_in
 from microtome.engine.select import check_model
@@ -129,6 +130,14 @@ class Extractor(_Wrapper):
         return next(iter(found.items()))
 
 
+class _Known(NamedTuple):
+    """Where a model computes attention."""
+
+    probe: KnownAttention
+    session: Session
+    modules: list[nn.Module]
+
+
 class Recorder(_Wrapper):
     """Returns `(prediction, attentions)` when it is called: what the model returns, and its attention weights.
 
@@ -152,29 +161,58 @@ class Recorder(_Wrapper):
     def __init__(self, vit: nn.Module, device: torch.device | str | None = None) -> None:
         super().__init__(vit, device)
         self.recordings: list[Tensor] = []
+        self._device: torch.device | str | None = None
+        self._known: _Known | None = None
 
     def clear(self) -> None:
         self.recordings.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None}  # a copy is of another model
 
     def record(self, attn: Tensor) -> None:
         """Add attention that microtome cannot see, while the model runs; it is copied."""
         self.recordings.append(attn.detach().clone())
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | list[Tensor]]:
-        device = self._begin(Inputs(*args, **kwargs))
-        probe = AttentionProbe(
-            lambda _, weights: self.recordings.append(weights.to(device)),
-            at=["transformer"] if "transformer" in self.vit._modules else None,
-        )
+        given = Inputs(*args, **kwargs)
+        self._device = device = self._begin(given)
         try:
-            with Session(self.vit, [probe], whole=ATTENTION):
-                prediction = self.vit(*args, **kwargs)
-            if not self.recordings:
-                raise _nothing_seen(self.vit, probe)
+            prediction = self._run_known(given) if self._known is not None else self._run(given)
             return prediction, _stacked([attn.to(device) for attn in self.recordings])
         except BaseException:
             self.clear()
             raise
+
+    def _run(self, given: Inputs) -> Any:
+        """Look at everything that runs."""
+        probe = AttentionProbe(self._keep, at=["transformer"] if "transformer" in self.vit._modules else None)
+        with Session(self.vit, [probe], whole=ATTENTION):
+            prediction = given.run(self.vit)
+        if not self.recordings:
+            raise _nothing_seen(self.vit, probe)
+        known = KnownAttention.after(probe, self._keep)
+        if known is not None:
+            self._known = _Known(known, Session(self.vit, [known], at=known.paths), list(self.vit.modules()))
+        return prediction
+
+    def _run_known(self, given: Inputs) -> Any:
+        """Look where the run before has shown attention to be; and everywhere, if the run is another."""
+        assert self._known is not None
+        known, self._known = self._known, None
+        modules = list(self.vit.modules())
+        if list(map(id, modules)) != list(map(id, known.modules)) or any(module.training for module in modules):
+            return self._run(given)  # it is another model, or to run it twice would not be the same
+        with known.session:
+            prediction = given.run(self.vit)
+        if known.probe.fits():
+            self._known = known
+            return prediction
+        self.clear()
+        return self._run(given)
+
+    def _keep(self, _: str, weights: Tensor) -> None:
+        self.recordings.append(weights if self._device is None else weights.to(self._device))
 
 
 def _flat(inputs: Inputs) -> tuple[Any, ...]:
