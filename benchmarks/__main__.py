@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import capture, imports, plan, profile, report, times, trace, tracker
+from benchmarks import boundary, capture, imports, plan, profile, report, split, times, trace, tracker
 
 SUITES = {
     "tracker": [tracker.run, imports.run],
@@ -12,6 +12,8 @@ SUITES = {
     "profile": [profile.run],
     "times": [times.run],
     "capture": [capture.run],
+    "split": [split.run],
+    "boundary": [boundary.run],
     "plan": [plan.run],
 }
 

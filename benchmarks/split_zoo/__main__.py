@@ -2,53 +2,81 @@
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
+import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
 
 import torch
 
 from benchmarks.report import save
-from benchmarks.split_zoo.models import build, entries
+from benchmarks.split_zoo.models import Entry, build, entries
 from benchmarks.split_zoo.proof import Tally, prove, table
+
+_PACKAGES = ("torchvision", "timm", "transformers", "vit-pytorch")
+
+
+def run(entry: Entry) -> tuple[str, Tally | None, str]:
+    """The family of a model, what became of its cuts, and that in words."""
+    torch.set_num_threads(1)  # two that wait for each other are slower on small models
+    logging.disable(logging.WARNING)
+    began = time.perf_counter()
+    try:
+        model, inputs = build(entry)
+        tally = prove(str(entry), model, inputs, entry.most)
+    except Exception as error:  # noqa: BLE001
+        return entry.family, None, f"{entry}: NOT RUN, {type(error).__name__}: {error}"[:300]
+    lines = [
+        f"{entry}: {tally.exact} of {tally.tried} bit-equal, {tally.listed} listed, {tally.unlisted.total()} refused, "
+        f"{len(tally.late)} refused by mt.split, {len(tally.failed)} errors, {len(tally.wrong)} wrong, "
+        f"{time.perf_counter() - began:.1f} s"
+    ]
+    for kind in ("wrong", "failed", "late"):
+        lines += [f"    {kind} {at}: {why[:300]}" for at, why in list(getattr(tally, kind).items())[:3]]
+    lines += [f"    {count} refused: {why[:250]}" for why, count in tally.unlisted.most_common(3)]
+    return entry.family, tally, "\n".join(lines)
+
+
+def report(tallies: dict[str, list[Tally]], sees: set[str]) -> Iterator[str]:
+    """The table, and what was refused and why."""
+    yield from table(tallies)
+    every = [one for several in tallies.values() for one in several]
+    images = [one for one in every if one.name in sees]
+    refused, listed = sum(one.refused for one in images), sum(one.listed for one in images)
+    yield ""
+    yield f"Models of images: {len(images)}; refused {refused} of {listed} places, {100 * refused / (listed or 1):.2f} %."
+    yield "Every cut of models with up to 100, every fifth of larger ones, at most 25 of each model of transformers."
+    yield "Each with two batch sizes, through bytes; random weights; small images."
+    yield f"{', '.join(f'{name} {version(name)}' for name in _PACKAGES)}."
+    reasons: Counter[str] = Counter()
+    for one in every:
+        for why, count in (*one.unlisted.items(), *((why, 1) for why in one.late.values())):
+            reasons[f"{one.name}: {why}"] += count
+    if reasons:
+        yield ""
+        yield "Refused:"
+        yield ""
+        yield from (f"- {count} of {why[:240]}" for why, count in reasons.most_common())
 
 
 def main(wanted: list[str]) -> int:
-    torch.set_num_threads(1)  # two that wait for each other are slower on small models
+    chosen = [entry for entry in entries() if not wanted or any(word in str(entry) for word in wanted)]
     tallies: dict[str, list[Tally]] = {}
-    missing: list[str] = []
-    for entry in entries():
-        if wanted and not any(word in str(entry) for word in wanted):
-            continue
-        began = time.perf_counter()
-        try:
-            model, inputs = build(entry)
-        except Exception as error:  # noqa: BLE001
-            missing.append(f"{entry}: {type(error).__name__}: {error}"[:300])
-            print("MISSING", missing[-1], flush=True)
-            continue
-        try:
-            tally = prove(str(entry), model, inputs, entry.most)
-        except Exception as error:  # noqa: BLE001
-            missing.append(f"{entry}: {type(error).__name__}: {error}"[:300])
-            print("FAILED", missing[-1], flush=True)
-            continue
-        tallies.setdefault(entry.family, []).append(tally)
-        took = time.perf_counter() - began
-        print(
-            f"{entry}: {tally.exact} of {tally.tried} exact, {tally.listed} listed, {tally.unlisted.total()} refused, "
-            f"{len(tally.late)} late, {len(tally.failed)} errors, {len(tally.wrong)} wrong, {took:.1f} s",
-            flush=True,
-        )
-        for kind in ("wrong", "failed", "late"):
-            for at, why in list(getattr(tally, kind).items())[:2]:
-                print(f"    {kind} {at}: {why[:300]}", flush=True)
-        for why, count in tally.unlisted.most_common(2):
-            print(f"    {count} refused: {why[:250]}", flush=True)
-    text = "\n".join(table(tallies))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), context) as pool:
+        for family, tally, text in pool.map(run, chosen):
+            print(text, flush=True)
+            if tally is not None:
+                tallies.setdefault(family, []).append(tally)
+    text = "\n".join(report(tallies, {str(entry) for entry in chosen if entry.sees}))
     print(text)
-    print(f"{len(missing)} models could not be made or run")
     if "--save" in sys.argv:
-        print(save("split-zoo", text))
+        print("\nwritten to", save("split-zoo", text, "python -m benchmarks.split_zoo --save"))
     return int(any(one.wrong or one.failed for several in tallies.values() for one in several))
 
 

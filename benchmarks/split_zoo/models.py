@@ -24,7 +24,7 @@ class Entry:
 
     Attributes:
         make: The model, and inputs: the example that it is cut on, and another.
-        most: How many cuts are tried; None: all.
+        most: How many cuts are tried at most; None: see `prove`.
         sees: Whether it is a model of images.
     """
 
@@ -320,6 +320,9 @@ def _transformers(kind: str, own: dict[str, Any]) -> Made:
     default = transformers.CONFIG_MAPPING[kind]()
     values = {key: value for key, value in _SMALL.items() if hasattr(default, key)} | own
     config = transformers.CONFIG_MAPPING[kind](**{key: value for key, value in values.items() if value is not None})
+    for part in (config, *vars(config).values()):
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
     found = transformers.MODEL_MAPPING[type(config)]
     model = (found[0] if isinstance(found, list | tuple) else found)._from_config(config).eval()
     return model, [_hf_inputs(model, 1, 12), _hf_inputs(model, 3, 7)]
@@ -337,8 +340,6 @@ def _hf_inputs(model: nn.Module, batch: int, length: int) -> mt.Inputs:
             made[name] = torch.randint(3, 90, (batch, length))
         else:
             made[name] = torch.randn(batch, *value.shape[1:])
-    if "use_cache" in inspect.signature(model.forward).parameters or hasattr(model.config, "use_cache"):
-        made["use_cache"] = False
     return mt.Inputs(**made)
 
 
@@ -437,11 +438,11 @@ def entries() -> Iterator[Entry]:
         sees = name in ("tiny-resnet", "tiny-unet", "tiny-vit")
         yield Entry("zoo", name, partial(_built_in, name), None, sees)
     for name, (side, options) in TORCHVISION.items():
-        yield Entry("torchvision", name, partial(_torchvision, name, side, options), 40)
+        yield Entry("torchvision", name, partial(_torchvision, name, side, options))
     for name, (frames, side) in TORCHVISION_VIDEO.items():
-        yield Entry("torchvision", name, partial(_torchvision, name, (frames, side, side), {}), 20)
+        yield Entry("torchvision", name, partial(_torchvision, name, (frames, side, side), {}))
     for file, (name, side, options) in TIMM.items():
-        yield Entry("timm", f"{file}/{name}", partial(_timm, name, side, options), 30)
+        yield Entry("timm", f"{file}/{name}", partial(_timm, name, side, options))
     for kinds, own in TRANSFORMERS.items():
         for kind in kinds:
             yield Entry("transformers", kind, partial(_transformers, kind, own), 25, False)

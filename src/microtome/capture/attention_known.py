@@ -17,8 +17,8 @@ from microtome.engine.functions import unseen
 class KnownAttention(Probe):
     """Gives the weights of each layer to `keep(address, weights)`, as `AttentionProbe` does, at a fraction of the cost.
 
-    It can be made after a run in which all attention came out of `nn.Softmax` modules, and holds for runs in which these
-    are called in the same order: `fits` says whether they were.
+    It can be made after a run in which all attention came out of `nn.Softmax` modules, and holds for runs in which
+    these are called in the same order: `fits` says whether they were.
 
     Attributes:
         paths: The modules that a session with this probe is to look at.
