@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 
-import torch
-
 from benchmarks.report import save
-from benchmarks.split_zoo.models import Entry, build, entries
-from benchmarks.split_zoo.proof import Tally, prove, table
+from benchmarks.split_zoo.models import entries
+from benchmarks.split_zoo.proof import Tally, table
+from benchmarks.split_zoo.trial import run
 
 _PACKAGES = ("torchvision", "timm", "transformers", "vit-pytorch")
-
-
-def run(entry: Entry) -> tuple[str, Tally | None, str]:
-    """The family of a model, what became of its cuts, and that in words."""
-    torch.set_num_threads(1)  # two that wait for each other are slower on small models
-    logging.disable(logging.WARNING)
-    began = time.perf_counter()
-    try:
-        model, inputs = build(entry)
-        tally = prove(str(entry), model, inputs, entry.most)
-    except Exception as error:  # noqa: BLE001
-        return entry.family, None, f"{entry}: NOT RUN, {type(error).__name__}: {error}"[:300]
-    lines = [
-        f"{entry}: {tally.exact} of {tally.tried} bit-equal, {tally.listed} listed, {tally.unlisted.total()} refused, "
-        f"{len(tally.late)} refused by mt.split, {len(tally.failed)} errors, {len(tally.wrong)} wrong, "
-        f"{time.perf_counter() - began:.1f} s"
-    ]
-    for kind in ("wrong", "failed", "late"):
-        lines += [f"    {kind} {at}: {why[:300]}" for at, why in list(getattr(tally, kind).items())[:3]]
-    lines += [f"    {count} refused: {why[:250]}" for why, count in tally.unlisted.most_common(3)]
-    return entry.family, tally, "\n".join(lines)
 
 
 def report(tallies: dict[str, list[Tally]], sees: set[str]) -> Iterator[str]:
@@ -49,7 +25,8 @@ def report(tallies: dict[str, list[Tally]], sees: set[str]) -> Iterator[str]:
     images = [one for one in every if one.name in sees]
     refused, listed = sum(one.refused for one in images), sum(one.listed for one in images)
     yield ""
-    yield f"Models of images: {len(images)}; refused {refused} of {listed} places, {100 * refused / (listed or 1):.2f} %."
+    share = 100 * refused / (listed or 1)
+    yield f"Models of images: {len(images)}, of whose {listed} places {refused} are refused: {share:.2f} %."
     yield "Every cut of models with up to 100, every fifth of larger ones, at most 25 of each model of transformers."
     yield "Each with two batch sizes, through bytes; random weights; small images."
     yield f"{', '.join(f'{name} {version(name)}' for name in _PACKAGES)}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -202,6 +203,12 @@ TIMM: dict[str, tuple[str, int, dict[str, Any]]] = {
     "xception": ("legacy_xception", 64, {}),
     "xception_aligned": ("xception41p", 64, {}),
     "xcit": ("xcit_nano_12_p8_224", 64, {}),
+    "beit": ("beit_base_patch16_224", 64, {"img_size": 64}),
+    "mobilenetv5": ("mobilenetv5_base", 64, {}),
+    "naflexvit": ("naflexvit_base_patch16_gap", 64, {}),
+    "nasnet": ("nasnetalarge", 64, {}),
+    "pnasnet": ("pnasnet5large", 64, {}),
+    "vision_transformer_sam": ("samvit_base_patch16_224", 64, {}),
 }
 
 
@@ -306,6 +313,28 @@ _OWN_WIDTH = """
 
 #: Types of models, with what they need beside that; None leaves the configuration's own value.
 TRANSFORMERS: dict[tuple[str, ...], dict[str, Any]] = {
+    ("segformer",): {
+        "hidden_sizes": [8, 16, 16, 32],
+        "depths": [1, 1, 1, 1],
+        "num_attention_heads": [1, 2, 2, 4],
+        "hidden_size": None,
+        "image_size": 64,
+        "patch_size": None,
+        "patch_sizes": [7, 3, 3, 3],
+    },
+    ("swin", "swinv2", "donut-swin", "maskformer-swin"): {
+        "embed_dim": 8,
+        "depths": [2, 2],
+        "num_heads": [2, 4],
+        "window_size": 4,
+        "image_size": 32,
+        "patch_size": 2,
+        "hidden_size": None,
+        "num_layers": None,
+        "num_attention_heads": None,
+        "num_hidden_layers": None,
+    },
+    ("convnext", "convnextv2"): {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1], "patch_size": None},
     tuple(_PLAIN.split()): {},
     tuple(_TWO_TOWERS.split()): _TOWERS,
     tuple(_OWN_HEADS.split()): {"head_dim": None},
@@ -452,6 +481,7 @@ def entries() -> Iterator[Entry]:
 
 def build(entry: Entry) -> Made:
     """The model with the same weights every time."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # packages warn of each other
         torch.manual_seed(0)
         return entry.make()
