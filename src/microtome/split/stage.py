@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from threading import get_ident
 from typing import Any
 
@@ -76,9 +77,9 @@ class Stage:
 
     @property
     def device(self) -> torch.device | None:
-        """Where it computes: where the first of its weights lies; None: it has none."""
-        for name in self._needed:
-            tensor = tensor_at(self.model, name)
+        """Where it computes: where the first of its weights lies, or of the model's if it reads none; None: unknown."""
+        own = (tensor_at(self.model, name) for name in self._needed)
+        for tensor in chain(own, self.model.parameters(), self.model.buffers()):
             if tensor is not None and not tensor.is_meta:
                 return tensor.device
         return None
