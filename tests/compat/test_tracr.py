@@ -415,7 +415,7 @@ def test_the_model_is_as_found(resnet: Any) -> None:
     wrapped = WrappedModel(model, x, save_layers=[1], warmup_iterations=1)
     wrapped.get_layer_metrics()
     assert same(wrapped(x, log=False), wrapped(x))
-    with pytest.raises(Unsupported, match="call model.eval"):
+    with pytest.raises(Unsupported, match="put the model in eval mode"):
         wrapped(x, end=3)
     assert [module.training for module in model.modules()] == modes
     model.eval()
