@@ -469,7 +469,7 @@ def entries() -> Iterator[Entry]:
     for name, (side, options) in TORCHVISION.items():
         yield Entry("torchvision", name, partial(_torchvision, name, side, options))
     for name, (frames, side) in TORCHVISION_VIDEO.items():
-        yield Entry("torchvision", name, partial(_torchvision, name, (frames, side, side), {}))
+        yield Entry("torchvision", name, partial(_torchvision, name, (frames, side, side), {}), 8)
     for file, (name, side, options) in TIMM.items():
         yield Entry("timm", f"{file}/{name}", partial(_timm, name, side, options))
     for kinds, own in TRANSFORMERS.items():

@@ -331,6 +331,45 @@ def test_views(body: Callable[..., Any]) -> None:
     assert exact(model, torch.randn(4, 4), others=(torch.randn(6, 4),)) >= 2
 
 
+class Table(nn.Module):
+    """Returns of its own weights, as embeddings of positions do."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, 4))
+        self.register_buffer("shift", torch.randn(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.weight[: len(x)], self.shift
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_weights_that_a_call_returns_cross_where_it_is_left_out(verify: bool) -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        weight, shift = net.table(x)
+        return net.b(net.a(x)) + weight * shift
+
+    model = Net(body, table=Table())
+    # The two rows of the table that are read, 32 bytes, and the shift, 16; beside the input or what was made of it.
+    assert [(cut.at, cut.nbytes) for cut in mt.cuts(model, "2x4")] == [("table", 80), ("a", 80), ("b", 80)]
+    for at in ("table", "a", "b"):
+        head, tail = mt.split(model, "2x4", at=at, verify=verify)
+        for x in (torch.randn(2, 4), torch.randn(5, 4)):
+            assert same(tail(mt.Boundary.from_bytes(head(x).to_bytes())), model(x))
+
+
+def test_packed_sequences() -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(net.a(x), torch.tensor([3, 2]), batch_first=True)
+        out, _ = nn.utils.rnn.pad_packed_sequence(net.gru(packed)[0], batch_first=True)
+        return net.b(out)
+
+    model = Net(body, gru=nn.GRU(4, 4, batch_first=True))
+    assert exact(model, torch.randn(2, 3, 4)) == 3
+
+
 class Fuses(nn.Module):
     """As in HRNet: works on the very list that it is given, and returns another."""
 

@@ -63,7 +63,9 @@ def _mapped(
         return value if other is None else other(value)
     inside = _inside(value, above)
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*(_mapped(change, item, other, inside) for item in value))
+        # Past its `__new__`, which may look at what it is given: that of a PackedSequence does.
+        named: Any = type(value)
+        return named._make(_mapped(change, item, other, inside) for item in value)
     if isinstance(value, list | tuple | set | frozenset):
         return type(value)(_mapped(change, item, other, inside) for item in value)
     if isinstance(value, dict):

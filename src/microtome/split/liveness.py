@@ -76,7 +76,9 @@ class Liveness:
         self.study = study
         self._trace = study.trace
         self.memory = [value.memory for value in study.trace.values]
+        # Weights are there on both sides; what a call returned of them is not, where that call is left out.
         self._kept = {value.memory for value in study.trace.values if value.origin in ("parameter", "buffer")}
+        self._kept -= {self.memory[value] for call in study.trace.calls for value in call.outputs}
         self._live = self._walk_back()
 
     def crossing(self, cut: TracedCall, more: Iterable[Place] = ()) -> Crossing:
