@@ -836,6 +836,39 @@ def test_everything_is_as_it_was(name: str) -> None:
     unchanged(before, found(model))
 
 
+class Keeps(nn.Module):
+    """Keeps what it computes, for whoever looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.a(x)
+        self.seen = [self.last, x]
+        return self.b(self.last)
+
+
+def test_what_a_model_keeps_is_what_the_head_kept() -> None:
+    model = nn.Sequential(Keeps(), nn.ReLU())
+    kept: Any = model[0]
+    x = torch.randn(2, 4)
+    for at in ("0.a", "0.b"):
+        head, tail = mt.split(model, x, at=at)
+        boundary = head(x)
+        last, seen = kept.last, kept.seen
+        assert same(last, kept.a(x))
+        assert same(tail(boundary), model(x))
+        kept.last, kept.seen = last, seen
+        tail(boundary)
+        assert same(kept.last, last)
+        assert same(kept.seen, seen)
+    del kept.seen
+    tail(boundary)  # which cannot know
+    assert not hasattr(kept, "seen")
+
+
 class Breaks(nn.Module):
     def __init__(self) -> None:
         super().__init__()

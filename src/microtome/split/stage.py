@@ -59,6 +59,8 @@ class Stage:
         self._skipped = (
             [] if begins is None else list({step.path: modules[step.path] for step in begins.steps}.values())
         )
+        around = [] if begins is None else ["", *(onward for _, onward in begins.levels if onward is not None)]
+        self._around = [modules[path] for path in around]
         self._cut = None if ends is None else modules[ends.levels[-1][0][-1].path]
 
     @property
@@ -96,6 +98,7 @@ class Stage:
         probes = tuple(probes)
         session, run = self._free.pop() if self._free and not probes else self._session(probes)
         run.begin(boundary)
+        had = [(module, dict(module.__dict__)) for module in self._around]
         try:
             given = Inputs(*args, **kwargs) if boundary is None else run.inputs(boundary)
             if boundary is None:
@@ -106,6 +109,8 @@ class Stage:
                 return self._run(run, given)
         finally:
             run.begin(None)  # it holds nothing between runs
+            for module, attributes in had:
+                _put_back(module, attributes)
             if not probes:
                 self._free.append((session, run))
 
@@ -471,6 +476,21 @@ def _contents(step: Step, holder: Any, tensors: list[Tensor], arguments: list[Te
         else:
             items.append(_as_ghost(item))
     return [keys, items]
+
+
+def _put_back(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Leave no ghosts in a module that keeps what it computes: what it had before the run is the better answer."""
+    for name, value in list(module.__dict__.items()):
+        if value is attributes.get(name) or name in _TORCHS:
+            continue
+        if any(isinstance(tensor, Ghost) for tensor in tensors_in(value)):
+            if name in attributes:
+                module.__dict__[name] = attributes[name]
+            else:
+                del module.__dict__[name]
+
+
+_TORCHS = frozenset(nn.Module().__dict__)
 
 
 def _run_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
