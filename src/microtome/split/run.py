@@ -17,6 +17,7 @@ def split(
     inputs: Any,
     at: str | Cut | Sequence[str | Cut] | Any,
     *,
+    plan: Any = None,
     verify: bool = True,
     load: str | int | None = None,
 ) -> Stages:
@@ -27,8 +28,9 @@ def split(
 
     Args:
         inputs: An example: a tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
-        at: Where to cut: the address of a call, at whose exit the head ends; several for more than two stages; or a
-            plan of `mt.plan`.
+        at: Where to cut: the address of a call, at whose exit the head ends; several for more than two stages; or
+            `"auto"`, where the plan says.
+        plan: What `mt.plan` gave. It may also be given as `at`.
         verify: Run the model and the stages on the example, and compare all they give.
         load: Keep the weights of this stage alone: `"head"`, `"tail"` or its index. The stages are then of a copy of
             the model, whose other weights are on `meta`.
@@ -46,4 +48,5 @@ def split(
     """
     from microtome.split.stages import Splitter  # not before it is needed
 
-    return Splitter(model, inputs).at(at, verify=verify, load=load)
+    where = plan if isinstance(at, str) and at == "auto" and plan is not None else at
+    return Splitter(model, inputs).at(where, verify=verify, load=load)
