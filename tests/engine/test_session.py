@@ -534,7 +534,7 @@ def test_a_module_that_runs_twice_has_two_calls_where_only_it_is_seen() -> None:
 def test_parts_are_of_a_model_and_hold_what_is_changed() -> None:
     with pytest.raises(SessionError, match="`at` chooses what is seen of a model: give one"):
         mt.Session(None, [Log()], at=nn.Linear)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with pytest.raises(SessionError, match="an intervention is at a ReLU that `at` leaves out"):
         mt.Session(model, [], [mt.Stop("1")], at=nn.Linear).__enter__()
     with mt.Session(model, [], [mt.Stop("0")], at=nn.Linear), pytest.raises(mt.Stopped):

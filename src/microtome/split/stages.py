@@ -229,7 +229,7 @@ def _chosen(cuts: Cuts, at: Any) -> list[Cut]:
             f"say where to cut: an address such as 'layer2.0.conv1', several, or a plan of mt.plan; got {at!r:.80}"
         )
     if "auto" in wanted:
-        raise BadQuery("at='auto' needs to know the devices and the link: give plan=mt.plan(mt.cuts(…), …)")
+        raise BadQuery("at='auto' needs to know the devices and the link: give a plan, plan=mt.plan(mt.cuts(…), …)")
     if "" in wanted:
         raise BadQuery("the exit of the model itself is no cut: nothing would be left for the tail")
     found = sorted((_cut(cuts, one) for one in wanted), key=lambda cut: cut.index)
