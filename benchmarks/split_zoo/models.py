@@ -421,7 +421,7 @@ VIT_PYTORCH: dict[str, tuple[str, dict[str, Any], int | tuple[int, ...]]] = {
     ),
     "crossformer": (
         "CrossFormer",
-        {"dim": (16, 16, 32, 64), "depth": (1, 1, 1, 1), "local_window_size": 1, "global_window_size": 1},
+        {"dim": (32, 32, 64, 64), "depth": (1, 1, 1, 1), "local_window_size": 1, "global_window_size": 1},
         64,
     ),
     "max_vit": ("MaxViT", {"dim": 16, "depth": (1, 1), "window_size": 4, "dim_head": 8}, 64),
