@@ -26,8 +26,10 @@ def report(tallies: dict[str, list[Tally]], sees: set[str]) -> Iterator[str]:
     refused, listed = sum(one.refused for one in images), sum(one.listed for one in images)
     yield ""
     share = 100 * refused / (listed or 1)
-    yield f"Models of images, those of transformers left out: {len(images)}, of whose {listed} places {refused} are refused: {share:.2f} %."
-    yield "Every cut of models with up to 100, every fifth of larger ones, at most 25 of each model of transformers and 8 of clips."
+    told = f"{len(images)}, of whose {listed} places {refused} are refused: {share:.2f} %."
+    yield f"Models of images, those of transformers left out: {told}"
+    tried = "Every cut of models with up to 100, every fifth of larger ones"
+    yield f"{tried}, at most 25 of each model of transformers and 8 of clips."
     yield "Each with two batch sizes, through bytes; random weights; small images."
     yield f"{', '.join(f'{name} {version(name)}' for name in _PACKAGES)}."
     reasons: Counter[str] = Counter()
