@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import OrderedDict, deque
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from microtome.capture.store.owned import BESIDE_BYTES, check_limits, owned
@@ -13,6 +15,10 @@ from microtome.capture.store.series import InMemory, Series
 from microtome.capture.store.stats import Histogram, Stats
 from microtome.errors import BadQuery, NoMatch
 from microtome.units import size
+
+#: Copies of tensors from so many bytes on are laid beside each other, a part of the limit at a time.
+_SMALL = 16 * 1024
+_PART = 32
 
 
 class MemoryStore:
@@ -51,6 +57,7 @@ class MemoryStore:
         self._numbers: dict[str, deque[int]] = {}
         self._stats: dict[str, Stats] = {}
         self._summed: dict[str, int] = {}
+        self._rooms: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._lock = threading.RLock()
 
     @property
@@ -65,7 +72,9 @@ class MemoryStore:
         """
         with self._lock:
             if self.keep == "all":
-                tensor = owned(tensor, borrowed=borrowed)
+                tensor = (
+                    self._copy(tensor) if borrowed and self._has_rooms(tensor) else owned(tensor, borrowed=borrowed)
+                )
                 self._make_room(name, tensor.nbytes)
             if name not in self._numbers:
                 self._numbers[name] = deque()
@@ -78,6 +87,26 @@ class MemoryStore:
             else:
                 self._stats[name].add(tensor)
             self.count += 1
+
+    def _has_rooms(self, tensor: Tensor) -> bool:
+        if self.limit_bytes is None or not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            return False
+        several = _SMALL <= tensor.nbytes <= self.limit_bytes // _PART
+        return several and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """A copy that lies beside others of its kind.
+
+        One by one, they would lie between the model's own tensors, which come and go, and the C library finds no use
+        for the holes in between: the process took twice what is kept, and a list of clones does.
+        """
+        assert self.limit_bytes is not None
+        rooms = self._rooms.setdefault((tensor.shape, tensor.dtype), [])
+        if not rooms:
+            count = self.limit_bytes // _PART // tensor.nbytes
+            pages = mmap.mmap(-1, count * tensor.nbytes)
+            rooms += torch.frombuffer(pages, dtype=tensor.dtype).view(count, *tensor.shape).unbind(0)
+        return rooms.pop().copy_(tensor)
 
     def _make_room(self, name: str, nbytes: int) -> None:
         if self.limit_bytes is not None and nbytes > self.limit_bytes:
@@ -93,7 +122,8 @@ class MemoryStore:
 
     @property
     def _taken(self) -> int:
-        return self.nbytes + BESIDE_BYTES * len(self._held)
+        beside = self.limit_bytes // _PART if self._rooms and self.limit_bytes is not None else 0  # dropped among kept
+        return self.nbytes + BESIDE_BYTES * len(self._held) + beside
 
     def _drop(self, number: int) -> None:
         name, tensor = self._held.pop(number)
