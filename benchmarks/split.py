@@ -49,7 +49,7 @@ def stages(name: str) -> list[Target]:
         for cut in splitter.cuts[::5]:
             both = splitter.at(cut)
             head, tail = both
-            took = take_turns({"plain": partial(model, x), "split": partial(both, x)}, rounds=7)
+            took = take_turns({"plain": partial(model, x), "split": partial(both, x)}, rounds=9)
             ratios.append(took["split"] / took["plain"])
             notes.append(f"{cut.at} {ratios[-1]:.3f}")
             boundary = head(x)
