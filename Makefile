@@ -16,7 +16,7 @@ test: $(VENV)/.dev        ## everything that CI runs, examples in docs and docst
 test-gpu: $(VENV)/.dev    ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-zoo: $(VENV)/.dev         ## every torchvision model against its published figures: ten minutes
+zoo: $(VENV)/.dev         ## published figures of every torchvision model, and cuts of some 480 models: half an hour
 	$(BIN)/python -m pytest -m zoo
 
 lint: $(VENV)/.dev
