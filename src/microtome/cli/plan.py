@@ -9,9 +9,8 @@ from typing import Any
 import click
 import torch
 
-from microtome.cli.model import describe, model_options, resolve, working
+from microtome.cli.model import model_options, resolve, running, working
 from microtome.cli.outputs import put, refuse_same
-from microtome.errors import BadInputs, MicrotomeError, said
 from microtome.plan import Link, codec_costs
 from microtome.plan import plan as plan_cuts
 from microtome.plan.run import OBJECTIVES
@@ -110,16 +109,9 @@ def plan(
 
 def _cuts(found: Resolved, codecs: tuple[str, ...]) -> tuple[Any, Any]:
     """Where the model can be cut; and, if codecs are named, what they cost here, those of the inputs included."""
-    try:
-        with torch.no_grad():
-            cuts = find_cuts(found.model, found.inputs)
-            if not codecs:
-                return cuts, None
-            names = tuple(dict.fromkeys(("raw", "zstd", *codecs)))
-            return cuts, codec_costs(cuts, names, model=found.model, inputs=found.inputs)
-    except MicrotomeError:
-        raise
-    except Exception as error:
-        raise BadInputs(
-            f"{found.name} does not run on {describe(found)}: {said(error)}. Give others with --input"
-        ) from error
+    with running(found), torch.no_grad():
+        cuts = find_cuts(found.model, found.inputs)
+        if not codecs:
+            return cuts, None
+        names = tuple(dict.fromkeys(("raw", "zstd", *codecs)))
+        return cuts, codec_costs(cuts, names, model=found.model, inputs=found.inputs)

@@ -268,7 +268,7 @@ class WrappedModel(nn.Module):
             output = self._whole(given, bank)
         else:
             bank.last = self.layers[cut], cut
-            boundary = stages[0].run(*given.args, probes=[bank], **given.kwargs)
+            boundary = stages[0].run(given.args, given.kwargs, [bank])
             output = EarlyOutput(bank.outputs, boundary, cut)
         bank.check()
         self.banked_output = dict(bank.outputs)

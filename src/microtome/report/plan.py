@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from microtome.plan.data import Candidate, Plan
-from microtome.report.terminal import fitted, plain_text
+from microtome.report.terminal import fitted, plain_text, shortened
 from microtome.units import UNKNOWN, count, joules, rate, ratio, seconds, size
 
 #: How many candidates a table shows beside those that are always there, and how many cuts a chart.
@@ -61,7 +61,7 @@ def renderable(plan: Plan, width: int | None = None, top: int = _ROWS) -> Any:
         table.add_column(columns[name].header, justify="right", no_wrap=True, min_width=widths[name])
     for at, row in enumerate(rows):
         style = "dim" if row.refused else "bold green" if row is plan.winner else ""
-        marked = f"{'*' if row is plan.winner else ' '} {_short(row.name)}"
+        marked = f"{'*' if row is plan.winner else ' '} {shortened(row.name, _WHERE)}"
         table.add_row(Text(marked), *(Text(cells[name][at]) for name in chosen), style=style)
     notes = Text("\n".join(_notes(plan, rows)), style="dim")
     return Stack(Text(_title(plan), style="italic"), table, Text(""), Text(_chart(plan, width)), notes)
@@ -150,13 +150,6 @@ def _importance(plan: Plan) -> list[str]:
     return [name for name in dict.fromkeys([*names, "rate"]) if name in _columns(plan)]
 
 
-def _short(name: str, most: int = _WHERE) -> str:
-    """With its middle left out where it is too long: addresses differ at their ends."""
-    if len(name) <= most:
-        return name
-    return f"{name[: most // 3]}…{name[len(name) - (most - most // 3 - 1) :]}"
-
-
 # -- the chart ---------------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +164,7 @@ def _chart(plan: Plan, width: int) -> str:
     for row in rows:
         mark = "*" if row is plan.winner else " "
         lines.append(
-            f"{mark} {_short(row.name, names):<{names}} {seconds(row.latency_s):>8} {_bar(plan, row, whole, room)}"
+            f"{mark} {shortened(row.name, names):<{names}} {seconds(row.latency_s):>8} {_bar(plan, row, whole, room)}"
         )
     inks = " ".join(f"{_INKS[at % len(_INKS)]} {name}" for at, name in enumerate(plan.devices))
     legend = f"latency in the order of the run: {inks} {_WIRE} between"

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from microtome.engine.select import check_model
+from microtome.split.crossing import Crossing, Place
 from microtome.split.data import Cut, Cuts, Live
-from microtome.split.liveness import Crossing, Liveness, Place
+from microtome.split.liveness import Liveness
 from microtome.split.study import Study, study
 from microtome.trace.data import TracedCall, Value
 

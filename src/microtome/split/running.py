@@ -14,8 +14,8 @@ from microtome.engine.structure import map_tensors, tensors_in
 from microtome.errors import BadBoundary, Unsupported, said
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
+from microtome.split.crossing import Place
 from microtome.split.ghost import Ghost, GhostRead, awake
-from microtome.split.liveness import Place
 from microtome.split.templates import Template, check_same, lists_in, take_apart
 from microtome.split.told import as_ghost, contents, dtype_of, is_entry, is_same, listed, revive, view
 from microtome.split.trail import Follower, Sent, Step, Trail

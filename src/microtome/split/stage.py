@@ -85,10 +85,10 @@ class Stage:
         return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
+        return self.run(args, kwargs)
 
-    def run(self, *args: Any, probes: Iterable[Probe] = (), **kwargs: Any) -> Any:
-        """Run the part; the probes look on."""
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], probes: Iterable[Probe] = ()) -> Any:
+        """Run the part on what it is called with; the probes look on."""
         boundary = None
         if self._begins is not None:
             boundary = self._boundary(args, kwargs)

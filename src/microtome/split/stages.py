@@ -18,11 +18,12 @@ from microtome.results import File
 from microtome.split.boundary import Boundary
 from microtome.split.codecs import is_lossless
 from microtome.split.compare import Difference, differences
+from microtome.split.crossing import Crossing, Place
 from microtome.split.cuts import list_cuts
 from microtome.split.data import Cut, Cuts
 from microtome.split.files import save_stages
 from microtome.split.ghost import GhostRead
-from microtome.split.liveness import Crossing, Liveness, Place
+from microtome.split.liveness import Liveness
 from microtome.split.stage import Stage
 from microtome.split.study import Study, study
 from microtome.split.trail import trail_to
@@ -326,7 +327,7 @@ def run_until(model: nn.Module, inputs: Any, at: str, *, save: Selector | None =
     splitter = Splitter(model, inputs)
     head = splitter.at(at, verify=False)[0]
     saved = _Saved(() if save is None else select(model, save).values())
-    boundary = head.run(*splitter.given.args, probes=[saved], **splitter.given.kwargs)
+    boundary = head.run(splitter.given.args, splitter.given.kwargs, [saved])
     missing = [] if save is None else [path for path in select(model, save) if path not in _paths(saved.by_address)]
     if missing:
         raise NoMatch(f"{missing[0]!r} does not run before the exit of {at!r}: leave it out of `save`")

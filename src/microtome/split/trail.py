@@ -8,8 +8,8 @@ from typing import Any
 
 from microtome.engine import Call
 from microtome.errors import Unsupported
+from microtome.split.crossing import Crossing, Place
 from microtome.split.cuts import place_name
-from microtome.split.liveness import Crossing, Place
 from microtome.split.study import Study
 from microtome.split.templates import Template
 from microtome.trace.data import TracedCall

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from microtome.split.liveness import Crossing
+from microtome.split.crossing import Crossing
 from microtome.split.study import Study
 
 

@@ -1,0 +1,64 @@
+"""The nouns of a cut: where values are found, the calls around it, and all that crosses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from microtome.trace.data import TracedCall
+
+#: Values that are needed, by the memory that they lie in; False: only if somebody still holds an older tensor of it.
+Needs = dict[int, dict[int, bool]]
+
+
+class Place(NamedTuple):
+    """Where a value is found in a run of the head.
+
+    Attributes:
+        call: The call that returned it, or that wrote into it, as an index; None: it is an input of the model.
+        at: Which of the tensors that the call returned or, if `is_argument`, that it was given.
+    """
+
+    call: int | None
+    at: int
+    is_argument: bool = False
+
+
+@dataclass(frozen=True)
+class Level:
+    """A call that contains the cut, with those right inside it that ended before the cut.
+
+    Attributes:
+        call: The call around, which the tail runs again.
+        skipped: Calls inside it that the tail leaves out.
+        onward: The call after them, which contains the cut; None: the last of the skipped ones is the cut.
+    """
+
+    call: TracedCall
+    skipped: tuple[TracedCall, ...]
+    onward: TracedCall | None
+
+
+@dataclass
+class Crossing:
+    """All that is to be known of one cut.
+
+    Attributes:
+        levels: From the model itself to the call that holds the cut.
+        values: Where the values are found that cross, and which they are.
+        copied: Those that the head writes into afterwards: they are copied when they are found.
+        written: Those that the tail writes into: it works on copies.
+        joined: The memories that cross as a whole, since several values of them do.
+        views: What calls return that is a view of an argument which is written into later: the tail makes it again, of
+            the argument at the position given.
+        refused: Why there is no exact cut here; None: there is one.
+    """
+
+    cut: TracedCall
+    levels: tuple[Level, ...]
+    values: dict[Place, int] = field(default_factory=dict)
+    copied: set[Place] = field(default_factory=set)
+    written: set[Place] = field(default_factory=set)
+    joined: set[int] = field(default_factory=set)
+    views: dict[Place, int] = field(default_factory=dict)
+    refused: str | None = None
