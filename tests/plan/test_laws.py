@@ -109,7 +109,10 @@ def test_dynamic_programming_finds_what_trying_everything_does(problem: dict[str
     for used in range(len(chain.sides)):
         of_all = [candidate.rank(objective) for candidate in able if len(candidate.at) == used]
         of_best = [candidate.rank(objective) for candidate in found if len(candidate.at) == used]
-        assert of_best == ([pytest.approx(min(of_all))] if of_all else [])
+        assert len(of_best) == bool(of_all)
+        for rank in of_best:  # of those that are the best but for rounding, one
+            assert rank[0] == pytest.approx(min(of_all)[0])
+            assert any(rank == pytest.approx(other) for other in of_all)
 
 
 @given(problems(3, most=4), objectives)
@@ -119,7 +122,7 @@ def test_a_plan_over_several_devices_has_the_best_of_all(problem: dict[str, Any]
     able = everything(chain_of(problem))
     assert (plan is None) == (not able)
     if plan is not None:
-        assert plan.winner.rank(objective) == pytest.approx(min(candidate.rank(objective) for candidate in able))
+        assert plan.winner.rank(objective)[0] == pytest.approx(min(candidate.rank(objective) for candidate in able)[0])
 
 
 @given(problems(), objectives, st.lists(bandwidths, min_size=1, max_size=20))
