@@ -1,0 +1,91 @@
+"""What a wrapped model is told: by its arguments, or by tracr's configuration."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from microtome.errors import BadFile, BadInputs, BadQuery, said
+from microtome.zoo.packages import need
+from microtome.zoo.resolver import resolve
+
+_DEFAULTS: dict[str, Any] = {"depth": 2, "save_layers": (), "warmup_iterations": 2, "collect_metrics": True}
+
+
+def settle(config: Any, **given: Any) -> dict[str, Any]:
+    """The model, its inputs and the settings: those that are given, else those of a configuration, else the defaults.
+
+    Args:
+        config: The model, or the configuration.
+        given: Of these, None is not given.
+    """
+    known = _DEFAULTS | ({"model": config} if isinstance(config, nn.Module) else _configured(config))
+    known |= {name: value for name, value in given.items() if value is not None}
+    if "inputs" not in known:
+        raise BadInputs('say what the model is given: WrappedModel(model, x), or inputs="1x3x224x224"')
+    return known
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """The value, if it is a whole number that is not below the least."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise BadQuery(f"{name} is a whole number from {least} on, got {value!r}")
+    return number
+
+
+def quantities(collect: bool | Collection[str]) -> tuple[str, ...]:
+    """What to measure, by name; True for time, energy and load."""
+    if isinstance(collect, bool):
+        return ("time", "energy", "load") if collect else ()
+    return (collect,) if isinstance(collect, str) else tuple(collect)
+
+
+def _configured(config: Any) -> dict[str, Any]:
+    """The arguments of a `WrappedModel` that a configuration stands for."""
+    if isinstance(config, str | Path):
+        config = _read(Path(config))
+    if not isinstance(config, Mapping):
+        raise BadQuery(f"a WrappedModel is made of an nn.Module or a configuration, got a {type(config).__name__}")
+    default, section = (config.get(name) or {} for name in ("default", "model"))
+    for key in ("model_name", "input_size"):
+        if key not in section:
+            raise BadQuery(f"the section `model` of the configuration lacks {key!r}")
+    known = {key: section[key] for key in _DEFAULTS if section.get(key) is not None}
+    if default.get("collect_metrics") is not None:
+        known["collect_metrics"] = default["collect_metrics"]
+    return known | _built(section, str(default.get("device", "cpu")))
+
+
+def _built(section: Mapping[str, Any], device: str) -> dict[str, Any]:
+    name, weights, classes = section["model_name"], section.get("weight_path"), section.get("num_classes")
+    if section.get("pretrained") and weights is None:
+        raise BadQuery(
+            f"`pretrained` would download the weights of {name}, and microtome downloads nothing: give a `weight_path` "
+            "of a .safetensors file, or the model itself: WrappedModel(model, inputs)"
+        )
+    mode = section.get("mode", "eval")
+    if mode not in ("eval", "train"):
+        raise BadQuery(f"the mode of a model is 'eval' or 'train', got {mode!r}")
+    found = resolve(
+        name if ":" in name else f"torchvision:{name}",
+        inputs="x".join(map(str, (1, *section["input_size"]))),
+        args=None if classes is None else {"num_classes": classes},
+        weights=weights,
+    )
+    return {"model": found.model.to(device).train(mode == "train"), "inputs": found.inputs.to(device)}
+
+
+def _read(file: Path) -> Any:
+    yaml = need("yaml")
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadFile(f"{file} cannot be read as a configuration: {said(error)}") from error
