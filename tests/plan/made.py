@@ -7,8 +7,9 @@ from itertools import accumulate
 from typing import Any
 
 from microtome.plan.codecs import CodecCost, CodecCosts
-from microtome.profile.data import Amounts, Coverage, Profile, Row, Tensor
+from microtome.profile.data import Coverage, Profile
 from microtome.profile.how import EnergyUse
+from microtome.profile.rows import Amounts, Row, Tensor
 from microtome.split.data import Cut, Cuts, Live
 
 PARAM_BYTES = 100

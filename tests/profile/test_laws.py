@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import microtome as mt
 from microtome import zoo
-from microtome.profile.data import AMOUNTS, Amounts
+from microtome.profile.rows import AMOUNTS, Amounts
 
 # -- random small nets -------------------------------------------------------------------------------------------------
 

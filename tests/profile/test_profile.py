@@ -18,7 +18,7 @@ import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, BadInputs, BadQuery, NoMatch, Unsupported
 from microtome.profile import Amounts
-from microtome.profile.data import AMOUNTS
+from microtome.profile.rows import AMOUNTS
 
 
 class Net(nn.Module):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from microtome.errors import BadQuery, NoMatch
-from microtome.profile.data import Profile, Row
+from microtome.profile.data import Profile
+from microtome.profile.rows import Row
 from microtome.split.data import Cuts, Live
 from microtome.units import shape
 

@@ -13,7 +13,8 @@ from torch.nn import Parameter
 
 from microtome.count.conventions import Convention, Cost
 from microtome.engine.select import named
-from microtome.profile.data import Amounts, Coverage, Group, Row, Tensor, Unknown, add
+from microtome.profile.data import Coverage, Unknown
+from microtome.profile.rows import Amounts, Group, Row, Tensor, add
 from microtome.trace import Op, Trace, TracedCall
 
 _FORWARD = ("macs", "flops", "madds", "read_bytes", "write_bytes")

@@ -19,9 +19,9 @@ from microtome.errors import BadQuery, SensorFailed, Unsupported, said
 from microtome.inputs import Inputs
 from microtome.measure.energy import Meter, Part, metered
 from microtome.measure.spread import Spread, spreads
-from microtome.profile.data import Row
 from microtome.profile.how import EnergyUse
 from microtome.profile.passes import Passes, Schedule
+from microtome.profile.rows import Row
 from microtome.profile.tree import Tree
 
 METHODS = {

@@ -6,8 +6,9 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from microtome.measure.spread import Spread
-from microtome.profile.data import AMOUNTS, Amounts, Coverage, Group, Profile, Row, Tensor, Unknown
+from microtome.profile.data import Coverage, Profile, Unknown
 from microtome.profile.how import EnergyUse, Load, MemoryUse, Sampling, Timing
+from microtome.profile.rows import AMOUNTS, Amounts, Group, Row, Tensor
 from microtome.units import shape
 
 

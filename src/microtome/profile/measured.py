@@ -17,11 +17,11 @@ from microtome.measure.environment import environment
 from microtome.measure.load import LoadSampler
 from microtome.measure.spread import Spread, spreads
 from microtome.profile import device, energy, timing
-from microtome.profile.data import Row
 from microtome.profile.energy import Energies, EnergyModel
 from microtome.profile.how import EnergyUse, MemoryUse, Sampling, Timing
 from microtome.profile.load import sample_load
 from microtome.profile.passes import Passes, Schedule, check_calls, passes, whole_number
+from microtome.profile.rows import Row
 from microtome.profile.tree import Tree
 
 QUANTITIES = ("time", "memory", "energy", "load")

@@ -14,11 +14,12 @@ from microtome.trace.run import record
 
 if TYPE_CHECKING:
     from microtome.measure.energy import Meter
-    from microtome.profile.data import Coverage, Profile, Row
+    from microtome.profile.data import Coverage, Profile
     from microtome.profile.device import Way
     from microtome.profile.energy import EnergyModel
     from microtome.profile.measured import Wish
     from microtome.profile.passes import Progress
+    from microtome.profile.rows import Row
 
 
 def profile(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from microtome.engine.select import Selector
-from microtome.profile.data import Row
+from microtome.profile.rows import Row
 
 
 class Tree:

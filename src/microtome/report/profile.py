@@ -13,8 +13,8 @@ from rich.text import Text
 
 from microtome.errors import BadQuery
 from microtome.profile import Group, Profile, Row
-from microtome.profile.data import AMOUNTS
 from microtome.profile.files import flat
+from microtome.profile.rows import AMOUNTS
 from microtome.report.columns import COLUMNS, REGISTERED, columns_of, of_registered
 from microtome.report.notes import notes_of
 from microtome.report.terminal import fitted, plain_text
