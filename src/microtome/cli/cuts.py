@@ -10,7 +10,7 @@ import click
 import torch
 
 from microtome.cli.model import model_options, resolve, running, working
-from microtome.cli.outputs import put, refuse_same
+from microtome.cli.outputs import output_options, put, refuse_same
 from microtome.report.cuts import View, csv, details, markdown, text
 from microtome.split.cuts import cuts as find_cuts
 from microtome.split.data import By
@@ -22,9 +22,7 @@ from microtome.split.data import By
 @click.option("--all", "every", is_flag=True, help="Show every cut, however many there are.")
 @click.option("--best", type=click.Choice(list(get_args(By))), help="Show the one with the least of this, in full.")
 @click.option("--meta", is_flag=True, help="Build the model without allocating its weights.")
-@click.option("--json", "json_file", metavar="F", help="Write JSON that microtome.load reads; - for the terminal.")
-@click.option("--csv", "csv_file", metavar="F", help="Write CSV, raw numbers; - for the terminal.")
-@click.option("--md", "md_file", metavar="F", help="Write a Markdown table; - for the terminal.")
+@output_options
 def cuts(
     model: str,
     inputs: str | None,
@@ -34,9 +32,7 @@ def cuts(
     every: bool,
     best: By | None,
     meta: bool,
-    json_file: str | None,
-    csv_file: str | None,
-    md_file: str | None,
+    outputs: dict[str, str | None],
 ) -> None:
     """Say where a model can be cut in two exactly, and what crosses there.
 
@@ -45,7 +41,6 @@ def cuts(
     """
     if (depth is not None) + every + (best is not None) > 1:
         raise click.UsageError("choose one of --depth, --all and --best")
-    outputs = {"--json": json_file, "--csv": csv_file, "--md": md_file}
     refuse_same(outputs)
     found = resolve(model, inputs, args, meta=meta)
     found.model.eval()

@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
 
 import click
 
 from microtome.results import write
+
+
+def output_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command `--json`, `--csv` and `--md`, and as its argument `outputs` the file that each names."""
+
+    @wraps(command)
+    def told(*args: Any, json_file: str | None, csv_file: str | None, md_file: str | None, **options: Any) -> None:
+        command(*args, outputs={"--json": json_file, "--csv": csv_file, "--md": md_file}, **options)
+
+    for option in (
+        click.option("--md", "md_file", metavar="F", help="Write a Markdown table; - for the terminal."),
+        click.option("--csv", "csv_file", metavar="F", help="Write CSV, raw numbers; - for the terminal."),
+        click.option(
+            "--json", "json_file", metavar="F", help="Write JSON that microtome.load reads; - for the terminal."
+        ),
+    ):
+        told = option(told)
+    return told
 
 
 def refuse_same(outputs: Mapping[str, str | None]) -> None:

@@ -10,7 +10,7 @@ import click
 import torch
 
 from microtome.cli.model import model_options, resolve, running, working
-from microtome.cli.outputs import put, refuse_same
+from microtome.cli.outputs import output_options, put, refuse_same
 from microtome.plan import Link, codec_costs
 from microtome.plan import plan as plan_cuts
 from microtome.plan.run import OBJECTIVES
@@ -51,9 +51,7 @@ _COSTS = "Take the costs of codecs from this file, such as edge=F.json; may be g
 @click.option("--codec-costs", "costs", multiple=True, metavar="edge=F", callback=_pairs, help=_COSTS)
 @click.option("--measure-codecs", metavar="F", help="Measure codecs here, on this run of the model; write them to F.")
 @click.option("--top", type=click.IntRange(min=1), default=8, metavar="K", help="Show the best K.")
-@click.option("--json", "json_file", metavar="F", help="Write JSON that microtome.load reads; - for the terminal.")
-@click.option("--csv", "csv_file", metavar="F", help="Write CSV, raw numbers; - for the terminal.")
-@click.option("--md", "md_file", metavar="F", help="Write a Markdown table; - for the terminal.")
+@output_options
 def plan(
     model: str,
     inputs: str | None,
@@ -71,15 +69,13 @@ def plan(
     costs: dict[str, str],
     measure_codecs: str | None,
     top: int,
-    json_file: str | None,
-    csv_file: str | None,
-    md_file: str | None,
+    outputs: dict[str, str | None],
 ) -> None:
     """Say where to cut a model, from profiles of two devices and the link between them.
 
     MODEL and its inputs are those that were profiled, such as torchvision:resnet50. Neither device is needed.
     """
-    outputs = {"--json": json_file, "--csv": csv_file, "--md": md_file, "--measure-codecs": measure_codecs}
+    outputs = outputs | {"--measure-codecs": measure_codecs}
     refuse_same(outputs)
     if costs and measure_codecs is not None:
         raise click.UsageError("choose one of --codec-costs and --measure-codecs")

@@ -10,7 +10,7 @@ import click
 import torch
 
 from microtome.cli.model import describe, model_options, resolve, working
-from microtome.cli.outputs import put, refuse_same
+from microtome.cli.outputs import output_options, put, refuse_same
 from microtome.count.conventions import CONVENTIONS
 from microtome.errors import BadInputs, MicrotomeError, said
 from microtome.profile import profile as profile_model
@@ -63,9 +63,7 @@ _ENERGY_MODEL = "Estimate energy, from such as flop=0.5e-12,byte=20e-12,watts=3,
 @click.option("--energy-model", metavar="COEFFICIENTS", help=_ENERGY_MODEL)
 @click.option("--meter", metavar="NAME", help="Read energy from this meter, such as nvml or csv:FILE.")
 @click.option("--strict", is_flag=True, help="Fail where an operator has no formula.")
-@click.option("--json", "json_file", metavar="F", help="Write JSON that microtome.load reads; - for the terminal.")
-@click.option("--csv", "csv_file", metavar="F", help="Write CSV, raw numbers; - for the terminal.")
-@click.option("--md", "md_file", metavar="F", help="Write a Markdown table; - for the terminal.")
+@output_options
 def profile(
     model: str,
     inputs: str | None,
@@ -95,9 +93,7 @@ def profile(
     repeat: int,
     budget: float,
     strict: bool,
-    json_file: str | None,
-    csv_file: str | None,
-    md_file: str | None,
+    outputs: dict[str, str | None],
 ) -> None:
     """Say what each layer of a model costs, without running it where that can be.
 
@@ -110,7 +106,6 @@ def profile(
     view = View(depth, granularity, by, sort, top, chosen)
     if model.partition(":")[0] in SOURCES:  # Python code may register columns of its own when it is imported
         check(view)
-    outputs = {"--json": json_file, "--csv": csv_file, "--md": md_file}
     refuse_same(outputs)
     if meta and device is not None:
         raise click.UsageError("--meta builds a model on no device: leave out --device")
