@@ -9,7 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import microtome as mt
 from benchmarks.report import Target
+from benchmarks.timing import take_turns
 from benchmarks.trace import torchvision_model
 
 
@@ -81,24 +81,12 @@ def static() -> list[Target]:
         model = torchvision_model(name)
         contestants: dict[str, Callable[[], object]] = {"plain": partial(model, x)}
         contestants |= {"microtome": partial(mt.profile, model, x), **peers(model, x)}
-        times = take_turns(contestants, rounds=5)
+        times = take_turns(contestants, rounds=5, of=min)
         plain, ours = times.pop("plain"), times.pop("microtome")
         beside = [f"{peer} {times[peer] / plain:.2f}" for peer in sorted(times, key=times.__getitem__)]
         note = f"{name}, whole call over a plain forward: {', '.join(beside)}"
         targets.append(Target(f"{name}, batch 1: mt.profile / plain forward", ours / plain, most, note=note))
     return targets
-
-
-def take_turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of each, the best of the rounds after a warm-up: noise only adds."""
-    best: dict[str, float] = {}
-    for at in range(rounds + 1):
-        for name, run in contestants.items():
-            start = time.perf_counter()
-            run()
-            if at:
-                best[name] = min(best.get(name, float("inf")), time.perf_counter() - start)
-    return best
 
 
 class Chain(nn.Module):
@@ -135,7 +123,7 @@ def added(name: str, model: nn.Module, x: torch.Tensor) -> Target:
         "counter": counter,
         "trace": partial(mt.trace, model, x, fake=False),
     }
-    times = take_turns(contestants, rounds=9)
+    times = take_turns(contestants, rounds=9, of=min)
     ours, theirs = ((times[who] - times["plain"]) / count * 1e6 for who in ("trace", "counter"))
     note = f"{name}: a real trace adds {ours:.0f} us an operator, FlopCounterMode {theirs:.0f}"
     return Target(f"{name}: added by mt.trace(fake=False) / by FlopCounterMode", ours / theirs, 0.5, note=note)
@@ -179,7 +167,7 @@ def llama() -> dict[str, float]:
         "profile": lambda: mt.profile(model, inputs),
         "FlopCounterMode": counter,
     }
-    times = take_turns(contestants, rounds=3)
+    times = take_turns(contestants, rounds=3, of=min)
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
     return {**times, "gigabytes": resident}
