@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol
@@ -38,6 +38,8 @@ class Interceptor(Protocol):
     feeds: bool
     fast_paths: bool
 
+    @property
+    def others(self) -> Container[int]: ...
     def wrap_call(self, inner: AnyCall | None) -> AnyCall: ...
     def wrap_change(self, inner: AnyCall | None) -> AnyCall: ...
     def wrap_backward(self, inner: AnyCall) -> AnyCall: ...
@@ -94,7 +96,7 @@ class Chain:
             if session.feeds:
                 call = session.wrap_call(call)
         assert call is not None
-        setattr(nn.Module, _CALL, _Slot(call))
+        setattr(nn.Module, _CALL, _Slot(call, self._open[0].others if len(self._open) == 1 else ()))
         setattr(torch.autograd, _BACKWARD, backward)
 
     def _fast_paths_off(self) -> None:
@@ -133,11 +135,13 @@ class Chain:
 class _Slot:
     """Stands for every module's `_compiled_call_impl`; what a module stores under that name waits until it is gone."""
 
-    def __init__(self, call: AnyCall) -> None:
+    def __init__(self, call: AnyCall, others: Container[int]) -> None:
         self._call = call
+        self._others = others
 
     def __get__(self, module: nn.Module | None, kind: type) -> AnyCall | None:
-        return None if module is None else MethodType(self._call, module)
+        # Torch asks twice if it is not None: what nobody looks at runs faster this way than through the sessions.
+        return None if module is None or id(module) in self._others else MethodType(self._call, module)
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         module.__dict__[_CALL] = value

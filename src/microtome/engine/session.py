@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
@@ -163,6 +163,11 @@ class Session:
         return self._sites.paths_of(module)
 
     # -- what the chain of open sessions runs --------------------------------------------------------------------------
+
+    @property
+    def others(self) -> Container[int]:
+        """The ids of modules that are not looked at."""
+        return self._sites.others
 
     def wrap_call(self, inner: AnyCall | None) -> AnyCall:
         """The way of a module call through this session, and then through the inner one or to the module itself.
