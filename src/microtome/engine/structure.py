@@ -18,19 +18,20 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield value
         return
     seen: set[int] = set()
-    pending = _parts(value)[::-1]
+    pending = parts_of(value)[::-1]
     while pending:
         item = pending.pop()
         if isinstance(item, Tensor):
             if id(item) not in seen:
                 seen.add(id(item))
                 yield item
-        elif (parts := _parts(item)) and id(item) not in seen:  # a structure may hold itself
+        elif (parts := parts_of(item)) and id(item) not in seen:  # a structure may hold itself
             seen.add(id(item))
             pending.extend(reversed(parts))
 
 
-def _parts(value: Any) -> list[Any]:
+def parts_of(value: Any) -> list[Any]:
+    """What a tuple, list, set, mapping or dataclass holds; of anything else, nothing."""
     if value is None or isinstance(value, int | float | str | Size):
         return []
     if isinstance(value, list | tuple | set | frozenset):

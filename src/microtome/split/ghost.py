@@ -63,6 +63,18 @@ class Ghost(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<Ghost of {self.of}, {tuple(self.shape)}>"
 
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._living("numpy").numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self._living("tolist").tolist()
+
+    def _living(self, how: str) -> Tensor:
+        """What it has become, for what torch does without an operator."""
+        if self.alive is None:
+            raise GhostRead(f"{how} reads values of {self.of}, which did not cross the cut", self)
+        return self.alive
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

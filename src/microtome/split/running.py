@@ -16,8 +16,20 @@ from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
 from microtome.split.crossing import Place
 from microtome.split.ghost import Ghost, GhostRead, awake
-from microtome.split.templates import Template, check_same, lists_in, take_apart
-from microtome.split.told import as_ghost, contents, dtype_of, is_entry, is_same, listed, revive, view
+from microtome.split.given import Given, given, holders_in, version_of
+from microtome.split.templates import Template, check_same, take_apart
+from microtome.split.told import (
+    as_ghost,
+    check_way,
+    contents,
+    dtype_of,
+    is_argument,
+    is_entry,
+    is_same,
+    listed,
+    revive,
+    view,
+)
 from microtome.split.trail import Follower, Sent, Step, Trail
 
 
@@ -43,10 +55,10 @@ class Run(Probe):
         self._bank = None if self._ends is None else Follower(self._ends)
         self._received = boundary
         self._given: dict[str, Tensor] = {}
+        self._still: list[tuple[str, Tensor, int]] = []
         self._entries = iter(()) if boundary is None else iter(listed(boundary, self._begins))
         self._skip: tuple[Call, Step] | None = None
-        self._open: dict[Call, Step] = {}
-        self._had: dict[Call, tuple[list[Tensor], list[Any]]] = {}
+        self._open: dict[Call, tuple[Step, Given]] = {}
         self._tensors: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         self._calls: list[dict[str, Any]] = []
@@ -61,9 +73,7 @@ class Run(Probe):
         if self._replay is not None and (step := self._replay.enter(call)) is not None:
             self._skip = call, step
         if self._bank is not None and (step := self._bank.enter(call)) is not None:
-            self._open[call] = step
-            if step.changes:
-                self._had[call] = list(tensors_in((args, kwargs))), lists_in((args, tuple(kwargs.values())))
+            self._open[call] = step, given(args, kwargs)
 
     def is_skipped(self, call: Call) -> bool:
         return self._skip is not None and self._skip[0] is call and get_ident() == self._thread
@@ -82,14 +92,15 @@ class Run(Probe):
             place = Place(step.call, at)
             if at in step.views:
                 tensors.append(view(arguments[step.views[at]], item, step))
-            elif same is None:
+            elif same is None or isinstance(item, dict):  # or it went another way than on the example
                 tensors.append(self._tensor(item, step.address, place))
             elif item is not None:
                 tensors.append(revive(arguments[same], self._tensor(item, step.address, place)))
             else:  # what it holds is right, or nobody reads it before it is written again
                 tensors.append(arguments[same])
         if step.changes:
-            self._refill(step, entry["c"], lists_in((args, tuple(kwargs.values()))), tensors, arguments)
+            self._refill(step, entry["c"], holders_in((args, tuple(kwargs.values()))), tensors, arguments)
+        self._still += [(step.address, arguments[at], version_of(arguments[at])) for at in step.shares]
         self._replay.exit(call, step)
         output = step.output.fill(tensors, entry["p"], (args, kwargs))
         if call.module is not None and call.module._forward_hooks:
@@ -97,22 +108,23 @@ class Run(Probe):
         return output
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._bank is None or (step := self._open.pop(call, None)) is None:
+        if self._bank is None or (opened := self._open.pop(call, None)) is None:
             return
+        step, had = opened
         template, tensors, plain = take_apart(output, (args, kwargs))
         check_same(f"what {step.address!r} returns", step.output, template)
-        if step.changes:  # those that it was given, whatever they hold now
-            arguments, lists = self._had.pop(call)
-        else:
-            arguments, lists = list(tensors_in((args, kwargs))) if step.uses_arguments else [], []
+        if not self.is_skipped(call):
+            check_way(step, had, tensors)
+        arguments, lists = had.tensors, had.holders  # those that it was given, whatever they hold now
         self._calls.append(
             {
                 "t": [self._item(step, at, tensor, arguments) for at, tensor in enumerate(tensors)],
                 "p": plain,
                 "a": {str(at): self._send(sent, arguments[at]) for at, sent in step.arguments.items()},
-                **({"c": [contents(step, lists[at], tensors, arguments) for at in step.changes]} if lists else {}),
             }
         )
+        if step.changes:
+            self._calls[-1]["c"] = [contents(step, lists[at], tensors, arguments) for at in step.changes]
         self._bank.exit(call, step)
 
     def is_over(self, call: Call) -> bool:
@@ -120,16 +132,17 @@ class Run(Probe):
 
     # -- what crosses to the next --------------------------------------------------------------------------------------
 
-    def take_inputs(self, given: Inputs) -> None:
+    def take_inputs(self, inputs: Inputs) -> None:
         """Keep what the next stage needs of the model's arguments."""
         if self._ends is None:
             return
-        _, tensors, plain = take_apart((given.args, given.kwargs))
+        _, tensors, plain = take_apart((inputs.args, inputs.kwargs))
         sent = self._ends.inputs
         items = [self._send(sent[at], t) if at in sent else as_ghost(t) for at, t in enumerate(tensors)]
         self._facts["inputs"] = {"t": items, "p": plain}
 
     def boundary(self, fingerprint: str) -> Boundary:
+        self._check_still()
         for name, version in self._versions.items():
             if self._tensors[name]._version != version:
                 raise Unsupported(f"{name!r} was changed in place before the cut, which it was not on the example")
@@ -144,7 +157,7 @@ class Run(Probe):
             return [list(of.stride()), list(tensor.shape), list(tensor.stride()), offset]
         if at in step.outputs:
             return self._send(step.outputs[at], tensor)
-        return None if step.same[at] is not None else as_ghost(tensor)
+        return None if is_argument(step, at, tensor, arguments) else as_ghost(tensor)
 
     def _send(self, sent: Sent, tensor: Tensor) -> Any:
         tensor = awake(tensor)
@@ -211,6 +224,8 @@ class Run(Probe):
         try:
             for at, (keys, items) in zip(step.changes, told, strict=True):
                 held = [self._held(item, step, tensors, arguments) for item in items]
+                if (keys is None) is not isinstance(lists[at], list):
+                    raise TypeError(f"it is a {type(lists[at]).__name__}")
                 if keys is None:
                     lists[at][:] = held
                 else:
@@ -241,10 +256,21 @@ class Run(Probe):
             if tensor is sent and (written or (sent.is_inference() and not torch.is_inference_mode_enabled())):
                 tensor = tensor.clone()
             self._given[name] = tensor
+            if not written:
+                self._still.append((name, tensor, version_of(tensor)))
         return self._given[name]
+
+    def _check_still(self) -> None:
+        for name, tensor, version in self._still:
+            if version_of(tensor) != version:
+                raise Unsupported(
+                    f"{name!r}, or what it was given, is changed in place after the cut, which it was not on the "
+                    "example. Split it on an example where it is"
+                )
 
     def finished(self, output: Any) -> Any:
         """The model's output, in which nothing may be missing."""
+        self._check_still()
         if self._begins is not None and self._replay is not None and not self._replay.is_there:
             raise Unsupported(f"the model ended before the cut at {self._begins.at!r}")
         ghosts = [tensor for tensor in tensors_in(output) if isinstance(tensor, Ghost)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple, overload
 
@@ -198,8 +199,9 @@ class Splitter:
             stage = stages[0]
             try:
                 value: Any = _run(stage, _copy(self.given))
-                for stage in stages[1:]:
-                    value = stage(value)
+                for stage, cut in zip(stages[1:], chosen, strict=True):
+                    with _without(self.model, self._kept_before(cut)):
+                        value = stage(value)
                 break
             except GhostRead as error:  # the model's code looks at values where it has some
                 place = error.ghost.source
@@ -218,6 +220,40 @@ class Splitter:
                 f"give{where} {worst.what}. Something crosses there that is no tensor"
             )
         return f"{worst.what}; two runs of the whole model differ so too"
+
+    def _kept_before(self, cut: Cut) -> dict[str, set[str]]:
+        """What calls before a cut keep as attributes of their modules, by the path of each."""
+        seen, kept = self._seen, dict[str, set[str]]()
+        levels = self._liveness.crossing(seen.ending[cut.index]).levels if seen.is_noisy else ()
+        for skipped in (call for level in levels for call in level.skipped):
+            for call in seen.trace.below(skipped):
+                kept.setdefault(call.path, set()).update(seen.shapes[call.index].sets)
+        return kept
+
+
+@contextmanager
+def _without(model: nn.Module, kept: dict[str, set[str]]) -> Iterator[None]:
+    """Have modules lack what they keep of their runs in the head: where the head runs elsewhere, the tail has none."""
+    modules = [(model.get_submodule(path), names) for path, names in kept.items()]
+    had = [(module.__dict__, dict(module.__dict__)) for module, _ in modules]
+    try:
+        for module, names in modules:
+            for name in names:
+                module.__dict__.pop(name, None)
+        yield
+    except AttributeError as error:
+        for module, names in modules:
+            if error.obj is module and error.name in names:
+                raise Unsupported(
+                    f"the tail reads {error.name!r} of a {type(module).__name__}, which a call in the head sets: it "
+                    "would not be there, or be that of another run. Have the call return it, or cut before the call"
+                ) from error
+        raise
+    finally:
+        for attributes, before in had:
+            now = dict(attributes)
+            attributes.clear()
+            attributes.update({**before, **now})  # in the order in which they were
 
 
 def _chosen(cuts: Cuts, at: Any) -> list[Cut]:

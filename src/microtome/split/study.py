@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +16,8 @@ from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.structure import tensors_in
 from microtome.inputs import Inputs
-from microtome.split.templates import Slot, Template, lists_in, strange_in, take_apart
+from microtome.split.given import Given, given, holders_in, state_of
+from microtome.split.templates import Slot, Template, take_apart
 from microtome.trace.data import Trace, TracedCall
 from microtome.trace.run import record
 
@@ -124,23 +125,14 @@ class Study:
 
 
 class _Before(NamedTuple):
-    """What is compared when a call ends with what was when it began.
+    """What is compared when a call ends with what was when it began: its arguments, and its module's attributes."""
 
-    Attributes:
-        strange: The states of objects among the arguments.
-        own: The states of the module's attributes.
-        lists: The lists and dicts among the arguments, and what each holds.
-        arguments: The places of the tensors among the arguments, by their ids.
-    """
-
-    strange: Sequence[Any]
+    given: Given
     own: dict[str, Any]
-    lists: Sequence[tuple[Any, list[Any]]]
-    arguments: dict[int, int]
 
 
 class _Watch(Probe):
-    """Writes down the structures of a run; it holds no tensor but those of random numbers."""
+    """Writes down the structures of a run; it holds no tensor but those of random numbers and of calls that run."""
 
     def __init__(self) -> None:
         self.shapes: dict[Call, Shape] = {}
@@ -154,16 +146,7 @@ class _Watch(Probe):
         if _is_fused(call.module, args, kwargs):
             self.fused.add(len(self.shapes))
         self.shapes[call] = _OPEN
-        own = _own(call.module)
-        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # by far the most frequent
-            self._before[call] = _Before((), own, (), {id(args[0]): 0})
-            return
-        self._before[call] = _Before(
-            [_state(item) for item in strange_in((args, kwargs))],
-            own,
-            [(one, _held(one)) for one in lists_in((args, tuple(kwargs.values())))],
-            {id(tensor): at for at, tensor in enumerate(tensors_in((args, kwargs)))},
-        )
+        self._before[call] = _Before(given(args, kwargs), _own(call.module))
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         before = self._before.pop(call)
@@ -171,20 +154,22 @@ class _Watch(Probe):
             template, tensors = _ONE, [output]
         else:
             template, tensors, _ = take_apart(output, (args, kwargs))
-        effect, changes = None, tuple(at for at, (one, held) in enumerate(before.lists) if _differ(held, _held(one)))
-        if changes and not _can_be_told([before.lists[at][0] for at in changes], call, output):
-            effect = "it changes a list or a dict that it is given"
-        for item, state in zip(strange_in((args, kwargs)) if before.strange else (), before.strange, strict=False):
-            if _state(item) != state:
-                effect = f"it changes a {type(item).__name__} that it is given"
-                if "Cache" in type(item).__name__:
-                    effect += ": call the model with use_cache=False"
+        effect, changes = None, tuple(before.given.refilled())
+        changed = [before.given.holders[at] for at in changes]
+        if changed and not _can_be_told(changed, call, output):
+            other = [type(one).__name__ for one in changed if not isinstance(one, list | dict)]
+            effect = f"it changes a {other[0] if other else 'list or a dict'} that it is given"
+        for item in before.given.altered():
+            effect = f"it changes a {type(item).__name__} that it is given"
+            if "Cache" in type(item).__name__:
+                effect += ": call the model with use_cache=False"
         if effect is None and template.strange is not None:
             effect = f"it returns a {template.strange}, which is no tensor, number, text or structure of these"
         own = _own(call.module)
         sets = tuple(sorted(name for name, state in own.items() if before.own.get(name, _NOTHING) != state))
         counts = any(type(own[name]) in _COUNTS and type(before.own.get(name)) in _COUNTS for name in sets)
-        same = tuple(before.arguments.get(id(tensor)) for tensor in tensors)
+        arguments = {id(tensor): at for at, tensor in enumerate(before.given.tensors)}
+        same = tuple(arguments.get(id(tensor)) for tensor in tensors)
         if self._drawn and self.chance is None and call.parent is None:
             self._look_for_drawn(tensors)
         self.shapes[call] = Shape(template, same, effect, sets, counts, changes)
@@ -250,25 +235,13 @@ def _is_fused(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str,
     return isinstance(module, nn.TransformerEncoderLayer) and not module.training
 
 
-def _held(holder: list[Any] | dict[Any, Any]) -> list[Any]:
-    return [*holder, *holder.values()] if isinstance(holder, dict) else list(holder)
-
-
-def _differ(before: list[Any], after: list[Any]) -> bool:
-    if len(before) != len(after):
-        return True
-    plain = bool | int | float | str | None
-    return any(
-        one is not other and not (isinstance(one, plain) and isinstance(other, plain) and one == other)
-        for one, other in zip(before, after, strict=True)
-    )
-
-
 def _can_be_told(changed: list[Any], call: Call, output: Any) -> bool:
     """Whether the tail can change lists and dicts as a call did: plain ones, that nobody has but who called it."""
-    kept = {id(one) for one in lists_in(output)}
-    for around in call.stack:
-        kept |= {id(value) for value in vars(around.module).values()} if around.module is not None else set()
+    kept = {id(one) for one in holders_in(output)}
+    model = call.stack[0].module
+    for module in () if model is None else model.modules():
+        own = tuple(value for name, value in vars(module).items() if name not in _TORCHS)
+        kept |= {id(one) for one in holders_in(own)}
     return all(id(one) not in kept and _is_flat(one) for one in changed)
 
 
@@ -286,7 +259,7 @@ def _own(module: nn.Module | None) -> dict[str, Any]:
     if module is None:
         return {}
     return {
-        name: value if type(value) in _PLAIN else _state(value, 1) if type(value) in _HOLDS else (id(value),)
+        name: value if type(value) in _PLAIN else state_of(value, 1) if type(value) in _HOLDS else (id(value),)
         for name, value in module.__dict__.items()
         if name not in _TORCHS
     }
@@ -298,33 +271,16 @@ _HOLDS = (list, dict, set)
 _TORCHS = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"}
 
 
-def _state(value: Any, depth: int = 6) -> Any:
-    """Something that is equal as long as an object is as it was."""
-    if isinstance(value, Tensor):
-        return id(value), value._version if not value.is_inference() else 0
-    if isinstance(value, bool | int | float | str | None):
-        return value
-    if depth == 0:
-        return id(value)
-    if isinstance(value, dict):
-        return [(str(key), _state(item, depth - 1)) for key, item in value.items()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_state(item, depth - 1) for item in value]
-    if hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
-        return [(name, _state(item, depth - 1)) for name, item in vars(value).items()]
-    return id(value)
-
-
 def study(model: nn.Module, inputs: Any) -> Study:
     """Run the model once, without values where it allows that."""
-    given = Inputs.of(inputs)
+    example = Inputs.of(inputs)
     watches: list[_Watch] = []
 
     def beside(_: Any) -> Probe:
         watches.append(_Watch())
         return watches[-1]
 
-    trace, _ = record(model, given, beside=beside)
+    trace, _ = record(model, example, beside=beside)
     watch = watches[-1]
-    template, _, _ = take_apart((given.args, given.kwargs))
+    template, _, _ = take_apart((example.args, example.kwargs))
     return Study(trace, list(watch.shapes.values()), template, frozenset(watch.fused), watch.chance)

@@ -128,20 +128,6 @@ def take_apart(value: Any, arguments: Any = ()) -> tuple[Template, list[Tensor],
     return Template(made, len(tensors), len(plain), strange[0] if strange else None), tensors, plain
 
 
-def lists_in(value: Any) -> list[list[Any] | dict[Any, Any]]:
-    """The lists and dicts in a value, each once; those that can be changed where they are."""
-    found: dict[int, list[Any] | dict[Any, Any]] = {}
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, list | dict) and id(item) not in found:
-            found[id(item)] = item
-        elif not isinstance(item, tuple):
-            continue
-        pending += list(item.values() if isinstance(item, dict) else item)[::-1]
-    return list(found.values())
-
-
 def strange_in(value: Any) -> list[Any]:
     """The objects in a value that are neither tensors, nor plain, nor structures of these."""
     return list(_strange_in(value))

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microtome.errors import BadBoundary, Unsupported
+from microtome.errors import BadBoundary, Unsupported, said
 from microtome.split.boundary import Boundary
 from microtome.split.ghost import Ghost, awake
+from microtome.split.given import Given
 from microtome.split.trail import Step, Trail
 
 
@@ -60,15 +61,56 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 
 def view(of: Tensor, item: Any, step: Step) -> Tensor:
     """What a call that is left out made of an argument: the same memory in another shape."""
-    strides, shape, new_strides, offset = item
     of = awake(of)
-    if isinstance(of, Ghost):
-        return Ghost(
-            torch.empty_strided(shape, new_strides, dtype=of.dtype, device="meta"), of.device, of.of, of.source
+    try:
+        strides, shape, new_strides, offset = item
+        if isinstance(of, Ghost):
+            meta = torch.empty_strided(shape, new_strides, dtype=of.dtype, device="meta")
+            return Ghost(meta, of.device, of.of, of.source)
+        if list(of.stride()) == strides:
+            return of.as_strided(shape, new_strides, of.storage_offset() + offset)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadBoundary(f"what the boundary says of {step.address!r} makes no view: {said(error)}") from error
+    raise Unsupported(f"{step.address!r} returns a view of an argument that lies otherwise in memory on this side")
+
+
+def check_way(step: Step, given: Given, outputs: list[Tensor]) -> None:
+    """Raise where a call did to its arguments, or returned of them, what the tail would do otherwise."""
+    other = None
+    if step.changes and step.changes[-1] >= len(given.holders):
+        other = "is given fewer lists and dicts"
+    for at in given.refilled():
+        if at not in step.changes:
+            other = f"changes a {type(given.holders[at]).__name__} that it is given"
+    for item in given.altered():
+        other = f"changes a {type(item).__name__} that it is given"
+    if any(at not in step.writes for at in given.written()):
+        other = "writes into a tensor that it is given"
+    if any(_share(outputs[at], given.tensors[of : of + 1]) is False for at, of in step.views.items()):
+        other = "returns no view of a tensor that it is given"
+    if any(step.same[at] is not None and not is_argument(step, at, outputs[at], given.tensors) for at in step.outputs):
+        other = "returns another tensor than one that it is given"
+    if any(_share(outputs[at], given.tensors) for at in step.apart):
+        other = "returns a tensor that it is given, or a view of one"
+    if other is not None:
+        raise Unsupported(
+            f"the model takes another way than on the example: {step.address!r} {other}, before the cut. Split it on "
+            "an example that takes this way"
         )
-    if list(of.stride()) != strides:
-        raise Unsupported(f"{step.address!r} returns a view of an argument that lies otherwise in memory on this side")
-    return of.as_strided(shape, new_strides, of.storage_offset() + offset)
+
+
+def is_argument(step: Step, at: int, tensor: Tensor, arguments: list[Tensor]) -> bool:
+    """Whether what a call returns is the argument that it was on the example."""
+    of = step.same[at]
+    return of is not None and of < len(arguments) and awake(arguments[of]) is awake(tensor)
+
+
+def _share(tensor: Tensor, others: list[Tensor]) -> bool | None:
+    """Whether a tensor lies in the memory of another; None: there are ghosts among them, which lie nowhere."""
+    memories = [
+        None if isinstance(one, Ghost) else one.untyped_storage()._cdata for one in map(awake, (tensor, *others))
+    ]
+    return None if None in memories else memories[0] in memories[1:]
 
 
 def as_ghost(tensor: Tensor) -> dict[str, Any]:

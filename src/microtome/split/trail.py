@@ -42,6 +42,10 @@ class Step:
         views: Those that are made again as views of an argument.
         arguments: Arguments that it writes into and that cross.
         changes: Which lists and dicts among its arguments it changes.
+        writes: Which tensors among its arguments it writes into.
+        apart: What it returns that lies in no memory of an argument, where one of the two is written into later.
+        shares: The arguments in whose memory something lies that it returns and that crosses by itself, since nobody
+            writes there.
     """
 
     call: int
@@ -53,11 +57,15 @@ class Step:
     views: dict[int, int]
     arguments: dict[int, Sent]
     changes: tuple[int, ...]
+    writes: frozenset[int]
+    apart: frozenset[int]
+    shares: frozenset[int]
 
     @property
     def uses_arguments(self) -> bool:
         """Whether what it returns depends on the very tensors it is given."""
-        return bool(self.arguments or self.views or self.changes) or any(at is not None for at in self.same)
+        used = self.arguments or self.views or self.changes or self.shares
+        return bool(used) or any(at is not None for at in self.same)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +113,10 @@ def trail_to(seen: Study, crossing: Crossing) -> Trail:
     def step(call: TracedCall) -> Step:
         shape = seen.shapes[call.index]
         here = places.get(call.index, [])
+        given, returned = ([values[at].memory for at in listed] for listed in (call.inputs, call.outputs))
+        own = {at: memory for at, memory in enumerate(returned) if shape.same[at] is None}
+        later = {memory for memory in (*given, *returned) if seen.writes_after(memory, call.ends)}
+        sent_apart = {own[place.at] for place in here if not place.is_argument and place.at in own}
         return Step(
             call.index,
             call.path,
@@ -115,6 +127,9 @@ def trail_to(seen: Study, crossing: Crossing) -> Trail:
             {place.at: of for place, of in crossing.views.items() if place.call == call.index},
             {place.at: sent(place) for place in here if place.is_argument},
             shape.changes,
+            frozenset(at for at, memory in enumerate(given) if seen.writes(memory, call.begins, call.ends)),
+            frozenset(at for at, memory in own.items() if memory not in given and later & {memory, *given}),
+            frozenset(at for at, memory in enumerate(given) if memory in sent_apart - later),
         )
 
     inputs = {place.at: sent(place) for place in places.get(None, [])}

@@ -1,0 +1,229 @@
+"""What a run does otherwise than the example did is an error, or makes no difference; never another answer."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import microtome as mt
+from microtome.errors import BadBoundary, MicrotomeError, Unsupported
+from tests.split.test_cuts import Net, refusals
+from tests.split.test_stages import exact, same
+
+PLUS = torch.rand(2, 4) + 0.5
+
+
+class Does(nn.Module):
+    """Does what it is told to."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *args: Any) -> Any:
+        return self.body(*args)
+
+
+def refused_or_exact(model: nn.Module, *others: Tensor) -> dict[str, str]:
+    """Cut everywhere on `PLUS`, and run a copy's tail on what is another's head: the errors, by the cut."""
+    errors: dict[str, str] = {}
+    for cut in mt.cuts(model, PLUS):
+        head, _ = mt.split(copy.deepcopy(model), PLUS, at=cut)
+        _, tail = mt.split(copy.deepcopy(model), PLUS, at=cut)
+        for x in (PLUS, *others):
+            whole = copy.deepcopy(model)(x.clone())
+            try:
+                got = tail(mt.Boundary.from_bytes(head(x.clone()).to_bytes()))
+            except MicrotomeError as error:
+                assert x is not PLUS
+                errors[cut.at] = str(error)
+                continue
+            assert same(got, whole), cut.at
+    return errors
+
+
+# -- before the cut ----------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_returns_its_argument_on_the_example_and_something_else_in_a_run() -> None:
+    clamps = Does(lambda x: x if x.sum() > 0 else x.clamp(max=-1))
+    errors = refused_or_exact(Net(lambda net, x: net.b(net.one(x * 2)), one=clamps), -PLUS)
+    assert errors == {"one": "the model returns a value of 'one', which did not cross the cut"}
+    either = Does(lambda x, y: x if x.sum() > y.sum() else y)
+    assert list(refused_or_exact(Net(lambda net, x: net.b(net.one(x * 2, x)), one=either), -PLUS)) == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (lambda x: x.view(-1) if x.sum() > 0 else x.clamp(max=-1).view(-1), "returns no view of a tensor"),
+        (lambda x: x.view(-1) if x.sum() < 0 else x.clamp(max=1).view(-1), "returns a tensor that it is given, or a"),
+        (lambda x: x if x.sum() < 0 else x.clamp(max=1), "returns a tensor that it is given, or a view"),
+    ],
+)
+def test_a_call_that_returns_a_view_in_one_run_and_not_in_another(body: Callable[..., Any], what: str) -> None:
+    def around(net: Net, x: Tensor) -> Tensor:
+        y = x * 2
+        z = net.one(y)
+        out = net.b(x)
+        y.add_(1)  # so that it matters
+        return z.view(-1) + out.view(-1)
+
+    errors = refused_or_exact(Net(around, one=Does(body)), -PLUS)
+    assert list(errors) == ["one", "b"]
+    assert what in errors["one"]
+
+
+def test_a_call_that_writes_into_its_argument_in_a_run_alone() -> None:
+    def writes(x: Tensor) -> Tensor:
+        return x.sum() if x.sum() > 0 else x.mul_(3).sum()
+
+    def around(net: Net, x: Tensor) -> Tensor:
+        y = x * 2
+        return net.one(y) + net.b(y)
+
+    errors = refused_or_exact(Net(around, one=Does(writes)), -PLUS)
+    assert "takes another way than on the example: 'one' writes into a tensor that it is given" in errors["one"]
+
+
+@dataclass
+class Noted:
+    count: Any
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "count", "name"),
+    [
+        (lambda: [2], lambda held, n: held.__setitem__(0, n), lambda held: held[0], "list"),
+        (lambda: {"n": 2}, lambda held, n: held.update(n=n), lambda held: held["n"], "dict"),
+        (lambda: {2}, lambda held, n: held.add(n), len, "set"),
+        (lambda: Noted(2), lambda held, n: setattr(held, "count", n), lambda held: held.count, "Noted"),
+        (lambda: SimpleNamespace(n=2), lambda held, n: setattr(held, "n", n), lambda held: held.n, "SimpleNamespace"),
+        (lambda: deque([2]), lambda held, n: held.__setitem__(0, n), lambda held: held[0], "deque"),
+    ],
+)
+def test_what_a_call_changes_and_did_not_on_the_example(make: Any, change: Any, count: Any, name: str) -> None:
+    def note(x: Tensor, held: Any) -> Tensor:
+        change(held, x.shape[0])  # two, as it was, on the example
+        return x + 1
+
+    def around(net: Net, x: Tensor) -> Tensor:
+        held = make()
+        return net.b(net.one(x, held)) * count(held)
+
+    model = Net(around, one=Does(note))
+    errors = refused_or_exact(model, torch.rand(3, 4))
+    assert f"'one' changes a {name} that it is given, before the cut" in errors["one"]
+    if name not in ("list", "dict"):
+        found = refusals(model, "3x4")
+        assert f"'one' runs in the head, and it changes a {name} that it is given" in found["one"]
+
+
+def test_a_number_that_becomes_one_of_another_kind_is_changed() -> None:
+    def around(net: Net, x: Tensor) -> Tensor:
+        held = {"n": 1}
+        return net.b(net.one(x, held)).int() * held["n"]
+
+    assert exact(Net(around, one=Does(lambda x, held: held.update(n=1.0) or x)), PLUS) == 2
+
+
+@pytest.mark.parametrize("where", ["nested", "elsewhere"])
+def test_a_list_that_a_module_keeps_is_refused_wherever_it_keeps_it(where: str) -> None:
+    def around(net: Net, x: Tensor) -> Tensor:
+        kept: Any = net.kept["list"] if where == "nested" else net.b.kept
+        kept.clear()
+        return net.b(net.one(x, kept)) + kept[0]
+
+    model: Any = Net(around, one=Does(lambda x, kept: kept.extend([x, x + 1]) or x))
+    model.kept, model.b.kept = {"list": []}, []
+    assert "it changes a list or a dict that it is given" in refusals(model, "2x4")["one"]
+
+
+# -- after the cut -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", [lambda net, x: net.a(x), lambda net, x: x * 2])
+def test_what_crossed_is_written_into_in_a_run_alone(made: Callable[..., Any]) -> None:
+    def around(net: Net, x: Tensor) -> Tensor:
+        y = made(net, x)
+        part = net.one(y)
+        z = net.b(x)
+        if x.sum() < 0:
+            y.add_(1)  # and so to what `one` returned
+        return part + z.view(-1)[:2]
+
+    errors = refused_or_exact(Net(around, one=Does(lambda y: y[0, :2])), -PLUS)
+    assert "'one', or what it was given, is changed in place after the cut" in errors["one"]
+
+
+# -- what a tail cannot have -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["count", "last"])
+def test_what_a_module_in_the_head_keeps_is_not_taken_from_a_run_before(what: str) -> None:
+    class KeepsBoth(nn.Module):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count, self.last = x.shape[0], x + 1
+            return self.last
+
+    model = Net(lambda net, x: net.b(net.one(net.a(x))) * getattr(net.one, what), one=KeepsBoth())
+    model(torch.rand(3, 4))
+    before = list(vars(model.one))
+    with pytest.raises(Unsupported, match=rf"the tail reads '{what}' of a KeepsBoth|give.* numbers that differ"):
+        mt.split(model, PLUS, at="b")
+    assert list(vars(model.one)) == before
+    assert same(model.one.last, model.a(PLUS) + 1)
+    assert mt.split(model, PLUS, at="a").verified == "bit-equal"
+
+
+@pytest.mark.parametrize("read", [lambda y: y.detach().numpy()[0, 0].item(), lambda y: y.tolist()[0][0]])
+def test_values_that_are_read_without_an_operator_cross(read: Callable[[Tensor], float]) -> None:
+    model = Net(lambda net, x: net.c(net.b(y := net.a(x))) * read(y))
+    with torch.no_grad():
+        assert exact(model, PLUS, others=(torch.rand(3, 4),)) == 3
+
+
+# -- boundaries from elsewhere -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "item",
+    [None, 3, "x", [], [[4, 1], 2, 3, 4], [[4, 1], [-8], [1], 0], [[4, 1], [8], [1], 99], [[4, 1], [8], [1], None]],
+)
+def test_a_view_that_makes_no_sense_is_refused(item: Any) -> None:
+    def around(net: Net, x: Tensor) -> Tensor:
+        y = net.a(x)
+        z = net.one(y)
+        out = net.b(x)
+        y.add_(1)
+        return z + out.view(-1)
+
+    with torch.no_grad():
+        head, tail = mt.split(Net(around, one=Does(lambda y: y.view(-1))), PLUS, at="one")
+        boundary = head(PLUS)
+        boundary.facts["calls"][1]["t"][0] = item
+        with pytest.raises(BadBoundary, match="what the boundary says of 'one' makes no view"):
+            tail(boundary)
+
+
+@pytest.mark.parametrize("told", [None, 3, [], [None], [[["n"], [{"value": 1}]]], [[None, [3]]]])
+def test_lists_that_make_no_sense_are_refused(told: Any) -> None:
+    def around(net: Net, x: Tensor) -> Tensor:
+        held: list[Any] = []
+        return net.b(net.one(x, held)) + held[0]
+
+    head, tail = mt.split(Net(around, one=Does(lambda x, held: held.append(3) or x)), PLUS, at="one")
+    boundary = head(PLUS)
+    boundary.facts["calls"][0]["c"] = told
+    with pytest.raises(BadBoundary, match=r"what does not fit what it returns|of the lists that 'one' changes"):
+        tail(boundary)
