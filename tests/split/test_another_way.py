@@ -167,6 +167,17 @@ def test_what_crossed_is_written_into_in_a_run_alone(made: Callable[..., Any]) -
 # -- what a tail cannot have -------------------------------------------------------------------------------------------
 
 
+def test_a_view_as_another_dtype_of_what_is_written_into_later_is_refused() -> None:
+    def around(net: Net, x: Tensor) -> Tensor:
+        y = net.a(x)
+        z = net.one(y)
+        y.add_(1)
+        return net.b(y) + z
+
+    found = refusals(Net(around, one=Does(lambda y: y.view(torch.int32))), "2x4")
+    assert "is a view of something that is written into later" in found["one"]
+
+
 @pytest.mark.parametrize("what", ["count", "last"])
 def test_what_a_module_in_the_head_keeps_is_not_taken_from_a_run_before(what: str) -> None:
     class KeepsBoth(nn.Module):

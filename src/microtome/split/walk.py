@@ -111,13 +111,13 @@ class Walk:
         """Take what a call returned in a tensor of its own, and look further for the rest."""
         study, needed = self._liveness.study, self._needs[memory]
         same = study.shapes[call.index].same
-        written_later = study.writes_after(memory, call.ends)
+        values, written_later = self._trace.values, study.writes_after(memory, call.ends)
         for value in [value for value in needed if value in outputs and same[outputs[value]] is None]:
             surely, place = needed.pop(value), Place(call.index, outputs[value])
             if not written_later:
                 self.found[place] = value
-            elif arguments:
-                of, self.views[place] = next(iter(arguments.items()))
+            elif alike := {of: at for of, at in arguments.items() if values[of].dtype == values[value].dtype}:
+                of, self.views[place] = next(iter(alike.items()))
                 needed[of] = needed.get(of, False) or surely
             elif surely:
                 self._refuse(call, value, "is a view of something that is written into later, and")
