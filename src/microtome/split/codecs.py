@@ -208,6 +208,10 @@ LOSSY: dict[str, Lossy] = {"fp16": _fp16, "bf16": _bf16, "int8": _int8, "int8_te
 PACKERS: dict[str, Packer] = {"zstd": Zstd(), "lz4": Lz4()}
 
 
+#: Their names; a lossy one may be followed by a packer, such as fp16+zstd.
+CODECS = ("raw", *PACKERS, *LOSSY)
+
+
 class Codec(NamedTuple):
     """The two steps; None: without it.
 
@@ -228,8 +232,7 @@ def codec_of(name: str) -> Codec:
         return Codec(None, name)
     lossy, plus, packer = name.partition("+")
     if lossy not in LOSSY or (plus and packer not in PACKERS):
-        known = ", ".join(["raw", *PACKERS, *LOSSY])
-        raise NoMatch(f"no codec {name!r}; known: {known}, and such as fp16+zstd")
+        raise NoMatch(f"no codec {name!r}; known: {', '.join(CODECS)}, and such as fp16+zstd")
     return Codec(LOSSY[lossy], packer or None)
 
 

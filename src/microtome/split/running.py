@@ -28,6 +28,9 @@ from microtome.split.told import (
     is_same,
     listed,
     revive,
+    shared,
+    sharing,
+    uses,
     view,
 )
 from microtome.split.trail import Follower, Sent, Step, Trail
@@ -42,21 +45,27 @@ class Run(Probe):
         self._inputs = inputs
         self.begin()
 
-    def begin(self, boundary: Boundary | None = None, device: torch.device | None = None) -> None:
+    def begin(
+        self, boundary: Boundary | None = None, device: torch.device | None = None, *, release: bool = False
+    ) -> None:
         """Forget the run before.
 
         Args:
             boundary: What the stage before gave.
             device: Where what was sent is brought to.
+            release: Whether the boundary lets go of what has been used.
         """
         self._thread = get_ident()
         self._device = device
         self._replay = None if self._begins is None else Follower(self._begins)
         self._bank = None if self._ends is None else Follower(self._ends)
         self._received = boundary
+        entries = [] if boundary is None else listed(boundary, self._begins)
+        self._entries = iter(entries)
+        self._uses = None if boundary is None or not release else uses([boundary.facts.get("inputs"), *entries])
+        self._shared = frozenset() if boundary is None else shared(boundary)
         self._given: dict[str, Tensor] = {}
         self._still: list[tuple[str, Tensor, int]] = []
-        self._entries = iter(()) if boundary is None else iter(listed(boundary, self._begins))
         self._skip: tuple[Call, Step] | None = None
         self._open: dict[Call, tuple[Step, Given]] = {}
         self._tensors: dict[str, Tensor] = {}
@@ -147,7 +156,7 @@ class Run(Probe):
             if self._tensors[name]._version != version:
                 raise Unsupported(f"{name!r} was changed in place before the cut, which it was not on the example")
         assert self._ends is not None
-        facts = {**self._facts, "calls": self._calls}
+        facts = {**self._facts, "calls": self._calls, "shared": sharing(self._tensors)}
         return Boundary(self._ends.at, fingerprint, self._tensors, facts)
 
     def _item(self, step: Step, at: int, tensor: Tensor, arguments: list[Tensor]) -> Any:
@@ -256,9 +265,14 @@ class Run(Probe):
             if tensor is sent and (written or (sent.is_inference() and not torch.is_inference_mode_enabled())):
                 tensor = tensor.clone()
             self._given[name] = tensor
-            if not written:
+            if not written and (self._uses is None or name in self._shared):
                 self._still.append((name, tensor, version_of(tensor)))
-        return self._given[name]
+        tensor = self._given[name]
+        if self._uses is not None and self._received is not None:
+            self._uses[name] -= 1
+            if not self._uses[name]:
+                del self._given[name], self._received.tensors[name]
+        return tensor
 
     def _check_still(self) -> None:
         for name, tensor, version in self._still:

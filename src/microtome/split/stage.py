@@ -17,7 +17,7 @@ from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
 from microtome.split.ghost import Ghost
 from microtome.split.running import Run
-from microtome.split.templates import Template, check_same, take_apart
+from microtome.split.templates import Templates, check_same, take_apart
 from microtome.split.trail import Trail
 from microtome.split.weights import tensor_at
 
@@ -32,6 +32,7 @@ class Stage:
         index: Which of the stages it is.
         model: The model that it is a part of.
         fingerprint: Of the model; stages of another one refuse its boundaries.
+        templates: The structure of what the model takes and returns.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Stage:
         index: int,
         begins: Trail | None,
         ends: Trail | None,
-        inputs: Template,
+        templates: Templates,
         needed: Iterable[str],
         fingerprint: str,
     ) -> None:
@@ -49,7 +50,7 @@ class Stage:
         self.fingerprint = fingerprint
         self._begins = begins
         self._ends = ends
-        self._inputs = inputs
+        self.templates = templates
         self._needed = tuple(needed)
         self._free: list[tuple[Session, Run]] = []
         modules = dict(named(model))
@@ -87,21 +88,28 @@ class Stage:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(args, kwargs)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], probes: Iterable[Probe] = ()) -> Any:
-        """Run the part on what it is called with; the probes look on."""
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], probes: Iterable[Probe] = (), *, release: bool = False
+    ) -> Any:
+        """Run the part on what it is called with; the probes look on.
+
+        Args:
+            release: Whether the boundary lets go of each tensor when it has been used: memory is free for the rest of
+                the run as early as in a run of the whole model, and the boundary is empty afterwards.
+        """
         boundary = None
         if self._begins is not None:
             boundary = self._boundary(args, kwargs)
         # A session takes longer to make than to open, so it is kept; several threads may run the stage at once.
         probes = tuple(probes)
-        session, run = self._free.pop() if self._free and not probes else self._session(probes)
-        run.begin(boundary, None if boundary is None else self.device)
+        session, run = (None if probes else self._kept()) or self._session(probes)
+        run.begin(boundary, None if boundary is None else self.device, release=release)
         had = [(module, dict(module.__dict__)) for module in self._around]
         try:
             given = Inputs(*args, **kwargs) if boundary is None else run.inputs(boundary)
             if boundary is None:
                 got = take_apart((given.args, given.kwargs))[0]
-                check_same("what the head is given, positional and by name,", self._inputs, got)
+                check_same("what the head is given, positional and by name,", self.templates.inputs, got)
             run.take_inputs(given)
             with session:
                 return self._run(run, given)
@@ -133,8 +141,14 @@ class Stage:
             )
         return run.finished(output)
 
+    def _kept(self) -> tuple[Session, Run] | None:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
+
     def _session(self, probes: tuple[Probe, ...] = ()) -> tuple[Session, Run]:
-        run = Run(self._begins, self._ends, self._inputs)
+        run = Run(self._begins, self._ends, self.templates.inputs)
         interventions: list[Any] = []
         if self._skipped:
             interventions.append(Skip(self._skipped, run.output, when=run.is_skipped))

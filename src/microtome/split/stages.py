@@ -27,6 +27,7 @@ from microtome.split.ghost import GhostRead
 from microtome.split.liveness import Liveness
 from microtome.split.stage import Stage
 from microtome.split.study import Study, study
+from microtome.split.templates import Templates
 from microtome.split.trail import trail_to
 from microtome.split.weights import digest_of, stripped, structure_of, weights_of
 
@@ -94,7 +95,7 @@ class Stages(Sequence[Stage]):
         """Run all stages, one after the other."""
         value = self._stages[0](*args, **kwargs)
         for stage in self._stages[1:]:
-            value = stage(value)
+            value = stage.run((value,), {}, release=True)
         return value
 
     def try_codec(self, codec: str) -> CodecTrial:
@@ -121,7 +122,7 @@ class Stages(Sequence[Stage]):
         """The same stages of a copy of the model that has the weights of one of them alone; the others are on meta."""
         model = stripped(self._splitter.model, self._stages[index].parameters_needed())
         other = copy.copy(self)
-        chosen = _chosen(self.cuts, [f"{at}#0" if "#" not in at else at for at in self.at])
+        chosen = [self._splitter.exactly(at) for at in self.at]
         other._stages = tuple(self._splitter.stages(chosen, self._more, model))
         return other
 
@@ -151,6 +152,22 @@ class Splitter:
         self.cuts: Cuts = list_cuts(type(model).__name__, self._seen)
         self._liveness = Liveness(self._seen)
         self.fingerprint = fingerprint or f"{structure_of(self._seen, model)}-{digest_of(model) or 'unknown'}"
+
+    @property
+    def templates(self) -> Templates:
+        return Templates(self._seen.inputs, self._seen.shapes[0].output)
+
+    def cut(self, where: Any) -> Cut:
+        """The one cut that a user names."""
+        chosen = _chosen(self.cuts, where)
+        if len(chosen) > 1:
+            raise BadQuery(f"one cut makes two halves, and these are {len(chosen)}: {where!r:.200}")
+        return chosen[0]
+
+    def exactly(self, at: str) -> Cut:
+        """The cut whose address this is, as `Cut.at` and a boundary say it."""
+        # It has no number where it is at the first of several calls.
+        return self.cuts[at if "#" in at else f"{at}#0"]
 
     def at(self, where: Any, *, verify: bool = True, load: str | int | None = None) -> Stages:
         """See `microtome.split`."""
@@ -184,7 +201,7 @@ class Splitter:
                 index,
                 trails[index],
                 trails[index + 1],
-                seen.inputs,
+                self.templates,
                 weights_of(seen, crossings[index], crossings[index + 1]),
                 self.fingerprint,
             )
@@ -378,6 +395,4 @@ def load_stages(model: nn.Module, inputs: Any, at: Sequence[str], fingerprint: s
     """The stages of a model of which not all weights are here."""
     splitter = Splitter(model, inputs, fingerprint)
     places = [{Place(call, index, bool(is_argument)) for call, index, is_argument in listed} for listed in more]
-    # The address of a cut has no number where it is at the first of several calls.
-    addresses = [one if "#" in one else f"{one}#0" for one in at]
-    return splitter.stages(_chosen(splitter.cuts, addresses), places)
+    return splitter.stages([splitter.exactly(one) for one in at], places)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,13 @@ class Template:
             return strange[leaf.at] if type(leaf) is Same else leaf
 
         return map_tensors(_no_tensor, self.value, put)
+
+
+class Templates(NamedTuple):
+    """The structure of what a model takes, positional and by name, and of what it returns."""
+
+    inputs: Template
+    output: Template
 
 
 def take_apart(value: Any, arguments: Any = ()) -> tuple[Template, list[Tensor], list[Plain]]:

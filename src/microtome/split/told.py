@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,6 +24,28 @@ def listed(boundary: Boundary, trail: Trail | None) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or len(calls) != len(steps):
         raise BadBoundary(f"the boundary does not fit: the cut at {trail.at!r} has {len(steps)} calls before it")
     return [_checked(boundary, step, entry) for step, entry in zip(steps, calls, strict=True)]
+
+
+def uses(entries: Iterable[Any]) -> Counter[str]:
+    """How often each tensor is asked for."""
+    known = [entry for entry in entries if is_entry(entry)]
+    items = [item for entry in known for item in (*entry["t"], *entry.get("a", {}).values())]
+    names = [item[0] if isinstance(item, list) and item else item for item in items]
+    return Counter(name for name in names if isinstance(name, str))
+
+
+def sharing(tensors: dict[str, Tensor]) -> list[str]:
+    """The names of those that lie in the memory of another: what is written into one is seen in the other."""
+    memories = {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
+    several = Counter(memories.values())
+    return [name for name, memory in memories.items() if several[memory] > 1]
+
+
+def shared(boundary: Boundary) -> frozenset[str]:
+    """What `sharing` said of a boundary; all of it, where nothing was said."""
+    said_ = boundary.facts.get("shared")
+    known = isinstance(said_, list) and all(isinstance(name, str) for name in said_)
+    return frozenset(said_ if known and isinstance(said_, list) else boundary.tensors)
 
 
 def _checked(boundary: Boundary, step: Step, entry: Any) -> dict[str, Any]:
