@@ -16,7 +16,8 @@ from microtome.engine.calls import Site
 from microtome.engine.select import Selector, check_model, named, names, no_path, select
 from microtome.errors import BadSelector, NoMatch, Unsupported
 
-_Seen = tuple[weakref.ref[nn.Module], list[tuple[str, int]]]
+_Children = tuple[tuple[str, ...], tuple[int, ...]]
+_Seen = tuple[weakref.ref[nn.Module], _Children]
 
 
 class Sites(ABC):
@@ -74,11 +75,11 @@ class Sites(ABC):
             below = [id(module)]
             reached = set(below)
             for key in below:
-                fresh = [child for _, child in self._seen[key][1] if child in self._seen and child not in reached]
+                fresh = [child for child in self._seen[key][1][1] if child in self._seen and child not in reached]
                 below.extend(fresh)
                 reached.update(fresh)
             # One that had no children can get one only through torch's own functions, which tell us.
-            shape = self._shapes[id(module)] = [self._seen[key] for key in below if self._seen[key][1]]
+            shape = self._shapes[id(module)] = [self._seen[key] for key in below if self._seen[key][1][0]]
         return any((parent := ref()) is None or _children(parent) != before for ref, before in shape)
 
     def _add(self, path: str, module: nn.Module) -> None:
@@ -257,8 +258,9 @@ def _root(path: str) -> str:
     return path.partition(".")[0]
 
 
-def _children(module: nn.Module) -> list[tuple[str, int]]:
-    return [(name, id(child)) for name, child in module._modules.items()]
+def _children(module: nn.Module) -> _Children:
+    modules = module._modules
+    return tuple(modules), tuple(map(id, modules.values()))
 
 
 def _is_replica(module: nn.Module) -> bool:

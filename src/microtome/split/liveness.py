@@ -31,7 +31,7 @@ class Liveness:
         forced: set[int] = set()
         while True:
             walk = Walk(self, crossing, forced)
-            walk.run(_copy(self._live[cut.ends]))
+            walk.run(dict(self._live[cut.ends]))
             if not walk.conflicts:
                 break
             forced |= walk.conflicts
@@ -94,11 +94,11 @@ class Liveness:
         needs: Needs = {}
         for at in self._trace.calls[0].outputs:
             self.need(needs, at)
-        live = [_copy(needs)]
+        live = [dict(needs)]
         for op in reversed(self._trace.ops):
             # What nobody reads but writes somewhere is rare so late, and runs as it is.
             self.step(op, needs, forced=bool(op.mutates))
-            live.append(_copy(needs))
+            live.append(dict(needs))
         return live[::-1]
 
     def _levels(self, cut: TracedCall) -> tuple[Level, ...]:
@@ -116,8 +116,9 @@ class Liveness:
     def need(self, needs: Needs, value: int, surely: bool = True) -> None:
         memory = self.memory[value]
         if memory not in self._kept:
-            values = needs.setdefault(memory, {})
-            values[value] = values.get(value, False) or surely
+            held = needs.get(memory, {})
+            if value not in held or (surely and not held[value]):
+                needs[memory] = {**held, value: surely}
 
     def was_there(self, value: int, when: int) -> bool:
         """Whether a value was seen before this operator: then others may hold it than whom the operator gave it to."""
@@ -143,16 +144,13 @@ class Liveness:
             if made_by.get(here) == op.index:
                 needs.pop(here, None)
             elif here in needs:  # a view: what it is of is needed
-                needs[here].pop(at, None)
+                left = {other: is_sure for other, is_sure in needs[here].items() if other != at}
                 if self.was_there(at, op.index) and at not in op.mutates:
-                    needs[here][at] = False
-                if not needs[here]:
+                    left[at] = False
+                needs[here] = left
+                if not left:
                     del needs[here]
         if op.name not in SHAPE_ONLY:
             for at in op.inputs:
                 self.need(needs, at, surely)
         return True
-
-
-def _copy(needs: Needs) -> Needs:
-    return {memory: dict(values) for memory, values in needs.items()}

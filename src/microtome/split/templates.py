@@ -6,6 +6,7 @@ import enum
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -77,13 +78,15 @@ class Template:
     plain: int
     strange: str | None = None
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The structure in letters: the same for two values that differ in tensors and plain values alone."""
         return "".join(_letters(self.value))
 
     def fill(self, tensors: list[Any], plain: list[Any], arguments: Any = ()) -> Any:
         """The value with these in the slots."""
+        if type(self.value) is Slot:
+            return tensors[self.value.at]
         strange = list(_strange_in(arguments))
 
         def put(leaf: Any) -> Any:
@@ -96,6 +99,9 @@ class Template:
             return strange[leaf.at] if type(leaf) is Same else leaf
 
         return map_tensors(_no_tensor, self.value, put)
+
+
+_TENSOR = Template(Slot(0), tensors=1, plain=0)
 
 
 class Templates(NamedTuple):
@@ -111,6 +117,8 @@ def take_apart(value: Any, arguments: Any = ()) -> tuple[Template, list[Tensor],
     Args:
         arguments: What the module was given: an object of these that it returns is known again.
     """
+    if isinstance(value, Tensor):  # by far the most frequent
+        return _TENSOR, [value], []
     tensors = list(tensors_in(value))
     at = {id(tensor): index for index, tensor in enumerate(tensors)}
     plain: list[Plain] = []

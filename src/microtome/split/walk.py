@@ -69,7 +69,10 @@ class Walk:
 
     def _skip(self, call: TracedCall) -> None:
         study, memory_of = self._liveness.study, self._liveness.memory
-        for memory in study.touched(call.index) & self._needs.keys():
+        touched = study.touched(call.index)
+        if touched.isdisjoint(self._needs):
+            return
+        for memory in touched & self._needs.keys():
             outputs = {value: at for at, value in enumerate(call.outputs) if memory_of[value] == memory}
             arguments = {value: at for at, value in enumerate(call.inputs) if memory_of[value] == memory}
             if call.begins <= study.made_by.get(memory, -1) < call.ends:
@@ -95,7 +98,7 @@ class Walk:
 
     def _rewrite(self, call: TracedCall, memory: int, outputs: dict[int, int], arguments: dict[int, int]) -> None:
         """Have the tail write what a call wrote into memory of several tensors, all of which have to be there."""
-        needed = self._needs[memory]
+        needed = self._needs[memory] = dict(self._needs[memory])
         if not arguments and any(needed.values()):
             self._refuse(call, next(iter(needed)), "is changed in place")
         for value, at in arguments.items():
@@ -109,7 +112,8 @@ class Walk:
 
     def _pass_on(self, call: TracedCall, memory: int, outputs: dict[int, int], arguments: dict[int, int]) -> None:
         """Take what a call returned in a tensor of its own, and look further for the rest."""
-        study, needed = self._liveness.study, self._needs[memory]
+        study = self._liveness.study
+        needed = self._needs[memory] = dict(self._needs[memory])
         same = study.shapes[call.index].same
         values, written_later = self._trace.values, study.writes_after(memory, call.ends)
         for value in [value for value in needed if value in outputs and same[outputs[value]] is None]:
