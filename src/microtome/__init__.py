@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from microtome.plan.link import Link
     from microtome.profile import Profile
     from microtome.profile.energy import EnergyModel
+    from microtome.remote.client import connect
+    from microtome.remote.server import serve
     from microtome.report.columns import register_column
     from microtome.split.boundary import Boundary
     from microtome.split.cuts import cuts
@@ -57,6 +59,7 @@ __all__ = [
     "Tracker",
     "Work",
     "attention",
+    "connect",
     "cuts",
     "edit",
     "extract",
@@ -74,6 +77,7 @@ __all__ = [
     "run_until",
     "scale",
     "select",
+    "serve",
     "split",
     "trace",
     "track",
@@ -99,6 +103,7 @@ _LATER = {
     "Profile": "microtome.profile.data",
     "Trace": "microtome.trace.data",
     "attention": "microtome.capture.attention",
+    "connect": "microtome.remote.client",
     "cuts": "microtome.split.cuts",
     "edit": "microtome.capture.edit",
     "extract": "microtome.capture.extract",
@@ -111,5 +116,6 @@ _LATER = {
     "rollout": "microtome.capture.attention",
     "run_until": "microtome.split.stages",
     "scale": "microtome.capture.edit",
+    "serve": "microtome.remote.server",
     "zero": "microtome.capture.edit",
 }

@@ -14,6 +14,7 @@
     ├── BadBoundary       bytes that are no boundary of a split model, or are damaged; or one that cannot be sent
     ├── BadQuery          a question to a result that it has no answer to: an unknown column, a depth below zero
     ├── BadSelector       a selector of a kind that microtome does not know
+    ├── RemoteError       a server that cannot be reached, refuses, or could not answer in time; carries the kind
     ├── SessionError      a session entered twice, or asked something it cannot answer in its state
     ├── SensorFailed      a sensor that cannot be read, or that says what cannot be
     ├── Unsupported       what cannot be looked into (a ScriptModule, a graph too deep), with what to do instead
@@ -71,6 +72,18 @@ class NotInstalled(MicrotomeError, ImportError):
 
 class BuildFailed(MicrotomeError, RuntimeError):
     """Somebody's code that was to make a model did not."""
+
+
+class RemoteError(MicrotomeError, ConnectionError):
+    """The other side of a split model did not answer.
+
+    Attributes:
+        kind: What happened, as `split.proto` names it; `"UNREACHABLE"`: nobody answers; `"REFUSED"`: it will not.
+    """
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class SessionError(MicrotomeError, RuntimeError):

@@ -13,6 +13,7 @@ from microtome.cli.models import models
 from microtome.cli.plan import plan
 from microtome.cli.profile import profile
 from microtome.cli.record import record
+from microtome.cli.serve import serve
 from microtome.cli.split import split
 from microtome.cli.track import track
 from microtome.errors import MicrotomeError
@@ -46,5 +47,6 @@ main.add_command(models)
 main.add_command(plan)
 main.add_command(profile)
 main.add_command(record)
+main.add_command(serve)
 main.add_command(split)
 main.add_command(track)

@@ -68,7 +68,7 @@ def load_stage(
     Args:
         model: Makes the model: a class, or a function without arguments. It is built on `meta` where it allows that.
         folder: What `Stages.save` wrote.
-        index: Which stage: 0 is the head.
+        index: Which stage: 0 is the head, -1 the last.
         device: Where its weights are put.
 
     >>> import tempfile
@@ -84,8 +84,10 @@ def load_stage(
     if isinstance(model, nn.Module):
         raise BadQuery("give what makes the model, such as its class or a lambda, so that it is built without weights")
     plan = _read_plan(Path(folder))
-    if not isinstance(index, int) or not 0 <= index < len(plan["stages"]):
-        raise BadFile(f"{str(folder)!r} has the stages 0 to {len(plan['stages']) - 1}, not {index!r}")
+    count = len(plan["stages"])
+    if not isinstance(index, int) or not -count <= index < count:
+        raise BadFile(f"{str(folder)!r} has the stages 0 to {count - 1}, not {index!r}")
+    index %= count
     file = Path(folder) / plan["stages"][index]["file"]
     try:
         weights = load_file(file, device=str(device or "cpu"))

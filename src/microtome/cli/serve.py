@@ -1,0 +1,92 @@
+"""`microtome serve`: the tails of a model as a service."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+import click
+
+from microtome.cli.model import model_options, resolve, working
+from microtome.errors import BadInputs, said
+from microtome.split.files import load_stage
+from microtome.split.stage import Stage
+
+
+@click.command()
+@model_options
+@click.option("--listen", default="127.0.0.1:7070", metavar="HOST:PORT", help="Where; port 0 takes a free one.")
+@click.option("--weights", type=click.Path(dir_okay=False), metavar="F.safetensors", help="Load these weights.")
+@click.option("--stages", metavar="FOLDER", help="Serve the last stage that `microtome split` wrote there, alone.")
+@click.option("--device", metavar="D", help="Compute on this device, such as cuda.")
+@click.option("--tls-cert", metavar="F", help="The server's certificate, PEM.")
+@click.option("--tls-key", metavar="F", help="The key of that.")
+@click.option("--client-ca", metavar="F", help="Who signs the certificates that clients must show.")
+@click.option("--token-file", metavar="F", help="Clients must know the token in this file.")
+@click.option("--max-message", default="256MB", metavar="SIZE", help="The most bytes of a request.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=1, metavar="N", help="Requests computed at once.")
+@click.option("--metrics", metavar=":PORT", help="Answer Prometheus there.")
+@click.option("--grace", type=click.FloatRange(min=0), default=10.0, metavar="S", help="Seconds to drain on SIGTERM.")
+@click.option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="warning", help="Say more or less."
+)
+def serve(
+    model: str,
+    inputs: str | None,
+    args: dict[str, Any],
+    *,
+    weights: str | None,
+    stages: str | None,
+    device: str | None,
+    token_file: str | None,
+    metrics: str | None,
+    grace: float,
+    log_level: str,
+    **options: Any,
+) -> None:
+    """Serve every cut of a model: a client runs the head, and this the rest.
+
+    MODEL is as for `microtome profile`. It listens on loopback unless told otherwise, until SIGTERM or ctrl-C; then it
+    answers what it has been asked, and ends.
+    """
+    from microtome.remote.logs import log_to_stderr
+    from microtome.remote.security import read_token
+    from microtome.remote.server import serve as start
+
+    log_to_stderr(log_level)
+    if weights is not None and stages is not None:
+        raise click.UsageError("choose one of --weights and --stages")
+    token = None if token_file is None else read_token(token_file)
+    target, given = _target(model, inputs, args, weights, stages, device)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    with working(f"looking at {model}"):
+        server = start(target, given, token=token, **options)
+    try:
+        if metrics is not None:
+            server.metrics.listen(metrics)
+        known = len(server.served.cuts)
+        click.echo(f"{server.served.name} is served at {server.address}, from {known} places on")
+        while not ended.wait(0.5) and not server.wait(0):
+            pass
+    finally:
+        server.stop(grace)
+    click.echo("ended")
+
+
+def _target(
+    model: str, inputs: str | None, args: dict[str, Any], weights: str | None, stages: str | None, device: str | None
+) -> tuple[Any, Any]:
+    if stages is not None:
+        stage: Stage = load_stage(lambda: resolve(model, inputs, args).model, stages, -1, device=device)
+        return stage, None
+    found = resolve(model, inputs, args, weights=weights)
+    found.model.eval()
+    if device is None:
+        return found.model, found.inputs
+    try:
+        return found.model.to(device), found.inputs.to(device)
+    except Exception as error:
+        raise BadInputs(f"--device {device}: {said(error)}") from error

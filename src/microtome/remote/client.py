@@ -1,0 +1,470 @@
+"""`connect`: a model that runs partly here and partly on a server."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+
+from microtome import __version__
+from microtome.errors import BadQuery, RemoteError
+from microtome.inputs import Inputs
+from microtome.remote import messages
+from microtome.remote.connection import Connection, Pending, Security
+from microtome.remote.faults import PASSING
+from microtome.remote.payloads import INPUTS, of_inputs, to_output
+from microtome.split.boundary import Boundary
+from microtome.split.stage import Stage
+from microtome.split.stages import Splitter
+from microtome.split.templates import Templates
+from microtome.units import size
+
+#: How many requests are remembered.
+_REMEMBERED = 10_000
+
+
+@dataclass
+class Sent:
+    """What became of a request.
+
+    Attributes:
+        at: The cut; None: all of it ran here. `""`: the inputs were sent.
+        where: `"cloud"` or `"edge"`: where it ended.
+        head_s: Seconds of each part; `wire_s` is what neither side can account for.
+        tail_s: Of the tail, wherever it ran.
+        sent_bytes: With the envelope.
+        attempts: How often it was sent.
+        reason: Why it ended on the edge though it was sent, or was to be.
+    """
+
+    at: str | None
+    codec: str = "raw"
+    where: str = "cloud"
+    head_s: float = 0.0
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    server_decode_s: float = 0.0
+    queue_s: float = 0.0
+    tail_s: float = 0.0
+    server_encode_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    attempts: int = 0
+    reason: str | None = None
+    began: float = field(default_factory=perf_counter, repr=False)
+
+
+class Way(NamedTuple):
+    """How a request goes: where the model is cut, and how what crosses is encoded.
+
+    Attributes:
+        at: None: it is not cut, and runs here. `""`: the inputs are sent.
+    """
+
+    at: str | None
+    codec: str
+
+
+class Parts:
+    """The model here: its head and, where its weights are here, its tail, for any cut."""
+
+    def __init__(self, model: nn.Module | Stage, inputs: Any) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[str, tuple[Stage, Stage | None]] = {}
+        self.splitter: Splitter | None = None
+        if isinstance(model, Stage):
+            if model.begins_at is not None or model.ends_at is None:
+                raise BadQuery(f"a client runs the first stage of a model, and this is {model!r}")
+            self.model, self.fingerprint = model.model, model.fingerprint
+            self.templates: Templates = model.templates
+            self._made[model.ends_at] = model, None
+            self.fixed: str | None = model.ends_at
+        else:
+            with torch.no_grad():
+                self.splitter = Splitter(model, inputs)
+            self.model, self.fingerprint = model, self.splitter.fingerprint
+            self.templates = self.splitter.templates
+            self.fixed = None
+        self.is_whole = not any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers()))
+
+    @property
+    def device(self) -> torch.device | None:
+        first = next((one for one in self.model.parameters() if not one.is_meta), None)
+        return None if first is None else first.device
+
+    def at(self, at: str) -> tuple[Stage, Stage | None]:
+        """Head and tail for a cut."""
+        with self._lock, torch.no_grad():
+            if at not in self._made:
+                if self.splitter is None:
+                    raise BadQuery(f"only the stage up to {self.fixed!r} is here: the model cannot be cut at {at!r}")
+                head, tail = self.splitter.at(self.splitter.exactly(at))
+                self._made[at] = head, tail if self.is_whole else None
+            return self._made[at]
+
+    def address(self, at: Any) -> str:
+        """The cut that a user named."""
+        if at == INPUTS:
+            return INPUTS
+        if self.splitter is None:
+            assert self.fixed is not None
+            return self.fixed if at in ("auto", self.fixed) else self.at(str(at))[0].ends_at or ""
+        found = self.splitter.cut(at)
+        return found.at
+
+
+class Remote:
+    """A model of which a server runs the rest. Call it as the model is called.
+
+    Attributes:
+        way: Where requests are cut now, and with which codec they go.
+        requests: What became of the last requests.
+        history: When the cut moved, and why.
+        server: What the server says of itself.
+    """
+
+    def __init__(
+        self, parts: Parts, connection: Connection, server: Any, way: Way, deadline: float | None, fallback: str | None
+    ) -> None:
+        self._parts = parts
+        self._connection = connection
+        self._deadline = deadline
+        self._fallback = fallback == "local" and parts.is_whole
+        self._tail_s: dict[str, float] = {}
+        self.way = way
+        self.server = server
+        self.requests: deque[Sent] = deque(maxlen=_REMEMBERED)
+        self.history: list[Any] = []
+
+    @property
+    def at(self) -> str | None:
+        """Where requests are cut now; None: nowhere, all runs here."""
+        return self.way.at
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        job = self._prepare(Inputs(*args, **kwargs))
+        self._encode(job)
+        return self._finish(job)
+
+    def stream(self, items: Iterable[Any], window: int = 8) -> Iterator[Any]:
+        """What the model returns for each of many inputs, in their order.
+
+        Head, encoding, sending and tail of different inputs run at once.
+
+        Args:
+            items: Each as inputs are given: a tensor, a tuple, a dict or an `Inputs`. They are taken as there is room.
+            window: How many are on their way at most.
+        """
+        if not isinstance(window, int) or window < 1:
+            raise BadQuery(f"window is how many requests are on their way at most, got {window!r}")
+        return self._stream(iter(items), window)
+
+    def _stream(self, items: Iterator[Any], window: int) -> Iterator[Any]:
+        room = threading.Semaphore(window)
+        stopped = threading.Event()
+        going: deque[Future[Job]] = deque()
+        ready = threading.Semaphore(0)
+        ended: list[BaseException | None] = []
+
+        def heads() -> None:
+            error: BaseException | None = None
+            try:
+                while True:
+                    room.acquire()
+                    if stopped.is_set():
+                        break
+                    try:
+                        given = Inputs.of(next(items))
+                    except StopIteration:
+                        break
+                    job = self._prepare(given)
+                    going.append(encoder.submit(self._encode, job))
+                    ready.release()
+            except BaseException as raised:  # noqa: BLE001  raised again where results are taken
+                error = raised
+            ended.append(error)
+            ready.release()
+
+        with ThreadPoolExecutor(1, thread_name_prefix="microtome-encode") as encoder:
+            thread = threading.Thread(target=heads, name="microtome-head", daemon=True)
+            thread.start()
+            try:
+                while True:
+                    ready.acquire()
+                    if not going:
+                        break
+                    result = self._finish(going.popleft().result())
+                    room.release()
+                    yield result
+                if ended[0] is not None:
+                    raise ended[0]
+            finally:
+                stopped.set()
+                room.release()
+                thread.join()
+                for future in going:
+                    if not future.cancel() and future.exception() is None:
+                        self._drop(future.result())
+
+    # -- the parts of a request ----------------------------------------------------------------------------------------
+
+    def _prepare(self, given: Inputs) -> Job:
+        """Run the head."""
+        way = self.way
+        sent = Sent(way.at, way.codec)
+        ends = None if self._deadline is None else monotonic() + self._deadline
+        job = Job(given, sent, ends)
+        if way.at is None:
+            sent.where = "edge"
+        elif way.at == INPUTS:
+            job.boundary = of_inputs(given, self._parts.templates.inputs, self._parts.fingerprint)
+        else:
+            head, _ = self._parts.at(way.at)
+            with torch.no_grad():
+                job.boundary = head(*given.args, **given.kwargs)
+        sent.head_s = perf_counter() - sent.began
+        return job
+
+    def _encode(self, job: Job) -> Job:
+        """Make bytes of what crosses, and send them off."""
+        if job.boundary is None:
+            return job
+        if self._fallback and self._connection.down is not None:
+            job.sent.reason = self._connection.down
+            return job
+        start = perf_counter()
+        data = job.boundary.to_bytes(job.sent.codec)
+        if len(data) > self.server.max_message:
+            raise RemoteError(
+                f"{size(len(data))} cross at {job.sent.at!r}, and {self._connection.address} takes "
+                f"{size(self.server.max_message)}: raise --max-message there, or cut elsewhere",
+                "TOO_LARGE",
+            )
+        job.sent.encode_s = perf_counter() - start
+        job.sent.sent_bytes = len(data)
+        id_ = uuid.uuid4().hex
+        job.pending = Pending(id_, messages.Request(id=id_, codec=job.sent.codec), data, job.ends)
+        job.began = perf_counter()
+        self._connection.submit(job.pending)
+        return job
+
+    def _finish(self, job: Job) -> Any:
+        """Take the reply; or finish here, where that is due."""
+        sent = job.sent
+        try:
+            if sent.at is None:
+                return self._run_here(job, job.given)
+            if job.pending is None:
+                return self._fall_back(job)
+            reply = self._wait(job)
+            if reply is None:
+                return self._fall_back(job)
+            start = perf_counter()
+            boundary = Boundary.from_bytes(reply.output, limit=max(4 * len(reply.output), 1 << 30))
+            output = to_output(boundary, self._parts.templates.output, self._parts.device)
+            sent.decode_s = perf_counter() - start
+            return output
+        finally:
+            sent.total_s = perf_counter() - sent.began
+            self.requests.append(sent)
+
+    def _wait(self, job: Job) -> Any:
+        """The reply; None: the edge is to finish."""
+        assert job.pending is not None
+        sent, left = job.sent, None
+        if job.ends is not None:
+            left = max(job.ends - monotonic() - self._reserve(sent.at), 0.0)
+        try:
+            reply = job.pending.reply.result(left)
+        except (NotYet, RemoteError) as error:
+            self._connection.give_up(job.pending)
+            sent.attempts = job.pending.attempts
+            if isinstance(error, RemoteError):
+                if error.kind not in PASSING or not self._fallback:
+                    raise
+                sent.reason = str(error)
+                return None
+            sent.reason = f"{self._connection.address} did not answer in {self._deadline:g} s"
+            if not self._fallback:
+                raise RemoteError(sent.reason, "DEADLINE") from error
+            return None
+        timing = reply.timing
+        sent.attempts = job.pending.attempts
+        sent.server_decode_s, sent.queue_s = timing.decode_s, timing.queue_s
+        sent.tail_s, sent.server_encode_s = timing.run_s, timing.encode_s
+        spent = timing.decode_s + timing.queue_s + timing.run_s + timing.encode_s
+        sent.wire_s = max(perf_counter() - job.began - spent, 0.0)
+        sent.received_bytes = len(reply.output)
+        return reply
+
+    def _reserve(self, at: str | None) -> float:
+        """Seconds that the edge needs to finish by itself; 0 if it cannot."""
+        return self._tail_s.get(at or "", 0.0) if self._fallback else 0.0
+
+    def _fall_back(self, job: Job) -> Any:
+        """Finish here."""
+        sent = job.sent
+        sent.where = "edge"
+        if sent.at == INPUTS or job.boundary is None:
+            return self._run_here(job, job.given)
+        assert sent.at is not None
+        _, tail = self._parts.at(sent.at)
+        assert tail is not None
+        start = perf_counter()
+        with torch.no_grad():
+            output = tail(job.boundary)
+        sent.tail_s = self._tail_s[sent.at] = perf_counter() - start
+        return output
+
+    def _run_here(self, job: Job, given: Inputs) -> Any:
+        start = perf_counter()
+        with torch.no_grad():
+            output = given.run(self._parts.model)
+        job.sent.tail_s = self._tail_s[""] = perf_counter() - start
+        return output
+
+    def _drop(self, job: Job) -> None:
+        if job.pending is not None:
+            self._connection.give_up(job.pending)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = "all here" if self.at is None else f"cut at {self.at!r}" if self.at else "all there"
+        return f"<Remote {type(self._parts.model).__name__} at {self._connection.address}, {where}>"
+
+
+@dataclass
+class Job:
+    """A request on its way.
+
+    Attributes:
+        ends: When its deadline is; None: it has none.
+        boundary: What crosses; None: nothing does.
+        began: When it was sent.
+    """
+
+    given: Inputs
+    sent: Sent
+    ends: float | None
+    boundary: Boundary | None = None
+    pending: Pending | None = None
+    began: float = 0.0
+
+
+def connect(
+    model: nn.Module | Stage,
+    inputs: Any,
+    server: str,
+    at: Any = "auto",
+    *,
+    deadline: float | None = None,
+    codec: str = "auto",
+    fallback: str | None = "local",
+    tls: bool = False,
+    ca: str | None = None,
+    cert: str | None = None,
+    key: str | None = None,
+    token: str | None = None,
+    server_name: str | None = None,
+    any_torch: bool = False,
+    timeout: float = 10.0,
+) -> Remote:
+    """Run a model partly here and partly on a server.
+
+    Args:
+        model: The model that the server has, in eval; or its first stage, as `mt.load_stage` gives it.
+        inputs: An example of its inputs, of the structure that later ones have.
+        server: Its address, such as `"host:7070"`.
+        at: Where it is cut: an address, a cut or a plan; `""`: the inputs are sent, and all runs there.
+        deadline: Seconds that a request may take. When the server cannot make it, the edge finishes by itself.
+        codec: How what crosses is encoded; `"auto"`: what was found best.
+        fallback: `"local"`: the edge finishes by itself when the server cannot, if its weights are here. None: it
+            raises.
+        tls: Whether the connection is encrypted, with `ca`, `cert` and `key` as files.
+        token: What the server asks for.
+        server_name: The name in the server's certificate, if it is not that of the address.
+        any_torch: Go on though the other side has another version of torch, whose results may differ in the last bits.
+        timeout: Seconds to wait for the server at first.
+
+    >>> import microtome as mt
+    >>> from microtome import zoo
+    >>> model, x = zoo.build("tiny-resnet")
+    >>> with mt.serve(model, x, listen="127.0.0.1:0") as server:
+    ...     with connect(model, x, server.address, at="layer1") as remote:
+    ...         remote(x).equal(model(x)), remote.requests[-1].where
+    (True, 'cloud')
+    """
+    if fallback not in ("local", None):
+        raise BadQuery(f"fallback is 'local' or None, got {fallback!r}")
+    if deadline is not None and not deadline > 0:
+        raise BadQuery(f"a deadline is a number of seconds, got {deadline!r}")
+    parts = Parts(model, inputs)
+    connection = Connection(server, Security(tls, ca, cert, key, token, server_name))
+    try:
+        told = shake_hands(connection, parts, timeout, any_torch=any_torch)
+        way = Way(parts.address(at), "raw" if codec == "auto" else codec)
+        if way.at not in told.cuts:
+            raise RemoteError(f"{server} does not serve the cut at {way.at!r}; it has {_few(told.cuts)}", "NO_CUT")
+        return Remote(parts, connection, told, way, deadline, fallback)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def shake_hands(connection: Connection, parts: Parts, timeout: float, *, any_torch: bool) -> Any:
+    """What the server says of itself, if it is one for this model."""
+    hello = messages.HelloRequest(
+        protocol=messages.PROTOCOL, microtome=__version__, torch=torch.__version__, fingerprint=parts.fingerprint
+    )
+    told = connection.ask("Hello", hello, timeout)
+    here, there = type(parts.model).__name__, f"{told.model} at {connection.address}"
+    if told.protocol != messages.PROTOCOL:
+        raise RemoteError(
+            f"{connection.address} speaks version {told.protocol} of the protocol (microtome {told.microtome}), and "
+            f"this is version {messages.PROTOCOL} (microtome {__version__})",
+            "REFUSED",
+        )
+    if told.fingerprint != parts.fingerprint:
+        ours, theirs = parts.fingerprint.split("-"), told.fingerprint.split("-")
+        what = "weights" if ours[0] == theirs[0] else "structure"
+        raise RemoteError(
+            f"the {what} of {here} here and of {there} are not the same: the fingerprints are {parts.fingerprint} and "
+            f"{told.fingerprint}. Load the same model with the same weights on both sides",
+            "WRONG_MODEL",
+        )
+    if _release(told.torch) != _release(torch.__version__) and not any_torch:
+        raise RemoteError(
+            f"here is torch {torch.__version__}, and at {connection.address} torch {told.torch}: results may differ in "
+            "the last bits. Install the same, or allow it with any_torch=True",
+            "REFUSED",
+        )
+    return told
+
+
+def _release(version: str) -> str:
+    return version.partition("+")[0]
+
+
+def _few(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(map(repr, listed[:5])) + (f" and {len(listed) - 5} others" if len(listed) > 5 else "")

@@ -1,0 +1,263 @@
+"""A stream of requests to a server, opened again when it breaks. Each request is answered once, or not at all."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+import grpc
+
+from microtome.errors import BadQuery, RemoteError
+from microtome.remote import messages
+from microtome.remote.faults import from_message
+from microtome.remote.security import channel_credentials, metadata
+
+log = logging.getLogger("microtome.remote")
+
+#: Seconds to wait before a stream is opened again: at first, and at most.
+_BACKOFF_S = 0.02, 1.0
+#: Seconds between attempts to reach a server that is not there.
+_KNOCK_S = 0.1
+#: How often a request is sent at most.
+_ATTEMPTS = 8
+#: What asking again does not help against.
+_FINAL = {
+    grpc.StatusCode.UNAUTHENTICATED: "wants another token",
+    grpc.StatusCode.PERMISSION_DENIED: "does not let this client in",
+    grpc.StatusCode.UNIMPLEMENTED: "does not speak this protocol",
+    grpc.StatusCode.INVALID_ARGUMENT: "refuses what it is sent",
+    grpc.StatusCode.FAILED_PRECONDITION: "cannot do this",
+}
+
+
+class Security(NamedTuple):
+    """How a client shows who it is, as files, and whom it believes.
+
+    Attributes:
+        tls: Whether the connection is encrypted; it is if any of the others is given.
+        ca: Who signs the server's certificate; None: those that the system believes.
+        cert: The client's certificate, and `key` its key.
+        server_name: The name in the server's certificate, where it is not that of the address.
+    """
+
+    tls: bool = False
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    token: str | None = None
+    server_name: str | None = None
+
+
+def open_channel(address: str, security: Security) -> grpc.Channel:
+    options: list[tuple[str, int | str]] = [
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    if not isinstance(address, str) or ":" not in address:
+        raise BadQuery(f"a server has an address such as host:7070, got {address!r}")
+    if security.server_name is not None:
+        options.append(("grpc.ssl_target_name_override", security.server_name))
+    if security.tls or security.ca or security.cert:
+        credentials = channel_credentials(security.ca, security.cert, security.key)
+        return grpc.secure_channel(address, credentials, options)
+    return grpc.insecure_channel(address, options)
+
+
+class Pending:
+    """A request that was sent and waits for its reply.
+
+    Attributes:
+        reply: The message; or the error that ended it.
+        attempts: How often it was sent.
+    """
+
+    def __init__(self, id_: str, head: Any, payload: bytes, ends: float | None) -> None:
+        self.id = id_
+        self.reply: Future[Any] = Future()
+        self.attempts = 0
+        self._head = head
+        self._payload = payload
+        self._ends = ends
+
+    def message(self) -> bytes:
+        """To be sent now: how long the client waits from now on is part of it."""
+        self.attempts += 1
+        if self._ends is not None:
+            self._head.timeout_s = max(self._ends - monotonic(), 1e-3)
+        return messages.with_bytes(self._head, self._payload)
+
+
+class Connection:
+    """All requests of a client to one server.
+
+    Attributes:
+        address: Of the server.
+        down: Why no stream is open now, though one is wanted; None: one is, or none was wanted yet.
+    """
+
+    def __init__(self, address: str, security: Security | None = None) -> None:
+        self.address = address
+        self.down: str | None = None
+        self.reconnects = 0
+        security = security or Security()
+        self._channel = open_channel(address, security)
+        self._metadata = metadata(security.token)
+        self._methods = {name: self._method(name, method) for name, method in messages.METHODS.items()}
+        self._changed = threading.Condition()
+        self._pending: dict[str, Pending] = {}
+        self._outgoing: SimpleQueue[bytes | None] | None = None
+        self._call: Any = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def _method(self, name: str, method: messages.Method) -> Any:
+        make = self._channel.stream_stream if method.streams else self._channel.unary_unary
+        return make(f"/{messages.SERVICE}/{name}", response_deserializer=method.read_reply)
+
+    def ask(self, name: str, request: Any, timeout: float) -> Any:
+        """Call a method that gives one reply.
+
+        Raises:
+            RemoteError: If there is none.
+        """
+        data, ends = request.SerializeToString(), monotonic() + timeout
+        while True:
+            left = ends - monotonic()
+            try:
+                return self._methods[name](data, timeout=max(left, 0.001), metadata=self._metadata)
+            except grpc.RpcError as error:
+                told = self._told(error)
+                # The reason is lost if gRPC waits for the server by itself.
+                if told.kind == "REFUSED" or error.code() == grpc.StatusCode.DEADLINE_EXCEEDED or left < _KNOCK_S:
+                    raise told from error
+            sleep(_KNOCK_S)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def submit(self, pending: Pending) -> None:
+        """Send a request as soon as there is a stream; it is sent again when that breaks before the reply."""
+        with self._changed:
+            if self._closed:
+                raise RemoteError(f"the connection to {self.address} was closed", "UNREACHABLE")
+            self._pending[pending.id] = pending
+            if self._outgoing is not None:
+                self._outgoing.put(pending.message())
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep_open, name="microtome-client", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def give_up(self, pending: Pending) -> None:
+        """Wait no longer: a reply that still comes is dropped."""
+        with self._changed:
+            self._pending.pop(pending.id, None)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            left, self._pending = list(self._pending.values()), {}
+            if self._outgoing is not None:
+                self._outgoing.put(None)
+            if self._call is not None:
+                self._call.cancel()
+            self._changed.notify_all()
+        for pending in left:
+            pending.reply.set_exception(RemoteError(f"the connection to {self.address} was closed", "UNREACHABLE"))
+        if self._thread is not None:
+            self._thread.join()
+        self._channel.close()
+
+    # -- the stream, in a thread of its own ----------------------------------------------------------------------------
+
+    def _keep_open(self) -> None:
+        wait_s = _BACKOFF_S[0]
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._pending or self.down)
+                if self._closed:
+                    return
+                waiting = bool(self._pending)
+            if not waiting:  # nobody asks while it is known to be down: find out when it is back
+                self._knock(wait_s)
+                wait_s = min(2 * wait_s, _BACKOFF_S[1])
+                continue
+            with self._changed:
+                outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+                for pending in self._pending.values():
+                    outgoing.put(pending.message())
+                self._outgoing = outgoing
+                self._call = call = self._methods["Stream"](_until_none(outgoing), metadata=self._metadata)
+            error = self._read(call)
+            with self._changed:
+                self._outgoing = self._call = None
+                outgoing.put(None)
+                if self._closed:
+                    return
+                if self._answered:
+                    wait_s = _BACKOFF_S[0]
+                self.down = str(error)
+                self.reconnects += 1
+                for pending in list(self._pending.values()):
+                    if error.kind == "REFUSED" or pending.attempts >= _ATTEMPTS:
+                        del self._pending[pending.id]
+                        pending.reply.set_exception(error)
+                log.warning("the stream broke", extra={"server": self.address, "reason": str(error)})
+                self._changed.wait_for(lambda: self._closed, wait_s * random.uniform(0.5, 1.0))
+            wait_s = min(2 * wait_s, _BACKOFF_S[1])
+
+    def _knock(self, wait_s: float) -> None:
+        with self._changed:
+            if self._changed.wait_for(lambda: self._closed or self._pending, wait_s):
+                return
+        try:
+            self.ask("Echo", messages.EchoRequest(), timeout=1.0)
+        except RemoteError:
+            return
+        self.down = None
+
+    def _read(self, call: Any) -> RemoteError:
+        """Hand replies to those that wait for them until the stream ends; why it did."""
+        self._answered = False
+        try:
+            for reply in call:
+                self._answered, self.down = True, None
+                with self._changed:
+                    pending = self._pending.pop(reply.id, None)
+                if pending is not None:  # else nobody waits for it any more, or it was answered before
+                    self._settle(pending, reply)
+        except grpc.RpcError as error:
+            return self._told(error)
+        return RemoteError(f"{self.address} ended the stream: it is going down", "UNREACHABLE")
+
+    def _settle(self, pending: Pending, reply: Any) -> None:
+        if not reply.HasField("error"):
+            pending.reply.set_result(reply)
+            return
+        error = from_message(reply.error, self.address)
+        pending.reply.set_exception(error)
+
+    def _told(self, error: grpc.RpcError) -> RemoteError:
+        code, details = error.code(), error.details()
+        if code in _FINAL:
+            return RemoteError(f"{self.address} {_FINAL[code]}: {details}", "REFUSED")
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return RemoteError(f"{self.address} did not answer in time: {details}", "UNREACHABLE")
+        return RemoteError(f"{self.address} cannot be reached: {details}", "UNREACHABLE")
+
+
+def _until_none(queue: SimpleQueue[bytes | None]) -> Iterator[bytes]:
+    while (item := queue.get()) is not None:
+        yield item

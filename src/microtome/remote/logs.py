@@ -1,0 +1,31 @@
+"""Logs of both sides: one JSON object a line, with the id of the request where there is one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+
+LEVELS = ("debug", "info", "warning", "error")
+_USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class JsonLines(logging.Formatter):
+    """What was said, with when, how loud, and all that was said beside it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        beside = {name: value for name, value in vars(record).items() if name not in _USUAL}
+        if record.exc_info and record.exc_info[1] is not None:
+            beside["error"] = repr(record.exc_info[1])
+        return json.dumps({"time": when, "level": record.levelname.lower(), "event": record.getMessage(), **beside})
+
+
+def log_to_stderr(level: str) -> None:
+    """Show what `microtome.remote` says from this level on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    log = logging.getLogger("microtome.remote")
+    log.addHandler(handler)
+    log.setLevel(level.upper())
+    log.propagate = False

@@ -1,0 +1,52 @@
+"""What a server counts, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from microtome.errors import BadQuery
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class Metrics:
+    """Counters of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "microtome_requests", "Requests that were answered, by cut.", ["cut"], registry=registry
+        )
+        self.errors = Counter("microtome_errors", "Requests that failed, by kind.", ["kind"], registry=registry)
+        self.refused = Counter(
+            "microtome_refused_streams", "Streams and calls that were closed, by reason.", ["reason"], registry=registry
+        )
+        self.bytes = Counter("microtome_bytes", "Bytes of requests and replies.", ["direction"], registry=registry)
+        self.seconds = Histogram(
+            "microtome_seconds", "Seconds by phase.", ["phase"], buckets=_SECONDS, registry=registry
+        )
+        self.queue = Gauge("microtome_queue", "Requests that wait or are being computed.", registry=registry)
+        self.streams = Gauge("microtome_streams", "Open streams.", registry=registry)
+        self.batches = Histogram(
+            "microtome_batch", "Requests computed together.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=registry
+        )
+
+    def count_joules(self, read: Callable[[], float]) -> None:
+        """Show what a counter of energy has counted since now."""
+        began = read()
+        gauge = Gauge("microtome_joules", "Energy of the device since the server began.", registry=self.registry)
+        gauge.set_function(lambda: read() - began)
+
+    def listen(self, address: str) -> Any:
+        """Answer Prometheus at an address such as `:9090`."""
+        host, _, port = address.rpartition(":")
+        try:
+            server, _ = start_http_server(int(port), host or "127.0.0.1", self.registry)
+        except ValueError as error:
+            raise BadQuery(f"metrics are shown at an address such as :9090, not {address!r}") from error
+        except OSError as error:
+            raise BadQuery(f"metrics cannot be shown at {address!r}: {error.strerror}") from error
+        return server

@@ -1,0 +1,68 @@
+"""The two things that cross as tensors beside a boundary: the inputs of a whole model, and what it returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from microtome.engine.structure import map_tensors
+from microtome.errors import BadBoundary, Unsupported
+from microtome.inputs import Inputs
+from microtome.split.boundary import Boundary
+from microtome.split.templates import Plain, Template, check_same, take_apart
+
+#: The address that stands for the model's inputs: all of it runs where they are sent to.
+INPUTS = ""
+
+
+def of_inputs(given: Inputs, template: Template, fingerprint: str) -> Boundary:
+    """What a model is given, to be sent; the template is that of the example."""
+    got, tensors, plain = take_apart((given.args, given.kwargs))
+    check_same("what the model is given, positional and by name,", template, got)
+    return _packed(INPUTS, fingerprint, tensors, plain)
+
+
+def to_inputs(boundary: Boundary, template: Template, device: torch.device | None) -> Inputs:
+    """What the model was given on the other side."""
+    args, kwargs = _unpacked(boundary, template, device, "the inputs")
+    return Inputs(*args, **kwargs)
+
+
+def of_output(output: Any, template: Template, at: str, fingerprint: str) -> Boundary:
+    """What a model returned, to be sent back.
+
+    Raises:
+        Unsupported: If there is something in it that cannot be sent.
+    """
+    got, tensors, plain = take_apart(output)
+    if got.strange is not None:
+        raise Unsupported(f"the model returns a {got.strange}, which cannot be sent: tensors, numbers and texts can")
+    check_same("what the model returns", template, got)
+    return _packed(at, fingerprint, tensors, plain)
+
+
+def to_output(boundary: Boundary, template: Template, device: torch.device | None) -> Any:
+    """What the model returned on the other side."""
+    return _unpacked(boundary, template, device, "the output")
+
+
+def _packed(at: str, fingerprint: str, tensors: list[Tensor], plain: list[Plain]) -> Boundary:
+    named = {str(index): tensor.detach() for index, tensor in enumerate(tensors)}
+    return Boundary(at, fingerprint, named, {"plain": plain})
+
+
+def _unpacked(boundary: Boundary, template: Template, device: torch.device | None, what: str) -> Any:
+    tensors, plain = list(boundary.tensors.values()), boundary.facts.get("plain")
+    fits = list(boundary.tensors) == [str(index) for index in range(template.tensors)]
+    fits = fits and isinstance(plain, list) and len(plain) == template.plain
+    fits = fits and all(isinstance(value, bool | int | float | str | None) for value in plain or ())
+    if not fits:
+        raise BadBoundary(
+            f"{what} that came have {len(tensors)} tensors, and {template.tensors} with {template.plain} other values "
+            "were expected: have both sides the same model"
+        )
+    assert isinstance(plain, list)
+    value = template.fill(tensors, plain)
+    return value if device is None else map_tensors(lambda tensor: tensor.to(device), value)
