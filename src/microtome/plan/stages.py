@@ -150,7 +150,8 @@ class _Walk:
             )
         else:
             cost = cost + seconds
-        return cost.masked_fill(busy > self._slowest, inf), second
+        slow = busy > self._slowest
+        return cost.masked_fill(slow, inf), second.masked_fill(slow, inf)
 
     def _joules(self, device: int, begins: Tensor, to: slice = slice(None)) -> Tensor:
         table = self._chain.run_j[device]
