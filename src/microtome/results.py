@@ -16,6 +16,8 @@ _KINDS = {
     "cuts": ("microtome.split.data", "Cuts"),
     "plan": ("microtome.plan.data", "Plan"),
     "codecs": ("microtome.plan.codecs", "CodecCosts"),
+    "run": ("microtome.remote.ran", "Ran"),
+    "sweep": ("microtome.remote.sweep", "Sweep"),
 }
 
 File = str | PathLike[str]
@@ -82,21 +84,30 @@ def load(file: File) -> Any:
     if Path(file).is_dir():
         return import_module("microtome.capture.store").open_folder(file)
     try:
-        data = json.loads(Path(file).read_text(encoding="utf-8"))
+        text = Path(file).read_bytes()
     except OSError as error:
         raise BadFile(f"cannot read {str(file)!r}: {error.strerror}") from error
+    return parse(text, repr(str(file)))
+
+
+def parse(text: str | bytes, what: str) -> Any:
+    """The result that `to_json` made a text of.
+
+    Args:
+        what: Where the text comes from, for errors.
+    """
+    try:
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadFile(f"{str(file)!r} is not JSON: {error}") from error
+        raise BadFile(f"{what} is not JSON: {error}") from error
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise BadFile(f"{str(file)!r} holds no result of microtome: its 'kind' is {kind!r}, not {' or '.join(_KINDS)}")
+        raise BadFile(f"{what} holds no result of microtome: its 'kind' is {kind!r}, not {' or '.join(_KINDS)}")
     module, name = _KINDS[kind]
     cls: type[Result] = getattr(import_module(module), name)
     if data.get("schema") != cls.schema:
-        raise BadFile(
-            f"{str(file)!r} has version {data.get('schema')!r} of a {kind}; this microtome reads {cls.schema}"
-        )
+        raise BadFile(f"{what} has version {data.get('schema')!r} of a {kind}; this microtome reads {cls.schema}")
     try:
         return cls.from_dict(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadFile(f"{str(file)!r} is not a whole {kind}: {type(error).__name__} {error}") from error
+        raise BadFile(f"{what} is not a whole {kind}: {type(error).__name__} {error}") from error

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -18,11 +18,14 @@ from torch import nn
 from microtome import __version__
 from microtome.errors import BadQuery, RemoteError
 from microtome.inputs import Inputs
+from microtome.plan.data import Plan
 from microtome.remote import messages
 from microtome.remote.connection import Connection, Pending, Security
 from microtome.remote.faults import PASSING
 from microtome.remote.payloads import INPUTS, of_inputs, to_output
+from microtome.remote.tuning import LOSSLESS, Move, Tuner, Way, best_codec, tuned
 from microtome.split.boundary import Boundary
+from microtome.split.codecs import codec_of
 from microtome.split.stage import Stage
 from microtome.split.stages import Splitter
 from microtome.split.templates import Templates
@@ -44,6 +47,7 @@ class Sent:
         sent_bytes: With the envelope.
         attempts: How often it was sent.
         reason: Why it ended on the edge though it was sent, or was to be.
+        alone: Whether no other request of this client was on its way.
     """
 
     at: str | None
@@ -62,18 +66,8 @@ class Sent:
     received_bytes: int = 0
     attempts: int = 0
     reason: str | None = None
+    alone: bool = False
     began: float = field(default_factory=perf_counter, repr=False)
-
-
-class Way(NamedTuple):
-    """How a request goes: where the model is cut, and how what crosses is encoded.
-
-    Attributes:
-        at: None: it is not cut, and runs here. `""`: the inputs are sent.
-    """
-
-    at: str | None
-    codec: str
 
 
 class Parts:
@@ -128,24 +122,42 @@ class Remote:
     """A model of which a server runs the rest. Call it as the model is called.
 
     Attributes:
-        way: Where requests are cut now, and with which codec they go.
         requests: What became of the last requests.
-        history: When the cut moved, and why.
         server: What the server says of itself.
     """
 
     def __init__(
-        self, parts: Parts, connection: Connection, server: Any, way: Way, deadline: float | None, fallback: str | None
+        self,
+        parts: Parts,
+        connection: Connection,
+        server: Any,
+        way: Way | Tuner,
+        deadline: float | None,
+        fallback: str | None,
     ) -> None:
         self._parts = parts
         self._connection = connection
         self._deadline = deadline
         self._fallback = fallback == "local" and parts.is_whole
         self._tail_s: dict[str, float] = {}
-        self.way = way
+        self._way = way
         self.server = server
         self.requests: deque[Sent] = deque(maxlen=_REMEMBERED)
-        self.history: list[Any] = []
+
+    @property
+    def way(self) -> Way:
+        """Where requests are cut now, and with which codec they go."""
+        return self._way if isinstance(self._way, Way) else self._way.way
+
+    @property
+    def history(self) -> list[Move]:
+        """When the cut moved, and why; empty if it was not to be found."""
+        return [] if isinstance(self._way, Way) else list(self._way.history)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that the first cut comes from; None if it was not to be found."""
+        return None if isinstance(self._way, Way) else self._way.plan
 
     @property
     def at(self) -> str | None:
@@ -256,6 +268,7 @@ class Remote:
         job.sent.sent_bytes = len(data)
         id_ = uuid.uuid4().hex
         job.pending = Pending(id_, messages.Request(id=id_, codec=job.sent.codec), data, job.ends)
+        job.sent.alone = self._connection.is_idle()
         job.began = perf_counter()
         self._connection.submit(job.pending)
         return job
@@ -279,6 +292,8 @@ class Remote:
         finally:
             sent.total_s = perf_counter() - sent.began
             self.requests.append(sent)
+            if isinstance(self._way, Tuner):
+                self._way.saw(sent)
 
     def _wait(self, job: Job) -> Any:
         """The reply; None: the edge is to finish."""
@@ -395,9 +410,11 @@ def connect(
         model: The model that the server has, in eval; or its first stage, as `mt.load_stage` gives it.
         inputs: An example of its inputs, of the structure that later ones have.
         server: Its address, such as `"host:7070"`.
-        at: Where it is cut: an address, a cut or a plan; `""`: the inputs are sent, and all runs there.
+        at: Where it is cut: an address, a cut or a plan; `""`: the inputs are sent, and all runs there. `"auto"`: both
+            devices and the link are measured, it is cut where a request is answered soonest, and elsewhere when that
+            changes; `history` tells.
         deadline: Seconds that a request may take. When the server cannot make it, the edge finishes by itself.
-        codec: How what crosses is encoded; `"auto"`: what was found best.
+        codec: How what crosses is encoded; `"auto"`: the quickest of those that lose nothing.
         fallback: `"local"`: the edge finishes by itself when the server cannot, if its weights are here. None: it
             raises.
         tls: Whether the connection is encrypted, with `ca`, `cert` and `key` as files.
@@ -422,13 +439,30 @@ def connect(
     connection = Connection(server, Security(tls, ca, cert, key, token, server_name))
     try:
         told = shake_hands(connection, parts, timeout, any_torch=any_torch)
-        way = Way(parts.address(at), "raw" if codec == "auto" else codec)
-        if way.at not in told.cuts:
-            raise RemoteError(f"{server} does not serve the cut at {way.at!r}; it has {_few(told.cuts)}", "NO_CUT")
+        way = _way(parts, connection, told, at, codec)
         return Remote(parts, connection, told, way, deadline, fallback)
     except BaseException:
         connection.close()
         raise
+
+
+def _way(parts: Parts, connection: Connection, told: Any, at: Any, codec: str) -> Way | Tuner:
+    if codec != "auto":
+        codec_of(codec)
+        codecs: tuple[str, ...] = (codec,)
+    else:
+        codecs = tuple(name for name in LOSSLESS if name in told.codecs) or ("raw",)
+    is_auto = isinstance(at, str) and at == "auto"
+    if is_auto and parts.splitter is not None and parts.is_whole:
+        return tuned(parts.splitter, connection, codecs, told.cuts)
+    address = parts.address(at)
+    if address not in told.cuts:
+        raise RemoteError(
+            f"{connection.address} does not serve the cut at {address!r}; it has {_few(told.cuts)}", "NO_CUT"
+        )
+    if len(codecs) == 1 or parts.splitter is None or not parts.is_whole:
+        return Way(address, codecs[0])
+    return Way(address, best_codec(parts.splitter, address, connection, codecs))
 
 
 def shake_hands(connection: Connection, parts: Parts, timeout: float, *, any_torch: bool) -> Any:

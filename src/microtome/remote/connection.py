@@ -24,6 +24,8 @@ log = logging.getLogger("microtome.remote")
 _BACKOFF_S = 0.02, 1.0
 #: Seconds between attempts to reach a server that is not there.
 _KNOCK_S = 0.1
+#: What must have been sent to tell how fast the link is; buffers take the first of it at once.
+_TELLING_BYTES, _TELLING_S = 4 << 20, 0.2
 #: How often a request is sent at most.
 _ATTEMPTS = 8
 #: What asking again does not help against.
@@ -121,6 +123,7 @@ class Connection:
         self._outgoing: SimpleQueue[bytes | None] | None = None
         self._call: Any = None
         self._closed = False
+        self._fed_bytes, self._fed_s = 0, 0.0
         self._thread: threading.Thread | None = None
 
     def _method(self, name: str, method: messages.Method) -> Any:
@@ -159,6 +162,18 @@ class Connection:
                 self._thread = threading.Thread(target=self._keep_open, name="microtome-client", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    def is_idle(self) -> bool:
+        """Whether no request waits for a reply."""
+        return not self._pending
+
+    def sending_rate(self) -> float | None:
+        """Bytes a second while requests waited to be sent, since it was last asked; None: too few did."""
+        nbytes, spent = self._fed_bytes, self._fed_s
+        if nbytes < _TELLING_BYTES or spent < _TELLING_S:
+            return None
+        self._fed_bytes, self._fed_s = 0, 0.0
+        return nbytes / spent
 
     def give_up(self, pending: Pending) -> None:
         """Wait no longer: a reply that still comes is dropped."""
@@ -199,7 +214,7 @@ class Connection:
                 for pending in self._pending.values():
                     outgoing.put(pending.message())
                 self._outgoing = outgoing
-                self._call = call = self._methods["Stream"](_until_none(outgoing), metadata=self._metadata)
+                self._call = call = self._methods["Stream"](self._feed(outgoing), metadata=self._metadata)
             error = self._read(call)
             with self._changed:
                 self._outgoing = self._call = None
@@ -217,6 +232,15 @@ class Connection:
                 log.warning("the stream broke", extra={"server": self.address, "reason": str(error)})
                 self._changed.wait_for(lambda: self._closed, wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _BACKOFF_S[1])
+
+    def _feed(self, outgoing: SimpleQueue[bytes | None]) -> Iterator[bytes]:
+        """What gRPC sends; it asks for the next when the one before is on its way."""
+        while (item := outgoing.get()) is not None:
+            start = monotonic()
+            yield item
+            if not outgoing.empty():
+                self._fed_bytes += len(item)
+                self._fed_s += monotonic() - start
 
     def _knock(self, wait_s: float) -> None:
         with self._changed:
@@ -256,8 +280,3 @@ class Connection:
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return RemoteError(f"{self.address} did not answer in time: {details}", "UNREACHABLE")
         return RemoteError(f"{self.address} cannot be reached: {details}", "UNREACHABLE")
-
-
-def _until_none(queue: SimpleQueue[bytes | None]) -> Iterator[bytes]:
-    while (item := queue.get()) is not None:
-        yield item

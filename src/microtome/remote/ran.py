@@ -1,0 +1,163 @@
+"""What became of many requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+
+from microtome.remote.client import Sent
+from microtome.results import Result
+
+#: What a request is made of, in its order: the name of each part, and the fields of `Sent` that it is the sum of.
+PHASES: dict[str, tuple[str, ...]] = {
+    "head": ("head_s",),
+    "encode": ("encode_s",),
+    "wire": ("wire_s",),
+    "queue": ("queue_s",),
+    "tail": ("tail_s",),
+    "codec there": ("server_decode_s", "server_encode_s"),
+    "decode": ("decode_s",),
+    "total": ("total_s",),
+}
+#: Those that a request has which ended here.
+_HERE = ("head", "encode", "total")
+
+
+class Middle(NamedTuple):
+    """The middle of many, and what 95 of 100 do not exceed."""
+
+    median: float
+    p95: float
+
+
+class Moved(NamedTuple):
+    """When the cut moved.
+
+    Attributes:
+        when_s: Seconds since the epoch.
+        at: Where it is from then on; None: nowhere, all runs here.
+        codec: How what crosses is encoded from then on.
+    """
+
+    when_s: float
+    at: str | None
+    codec: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Ran(Result):
+    """Many requests to a server, one after the other.
+
+    Attributes:
+        model: The class of the model.
+        server: Its address.
+        device: Where the server computes.
+        window: How many requests were on their way at most.
+        wall_s: Seconds from the first request to the last answer.
+        samples: How many samples the requests were of.
+        requests: What became of each.
+        moves: When the cut moved, and why.
+        energy_j: Joules of this device over that time; None: not measured.
+        energy: What measured it; or why nothing did.
+    """
+
+    kind: ClassVar[str] = "run"
+    schema: ClassVar[int] = 1
+
+    model: str
+    server: str
+    device: str
+    window: int
+    wall_s: float
+    samples: int
+    requests: tuple[Sent, ...]
+    moves: tuple[Moved, ...] = ()
+    energy_j: float | None = None
+    energy: str = ""
+
+    @property
+    def rate_per_s(self) -> float:
+        """Requests a second."""
+        return len(self.requests) / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def on_edge(self) -> tuple[Sent, ...]:
+        """Those that ended here."""
+        return tuple(sent for sent in self.requests if sent.where == "edge")
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why requests that were sent, or were to be, ended here; and how many."""
+        return dict(Counter(sent.reason for sent in self.on_edge if sent.reason is not None).most_common())
+
+    @property
+    def energy_per_request_j(self) -> float | None:
+        return None if self.energy_j is None or not self.requests else self.energy_j / len(self.requests)
+
+    def phases(self) -> dict[str, Middle | None]:
+        """Seconds of each part of a request: those of the server of the requests that it answered."""
+        cloud = [sent for sent in self.requests if sent.where == "cloud"]
+        found = {
+            name: _middle(sum(getattr(sent, part) for part in parts) for sent in several)
+            for name, parts in PHASES.items()
+            for several in (self.requests if name in _HERE else cloud,)
+        }
+        here = _middle(sent.tail_s for sent in self.on_edge)
+        return found if here is None else {**found, "tail here": here, "total": found.pop("total")}
+
+    def sizes(self) -> dict[str, Middle | None]:
+        """Bytes that were sent and received, of the requests that the server answered."""
+        cloud = [sent for sent in self.requests if sent.where == "cloud"]
+        return {
+            "sent": _middle(sent.sent_bytes for sent in cloud),
+            "received": _middle(sent.received_bytes for sent in cloud),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        data["requests"] = [record(sent) for sent in self.requests]
+        data["moves"] = [move._asdict() for move in self.moves]
+        data["summary"] = {
+            "requests": len(self.requests),
+            "rate_per_s": self.rate_per_s,
+            "seconds": {name: middle and middle._asdict() for name, middle in self.phases().items()},
+            "bytes": {name: middle and middle._asdict() for name, middle in self.sizes().items()},
+            "on_edge": len(self.on_edge),
+            "reasons": self.reasons,
+            "energy_per_request_j": self.energy_per_request_j,
+        }
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        known = {field.name: data[field.name] for field in fields(cls)}
+        known["requests"] = tuple(Sent(**one) for one in data["requests"])
+        known["moves"] = tuple(Moved(**one) for one in data["moves"])
+        return cls(**known)
+
+    def __repr__(self) -> str:
+        return f"<Ran {self.model} at {self.server}: {len(self.requests)} requests, {len(self.on_edge)} ended here>"
+
+
+def record(sent: Sent) -> dict[str, Any]:
+    """A request as numbers, without when it began."""
+    return {name: value for name, value in asdict(sent).items() if name != "began"}
+
+
+def moved(history: Iterable[Any]) -> tuple[Moved, ...]:
+    """What `Remote.history` says."""
+    return tuple(Moved(move.when, move.after.at, move.after.codec, move.why) for move in history)
+
+
+def _middle(values: Iterable[float]) -> Middle | None:
+    """None where there are no values."""
+    table = torch.tensor([float(value) for value in values], dtype=torch.float64)
+    if not len(table):
+        return None
+    median, p95 = torch.quantile(table, torch.tensor([0.5, 0.95], dtype=torch.float64)).tolist()
+    return Middle(median, p95)

@@ -1,0 +1,232 @@
+"""`at="auto"`: where to cut, from what both devices and the link between them were seen to do, as they do it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import monotonic, time
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from microtome.errors import BadQuery
+from microtome.plan import codec_costs, plan
+from microtome.plan.data import Candidate, Plan
+from microtome.plan.link import Link
+from microtome.profile import profile
+from microtome.remote import messages
+from microtome.remote.connection import Connection
+from microtome.remote.link import Measured, probe
+from microtome.remote.payloads import INPUTS
+from microtome.results import parse
+from microtome.units import rate, seconds
+
+if TYPE_CHECKING:
+    from microtome.remote.client import Sent
+    from microtome.split.stages import Splitter
+
+#: How much of what was known a new observation replaces.
+_LEARN = 0.25
+#: A move must promise so much less than what is now, so often in a row.
+_GAIN, _TIMES = 0.1, 3
+#: Requests between two looks, and seconds after which the link is measured again where no request crosses it.
+_EVERY, _IDLE_S = 8, 10.0
+#: Bytes from which a request tells how fast the link is.
+_TELLING = 32 << 10
+#: Codecs that lose nothing, tried where the user names none.
+LOSSLESS = ("raw", "lz4", "zstd")
+
+
+class Way(NamedTuple):
+    """How requests go: where the model is cut, and how what crosses is encoded.
+
+    Attributes:
+        at: None: it is not cut, and runs here. `""`: the inputs are sent.
+    """
+
+    at: str | None
+    codec: str
+
+
+class Move(NamedTuple):
+    """A change of the cut.
+
+    Attributes:
+        when: Seconds since the epoch.
+        before: How requests went; None at the beginning.
+        after: How they go now.
+        why: In words.
+    """
+
+    when: float
+    before: Way | None
+    after: Way
+    why: str
+
+
+@dataclass
+class Speeds:
+    """What is known of the two devices and the link now.
+
+    Attributes:
+        edge: How many times as long as its profile says the edge takes; `cloud` is the same of the server.
+        bytes_per_s: Of the link.
+    """
+
+    bytes_per_s: float
+    rtt_s: float
+    edge: float = 1.0
+    cloud: float = 1.0
+
+    def latency_s(self, candidate: Candidate) -> float:
+        """What a candidate takes at these speeds."""
+        link = Link(8 * self.bytes_per_s, rtt=self.rtt_s)
+        total = 0.0
+        for step in candidate.steps:
+            if step.what == "send":
+                total += link.seconds(candidate.sent_bytes[0])
+            elif step.what == "back":
+                total += link.seconds(candidate.back_bytes)
+            else:
+                total += step.seconds * (self.edge if step.where == "edge" else self.cloud)
+        return total
+
+
+class Tuner:
+    """Chooses where to cut, and chooses again as requests show what the devices and the link do.
+
+    Attributes:
+        plan: The plan that it began with.
+        history: When the cut moved, and why.
+    """
+
+    def __init__(self, found: Plan, measured: Measured, connection: Connection) -> None:
+        self.plan = found
+        self.history: list[Move] = []
+        self._connection = connection
+        self._speeds = Speeds(measured.up_bytes_per_s, measured.rtt_s)
+        self._able = {way_of(one): one for one in reversed(found.candidates) if one.refused is None}
+        self._lock = threading.Lock()
+        self._seen = 0
+        self._in_a_row = 0
+        self._crossed = monotonic()
+        self._probing = False
+        self.way = way_of(found.winner)
+        self._note(None, f"planned: {seconds(found.winner.latency_s)} a request over {measured.link!r}")
+
+    def saw(self, sent: Sent) -> None:
+        """Learn from a request; move if another cut has been the better one for a while."""
+        with self._lock:
+            self._learn(sent)
+            self._seen += 1
+            if self._seen % _EVERY == 0:
+                self._look()
+            idle = sent.at is None and monotonic() - self._crossed > _IDLE_S and not self._probing
+            if idle:
+                self._probing = True
+        if idle:
+            threading.Thread(target=self._probe, name="microtome-probe", daemon=True).start()
+
+    def _learn(self, sent: Sent) -> None:
+        candidate = self._able.get(Way(sent.at, sent.codec if sent.at is not None else "raw"))
+        if candidate is None:
+            return
+        speeds = self._speeds
+        expected = candidate.seconds("run", where="edge")
+        if expected > 1e-4 and (sent.at is None or sent.where == "cloud"):
+            spent = sent.tail_s if sent.at is None else sent.head_s
+            speeds.edge = _nearer(speeds.edge, spent / expected)
+        if sent.where != "cloud" or sent.attempts != 1:
+            return
+        self._crossed = monotonic()
+        expected = candidate.seconds("run", where="cloud")
+        if expected > 1e-4:
+            # Behind others of the same stream it waits by itself; alone, for those of other clients.
+            speeds.cloud = _nearer(speeds.cloud, (sent.tail_s + sent.queue_s * sent.alone) / expected)
+        crossed = sent.sent_bytes + sent.received_bytes
+        seen = self._connection.sending_rate()
+        if sent.alone and crossed >= _TELLING:
+            seen = crossed / max(sent.wire_s - speeds.rtt_s, 1e-5)
+        if seen is not None:
+            speeds.bytes_per_s = _nearer(speeds.bytes_per_s, seen)
+
+    def _look(self) -> None:
+        best = min(self._able, key=lambda way: self._speeds.latency_s(self._able[way]))
+        there, here = (self._speeds.latency_s(self._able[way]) for way in (best, self.way))
+        if best == self.way or there > (1 - _GAIN) * here:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        if self._in_a_row < _TIMES:
+            return
+        self._in_a_row = 0
+        before, self.way = self.way, best
+        self._note(
+            before,
+            f"{seconds(there)} a request in place of {seconds(here)}, at {rate(self._speeds.bytes_per_s)}, the edge at "
+            f"{1 / self._speeds.edge:.2f} and the cloud at {1 / self._speeds.cloud:.2f} of the speed they were profiled",
+        )
+
+    def _probe(self) -> None:
+        """Measure the link, which no request has crossed for a while."""
+        try:
+            measured = probe(self._connection, timeout=5.0, most=1 << 20)
+            with self._lock:
+                self._speeds.bytes_per_s, self._speeds.rtt_s = measured.up_bytes_per_s, measured.rtt_s
+        except ConnectionError:
+            pass  # as long as it cannot be reached, all runs here
+        finally:
+            with self._lock:
+                self._probing = False
+                self._crossed = monotonic()
+
+    def _note(self, before: Way | None, why: str) -> None:
+        self.history.append(Move(time(), before, self.way, why))
+
+
+def tuned(splitter: Splitter, connection: Connection, codecs: Sequence[str], served: Sequence[str]) -> Tuner:
+    """Measure what a plan needs, plan, and be ready to plan again.
+
+    Args:
+        codecs: How what crosses may be encoded.
+        served: The cuts that the server has.
+    """
+    if INPUTS not in served:
+        raise BadQuery(f"{connection.address} serves one cut alone: say at={served[0]!r}")
+    model, given = splitter.model, splitter.given
+    # A later cut with no fewer bytes can only be better where the edge is the faster of the two; then it takes all.
+    cuts = replace(splitter.cuts, offered=tuple(cut for cut in splitter.cuts if cut.dominates and cut.at in served))
+    with torch.no_grad():
+        edge = profile(model, given, measure="time", repeat=5)
+        costs = codec_costs(cuts, tuple(dict.fromkeys(("raw", *codecs))), model=model, inputs=given)
+    reply = connection.ask("Profile", messages.ProfileRequest(), timeout=120.0)
+    cloud = parse(reply.json, f"what {connection.address} says of its device")
+    measured = probe(connection)
+    found = plan(cuts, edge=edge, cloud=cloud, link=measured.link, codec=codecs, costs=costs)
+    return Tuner(found, measured, connection)
+
+
+def best_codec(splitter: Splitter, at: str, connection: Connection, codecs: Sequence[str]) -> str:
+    """With which codec the example is there soonest."""
+    inputs = replace(splitter.cuts, offered=())
+    cuts = inputs if at == INPUTS else replace(inputs, offered=(splitter.exactly(at),))
+    live = cuts.inputs if at == INPUTS else cuts[0].live
+    with torch.no_grad():
+        costs = codec_costs(cuts, codecs, model=splitter.model, inputs=splitter.given)
+    link = probe(connection).link
+    spent = {codec: costs.of(live, codec) for codec in codecs}
+    return min(
+        spent, key=lambda codec: spent[codec].encode_s + link.seconds(spent[codec].nbytes) + spent[codec].decode_s
+    )
+
+
+def way_of(candidate: Candidate) -> Way:
+    """How requests go for a candidate of a plan over two devices."""
+    if not candidate.at:
+        return Way(None, "raw")
+    return Way((candidate.at[0] or INPUTS).removesuffix("#0"), candidate.codecs[0])
+
+
+def _nearer(known: float, seen: float) -> float:
+    return (1 - _LEARN) * known + _LEARN * seen
