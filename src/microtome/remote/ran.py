@@ -108,7 +108,9 @@ class Ran(Result):
             for several in (self.requests if name in _HERE else cloud,)
         }
         here = _middle(sent.tail_s for sent in self.on_edge)
-        return found if here is None else {**found, "tail here": here, "total": found.pop("total")}
+        if here is not None:
+            found = {**found, "tail here": here, "total": found["total"]}
+        return {name: found[name] for name in sorted(found, key=lambda name: name == "total")}
 
     def sizes(self) -> dict[str, Middle | None]:
         """Bytes that were sent and received, of the requests that the server answered."""

@@ -128,6 +128,13 @@ class Tuner:
         if idle:
             threading.Thread(target=self._probe, name="microtome-probe", daemon=True).start()
 
+    def rest_s(self, at: str) -> float:
+        """Seconds that the edge takes for what comes after a cut."""
+        whole, head = self._able.get(Way(None, "raw")), self._able.get(Way(at, self.way.codec))
+        if whole is None or head is None:
+            return 0.0
+        return max(whole.latency_s - head.seconds("run", where="edge"), 0.0) * self._speeds.edge
+
     def _learn(self, sent: Sent) -> None:
         candidate = self._able.get(Way(sent.at, sent.codec if sent.at is not None else "raw"))
         if candidate is None:
@@ -164,8 +171,8 @@ class Tuner:
         before, self.way = self.way, best
         self._note(
             before,
-            f"{seconds(there)} a request in place of {seconds(here)}, at {rate(self._speeds.bytes_per_s)}, the edge at "
-            f"{1 / self._speeds.edge:.2f} and the cloud at {1 / self._speeds.cloud:.2f} of the speed they were profiled",
+            f"{seconds(there)} a request in place of {seconds(here)}, at {rate(self._speeds.bytes_per_s)}; the edge has "
+            f"{1 / self._speeds.edge:.2f} and the cloud {1 / self._speeds.cloud:.2f} of its speed when it was profiled",
         )
 
     def _probe(self) -> None:
