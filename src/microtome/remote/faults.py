@@ -37,7 +37,7 @@ _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (MemoryError, "OUT_OF_MEMORY"),
     (torch.OutOfMemoryError, "OUT_OF_MEMORY"),
     (MicrotomeError, "BAD_REQUEST"),
-    (Exception, "MODEL_FAILED"),
+    (BaseException, "MODEL_FAILED"),
 )
 
 
@@ -51,7 +51,12 @@ def as_message(error: BaseException) -> tuple[str, messages.Error]:
     """The kind of an error, and the message that tells it."""
     kind = kind_of(error)
     text = str(error) if isinstance(error, MicrotomeError) else said(error)
-    return kind, messages.Error(kind=messages.KINDS.index(kind), message=text[:2000])
+    return kind, messages.Error(kind=messages.KINDS.index(kind), message=_sendable(text))
+
+
+def _sendable(text: str) -> str:
+    """What of a text goes into a message: names that came from outside may hold halves of characters."""
+    return text[:2000].encode(errors="backslashreplace").decode()
 
 
 def from_message(error: messages.Error, server: str) -> RemoteError:

@@ -45,7 +45,7 @@ class Metrics:
         host, _, port = address.rpartition(":")
         try:
             server, _ = start_http_server(int(port), host or "127.0.0.1", self.registry)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise BadQuery(f"metrics are shown at an address such as :9090, not {address!r}") from error
         except OSError as error:
             raise BadQuery(f"metrics cannot be shown at {address!r}: {error.strerror}") from error

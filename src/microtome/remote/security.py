@@ -54,6 +54,8 @@ class Identity:
 
 
 def metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise BadQuery("a token is one line of ASCII, and this has other characters")
     return () if token is None else ((_HEADER, _SCHEME + token),)
 
 
@@ -81,7 +83,7 @@ def read_token(file: str) -> str:
 
 def is_loopback(listen: str) -> bool:
     host = listen.rpartition(":")[0].strip("[]")
-    if host.startswith("unix") or host == "localhost":
+    if host in ("unix", "unix-abstract", "localhost"):
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

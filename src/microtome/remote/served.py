@@ -66,7 +66,7 @@ class Served:
 
     @property
     def device(self) -> torch.device | None:
-        first = next(self.model.parameters(), None)
+        first = next((one for one in self.model.parameters() if not one.is_meta), None)
         return None if first is None else first.device
 
     def profile(self) -> str:

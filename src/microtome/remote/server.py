@@ -33,6 +33,10 @@ log = logging.getLogger("microtome.remote")
 
 #: What a message takes beside the bytes that cross.
 ENVELOPE = 64 << 10
+#: The most bytes of one message: protobuf reads no more.
+MOST = (2 << 30) - 1 - ENVELOPE
+#: The most bytes that are sent back where nothing but bytes is asked for: little is sent for them.
+ECHO = 8 << 20
 #: Requests of one stream that are taken in before the first is answered.
 WINDOW = 32
 #: Streams and calls at once; those beyond are told to come again.
@@ -61,6 +65,11 @@ class Work(NamedTuple):
     codec: str
     arrived: float
     ends: float
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds while it waits."""
+        return len(self.data) + len(self.id) + len(self.codec)
 
 
 class Gate:
@@ -125,7 +134,7 @@ class Service:
 
     async def echo(self, data: bytes, context: Any) -> bytes:
         asked = await self._read("EchoRequest", data, context)
-        if asked.reply_bytes > self._limits.max_message:
+        if asked.reply_bytes > ECHO:
             await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, f"{asked.reply_bytes} bytes are too many")
         reply: bytes = messages.EchoReply(payload=bytes(asked.reply_bytes)).SerializeToString()
         return reply
@@ -168,18 +177,21 @@ class Service:
                 task = asyncio.create_task(answer(work))
                 answering.add(task)
                 task.add_done_callback(answering.discard)
+                del data, work, task  # else what was read last is held until more comes
 
         reading = asyncio.create_task(read())
         drained = asyncio.create_task(self.draining.wait())
         try:
             await asyncio.wait((reading, drained), return_when=asyncio.FIRST_COMPLETED)
-            while answering:
-                await asyncio.wait(tuple(answering))
-            if reading.done():
-                reading.result()
+            if not reading.done():
+                reading.cancel()  # what is not read by now is sent to another server, or again
+            await asyncio.gather(*answering)
+            if not reading.cancelled():
+                await reading
         finally:
             for task in (reading, drained, *answering):
                 task.cancel()
+            await asyncio.gather(reading, drained, *answering, return_exceptions=True)
             self._metrics.streams.dec()
 
     def _profiled(self) -> str:
@@ -202,7 +214,7 @@ class Service:
         finally:
             self._metrics.queue.dec()
             async with self._room:
-                self._held -= len(work.data)
+                self._held -= work.nbytes
                 self._room.notify_all()
         self._metrics.bytes.labels("sent").inc(len(reply))
         return reply
@@ -217,7 +229,7 @@ class Service:
                 raise TooLarge(f"{size(len(work.data))} are more than {size(self._limits.max_message)}")
             with self._gate.shared():
                 answer = self._served.run(work.data, self._limits.held, work.codec)
-        except Exception as error:  # noqa: BLE001  whatever the model raises, the client is told, and the next is served
+        except BaseException as error:  # noqa: BLE001  whatever the model raises, the client is told, and others served
             kind, message = as_message(error)
             self._metrics.errors.labels(kind).inc()
             log.warning("failed", extra={"request": work.id, "kind": kind, "reason": message.message})
@@ -238,7 +250,7 @@ class Service:
 
     async def _take(self, work: Work) -> None:
         """Wait until there is room for a request; one alone is always taken."""
-        nbytes = len(work.data)
+        nbytes = work.nbytes
         async with self._room:
             await self._room.wait_for(lambda: self._held == 0 or self._held + nbytes <= self._limits.held)
             self._held += nbytes
@@ -279,8 +291,7 @@ class Server:
         self.address = listen
         self._identity = identity
         self._limits = limits
-        self._loop = asyncio.new_event_loop()
-        self._ready: Future[None] = Future()
+        self._ready: Future[asyncio.AbstractEventLoop] = Future()
         self._stop = asyncio.Event()
         self._grace = 0.0
         self._thread = threading.Thread(target=self._run, name="microtome-server", daemon=True)
@@ -305,7 +316,7 @@ class Server:
         """Take no new requests, answer those that came, and end; after `grace` seconds in any case."""
         if self._thread.is_alive():
             self._grace = grace
-            self._loop.call_soon_threadsafe(self._stop.set)
+            self._ready.result().call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -320,16 +331,13 @@ class Server:
         self.stop()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(self._serve())
+            asyncio.run(self._serve())
         except BaseException as error:
             if not self._ready.done():
                 self._ready.set_exception(error)
             else:
                 log.exception("the server failed")
-        finally:
-            self._loop.close()
 
     async def _serve(self) -> None:
         service = Service(self.served, self._limits, self.metrics)
@@ -354,7 +362,7 @@ class Server:
             await state.set(name, health_pb2.HealthCheckResponse.SERVING)
         self.address = self._bound(server)
         await server.start()
-        self._ready.set_result(None)
+        self._ready.set_result(asyncio.get_running_loop())
         await self._stop.wait()
         log.info("draining")
         await state.enter_graceful_shutdown()
@@ -364,7 +372,9 @@ class Server:
 
     def _bound(self, server: Any) -> str:
         credentials = self._identity.credentials()
-        host, _, asked = self.address.rpartition(":")
+        host, colon, asked = self.address.rpartition(":")
+        if not colon:
+            raise BadQuery(f"a server listens on an address such as 127.0.0.1:7070, got {self.address!r}")
         try:
             if credentials is None:
                 port = server.add_insecure_port(self.address)
@@ -444,6 +454,8 @@ def serve(
         raise BadQuery(f"concurrency is how many requests are computed at once, got {concurrency!r}")
     served = Served(model, inputs)
     most = parse_size(max_message)
+    if most > MOST:
+        raise BadQuery(f"a message has at most {size(MOST)}, got max_message={max_message!r}")
     limits = Limits(most, concurrency, held=4 * most)
     identity = Identity(tls_cert, tls_key, client_ca, token)
     return Server(served, listen, identity, limits).start()
