@@ -10,9 +10,11 @@ from microtome import __version__
 from microtome.cli.cuts import cuts
 from microtome.cli.doctor import doctor
 from microtome.cli.models import models
+from microtome.cli.ping import ping
 from microtome.cli.plan import plan
 from microtome.cli.profile import profile
 from microtome.cli.record import record
+from microtome.cli.run import run
 from microtome.cli.serve import serve
 from microtome.cli.split import split
 from microtome.cli.track import track
@@ -44,9 +46,11 @@ def main() -> None:
 main.add_command(cuts)
 main.add_command(doctor)
 main.add_command(models)
+main.add_command(ping)
 main.add_command(plan)
 main.add_command(profile)
 main.add_command(record)
+main.add_command(run)
 main.add_command(serve)
 main.add_command(split)
 main.add_command(track)

@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from microtome.errors import BadFile, said
+from microtome.errors import BadFile, BadInputs, said
+from microtome.inputs import Inputs
 from microtome.zoo.packages import need
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
+
+
+def lone_tensor(inputs: Inputs, instead: str) -> Tensor:
+    """The one input of a model, which samples are to be like; for others, what to do instead is said."""
+    tensors = [value for value in (*inputs.args, *inputs.kwargs.values()) if isinstance(value, Tensor)]
+    if len(tensors) != 1 or inputs.kwargs:
+        raise BadInputs(f"data goes to models with one positional input: {instead}")
+    return tensors[0]
 
 
 def count_of(data: str) -> int:

@@ -12,10 +12,9 @@ import torch
 
 from microtome.capture.record import Recorder, Totals
 from microtome.capture.reduce import Reduction
-from microtome.cli.data import batches, count_of
+from microtome.cli.data import batches, count_of, lone_tensor
 from microtome.cli.model import model_options, resolve, working
 from microtome.errors import BadFile, BadInputs, MicrotomeError, Unsupported, said
-from microtome.inputs import Inputs
 from microtome.units import seconds, size
 
 
@@ -58,7 +57,7 @@ def record(
         raise BadInputs("--device meta has no values: there is nothing to record on it")
     found = resolve(model, inputs, args, weights=weights)
     target = found.model.eval()
-    like = _lone_tensor(found.inputs)
+    like = lone_tensor(found.inputs, "record others from Python, with mt.record")
     if device is not None:
         try:
             target = target.to(device)
@@ -100,13 +99,6 @@ def _as_options() -> Iterator[None]:
     except (BadFile, Unsupported) as error:
         text = str(error).replace("append=True", "--append").replace(": give a function", ": take another, or Python")
         raise type(error)(re.sub(r"reduce='(\w+)'", r"--reduce \1", text)) from error
-
-
-def _lone_tensor(inputs: Inputs) -> torch.Tensor:
-    tensors = [value for value in (*inputs.args, *inputs.kwargs.values()) if isinstance(value, torch.Tensor)]
-    if len(tensors) != 1 or inputs.kwargs:
-        raise BadInputs("data goes to models with one positional input: record others from Python, with mt.record")
-    return tensors[0]
 
 
 def _run(model: torch.nn.Module, x: torch.Tensor, name: str) -> None:

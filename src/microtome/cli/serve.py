@@ -8,10 +8,8 @@ from typing import Any
 
 import click
 
-from microtome.cli.model import model_options, resolve, working
-from microtome.errors import BadInputs, said
-from microtome.split.files import load_stage
-from microtome.split.stage import Stage
+from microtome.cli.model import model_options, working
+from microtome.cli.part import part_of
 
 
 @click.command()
@@ -55,10 +53,8 @@ def serve(
     from microtome.remote.server import serve as start
 
     log_to_stderr(log_level)
-    if weights is not None and stages is not None:
-        raise click.UsageError("choose one of --weights and --stages")
     token = None if token_file is None else read_token(token_file)
-    target, given = _target(model, inputs, args, weights, stages, device)
+    target, given = part_of(model, inputs, args, weights=weights, stages=stages, index=-1, device=device)
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
@@ -74,19 +70,3 @@ def serve(
     finally:
         server.stop(grace)
     click.echo("ended")
-
-
-def _target(
-    model: str, inputs: str | None, args: dict[str, Any], weights: str | None, stages: str | None, device: str | None
-) -> tuple[Any, Any]:
-    if stages is not None:
-        stage: Stage = load_stage(lambda: resolve(model, inputs, args).model, stages, -1, device=device)
-        return stage, None
-    found = resolve(model, inputs, args, weights=weights)
-    found.model.eval()
-    if device is None:
-        return found.model, found.inputs
-    try:
-        return found.model.to(device), found.inputs.to(device)
-    except Exception as error:
-        raise BadInputs(f"--device {device}: {said(error)}") from error
