@@ -1,0 +1,74 @@
+"""The processes that a benchmark needs: servers that run while it does, and jobs that give a result."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.remote.network import Host
+
+
+@contextmanager
+def microtome(host: Host, model: str, inputs: str, threads: int = 1) -> Iterator[str]:
+    """`microtome serve` there; its address."""
+    words = "serve", model, "--input", inputs, "--listen", f"{host.address}:0"
+    program = str(Path(sys.executable).with_name("microtome"))
+    with _until_done(host.start(program, *words, threads=threads)) as said:
+        yield said.partition(" is served at ")[2].partition(",")[0]
+
+
+@contextmanager
+def peers(host: Host) -> Iterator[tuple[str, str]]:
+    """What microtome is compared with there: the addresses of a bare gRPC server and of a plain socket."""
+    with _until_done(host.python("benchmarks.remote.peers", host.address)) as said:
+        grpc_at, socket_at = said.split()
+        yield grpc_at, socket_at
+
+
+@contextmanager
+def delayed(host: Host, target: str, delay_s: float) -> Iterator[str]:
+    """An address there that leads to the target, each way so much later."""
+    with _until_done(host.python("benchmarks.remote.delay", host.address, target, str(delay_s))) as said:
+        yield said.strip()
+
+
+@contextmanager
+def _until_done(process: subprocess.Popen[str]) -> Iterator[str]:
+    """What a process says first; it is ended at the end."""
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        if not said:
+            raise RuntimeError(f"{process.args!r} ended with {process.wait()}")
+        yield said
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def job(host: Host, function: str, threads: int = 1, timeout_s: float = 600, **given: Any) -> Any:
+    """What a function, `module:name`, returns in a process of its own there."""
+    process = host.python("benchmarks.remote.processes", function, json.dumps(given), threads=threads)
+    try:
+        said, _ = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+        process.wait()
+    if process.returncode:
+        raise RuntimeError(f"{function} failed")
+    return json.loads(said.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    place, _, name = sys.argv[1].partition(":")
+    print(json.dumps(getattr(importlib.import_module(place), name)(**json.loads(sys.argv[2]))))
