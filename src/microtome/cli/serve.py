@@ -24,6 +24,10 @@ from microtome.cli.part import part_of
 @click.option("--token-file", metavar="F", help="Clients must know the token in this file.")
 @click.option("--max-message", default="256MB", metavar="SIZE", help="The most bytes of a request.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=1, metavar="N", help="Requests computed at once.")
+@click.option(
+    "--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Compute up to N at the same cut together."
+)
+@click.option("--batch-window", default="2ms", metavar="T", help="How long the first of these waits for others.")
 @click.option("--metrics", metavar=":PORT", help="Answer Prometheus there.")
 @click.option("--grace", type=click.FloatRange(min=0), default=10.0, metavar="S", help="Seconds to drain on SIGTERM.")
 @click.option(

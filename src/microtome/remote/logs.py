@@ -18,7 +18,9 @@ class JsonLines(logging.Formatter):
         beside = {name: value for name, value in vars(record).items() if name not in _USUAL}
         if record.exc_info and record.exc_info[1] is not None:
             beside["error"] = repr(record.exc_info[1])
-        return json.dumps({"time": when, "level": record.levelname.lower(), "event": record.getMessage(), **beside}, default=str)
+        return json.dumps(
+            {"time": when, "level": record.levelname.lower(), "event": record.getMessage(), **beside}, default=str
+        )
 
 
 def log_to_stderr(level: str) -> None:

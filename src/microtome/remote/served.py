@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -10,28 +11,21 @@ import torch
 from torch import nn
 
 from microtome.errors import BadQuery, NoMatch, Unsupported
+from microtome.inputs import Inputs
 from microtome.profile import profile
 from microtome.remote.faults import WrongModel
-from microtome.remote.payloads import INPUTS, of_output, to_inputs
+from microtome.remote.joining import Joiner, learn
+from microtome.remote.payloads import INPUTS, of_inputs, of_output, to_inputs
 from microtome.split.boundary import Boundary
 from microtome.split.stage import Stage
 from microtome.split.stages import Splitter
 
 
-class Answer(NamedTuple):
-    """What the model makes of a request.
+class Decoded(NamedTuple):
+    """A boundary that came as bytes, and the seconds that reading it took."""
 
-    Attributes:
-        at: The cut from which it went on.
-        data: What it returned, as bytes.
-        decode_s: Seconds to read the request; then to run, and to encode what was returned.
-    """
-
-    at: str
-    data: bytes
-    decode_s: float
-    run_s: float
-    encode_s: float
+    boundary: Boundary
+    seconds: float
 
 
 class Served:
@@ -45,13 +39,14 @@ class Served:
 
     def __init__(self, model: nn.Module | Stage, inputs: Any = None) -> None:
         self._lock = threading.Lock()
-        self._tails: dict[str, Stage] = {}
+        self._made: dict[str, tuple[Stage | None, Stage]] = {}
+        self._joiners: dict[str, Joiner | None] = {}
         self._splitter: Splitter | None = None
         if isinstance(model, Stage):
             if model.begins_at is None or model.ends_at is not None:
                 raise BadQuery(f"a server runs the last stage of a model, and this is {model!r}")
             self.model, self.fingerprint = model.model, model.fingerprint
-            self._tails[model.begins_at] = model
+            self._made[model.begins_at] = None, model
             self.cuts: tuple[str, ...] = (model.begins_at,)
             self._templates = model.templates
         else:
@@ -76,44 +71,79 @@ class Served:
         with torch.no_grad():
             return profile(self.model, self._splitter.given, measure="time").to_json()
 
-    def run(self, data: bytes, limit: int, codec: str) -> Answer:
-        """What the model makes of bytes that crossed, as bytes.
+    def decode(self, data: bytes, limit: int) -> Decoded:
+        """What crossed.
 
         Raises:
-            BadBoundary: If they are no boundary, or not one of a cut of this model.
+            BadBoundary: If it is no boundary, or one of another model.
             NoMatch: If the cut is not served.
         """
-        started = perf_counter()
+        start = perf_counter()
         boundary = Boundary.from_bytes(data, limit=limit)
-        decoded = perf_counter()
-        output = self.compute(boundary)
-        ran = perf_counter()
-        reply = of_output(output, self._templates.output, boundary.at, self.fingerprint).to_bytes(codec)
-        return Answer(boundary.at, reply, decoded - started, ran - decoded, perf_counter() - ran)
-
-    def compute(self, boundary: Boundary) -> Any:
-        """What the model returns, from a cut on."""
         if boundary.fingerprint != self.fingerprint:
             raise WrongModel(
                 f"the boundary is of a model with the fingerprint {boundary.fingerprint:.80}, and {self.name} "
                 f"here has {self.fingerprint}"
             )
-        with torch.no_grad():
-            if boundary.at == INPUTS and INPUTS in self.cuts:
-                return to_inputs(boundary, self._templates.inputs, self.device).run(self.model)
-            return self.tail(boundary.at)(boundary)
+        if boundary.at not in self.cuts:
+            raise NoMatch(f"{self.name} is not served from {boundary.at!r:.200} on")
+        return Decoded(boundary, perf_counter() - start)
 
-    def tail(self, at: str) -> Stage:
-        """The part of the model after a cut."""
-        found = self._tails.get(at)
+    def key(self, boundary: Boundary) -> str | None:
+        """The same for requests that can be computed together; None: it cannot be, with any."""
+        joiner = self._joiner(boundary.at)
+        return None if joiner is None else joiner.key(boundary)
+
+    def compute(self, several: Sequence[Boundary]) -> list[Any]:
+        """What the model returns for each; those of several have the same key."""
+        at = several[0].at
+        with torch.no_grad():
+            if len(several) == 1:
+                return [self._run(several[0])]
+            joiner = self._joiner(at)
+            assert joiner is not None
+            output = self._run(joiner.join(several))
+            return joiner.part(output, [joiner.rows(boundary) for boundary in several])
+
+    def encode(self, output: Any, at: str, codec: str) -> bytes:
+        return of_output(output, self._templates.output, at, self.fingerprint).to_bytes(codec)
+
+    def _run(self, boundary: Boundary) -> Any:
+        if boundary.at == INPUTS:
+            return to_inputs(boundary, self._templates.inputs, self.device).run(self.model)
+        return self._parts(boundary.at)[1].run((boundary,), {}, release=True)
+
+    def _parts(self, at: str) -> tuple[Stage | None, Stage]:
+        """Head and tail; made when they are first needed, and compared with the whole model."""
+        found = self._made.get(at)
         if found is not None:
             return found
-        if at not in self.cuts or self._splitter is None:
-            raise NoMatch(f"{self.name} is not served from {at!r:.200} on")
-        with self._lock, torch.no_grad():
-            if at not in self._tails:
+        assert self._splitter is not None
+        with self._lock:
+            if at not in self._made:
                 try:
-                    self._tails[at] = self._splitter.at(self._splitter.exactly(at))[-1]
+                    head, tail = self._splitter.at(self._splitter.exactly(at))
                 except Unsupported as error:
                     raise NoMatch(f"{self.name} is not served from {at!r} on: {error}") from error
-            return self._tails[at]
+                self._made[at] = head, tail
+            return self._made[at]
+
+    def _joiner(self, at: str) -> Joiner | None:
+        """How requests at a cut are computed together; learned when it is first asked for."""
+        if at in self._joiners or self._splitter is None:
+            return self._joiners.get(at)
+        head: Callable[..., Boundary]
+        tail: Callable[[Boundary], Any]
+        if at == INPUTS:
+            head, tail = self._whole_head, self._run
+        else:
+            first, tail = self._parts(at)
+            assert first is not None
+            head = first
+        with self._lock, torch.no_grad():
+            if at not in self._joiners:
+                self._joiners[at] = learn(head, tail, self._splitter.given)
+            return self._joiners[at]
+
+    def _whole_head(self, *args: Any, **kwargs: Any) -> Boundary:
+        return of_inputs(Inputs(*args, **kwargs), self._templates.inputs, self.fingerprint)

@@ -6,28 +6,22 @@ import asyncio
 import logging
 import threading
 import warnings
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from time import perf_counter
-from typing import Any, NamedTuple, Self
+from concurrent.futures import Future
+from typing import Any, Self
 
 import grpc
-import torch
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from torch import nn
 
-from microtome import __version__
-from microtome.errors import BadQuery, said
+from microtome.errors import BadQuery
 from microtome.remote import messages
-from microtome.remote.faults import Late, TooLarge, as_message
 from microtome.remote.metrics import Metrics
 from microtome.remote.security import Identity, is_loopback
 from microtome.remote.served import Served
-from microtome.split.codecs import CODECS
+from microtome.remote.service import Service
+from microtome.remote.workers import Limits
 from microtome.split.stage import Stage
-from microtome.units import parse_size, size
+from microtome.units import parse_seconds, parse_size, size
 
 log = logging.getLogger("microtome.remote")
 
@@ -35,246 +29,8 @@ log = logging.getLogger("microtome.remote")
 ENVELOPE = 64 << 10
 #: The most bytes of one message: protobuf reads no more.
 MOST = (2 << 30) - 1 - ENVELOPE
-#: The most bytes that are sent back where nothing but bytes is asked for: little is sent for them.
-ECHO = 8 << 20
-#: Requests of one stream that are taken in before the first is answered.
-WINDOW = 32
 #: Streams and calls at once; those beyond are told to come again.
 STREAMS = 256
-
-
-class Limits(NamedTuple):
-    """How much a server takes.
-
-    Attributes:
-        max_message: Bytes of a request.
-        concurrency: Requests computed at once.
-        held: Bytes of requests that wait to be computed; further ones are not read until there is room.
-    """
-
-    max_message: int
-    concurrency: int
-    held: int
-
-
-class Work(NamedTuple):
-    """A request that waits to be computed."""
-
-    id: str
-    data: bytes
-    codec: str
-    arrived: float
-    ends: float
-
-    @property
-    def nbytes(self) -> int:
-        """What it holds while it waits."""
-        return len(self.data) + len(self.id) + len(self.codec)
-
-
-class Gate:
-    """Many at once, or one alone."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = 0
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._changed:
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._changed:  # whoever comes now waits for it
-            self._changed.wait_for(lambda: not self._inside)
-            yield
-
-
-class Service:
-    """The methods of the service."""
-
-    def __init__(self, served: Served, limits: Limits, metrics: Metrics) -> None:
-        self._served = served
-        self._limits = limits
-        self._metrics = metrics
-        self._pool = ThreadPoolExecutor(limits.concurrency, thread_name_prefix="microtome-tail")
-        self._aside = ThreadPoolExecutor(1, thread_name_prefix="microtome-profile")
-        self._gate = Gate()
-        self._text: str | None = None
-        self._held = 0
-        self._room = asyncio.Condition()
-        self.draining = asyncio.Event()
-
-    # -- the methods ---------------------------------------------------------------------------------------------------
-
-    async def hello(self, data: bytes, context: Any) -> bytes:
-        asked = await self._read("HelloRequest", data, context)
-        log.info("hello", extra={"peer": context.peer(), "torch": asked.torch, "microtome": asked.microtome})
-        served = self._served
-        reply: bytes = messages.HelloReply(
-            protocol=messages.PROTOCOL,
-            microtome=__version__,
-            torch=torch.__version__,
-            model=served.name,
-            fingerprint=served.fingerprint,
-            device=str(served.device or "cpu"),
-            codecs=CODECS,
-            cuts=served.cuts,
-            max_message=self._limits.max_message,
-            batch=1,
-        ).SerializeToString()
-        return reply
-
-    async def echo(self, data: bytes, context: Any) -> bytes:
-        asked = await self._read("EchoRequest", data, context)
-        if asked.reply_bytes > ECHO:
-            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, f"{asked.reply_bytes} bytes are too many")
-        reply: bytes = messages.EchoReply(payload=bytes(asked.reply_bytes)).SerializeToString()
-        return reply
-
-    async def profile(self, data: bytes, context: Any) -> bytes:
-        await self._read("ProfileRequest", data, context)
-        try:
-            text = await asyncio.get_running_loop().run_in_executor(self._aside, self._profiled)
-        except Exception as error:
-            await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, f"it cannot be profiled: {said(error)}")
-            raise
-        reply: bytes = messages.ProfileReply(json=text).SerializeToString()
-        return reply
-
-    async def run(self, data: bytes, context: Any) -> bytes:
-        work = self._work(await self._read("Request", data, context))
-        await self._take(work)
-        return await self._answer(work)
-
-    async def stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """Read requests until the client ends, or the server does; write replies as they are ready."""
-        self._metrics.streams.inc()
-        answering: set[asyncio.Task[None]] = set()
-        window = asyncio.Semaphore(WINDOW)
-        writing = asyncio.Lock()
-
-        async def answer(work: Work) -> None:
-            try:
-                reply = await self._answer(work)
-                async with writing:
-                    await context.write(reply)
-            finally:
-                window.release()
-
-        async def read() -> None:
-            async for data in requests:
-                await window.acquire()
-                work = self._work(await self._read("Request", data, context))
-                await self._take(work)
-                task = asyncio.create_task(answer(work))
-                answering.add(task)
-                task.add_done_callback(answering.discard)
-                del data, work, task  # else what was read last is held until more comes
-
-        reading = asyncio.create_task(read())
-        drained = asyncio.create_task(self.draining.wait())
-        try:
-            await asyncio.wait((reading, drained), return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                reading.cancel()  # what is not read by now is sent to another server, or again
-            await asyncio.gather(*answering)
-            if not reading.cancelled():
-                await reading
-        finally:
-            for task in (reading, drained, *answering):
-                task.cancel()
-            await asyncio.gather(reading, drained, *answering, return_exceptions=True)
-            self._metrics.streams.dec()
-
-    def _profiled(self) -> str:
-        with self._gate.alone():  # it would time the requests that run beside it, and see their calls
-            if self._text is None:
-                self._text = self._served.profile()
-            return self._text
-
-    # -- one request ---------------------------------------------------------------------------------------------------
-
-    def _work(self, request: Any) -> Work:
-        now = perf_counter()
-        timeout = request.timeout_s if request.timeout_s > 0 else float("inf")
-        return Work(request.id, request.boundary, request.codec or "raw", now, now + timeout)
-
-    async def _answer(self, work: Work) -> bytes:
-        """The reply to a request, whatever happens to it."""
-        try:
-            reply = await asyncio.get_running_loop().run_in_executor(self._pool, self._compute, work)
-        finally:
-            self._metrics.queue.dec()
-            async with self._room:
-                self._held -= work.nbytes
-                self._room.notify_all()
-        self._metrics.bytes.labels("sent").inc(len(reply))
-        return reply
-
-    def _compute(self, work: Work) -> bytes:
-        """In a thread of the pool."""
-        began = perf_counter()
-        try:
-            if began > work.ends:
-                raise Late(f"the request waited {began - work.arrived:.3f} s, longer than the client does")
-            if len(work.data) > self._limits.max_message:
-                raise TooLarge(f"{size(len(work.data))} are more than {size(self._limits.max_message)}")
-            with self._gate.shared():
-                answer = self._served.run(work.data, self._limits.held, work.codec)
-        except BaseException as error:  # noqa: BLE001  whatever the model raises, the client is told, and others served
-            kind, message = as_message(error)
-            self._metrics.errors.labels(kind).inc()
-            log.warning("failed", extra={"request": work.id, "kind": kind, "reason": message.message})
-            reply: bytes = messages.Reply(id=work.id, error=message).SerializeToString()
-            return reply
-        spent = {
-            "decode_s": answer.decode_s,
-            "queue_s": began - work.arrived,
-            "run_s": answer.run_s,
-            "encode_s": answer.encode_s,
-        }
-        self._metrics.requests.labels(answer.at).inc()
-        self._metrics.batches.observe(1)
-        for phase, seconds in spent.items():
-            self._metrics.seconds.labels(phase.removesuffix("_s")).observe(seconds)
-        log.info("answered", extra={"request": work.id, "at": answer.at, **spent})
-        return messages.with_bytes(messages.Reply(id=work.id, timing=messages.Timing(**spent, batch=1)), answer.data)
-
-    async def _take(self, work: Work) -> None:
-        """Wait until there is room for a request; one alone is always taken."""
-        nbytes = work.nbytes
-        async with self._room:
-            await self._room.wait_for(lambda: self._held == 0 or self._held + nbytes <= self._limits.held)
-            self._held += nbytes
-        self._metrics.queue.inc()
-        self._metrics.bytes.labels("received").inc(nbytes)
-
-    # -- what is read --------------------------------------------------------------------------------------------------
-
-    async def _read(self, name: str, data: bytes, context: Any) -> Any:
-        try:
-            return messages.MESSAGES[name].FromString(data)
-        except (DecodeError, UnicodeDecodeError, ValueError) as error:
-            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, f"the bytes are no {name}: {said(error)}")
-            raise
-
-    async def _refuse(self, context: Any, status: grpc.StatusCode, why: str) -> None:
-        """Close the call with a reason."""
-        self._metrics.refused.labels(status.name.lower()).inc()
-        log.warning("refused", extra={"peer": context.peer(), "reason": why})
-        await context.abort(status, why)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._aside.shutdown(wait=False, cancel_futures=True)
 
 
 class Server:
@@ -431,6 +187,8 @@ def serve(
     token: str | None = None,
     max_message: int | str = "256MB",
     concurrency: int = 1,
+    batch: int = 1,
+    batch_window: float | str = "2ms",
 ) -> Server:
     """Serve every cut of a model, until the server is stopped.
 
@@ -443,19 +201,23 @@ def serve(
         token: What clients must know.
         max_message: The most bytes of a request, such as `"256MB"`.
         concurrency: How many requests are computed at once.
+        batch: How many requests at the same cut are computed together at most, where their shapes allow that. Results
+            are then those of each alone to the precision of the kernels, and no longer to the last bit.
+        batch_window: How long the first of a batch waits for others.
 
     >>> from microtome import zoo
     >>> model, x = zoo.build("tiny-resnet")
     >>> with serve(model, x, listen="127.0.0.1:0") as server:
     ...     len(server.served.cuts)
-    37
+    43
     """
-    if not isinstance(concurrency, int) or concurrency < 1:
-        raise BadQuery(f"concurrency is how many requests are computed at once, got {concurrency!r}")
+    for name, number in (("concurrency", concurrency), ("batch", batch)):
+        if not isinstance(number, int) or number < 1:
+            raise BadQuery(f"{name} is a number of requests, 1 or more, got {number!r}")
     served = Served(model, inputs)
     most = parse_size(max_message)
     if most > MOST:
         raise BadQuery(f"a message has at most {size(MOST)}, got max_message={max_message!r}")
-    limits = Limits(most, concurrency, held=4 * most)
+    limits = Limits(most, concurrency, held=4 * most, batch=batch, batch_window_s=parse_seconds(batch_window))
     identity = Identity(tls_cert, tls_key, client_ca, token)
     return Server(served, listen, identity, limits).start()

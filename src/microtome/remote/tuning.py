@@ -171,8 +171,8 @@ class Tuner:
         before, self.way = self.way, best
         self._note(
             before,
-            f"{seconds(there)} a request in place of {seconds(here)}, at {rate(self._speeds.bytes_per_s)}; the edge has "
-            f"{1 / self._speeds.edge:.2f} and the cloud {1 / self._speeds.cloud:.2f} of its speed when it was profiled",
+            f"{seconds(there)} a request in place of {seconds(here)}, at {rate(self._speeds.bytes_per_s)}: the edge "
+            f"has {1 / self._speeds.edge:.2f} and the cloud {1 / self._speeds.cloud:.2f} of its speed in the profile",
         )
 
     def _probe(self) -> None:

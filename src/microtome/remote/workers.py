@@ -1,0 +1,207 @@
+"""The threads of a server that compute: requests go in, replies come out, whatever happens to them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from queue import Empty, Queue
+from time import perf_counter
+from typing import NamedTuple
+
+from microtome.remote import messages
+from microtome.remote.faults import Late, TooLarge, as_message
+from microtome.remote.metrics import Metrics
+from microtome.remote.served import Decoded, Served
+from microtome.units import size
+
+log = logging.getLogger("microtome.remote")
+
+
+class Limits(NamedTuple):
+    """How much a server takes.
+
+    Attributes:
+        max_message: Bytes of a request.
+        concurrency: Requests, or batches of them, computed at once.
+        held: Bytes of requests that wait to be computed; further ones are not read until there is room.
+        batch: Requests computed together at most; 1: each alone.
+        batch_window_s: Seconds that the first of a batch waits for others.
+    """
+
+    max_message: int
+    concurrency: int
+    held: int
+    batch: int = 1
+    batch_window_s: float = 0.0
+
+
+class Work(NamedTuple):
+    """A request that waits to be computed.
+
+    Attributes:
+        arrived: When it came, and `ends`, when the client gives up.
+    """
+
+    id: str
+    data: bytes
+    codec: str
+    arrived: float
+    ends: float
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds while it waits."""
+        return len(self.data) + len(self.id) + len(self.codec)
+
+
+class _Item(NamedTuple):
+    work: Work
+    reply: Future[bytes]
+
+
+class _Begun(NamedTuple):
+    item: _Item
+    decoded: Decoded
+    queue_s: float
+
+
+class Workers:
+    """Threads that compute requests, several together where that is allowed."""
+
+    def __init__(self, served: Served, limits: Limits, metrics: Metrics) -> None:
+        self._served = served
+        self._limits = limits
+        self._metrics = metrics
+        self._gate = _Gate()
+        self._queue: Queue[_Item | None] = Queue()
+        for number in range(limits.concurrency):
+            threading.Thread(target=self._run, name=f"microtome-tail-{number}", daemon=True).start()
+
+    def submit(self, work: Work) -> Future[bytes]:
+        """The reply, later; cancelled, the request is not computed if it has not begun."""
+        item = _Item(work, Future())
+        self._queue.put(item)
+        return item.reply
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Have nothing computed meanwhile."""
+        with self._gate.alone():
+            yield
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (first := self._queue.get()) is not None:
+            items = [first, *self._others()]
+            with self._gate.shared():
+                self._compute([item for item in items if item.reply.set_running_or_notify_cancel()])
+            del first, items  # while it waits, it holds nothing
+        self._queue.put(None)  # for the next thread
+
+    def _others(self) -> Iterator[_Item]:
+        """What comes soon after the first of a batch."""
+        ends = perf_counter() + self._limits.batch_window_s
+        for _ in range(self._limits.batch - 1):
+            try:
+                item = self._queue.get(timeout=max(ends - perf_counter(), 0.0))
+            except Empty:
+                return
+            if item is None:
+                self._queue.put(None)
+                return
+            yield item
+
+    # -- a batch, in one of the threads --------------------------------------------------------------------------------
+
+    def _compute(self, items: list[_Item]) -> None:
+        groups: dict[str, list[_Begun]] = {}
+        for item in items:
+            try:
+                begun = self._begin(item)
+                key = self._served.key(begun.decoded.boundary) if len(items) > 1 else None
+            except BaseException as error:  # noqa: BLE001  whatever it is, the client is told, and others are served
+                self._fail(item, error)
+            else:
+                groups.setdefault(key or item.work.id, []).append(begun)
+        for group in groups.values():
+            self._together(group)
+
+    def _begin(self, item: _Item) -> _Begun:
+        now, work = perf_counter(), item.work
+        if now > work.ends:
+            raise Late(f"the request waited {now - work.arrived:.3f} s, longer than the client does")
+        if len(work.data) > self._limits.max_message:
+            raise TooLarge(f"{size(len(work.data))} are more than {size(self._limits.max_message)}")
+        return _Begun(item, self._served.decode(work.data, self._limits.held), now - work.arrived)
+
+    def _together(self, group: list[_Begun]) -> None:
+        start = perf_counter()
+        try:
+            outputs = self._served.compute([begun.decoded.boundary for begun in group])
+        except BaseException as error:  # noqa: BLE001  whatever the model raises, the client is told
+            if len(group) == 1:
+                self._fail(group[0].item, error)
+            else:  # one of them is to blame, and the others are not
+                for begun in group:
+                    self._together([begun])
+            return
+        run_s = perf_counter() - start
+        self._metrics.batches.observe(len(group))
+        for begun, output in zip(group, outputs, strict=True):
+            try:
+                self._answer(begun, output, run_s, len(group))
+            except BaseException as error:  # noqa: BLE001  what the model returned cannot be sent
+                self._fail(begun.item, error)
+
+    def _answer(self, begun: _Begun, output: object, run_s: float, batch: int) -> None:
+        work, at = begun.item.work, begun.decoded.boundary.at
+        start = perf_counter()
+        data = self._served.encode(output, at, work.codec)
+        spent = {
+            "decode_s": begun.decoded.seconds,
+            "queue_s": begun.queue_s,
+            "run_s": run_s,
+            "encode_s": perf_counter() - start,
+        }
+        self._metrics.requests.labels(at).inc()
+        for phase, seconds in spent.items():
+            self._metrics.seconds.labels(phase.removesuffix("_s")).observe(seconds)
+        log.info("answered", extra={"request": work.id, "at": at, "batch": batch, **spent})
+        head = messages.Reply(id=work.id, timing=messages.Timing(**spent, batch=batch))
+        begun.item.reply.set_result(messages.with_bytes(head, data))
+
+    def _fail(self, item: _Item, error: BaseException) -> None:
+        kind, message = as_message(error)
+        self._metrics.errors.labels(kind).inc()
+        log.warning("failed", extra={"request": item.work.id, "kind": kind, "reason": message.message})
+        item.reply.set_result(messages.Reply(id=item.work.id, error=message).SerializeToString())
+
+
+class _Gate:
+    """Many at once, or one alone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:  # whoever comes now waits for it
+            self._changed.wait_for(lambda: not self._inside)
+            yield
