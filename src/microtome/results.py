@@ -17,7 +17,7 @@ _KINDS = {
     "plan": ("microtome.plan.data", "Plan"),
     "codecs": ("microtome.plan.codecs", "CodecCosts"),
     "run": ("microtome.remote.ran", "Ran"),
-    "sweep": ("microtome.remote.sweep", "Sweep"),
+    "sweep": ("microtome.remote.swept", "Sweep"),
 }
 
 File = str | PathLike[str]

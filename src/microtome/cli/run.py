@@ -10,7 +10,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import click
-from torch import Tensor
 
 from microtome.cli.connection import connection_options
 from microtome.cli.data import batches, count_of, lone_tensor
@@ -18,7 +17,7 @@ from microtome.cli.model import model_options, working
 from microtome.cli.outputs import output_options, put, refuse_same
 from microtome.cli.part import part_of
 from microtome.cli.tensors import open_tensors
-from microtome.engine import tensors_in
+from microtome.engine.structure import gpus_in, tensors_in
 from microtome.errors import BadInputs, MicrotomeError, RemoteError, SensorFailed, said
 from microtome.inputs import Inputs
 
@@ -174,9 +173,8 @@ def _measured(example: Inputs) -> Iterator[dict[str, Any]]:
     from microtome.measure.energy import Window, pick
 
     found: dict[str, Any] = {}
-    tensors: list[Tensor] = list(tensors_in((example.args, example.kwargs)))
     try:
-        meter = pick(None, sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda}))
+        meter = pick(None, gpus_in((example.args, example.kwargs)))
     except SensorFailed as error:
         found["energy"] = str(error)
         yield found

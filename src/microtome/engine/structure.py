@@ -30,6 +30,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             pending.extend(reversed(parts))
 
 
+def gpus_in(value: Any) -> list[int]:
+    """The CUDA devices on which tensors in a value lie, by their numbers."""
+    return sorted({tensor.device.index for tensor in tensors_in(value) if tensor.is_cuda})
+
+
 def parts_of(value: Any) -> list[Any]:
     """What a tuple, list, set, mapping or dataclass holds; of anything else, nothing."""
     if value is None or isinstance(value, int | float | str | Size):
