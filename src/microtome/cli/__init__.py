@@ -17,6 +17,7 @@ from microtome.cli.record import record
 from microtome.cli.run import run
 from microtome.cli.serve import serve
 from microtome.cli.split import split
+from microtome.cli.sweep import sweep
 from microtome.cli.track import track
 from microtome.errors import MicrotomeError
 
@@ -53,4 +54,5 @@ main.add_command(record)
 main.add_command(run)
 main.add_command(serve)
 main.add_command(split)
+main.add_command(sweep)
 main.add_command(track)

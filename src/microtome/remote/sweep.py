@@ -29,6 +29,7 @@ from microtome.remote.tuning import Way, way_of
 from microtome.results import parse
 from microtome.split.codecs import codec_of
 from microtome.split.data import Cut
+from microtome.split.stage import Stage
 from microtome.split.stages import Splitter
 
 #: Seconds of each cut that energy is measured over, and to wait for the profile of the server.
@@ -38,7 +39,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def sweep(
-    model: nn.Module,
+    model: nn.Module | Stage,
     inputs: Any,
     server: str,
     cuts: str | Sequence[str] = "dominating",
@@ -93,7 +94,7 @@ def sweep(
         planned, no_plan = _planned(splitter, chosen, connection, link, codec)
     rows = tuple(replace(row, energy_j=joules.get(way), planned_s=planned.get(way)) for way, row in experiment.rows())
     return Sweep(
-        model=type(model).__name__,
+        model=type(splitter.model).__name__,
         inputs=repr(splitter.given),
         server=server,
         device=told.device,

@@ -1,0 +1,205 @@
+"""A sweep as a table and a chart: on a terminal, as text, as Markdown, as CSV, as a page."""
+
+from __future__ import annotations
+
+import csv as csv_format
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions
+from rich.console import Group as Stack
+from rich.table import Table
+from rich.text import Text
+
+from microtome.remote.swept import Sweep, Timed
+from microtome.report.run import short
+from microtome.report.sweep_page import html
+from microtome.report.terminal import fitted, plain_text, shortened
+from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
+
+__all__ = ["csv", "html", "markdown", "renderable", "text"]
+
+#: How many cuts a table shows beside those that are always there, and how many a chart.
+_ROWS, _BARS = 12, 24
+#: A bar that is longer than so many times the shortest is cut off.
+_LONGEST = 6
+_HEAD, _BETWEEN, _TAIL, _CUT_OFF = "█", "░", "▓", "→"
+_WHERE = 34
+_BEST, _PLANNED = "*", "p"
+
+
+@dataclass(frozen=True)
+class _Column:
+    header: str
+    cell: Callable[[Timed], str]
+
+
+class _Fitted:
+    """What rich draws in the width that it has then."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        yield renderable(self._sweep, options.max_width)
+
+
+def renderable(sweep: Sweep, width: int | None = None) -> Any:
+    """What rich draws: the best, the table, the chart, and under them what they rest on."""
+    if width is None:
+        return _Fitted(sweep)
+    rows = _shown(sweep)
+    columns = _columns(sweep)
+    cells = {name: [column.cell(row) for row in rows] for name, column in columns.items()}
+    widths = {name: max(len(columns[name].header), *map(len, cells[name])) for name in columns}
+    where = min(max(len(row.name) for row in rows), _WHERE) + 3
+    chosen = fitted(list(columns), widths, [name for name in _IMPORTANCE if name in columns], width - where)
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("cut", no_wrap=True, min_width=where)
+    for name in chosen:
+        table.add_column(columns[name].header, justify="right", no_wrap=True, min_width=widths[name])
+    for at, row in enumerate(rows):
+        style = "bold green" if row is sweep.best else "dim" if row.failed else ""
+        marked = f"{_mark(sweep, row):<2} {shortened(row.name, _WHERE)}"
+        table.add_row(Text(marked), *(Text(cells[name][at]) for name in chosen), style=style)
+    notes = Text("\n".join(_notes(sweep, rows)), style="dim")
+    return Stack(Text(_title(sweep), style="italic"), table, Text(""), Text(_chart(sweep, width)), notes)
+
+
+def text(sweep: Sweep) -> str:
+    """The table and the chart as text, with colours where the standard output is a terminal that wants them."""
+    return plain_text(lambda width: renderable(sweep, width))
+
+
+def markdown(sweep: Sweep) -> str:
+    columns = _columns(sweep)
+    lines = [["cut", *(column.header for column in columns.values())], ["---", *["---:"] * len(columns)]]
+    for row in sweep:
+        name = f"**{row.name}**" if row is sweep.best else row.name
+        lines.append([name, *(column.cell(row) for column in columns.values())])
+    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    notes = "\n".join(f"- {note}" for note in _notes(sweep, list(sweep)))
+    return f"**{_title(sweep)}**\n\n{table}\n\n{notes}\n"
+
+
+def csv(sweep: Sweep) -> str:
+    """A line a cut, raw numbers, those that could not be measured included."""
+    file = io.StringIO()
+    marks = [
+        {"name": row.name, "best": row is sweep.best, "planned": row is sweep.planned, **asdict(row)} for row in sweep
+    ]
+    writer = csv_format.DictWriter(file, list(marks[0]))
+    writer.writeheader()
+    writer.writerows(marks)
+    return file.getvalue()
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def _shown(sweep: Sweep) -> list[Timed]:
+    """The best, the plan's, and the whole model on one side, in the order of the run."""
+    best = {id(row) for row in sorted(sweep.measured, key=lambda row: row.total_s)[:_ROWS]}
+    kept = [row for row in sweep if id(row) in best or not row.at or row is sweep.planned]
+    return kept if len(sweep) > _ROWS + 3 else list(sweep)
+
+
+def _columns(sweep: Sweep) -> dict[str, _Column]:
+    columns = {
+        "sent": _Column("sent", lambda row: size(row.sent_bytes) if row.at is not None else UNKNOWN),
+        "head": _Column("head", lambda row: seconds(row.head_s)),
+        "codec": _Column("codec", lambda row: seconds(row.encode_s + row.codec_there_s + row.decode_s)),
+        "wire": _Column("wire", lambda row: seconds(row.wire_s)),
+        "queue": _Column("queue", lambda row: seconds(row.queue_s)),
+        "tail": _Column("tail", lambda row: seconds(row.tail_s)),
+        "total": _Column("total", lambda row: seconds(row.total_s)),
+        "planned": _Column("planned", lambda row: seconds(row.planned_s)),
+    }
+    if any(row.energy_j is not None for row in sweep):
+        columns["energy"] = _Column("energy", lambda row: joules(row.energy_j))
+    for name, column in columns.items():
+        columns[name] = _Column(column.header, lambda row, cell=column.cell: UNKNOWN if row.failed else cell(row))  # type: ignore[misc]
+    return columns
+
+
+#: The first are left out last where a terminal is too narrow.
+_IMPORTANCE = ("total", "planned", "head", "wire", "tail", "sent", "energy", "codec", "queue")
+
+
+def _mark(sweep: Sweep, row: Timed) -> str:
+    return (_BEST if row is sweep.best else "") + (_PLANNED if row is sweep.planned else "")
+
+
+# -- the chart ---------------------------------------------------------------------------------------------------------
+
+
+def _chart(sweep: Sweep, width: int) -> str:
+    """How long each cut took, in the order of the run, as bars in parts."""
+    rows = _over_cuts(sweep)
+    names = min(max(len(row.name) for row in rows), max(2 * width // 5, 12), _WHERE)
+    room = width - names - 14
+    whole = min(max(row.total_s for row in rows), _LONGEST * sweep.best.total_s) or 1.0
+    lines = [
+        f"{_mark(sweep, row):<2} {shortened(row.name, names):<{names}} {seconds(row.total_s):>8} "
+        f"{_bar(row, whole, room)}".rstrip()
+        for row in rows
+    ]
+    legend = f"total in the order of the run: {_HEAD} head {_BETWEEN} codec, wire and queue {_TAIL} tail"
+    return "\n".join([legend, *lines])
+
+
+def _bar(row: Timed, whole: float, room: int) -> str:
+    drawn, at_s = "", 0.0
+    between = max(row.total_s - row.head_s - row.tail_s, 0.0)
+    for ink, spent in ((_HEAD, row.head_s), (_BETWEEN, between), (_TAIL, row.tail_s)):
+        at_s += spent
+        drawn += ink * max(round(room * at_s / whole) - len(drawn), 0)
+    return drawn if len(drawn) <= room else drawn[: room - 1] + _CUT_OFF
+
+
+def _over_cuts(sweep: Sweep) -> list[Timed]:
+    """All that were measured; of many, some evenly, with the best and the plan's."""
+    rows = list(sweep.measured)
+    if len(rows) <= _BARS:
+        return rows
+    last = len(rows) - 1
+    marked = {at for at, row in enumerate(rows) if row is sweep.best or row is sweep.planned}
+    kept = {round(at * last / (_BARS - 1)) for at in range(_BARS)} | {0, last} | marked
+    return [rows[at] for at in sorted(kept)]
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def _title(sweep: Sweep) -> str:
+    link = sweep.link
+    return (
+        f"{sweep.model} on {sweep.inputs}, the rest at {sweep.server} ({sweep.device}): {sweep.best.name} is the best, "
+        f"{seconds(sweep.best.total_s)} ({sweep.codec}; {rate(link.up_bytes_per_s)} there, rtt {seconds(link.rtt_s)})"
+    )
+
+
+def _notes(sweep: Sweep, shown: Sequence[Timed]) -> Iterator[str]:
+    best, planned = sweep.best, sweep.planned
+    if planned is None:
+        yield f"no plan: {sweep.no_plan or 'it knows none of these cuts'}"
+    elif planned is best:
+        yield f"{_BEST}{_PLANNED} the best, and the plan's: it says {seconds(planned.planned_s)}"
+    else:
+        yield (
+            f"{_PLANNED} the plan's: it says {seconds(planned.planned_s)}, and it took {seconds(planned.total_s)}, "
+            f"{ratio(planned.total_s / best.total_s)} times the best ({_BEST})"
+        )
+    if sweep.tied:
+        names = ", ".join(row.name for row in sweep.tied[:3]) + (", …" if len(sweep.tied) > 3 else "")
+        yield f"cannot be told from the best: {names}"
+    yield f"medians of {sweep.repeat} requests a cut, taken in turns, one on its way at a time"
+    if len(shown) < len(sweep):
+        yield f"shown: {len(shown)} of {len(sweep)}; --csv, --json and --html have all"
+    failed = [row for row in sweep if row.failed]
+    if failed:
+        yield f"{len(failed)} could not be measured: such as {failed[0].name}: {failed[0].failed}"
+    known = any(row.energy_j is not None for row in sweep)
+    yield f"energy of this device: {sweep.energy}" if known else f"energy is not known: {short(sweep.energy)}"
