@@ -92,7 +92,8 @@ class Joiner:
 def learn(head: Head, tail: Tail, given: Inputs) -> Joiner | None:
     """How requests between these stages are joined; None: they cannot be."""
     try:
-        return _learn(head, tail, given)
+        with torch.no_grad():
+            return _learn(head, tail, given)
     except (MicrotomeError, RuntimeError, IndexError, StopIteration):  # other shapes than the model takes
         return None
 
@@ -117,8 +118,7 @@ def _learn(head: Head, tail: Tail, given: Inputs) -> Joiner | None:
 def _is_near(joined: Any, alone: Any) -> bool:
     largest = max((float(tensor.abs().max()) for tensor in take_apart(alone)[1] if tensor.numel()), default=0.0)
     return all(
-        found.largest is not None and found.largest <= _PRECISION * max(largest, 1.0)
-        for found in differences(joined, alone)
+        found.largest is not None and found.largest <= _PRECISION * largest for found in differences(joined, alone)
     )
 
 

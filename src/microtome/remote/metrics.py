@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from microtome.errors import BadQuery
+from microtome.errors import BadQuery, SensorFailed
+from microtome.measure.energy.find import pick
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -34,11 +35,21 @@ class Metrics:
             "microtome_batch", "Requests computed together.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=registry
         )
 
-    def count_joules(self, read: Callable[[], float]) -> None:
-        """Show what a counter of energy has counted since now."""
-        began = read()
-        gauge = Gauge("microtome_joules", "Energy of the device since the server began.", registry=self.registry)
-        gauge.set_function(lambda: read() - began)
+    def count_joules(self, devices: Sequence[int]) -> None:
+        """Show what the first counter of energy that is there has counted since now; none, if none is.
+
+        Args:
+            devices: The CUDA devices that the model runs on; none for the CPU.
+        """
+        try:
+            meter = pick(None, devices)
+        except SensorFailed:
+            return
+        if meter.kind == "counter":
+            gauge = Gauge(
+                "microtome_joules", f"Joules since the server began, of {meter.what}.", registry=self.registry
+            )
+            gauge.set_function(lambda: meter.read().joules or 0.0)
 
     def listen(self, address: str) -> Any:
         """Answer Prometheus at an address such as `:9090`."""

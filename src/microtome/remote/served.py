@@ -140,7 +140,7 @@ class Served:
             first, tail = self._parts(at)
             assert first is not None
             head = first
-        with self._lock, torch.no_grad():
+        with self._lock:
             if at not in self._joiners:
                 self._joiners[at] = learn(head, tail, self._splitter.given)
             return self._joiners[at]

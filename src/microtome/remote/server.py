@@ -64,6 +64,8 @@ class Server:
                 RuntimeWarning,
                 stacklevel=3,
             )
+        device = self.served.device
+        self.metrics.count_joules([device.index or 0] if device is not None and device.type == "cuda" else [])
         self._thread.start()
         self._ready.result()
         return self

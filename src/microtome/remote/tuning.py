@@ -101,19 +101,20 @@ class Tuner:
         history: When the cut moved, and why.
     """
 
-    def __init__(self, found: Plan, measured: Measured, connection: Connection) -> None:
+    def __init__(self, found: Plan, measured: Measured, connection: Connection, codecs: Sequence[str]) -> None:
         self.plan = found
         self.history: list[Move] = []
         self._connection = connection
         self._speeds = Speeds(measured.up_bytes_per_s, measured.rtt_s)
-        self._able = {way_of(one): one for one in reversed(found.candidates) if one.refused is None}
+        ways = {way_of(one): one for one in reversed(found.candidates) if one.refused is None}
+        self._able = {way: one for way, one in ways.items() if way.at is None or way.codec in codecs}
         self._lock = threading.Lock()
         self._seen = 0
         self._in_a_row = 0
         self._crossed = monotonic()
         self._probing = False
-        self.way = way_of(found.winner)
-        self._note(None, f"planned: {seconds(found.winner.latency_s)} a request over {measured.link!r}")
+        self.way = min(self._able, key=lambda way: self._able[way].latency_s)
+        self._note(None, f"planned: {seconds(self._able[self.way].latency_s)} a request over {measured.link!r}")
 
     def saw(self, sent: Sent) -> None:
         """Learn from a request; move if another cut has been the better one for a while."""
@@ -211,7 +212,7 @@ def tuned(splitter: Splitter, connection: Connection, codecs: Sequence[str], ser
     cloud = parse(reply.json, f"what {connection.address} says of its device")
     measured = probe(connection)
     found = plan(cuts, edge=edge, cloud=cloud, link=measured.link, codec=codecs, costs=costs)
-    return Tuner(found, measured, connection)
+    return Tuner(found, measured, connection, codecs)
 
 
 def best_codec(splitter: Splitter, at: str, connection: Connection, codecs: Sequence[str]) -> str:
