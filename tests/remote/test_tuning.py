@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -54,6 +55,14 @@ def request(tuned: Tuner, bytes_per_s: float, edge: float = 1.0) -> Sent:
     return sent
 
 
+def show(tuned: Tuner, sent: Sent) -> None:
+    """A request is over; and so is the move that it may have brought about."""
+    tuned.saw(sent)
+    for thread in threading.enumerate():
+        if thread.name == "microtome-move":
+            thread.join()
+
+
 def test_it_begins_where_the_plan_says(connection: Connection) -> None:
     tuned = tuner(connection, FAST)
     assert tuned.way == best_at(FAST) == Way("", "raw")
@@ -63,7 +72,7 @@ def test_it_begins_where_the_plan_says(connection: Connection) -> None:
 def test_a_slow_link_moves_the_cut_to_where_a_plan_has_it(connection: Connection) -> None:
     tuned = tuner(connection, FAST)
     for _ in range(200):
-        tuned.saw(request(tuned, SLOW))
+        show(tuned, request(tuned, SLOW))
     assert tuned.way == best_at(SLOW) != best_at(FAST)
     last = tuned.history[-1]
     assert last.after == tuned.way
@@ -73,14 +82,14 @@ def test_a_slow_link_moves_the_cut_to_where_a_plan_has_it(connection: Connection
 def test_a_moment_moves_nothing(connection: Connection) -> None:
     tuned = tuner(connection, FAST)
     for number in range(200):
-        tuned.saw(request(tuned, SLOW if number % 20 == 0 else FAST))
+        show(tuned, request(tuned, SLOW if number % 20 == 0 else FAST))
     assert len(tuned.history) == 1
 
 
 def test_it_does_not_go_to_and_fro_between_two_that_are_as_good(connection: Connection) -> None:
     tuned = tuner(connection, FAST)
     for number in range(400):  # the link changes by a tenth all the time
-        tuned.saw(request(tuned, SLOW * (0.9 if number % 2 else 1.1)))
+        show(tuned, request(tuned, SLOW * (0.9 if number % 2 else 1.1)))
     assert len(tuned.history) <= 3
     assert tuned.history[-1].after == best_at(SLOW)
 
@@ -89,7 +98,7 @@ def test_a_slow_edge_hands_over_earlier(connection: Connection) -> None:
     tuned = tuner(connection, SLOW)
     before = tuned.way
     for _ in range(300):
-        tuned.saw(request(tuned, SLOW, edge=20.0))
+        show(tuned, request(tuned, SLOW, edge=20.0))
     cuts = [None, *(cut.at for cut in reversed(list(CUTS))), ""]
     assert cuts.index(tuned.way.at) > cuts.index(before.at)
 
@@ -99,7 +108,7 @@ def test_a_request_that_was_sent_twice_tells_nothing_of_the_link(connection: Con
     for _ in range(100):
         sent = request(tuned, SLOW)
         sent.attempts = 2
-        tuned.saw(sent)
+        show(tuned, sent)
     assert len(tuned.history) == 1
 
 

@@ -31,6 +31,8 @@ from microtome.split.stages import Splitter
 from microtome.split.templates import Templates
 from microtome.units import size
 
+#: Seconds that a server has for the first request at a cut.
+_REHEARSAL_S = 60.0
 #: How many requests are remembered.
 _REMEMBERED = 10_000
 
@@ -141,6 +143,8 @@ class Remote:
         self._fallback = fallback == "local" and parts.is_whole
         self._tail_s: dict[str, float] = {}
         self._way = way
+        if isinstance(way, Tuner):
+            way.rehearse = self.rehearse
         self.server = server
         self.requests: deque[Sent] = deque(maxlen=_REMEMBERED)
 
@@ -166,7 +170,7 @@ class Remote:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
-        job = self._prepare(Inputs(*args, **kwargs))
+        job = self._prepare(Inputs(*args, **kwargs), self.way)
         self._encode(job)
         return self._finish(job)
 
@@ -201,7 +205,7 @@ class Remote:
                         given = Inputs.of(next(items))
                     except StopIteration:
                         break
-                    job = self._prepare(given)
+                    job = self._prepare(given, self.way)
                     going.append(encoder.submit(self._encode, job))
                     ready.release()
             except BaseException as raised:  # noqa: BLE001  raised again where results are taken
@@ -232,9 +236,8 @@ class Remote:
 
     # -- the parts of a request ----------------------------------------------------------------------------------------
 
-    def _prepare(self, given: Inputs) -> Job:
+    def _prepare(self, given: Inputs, way: Way) -> Job:
         """Run the head."""
-        way = self.way
         sent = Sent(way.at, way.codec)
         ends = None if self._deadline is None else monotonic() + self._deadline
         job = Job(given, sent, ends)
@@ -331,14 +334,22 @@ class Remote:
         known = self._tail_s.get(at)
         return known if known is not None else self._way.rest_s(at) if isinstance(self._way, Tuner) else 0.0
 
-    def practise(self) -> None:
-        """Run the rest of the example here once, to know how long before a deadline the edge must begin with it."""
-        at = self.at
-        if self._fallback and at is not None and self._parts.splitter is not None:
-            given = self._parts.splitter.given
-            job = Job(given, Sent(at), None)
-            with torch.no_grad():
-                job.boundary = None if at == INPUTS else self._parts.at(at)[0](*given.args, **given.kwargs)
+    def rehearse(self, way: Way) -> None:
+        """Have both sides ready for requests of this way, by one of the example: what is made once takes its time.
+
+        With a deadline, the edge learns how long before it it must begin to finish by itself.
+        """
+        if way.at is None or self._parts.splitter is None:
+            return
+        job = self._prepare(self._parts.splitter.given, way)
+        job.ends = None
+        self._encode(job)
+        if job.pending is not None:
+            try:
+                job.pending.reply.result(_REHEARSAL_S)
+            except NotYet:
+                self._connection.give_up(job.pending)
+        if self._fallback and self._deadline is not None:
             for _ in range(2):  # the first time takes longer
                 self._fall_back(job)
 
@@ -455,8 +466,7 @@ def connect(
         told = shake_hands(connection, parts, timeout, any_torch=any_torch)
         way = _way(parts, connection, told, at, codec)
         remote = Remote(parts, connection, told, way, deadline, fallback)
-        if deadline is not None:
-            remote.practise()
+        remote.rehearse(remote.way)
         return remote
     except BaseException:
         connection.close()

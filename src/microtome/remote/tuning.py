@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic, time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from microtome.errors import BadQuery
+from microtome.errors import BadQuery, MicrotomeError
 from microtome.plan import codec_costs, plan
 from microtome.plan.data import Candidate, Plan
 from microtome.plan.link import Link
@@ -25,6 +26,8 @@ from microtome.units import rate, seconds
 if TYPE_CHECKING:
     from microtome.remote.client import Sent
     from microtome.split.stages import Splitter
+
+log = logging.getLogger("microtome.remote")
 
 #: How much of what was known a new observation replaces.
 _LEARN = 0.25
@@ -99,11 +102,13 @@ class Tuner:
     Attributes:
         plan: The plan that it began with.
         history: When the cut moved, and why.
+        rehearse: Has both sides ready for another way.
     """
 
     def __init__(self, found: Plan, measured: Measured, connection: Connection, codecs: Sequence[str]) -> None:
         self.plan = found
         self.history: list[Move] = []
+        self.rehearse: Callable[[Way], None] = lambda way: None
         self._connection = connection
         self._speeds = Speeds(measured.up_bytes_per_s, measured.rtt_s)
         ways = {way_of(one): one for one in reversed(found.candidates) if one.refused is None}
@@ -111,6 +116,7 @@ class Tuner:
         self._lock = threading.Lock()
         self._seen = 0
         self._in_a_row = 0
+        self._moving = False
         self._crossed = monotonic()
         self._probing = False
         self.way = min(self._able, key=lambda way: self._able[way].latency_s)
@@ -121,7 +127,7 @@ class Tuner:
         with self._lock:
             self._learn(sent)
             self._seen += 1
-            if self._seen % _EVERY == 0:
+            if self._seen % _EVERY == 0 and not self._moving:
                 self._look()
             idle = sent.at is None and monotonic() - self._crossed > _IDLE_S and not self._probing
             if idle:
@@ -169,12 +175,25 @@ class Tuner:
         if self._in_a_row < _TIMES:
             return
         self._in_a_row = 0
-        before, self.way = self.way, best
-        self._note(
-            before,
+        why = (
             f"{seconds(there)} a request in place of {seconds(here)}, at {rate(self._speeds.bytes_per_s)}: the edge "
-            f"has {1 / self._speeds.edge:.2f} and the cloud {1 / self._speeds.cloud:.2f} of its speed in the profile",
+            f"has {1 / self._speeds.edge:.2f} and the cloud {1 / self._speeds.cloud:.2f} of its speed in the profile"
         )
+        self._moving = True
+        threading.Thread(target=self._move, args=(best, why), name="microtome-move", daemon=True).start()
+
+    def _move(self, best: Way, why: str) -> None:
+        """Have both sides ready for another cut, and then go there."""
+        try:
+            self.rehearse(best)
+        except MicrotomeError as error:
+            log.warning("the cut cannot be moved", extra={"to": best.at, "reason": str(error)})
+        else:
+            with self._lock:
+                before, self.way = self.way, best
+                self._note(before, why)
+        finally:
+            self._moving = False
 
     def _probe(self) -> None:
         """Measure the link, which no request has crossed for a while."""
