@@ -6,6 +6,7 @@ import csv as csv_format
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console, ConsoleOptions
@@ -107,23 +108,28 @@ def _shown(sweep: Sweep) -> list[Timed]:
 
 
 def _columns(sweep: Sweep) -> dict[str, _Column]:
-    columns = {
-        "sent": _Column("sent", lambda row: size(row.sent_bytes) if row.at is not None else UNKNOWN),
-        "head": _Column("head", lambda row: seconds(row.head_s)),
-        "codec": _Column("codec", lambda row: seconds(row.encode_s + row.codec_there_s + row.decode_s)),
-        "wire": _Column("wire", lambda row: seconds(row.wire_s)),
-        "queue": _Column("queue", lambda row: seconds(row.queue_s)),
-        "tail": _Column("tail", lambda row: seconds(row.tail_s)),
-        "total": _Column("total", lambda row: seconds(row.total_s)),
-        "planned": _Column("planned", lambda row: seconds(row.planned_s)),
+    cells: dict[str, Callable[[Timed], str]] = {
+        "sent": lambda row: size(row.sent_bytes),
+        "head": lambda row: seconds(row.head_s),
+        "codec": lambda row: seconds(row.encode_s + row.codec_there_s + row.decode_s),
+        "wire": lambda row: seconds(row.wire_s),
+        "queue": lambda row: seconds(row.queue_s),
+        "tail": lambda row: seconds(row.tail_s),
+        "total": lambda row: seconds(row.total_s),
+        "planned": lambda row: seconds(row.planned_s),
     }
     if any(row.energy_j is not None for row in sweep):
-        columns["energy"] = _Column("energy", lambda row: joules(row.energy_j))
-    for name, column in columns.items():
-        columns[name] = _Column(column.header, lambda row, cell=column.cell: UNKNOWN if row.failed else cell(row))  # type: ignore[misc]
-    return columns
+        cells["energy"] = lambda row: joules(row.energy_j)
+    return {name: _Column(name, partial(_cell, cell, name)) for name, cell in cells.items()}
 
 
+def _cell(cell: Callable[[Timed], str], name: str, row: Timed) -> str:
+    missing = row.failed is not None or (row.at is None and name not in _HERE)
+    return UNKNOWN if missing else cell(row)
+
+
+#: What there is where nothing crosses.
+_HERE = ("head", "total", "planned", "energy")
 #: The first are left out last where a terminal is too narrow.
 _IMPORTANCE = ("total", "planned", "head", "wire", "tail", "sent", "energy", "codec", "queue")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from microtome.remote.swept import Sweep, Timed
+from microtome.report.run import short
 from microtome.report.terminal import shortened
 from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
 
@@ -119,9 +120,9 @@ def _table(sweep: Sweep) -> str:
     has_energy = any(row.energy_j is not None for row in sweep)
     names = [*_COLUMNS, *(["energy"] if has_energy else [])]
     head = "".join(f"<th>{name}" for name in ("cut", *names))
+    kinds = {id(sweep.best): " class=best"}
     body = "\n".join(
-        f"<tr{' class=best' if row is sweep.best else ''}><td>{escape(row.name + _mark(sweep, row))}{_cells(row, names)}"
-        for row in sweep
+        f"<tr{kinds.get(id(row), '')}><td>{escape(row.name + _mark(sweep, row))}{_cells(row, names)}" for row in sweep
     )
     return f"<table><thead><tr>{head}<tbody>\n{body}</table>"
 
@@ -129,9 +130,10 @@ def _table(sweep: Sweep) -> str:
 def _cells(row: Timed, names: list[str]) -> str:
     if row.failed is not None:
         return f'<td colspan={len(names)} style="text-align:left;white-space:normal">{escape(row.failed)}'
-    sent = (size(row.sent_bytes), size(row.received_bytes)) if row.at is not None else (UNKNOWN, UNKNOWN)
-    times = (row.head_s, row.encode_s, row.wire_s, row.queue_s, row.tail_s, row.codec_there_s, row.decode_s)
-    told = [*sent, *map(seconds, times), seconds(row.total_s), seconds(row.planned_s), joules(row.energy_j)]
+    times = (row.encode_s, row.wire_s, row.queue_s, row.tail_s, row.codec_there_s, row.decode_s)
+    there = [UNKNOWN] * len(times) if row.at is None else list(map(seconds, times))
+    sent = [UNKNOWN] * 2 if row.at is None else [size(row.sent_bytes), size(row.received_bytes)]
+    told = [*sent, seconds(row.head_s), *there, seconds(row.total_s), seconds(row.planned_s), joules(row.energy_j)]
     return "".join(f"<td>{cell}" for cell in told[: len(names)])
 
 
@@ -156,9 +158,9 @@ def _said(sweep: Sweep) -> Iterator[str]:
 def _fine(sweep: Sweep) -> Iterator[str]:
     link = sweep.link
     yield (
-        f"Inputs {sweep.inputs}; codec {sweep.codec}; the server computes on {sweep.device}. The way there: "
+        f"On {sweep.inputs}; codec {sweep.codec}; the server computes on {sweep.device}. The way there: "
         f"{rate(link.up_bytes_per_s)}, back {rate(link.down_bytes_per_s)}, round trip {seconds(link.rtt_s)}."
     )
     yield f"Medians of {sweep.repeat} requests a cut, taken in turns, one on its way at a time."
-    yield f"Energy: {sweep.energy}"
+    yield f"Energy: {short(sweep.energy)}."
     yield "Here: " + ", ".join(f"{name} {value}" for name, value in sweep.environment.items())
