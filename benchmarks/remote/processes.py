@@ -56,9 +56,9 @@ def _until_done(process: subprocess.Popen[str]) -> Iterator[str]:
             process.wait()
 
 
-def job(host: Host, function: str, threads: int = 1, timeout_s: float = 600, **given: Any) -> Any:
-    """What a function, `module:name`, returns in a process of its own there."""
-    process = host.python("benchmarks.remote.processes", function, json.dumps(given), threads=threads)
+def job(host: Host, function: str, given: dict[str, Any], timeout_s: float = 600) -> Any:
+    """What a function, `module:name`, returns in a process of its own there, which computes with one thread."""
+    process = host.python("benchmarks.remote.processes", function, json.dumps(given))
     try:
         said, _ = process.communicate(timeout=timeout_s)
     finally:
