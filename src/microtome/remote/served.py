@@ -17,6 +17,7 @@ from microtome.remote.faults import WrongModel
 from microtome.remote.joining import Joiner, learn
 from microtome.remote.payloads import INPUTS, of_inputs, of_output, to_inputs
 from microtome.split.boundary import Boundary
+from microtome.split.codecs import codec_of
 from microtome.split.stage import Stage
 from microtome.split.stages import Splitter
 
@@ -147,3 +148,11 @@ class Served:
 
     def _whole_head(self, *args: Any, **kwargs: Any) -> Boundary:
         return of_inputs(Inputs(*args, **kwargs), self._templates.inputs, self.fingerprint)
+
+
+def check_codec(name: str) -> None:
+    """Raise before anything is computed if a reply cannot be encoded so."""
+    try:
+        codec_of(name)
+    except NoMatch as error:  # which is about cuts elsewhere here
+        raise BadQuery(str(error)) from error

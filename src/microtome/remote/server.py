@@ -31,6 +31,8 @@ ENVELOPE = 64 << 10
 MOST = (2 << 30) - 1 - ENVELOPE
 #: Streams and calls at once; those beyond are told to come again.
 STREAMS = 256
+#: What the health service knows of: all, and the one service.
+_NAMES = "", messages.SERVICE
 
 
 class Server:
@@ -53,6 +55,8 @@ class Server:
         self._thread = threading.Thread(target=self._run, name="microtome-server", daemon=True)
 
     def start(self) -> Self:
+        if ":" not in self.address:
+            raise BadQuery(f"a server listens on an address such as 127.0.0.1:7070, got {self.address!r}")
         credentials = self._identity.credentials()
         if not is_loopback(self.address) and (credentials is None or self._identity.token is None):
             missing = " and ".join(
@@ -114,25 +118,23 @@ class Server:
             ),
         )
         server.add_generic_rpc_handlers((_handlers(service),))
-        state = health.aio.HealthServicer()
+        state = _Health(service.draining)
         health_pb2_grpc.add_HealthServicer_to_server(state, server)
-        for name in ("", messages.SERVICE):
+        for name in _NAMES:
             await state.set(name, health_pb2.HealthCheckResponse.SERVING)
         self.address = self._bound(server)
         await server.start()
         self._ready.set_result(asyncio.get_running_loop())
         await self._stop.wait()
         log.info("draining")
-        await state.enter_graceful_shutdown()
         service.draining.set()
+        await state.enter_graceful_shutdown()
         await server.stop(self._grace)
         service.close()
 
     def _bound(self, server: Any) -> str:
         credentials = self._identity.credentials()
-        host, colon, asked = self.address.rpartition(":")
-        if not colon:
-            raise BadQuery(f"a server listens on an address such as 127.0.0.1:7070, got {self.address!r}")
+        host, _, asked = self.address.rpartition(":")
         try:
             if credentials is None:
                 port = server.add_insecure_port(self.address)
@@ -143,6 +145,21 @@ class Server:
                 f"cannot listen on {self.address!r}: is the port taken, or the address another's?"
             ) from error
         return f"{host}:{port}" if asked.isdigit() else self.address
+
+
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]
+    """Ends with the server for those who watch it: others would wait for them."""
+
+    def __init__(self, draining: asyncio.Event) -> None:
+        super().__init__()
+        self._draining = draining
+
+    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802
+        reply = health_pb2.HealthCheckResponse
+        known = request.service in _NAMES
+        await context.write(reply(status=reply.SERVING if known else reply.SERVICE_UNKNOWN))
+        await self._draining.wait()
+        await context.write(reply(status=reply.NOT_SERVING if known else reply.SERVICE_UNKNOWN))
 
 
 class _Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[misc]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from microtome.remote import messages
 from microtome.remote.faults import Late, TooLarge, as_message
 from microtome.remote.metrics import Metrics
-from microtome.remote.served import Decoded, Served
+from microtome.remote.served import Decoded, Served, check_codec
 from microtome.units import size
 
 log = logging.getLogger("microtome.remote")
@@ -119,7 +119,7 @@ class Workers:
     # -- a batch, in one of the threads --------------------------------------------------------------------------------
 
     def _compute(self, items: list[_Item]) -> None:
-        groups: dict[str, list[_Begun]] = {}
+        groups: dict[str | int, list[_Begun]] = {}
         for item in items:
             try:
                 begun = self._begin(item)
@@ -127,7 +127,7 @@ class Workers:
             except BaseException as error:  # noqa: BLE001  whatever it is, the client is told, and others are served
                 self._fail(item, error)
             else:
-                groups.setdefault(key or item.work.id, []).append(begun)
+                groups.setdefault(id(item) if key is None else key, []).append(begun)
         for group in groups.values():
             self._together(group)
 
@@ -137,6 +137,7 @@ class Workers:
             raise Late(f"the request waited {now - work.arrived:.3f} s, longer than the client does")
         if len(work.data) > self._limits.max_message:
             raise TooLarge(f"{size(len(work.data))} are more than {size(self._limits.max_message)}")
+        check_codec(work.codec)
         return _Begun(item, self._served.decode(work.data, self._limits.held), now - work.arrived)
 
     def _together(self, group: list[_Begun]) -> None:

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from grpc_tools import protoc
+from hypothesis import given
+from hypothesis import strategies as st
+
+import microtome
+from microtome.remote import messages
+
+SOURCES = Path(microtome.__file__).parent.parent
+PROTO = "microtome/remote/split.proto"
+
+
+def test_the_table_says_what_split_proto_says(tmp_path: Path) -> None:
+    out = tmp_path / "split.bin"
+    assert protoc.main(["protoc", f"-I{SOURCES}", f"--descriptor_set_out={out}", f"{SOURCES}/{PROTO}"]) == 0
+    (compiled,) = FileDescriptorSet.FromString(out.read_bytes()).file
+    assert compiled == messages.described()
+
+
+@given(st.text(), st.floats(allow_nan=False), st.text(), st.binary() | st.integers(0, 70_000).map(bytes))
+def test_a_request_with_its_bytes_beside_it_is_the_message_that_protobuf_writes(
+    id_: str, timeout_s: float, codec: str, payload: bytes
+) -> None:
+    head = messages.Request(id=id_, timeout_s=timeout_s, codec=codec)
+    read = messages.Request.FromString(messages.with_bytes(head, payload))
+    assert read == messages.Request(id=id_, timeout_s=timeout_s, codec=codec, boundary=payload)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 127, 128, 16383, 16384, 2_097_151, 2_097_152])
+def test_a_reply_with_its_bytes_beside_it_comes_back(nbytes: int) -> None:
+    # The length takes one byte more at each power of 128.
+    head = messages.Reply(id="7", timing=messages.Timing(run_s=0.5, batch=3))
+    read = messages.Reply.FromString(messages.with_bytes(head, bytes(nbytes)))
+    assert (read.id, read.timing.run_s, read.timing.batch, read.HasField("error")) == ("7", 0.5, 3, False)
+    assert read.output == bytes(nbytes)
+
+
+def test_what_a_later_version_adds_is_passed_over() -> None:
+    data = messages.Request(id="1", boundary=b"abc").SerializeToString() + b"\xa2\x06\x03new"  # field 100
+    assert messages.Request.FromString(data).boundary == b"abc"
