@@ -56,6 +56,14 @@ class Security(NamedTuple):
     server_name: str | None = None
 
 
+def _is_address(address: str) -> bool:
+    """Whether it has a host and a port; gRPC takes a port that is too large for another one."""
+    host, _, port = address.rpartition(":")
+    if address.startswith(("unix:", "dns:", "ipv4:", "ipv6:")):
+        return True
+    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
+
+
 def open_channel(address: str, security: Security) -> grpc.Channel:
     options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", -1),
@@ -68,7 +76,7 @@ def open_channel(address: str, security: Security) -> grpc.Channel:
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    if not isinstance(address, str) or ":" not in address:
+    if not isinstance(address, str) or not _is_address(address):
         raise BadQuery(f"a server has an address such as host:7070, got {address!r}")
     if security.server_name is not None:
         options.append(("grpc.ssl_target_name_override", security.server_name))

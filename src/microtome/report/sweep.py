@@ -152,7 +152,7 @@ def _chart(sweep: Sweep, width: int) -> str:
         f"{_bar(row, whole, room)}".rstrip()
         for row in rows
     ]
-    legend = f"total in the order of the run: {_HEAD} head {_BETWEEN} codec, wire and queue {_TAIL} tail"
+    legend = f"in the order of the run: {_HEAD} head {_BETWEEN} codec, wire, queue {_TAIL} tail"
     return "\n".join([legend, *lines])
 
 

@@ -1,0 +1,252 @@
+"""`microtome ping`, `microtome run` and `microtome sweep`, against a server in this process."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+import microtome as mt
+from microtome import zoo
+from microtome.cli import main
+from microtome.remote.ran import Ran
+from microtome.remote.server import Server
+from microtome.remote.swept import Sweep
+from microtome.report.run import text
+
+MODEL = "zoo:tiny-resnet"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with mt.serve(*zoo.build("tiny-resnet"), listen="127.0.0.1:0") as server:
+        yield server
+
+
+@pytest.fixture(name="data")
+def make_data(tmp_path: Path) -> Path:
+    file = tmp_path / "x.npy"
+    np.save(file, np.random.default_rng(0).standard_normal((7, 3, 32, 32)))
+    return file
+
+
+def call(*words: Any) -> Result:
+    return CliRunner().invoke(main, [*map(str, words)])
+
+
+def good(*words: Any) -> Result:
+    result = call(*words)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+# -- ping --------------------------------------------------------------------------------------------------------------
+
+
+def test_ping_says_who_answers_and_how_fast_the_way_is(server: Server) -> None:
+    output = good("ping", server.address).output
+    assert f"{server.address} serves ResNet on cpu" in output
+    for words in (f"microtome {mt.__version__}, torch {torch.__version__}, protocol 1", "raw, zstd", "(the inputs), "):
+        assert words in output
+    assert re.search(r"round trip +\S+ (ms|us) at least, \S+ (ms|us) median", output)
+    assert re.search(r"bandwidth +\S+ [MG]bps there, \S+ [MG]bps back", output)
+    assert f"{len(server.served.cuts)}: " in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_ping_writes_json(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "ping.json"
+    good("ping", server.address, "--json", file)
+    found = json.loads(file.read_text())
+    assert found["cuts"] == list(server.served.cuts)
+    assert found["fingerprint"] == server.served.fingerprint
+    assert 0 < found["rtt_s"] <= found["rtt_median_s"]
+    assert json.loads(good("ping", server.address, "--json", "-").stdout)["model"] == "ResNet"
+
+
+def test_a_token_is_shown_where_the_server_wants_one(tmp_path: Path) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("secret\n")
+    wrong.write_text("guess\n")
+    with mt.serve(*zoo.build("tiny-resnet"), listen="127.0.0.1:0", token="secret") as guarded:
+        good("ping", guarded.address, "--token-file", right)
+        good("run", MODEL, "--server", guarded.address, "--at", "layer1", "--repeat", 2, "--token-file", right)
+        for words in (["--token-file", wrong], []):
+            for command in (["ping", guarded.address], ["run", MODEL, "--server", guarded.address]):
+                result = call(*command, *words, "--timeout", 5)
+                assert result.exit_code == 2
+                assert "wants another token: the token is wrong or missing" in result.output
+
+
+# -- run ---------------------------------------------------------------------------------------------------------------
+
+
+def test_data_goes_through_and_outputs_are_written(server: Server, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    result = good("run", MODEL, "--server", server.address, "--data", data, "--batch", 3, "--at", "layer1", "--to", out)
+    assert "cut at layer1: 3 requests of 2.33 samples in" in result.output
+    model, _ = zoo.build("tiny-resnet")
+    with torch.no_grad():
+        whole = model(torch.from_numpy(np.load(data)).float())
+    assert torch.allclose(load_file(out)["output"], whole, atol=1e-5)
+
+
+def test_a_folder_gets_a_file_for_each_request_and_is_not_written_over(server: Server, tmp_path: Path) -> None:
+    words = ["run", MODEL, "--server", server.address, "--at", "", "--repeat", 3, "--to", tmp_path / "out"]
+    good(*words)
+    files = sorted((tmp_path / "out").iterdir())
+    assert [file.name for file in files] == ["000000.safetensors", "000001.safetensors", "000002.safetensors"]
+    model, x = zoo.build("tiny-resnet")
+    with torch.no_grad():
+        assert load_file(files[2])["output"].equal(model(x))
+    again = call(*words)
+    assert again.exit_code == 2
+    assert "already holds .safetensors files" in again.output
+
+
+def test_every_request_is_in_the_json_and_the_csv(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    good("run", MODEL, "--server", server.address, "--at", "layer1", "--repeat", 5, "--window", 2, "--json", file)
+    ran = mt.load(file)
+    assert isinstance(ran, Ran)
+    assert [(sent.at, sent.where) for sent in ran.requests] == [("layer1", "cloud")] * 5
+    assert ran.samples == 10
+    middle = ran.phases()["tail"]
+    assert middle is not None
+    assert 0 < middle.median <= middle.p95
+    summary = json.loads(file.read_text())["summary"]
+    assert summary["requests"] == 5
+    assert summary["on_edge"] == 0
+    shown = good("run", MODEL, "--server", server.address, "--at", "layer1", "--repeat", 2, "--csv", "-").stdout
+    rows = list(csv.DictReader(io.StringIO(shown)))
+    assert [row["where"] for row in rows] == ["cloud"] * 2
+
+
+def test_the_summary_fits_and_names_every_phase(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    output = good("run", MODEL, "--server", server.address, "--at", "layer1", "--repeat", 3).output
+    for phase in ("head", "encode", "wire", "queue", "tail", "decode", "total", "sent", "received"):
+        assert re.search(rf"^{phase} +│", output, re.MULTILINE), phase
+    assert "energy" in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_what_ended_here_is_said_with_the_reason(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    words = ["--at", "", "--deadline", "0.0001", "--repeat", 4, "--json", file]
+    shown = good("run", MODEL, "--server", server.address, *words).output
+    ran = mt.load(file)
+    assert len(ran.on_edge) == 4
+    assert sum(ran.reasons.values()) == 4
+    assert "4 requests of 4 ended here" in shown
+    assert "did not answer in 0.0001 s" in shown
+    assert "tail here" in text(ran)
+
+
+def test_the_cut_is_found_and_the_choice_is_told(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    output = good("run", MODEL, "--server", server.address, "--repeat", 4, "--json", file).output
+    moves = mt.load(file).moves
+    assert moves
+    assert "planned: " in output
+
+
+def test_the_first_stage_alone_is_enough(server: Server, tmp_path: Path) -> None:
+    good("split", MODEL, "--at", "layer1", "--to", tmp_path / "parts")
+    file = tmp_path / "run.json"
+    words = ["--stages", tmp_path / "parts", "--repeat", 2, "--json", file]
+    good("run", MODEL, "--server", server.address, *words)
+    assert [sent.at for sent in mt.load(file).requests] == ["layer1"] * 2
+    other = call("run", MODEL, "--server", server.address, *words, "--at", "layer2")
+    assert other.exit_code == 2
+    assert "only the stage up to 'layer1' is here" in other.output
+
+
+# -- sweep -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_cut_is_measured_beside_no_cut_and_the_plan(server: Server, tmp_path: Path) -> None:
+    files = tmp_path / "s.json", tmp_path / "s.csv", tmp_path / "s.html"
+    words = ["--cuts", "layer1,pool", "--repeat", 3, "--json", files[0], "--csv", files[1], "--html", files[2]]
+    output = good("sweep", MODEL, "--server", server.address, *words).output
+    found = mt.load(files[0])
+    assert isinstance(found, Sweep)
+    assert [row.at for row in found] == ["", "layer1", "pool", None]
+    assert all(row.failed is None and row.planned_s for row in found)
+    assert f"{found.best.name} is the best" in output
+    rows = list(csv.DictReader(io.StringIO(files[1].read_text())))
+    assert [row["name"] for row in rows] == ["all there", "layer1", "pool", "all here"]
+    assert [row["best"] for row in rows].count("True") == 1
+    page = files[2].read_text()
+    assert page.startswith("<!doctype html>")
+    assert "<script" not in page
+    assert "http" not in page
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_no_line_of_table_or_chart_is_wider_than_the_terminal(
+    server: Server, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    output = good("sweep", MODEL, "--server", server.address, "--repeat", 1).output
+    assert max(map(len, output.splitlines())) <= columns
+    assert "░ codec, wire, queue" in output
+
+
+# -- what is wrong -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ping", "nowhere"], "a server has an address such as host:7070, got 'nowhere'"),
+        (["ping", "127.0.0.1:1", "--timeout", "0.3"], "127.0.0.1:1 cannot be reached"),
+        (["ping", "127.0.0.1:99999"], "a server has an address such as host:7070, got '127.0.0.1:99999'"),
+        (["ping", "{server}", "--tls", "--timeout", "0.5"], "cannot be reached"),
+        (["ping", "{server}", "--ca", "/no/such.pem"], "cannot read '/no/such.pem': No such file"),
+        (["ping", "{server}", "--cert", "a.pem"], "--cert and --key go together"),
+        (["ping", "{server}", "--server-name", "x"], "give --tls or --ca too"),
+        (["ping", "{server}", "--token-file", "/no/such"], "cannot read '/no/such': No such file"),
+        (["ping", "{server}", "--timeout", "0"], "0.0 is not in the range x>0"),
+        (["ping", "{server}", "--json", ""], "--json needs the name of a file"),
+        (["run", MODEL, "--server", "127.0.0.1:1", "--timeout", "0.3"], "127.0.0.1:1 cannot be reached"),
+        (["run", MODEL], "Missing option '--server'"),
+        (["run", MODEL, "--server", "{server}", "--at", "layer9"], "no module at path 'layer9'. Did you mean"),
+        (["run", MODEL, "--server", "{server}", "--at", "layer1", "--codec", "zip"], "no codec 'zip'"),
+        (["run", MODEL, "--server", "{server}", "--at", "layer1", "--data", "/no/x.npy"], "cannot read '/no/x.npy'"),
+        (["run", MODEL, "--server", "{server}", "--at", "layer1", "--data", "{flat}"], "does not run on Inputs(1x5:"),
+        (["run", MODEL, "--server", "{server}", "--at", "", "--data", "{flat}"], "could not answer: RuntimeError"),
+        (["run", MODEL, "--server", "{server}", "--data", "a", "--repeat", "2"], "choose one of --data and --repeat"),
+        (["run", MODEL, "--server", "{server}", "--deadline", "0"], "0.0 is not in the range x>0"),
+        (["run", MODEL, "--server", "{server}", "--device", "meta"], "--device meta has no values"),
+        (["run", MODEL, "--server", "{server}", "--device", "moon"], "--device moon: RuntimeError"),
+        (["run", MODEL, "--server", "{server}", "--stages", "/no/such"], "'/no/such' holds no split model"),
+        (["run", MODEL, "--server", "{server}", "--at", "layer1", "--to", "/no/x.safetensors"], "there is no folder"),
+        (["run", "zoo:tiny-vit", "--server", "{server}", "--at", "norm"], "the structure of ViT here and of ResNet at"),
+        (["run", MODEL, "--server", "{server}", "--arg", "classes=4", "--at", "layer1"], "are not the same"),
+        (["run", "zoo:tiny-decoder", "--server", "{server}", "--data", "{flat}"], "run others from Python"),
+        (["sweep", MODEL, "--server", "{server}", "--cuts", "layer1,layer9"], "no module at path 'layer9'"),
+        (["sweep", MODEL, "--server", "{server}", "--cuts", ""], "a sweep is over 'all' cuts, the 'dominating' ones"),
+        (["sweep", MODEL, "--server", "{server}", "--codec", "zip"], "no codec 'zip'"),
+        (["sweep", MODEL, "--server", "{server}", "--repeat", "0"], "0 is not in the range x>=1"),
+        (["sweep", MODEL, "--server", "{server}", "--html", "a", "--csv", "a"], "both write to 'a'"),
+        (["sweep", MODEL, "--server", "127.0.0.1:1", "--timeout", "0.3"], "127.0.0.1:1 cannot be reached"),
+    ],
+)
+def test_what_is_wrong_is_said_in_short(server: Server, words: list[str], message: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "flat.npy", np.zeros((4, 5), dtype=np.float32))
+    places = {"server": server.address, "flat": tmp_path / "flat.npy"}
+    result = call(*(word.format(**places) for word in words))
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert "Traceback" not in result.output
