@@ -55,7 +55,7 @@ def test_a_gpu_out_of_memory_answers_that_and_goes_on() -> None:
         mt.connect(model, x, server.address, at="", codec="raw", fallback=None) as remote,
         torch.no_grad(),
     ):
-        free, whole = torch.cuda.mem_get_info()
+        _, whole = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(300e6 / whole)
         try:
             with pytest.raises(mt.MicrotomeError, match="memory") as caught:
