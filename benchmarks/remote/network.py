@@ -34,11 +34,16 @@ class Host:
     def start(self, *command: str, threads: int = 1, stdout: int | None = subprocess.PIPE) -> subprocess.Popen[str]:
         """A process there that computes with so many threads."""
         inside = () if self.namespace is None else ("ip", "netns", "exec", self.namespace)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        environment = {
+            **os.environ,
+            "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+        }
         return subprocess.Popen((*inside, *command), cwd=ROOT, env=environment, text=True, stdout=stdout, stderr=None)
 
     def python(self, module: str, *words: str, threads: int = 1) -> subprocess.Popen[str]:
-        return self.start(sys.executable, "-W", "ignore", "-m", module, *words, threads=threads)
+        return self.start(sys.executable, "-m", module, *words, threads=threads)
 
 
 LOOPBACK = Host("127.0.0.1")
