@@ -31,6 +31,8 @@ from microtome.split.stages import Splitter
 from microtome.split.templates import Templates
 from microtome.units import size
 
+#: Seconds that a request is sent again for when the stream breaks: if it must be answered there, and if it need not.
+_PATIENCE_S = 15.0, 1.0
 #: Seconds that a server has for the first request at a cut.
 _REHEARSAL_S = 60.0
 #: How many requests are remembered.
@@ -270,7 +272,8 @@ class Remote:
         job.sent.encode_s = perf_counter() - start
         job.sent.sent_bytes = len(data)
         id_ = uuid.uuid4().hex
-        job.pending = Pending(id_, messages.Request(id=id_, codec=job.sent.codec), data, job.ends)
+        head = messages.Request(id=id_, codec=job.sent.codec)
+        job.pending = Pending(id_, head, data, job.ends, _PATIENCE_S[self._fallback])
         job.sent.alone = self._connection.is_idle()
         job.began = perf_counter()
         self._connection.submit(job.pending)

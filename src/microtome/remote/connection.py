@@ -26,8 +26,6 @@ _BACKOFF_S = 0.02, 1.0
 _KNOCK_S = 0.1
 #: What must have been sent to tell how fast the link is; buffers take the first of it at once.
 _TELLING_BYTES, _TELLING_S = 4 << 20, 0.2
-#: How often a request is sent at most.
-_ATTEMPTS = 8
 #: What asking again does not help against.
 _FINAL = {
     grpc.StatusCode.UNAUTHENTICATED: "wants another token",
@@ -92,12 +90,14 @@ class Pending:
     Attributes:
         reply: The message; or the error that ended it.
         attempts: How often it was sent.
+        patient_until: When it is no longer sent again after a stream breaks.
     """
 
-    def __init__(self, id_: str, head: Any, payload: bytes, ends: float | None) -> None:
+    def __init__(self, id_: str, head: Any, payload: bytes, ends: float | None, patience_s: float = 15.0) -> None:
         self.id = id_
         self.reply: Future[Any] = Future()
         self.attempts = 0
+        self.patient_until = monotonic() + patience_s
         self._head = head
         self._payload = payload
         self._ends = ends
@@ -234,7 +234,7 @@ class Connection:
                 self.down = str(error)
                 self.reconnects += 1
                 for pending in list(self._pending.values()):
-                    if error.kind == "REFUSED" or pending.attempts >= _ATTEMPTS:
+                    if error.kind == "REFUSED" or monotonic() > pending.patient_until:
                         del self._pending[pending.id]
                         pending.reply.set_exception(error)
                 log.warning("the stream broke", extra={"server": self.address, "reason": str(error)})
