@@ -1,0 +1,106 @@
+"""`microtome serve` as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import microtome as mt
+from microtome import zoo
+from microtome.cli import main
+
+MODEL = "zoo:tiny-resnet"
+
+
+@contextmanager
+def serving(*words: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server that has begun, and its address."""
+    command = [sys.executable, "-c", "from microtome.cli import main; main()", "serve", *map(str, words)]
+    process = subprocess.Popen(
+        [*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"is served at (\S+), from \d+ places? on", line)
+        assert found is not None, f"{line!r}: {process.communicate(timeout=10)}"
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def call(*words: Any) -> Result:
+    return CliRunner().invoke(main, [*map(str, words)])
+
+
+def test_a_server_is_asked_used_and_ended() -> None:
+    with serving(MODEL) as (process, address):
+        assert f"{address} serves ResNet on cpu" in call("ping", address).output
+        result = call("run", MODEL, "--server", address, "--at", "layer1", "--repeat", 3)
+        assert result.exit_code == 0, result.output
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert output == "ended\n"
+
+
+def test_metrics_and_logs_tell_of_requests() -> None:
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with serving(MODEL, "--metrics", f":{port}", "--log-level", "info") as (process, address):
+        assert call("run", MODEL, "--server", address, "--at", "layer1", "--repeat", 3, "--warmup", 0).exit_code == 0
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            metrics = reply.read().decode()
+        process.send_signal(signal.SIGTERM)
+        _, logs = process.communicate(timeout=20)
+    answered = [line for line in map(json.loads, logs.splitlines()) if line["event"] == "answered"]
+    assert {line["at"] for line in answered} == {"layer1"}
+    assert len({line["request"] for line in answered}) == len(answered) >= 3
+    assert f'microtome_requests_total{{cut="layer1"}} {len(answered)}.0' in metrics
+
+
+def test_a_stage_is_served_to_a_client_of_the_other(tmp_path: Path) -> None:
+    mt.split(*zoo.build("tiny-resnet"), at="layer1").save(tmp_path / "parts")
+    with serving(MODEL, "--stages", tmp_path / "parts") as (_, address):
+        result = call("run", MODEL, "--server", address, "--stages", tmp_path / "parts", "--repeat", 3)
+        assert result.exit_code == 0, result.output
+        assert "cut at layer1" in result.output
+        other = call("run", MODEL, "--server", address, "--at", "layer2", "--repeat", 3)
+        assert other.exit_code == 2
+        assert "does not serve the cut at 'layer2'; it has 'layer1'" in other.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--listen", "127.0.0.1:moon"], "cannot listen on '127.0.0.1:moon'"),
+        (["--max-message", "much"], "'much' is no number of bytes"),
+        (["--concurrency", "0"], "0 is not in the range x>=1"),
+        (["--tls-cert", "/no/such.pem"], "TLS needs both --tls-cert and --tls-key"),
+        (["--tls-cert", "/no/c.pem", "--tls-key", "/no/k.pem"], "cannot read '/no/"),
+        (["--client-ca", "/no/such.pem"], "certificates of clients can be checked with TLS only"),
+        (["--token-file", "/no/such"], "cannot read '/no/such'"),
+        (["--weights", "a", "--stages", "b"], "choose one of --weights and --stages"),
+        (["--device", "meta"], "--device meta has no values"),
+        (["--log-level", "loud"], "'loud' is not one of"),
+    ],
+)
+def test_what_is_wrong_is_said_in_short(words: list[str], message: str) -> None:
+    result = call("serve", MODEL, *words)
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert "Traceback" not in result.output
