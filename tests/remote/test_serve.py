@@ -436,9 +436,13 @@ def test_another_torch_is_refused_unless_allowed(resnet: tuple[nn.Module, Tensor
         ) as caught:
             mt.connect(*resnet, address, at="layer1", codec="raw")
         assert caught.value.kind == "REFUSED"
-        mt.connect(*resnet, address, at="layer1", codec="raw", any_torch=True).close()
-    with telling(**told, torch=torch.__version__.split("+")[0] + "+cu999") as address:
-        mt.connect(*resnet, address, at="layer1", codec="raw").close()
+        with pytest.raises(RemoteError, match="takes 0 B"):  # it is asked for something, and cannot do it
+            mt.connect(*resnet, address, at="layer1", codec="raw", any_torch=True)
+    with (
+        telling(**told, torch=torch.__version__.split("+")[0] + "+cu999") as address,
+        pytest.raises(RemoteError, match="takes 0 B"),
+    ):
+        mt.connect(*resnet, address, at="layer1", codec="raw")
 
 
 def test_another_protocol_is_refused(resnet: tuple[nn.Module, Tensor]) -> None:
