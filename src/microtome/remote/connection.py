@@ -71,6 +71,7 @@ def open_channel(address: str, security: Security) -> grpc.Channel:
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.max_pings_without_data", 0),  # a request may take long
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
     ]
@@ -128,6 +129,7 @@ class Connection:
         self._methods = {name: self._method(name, method) for name, method in messages.METHODS.items()}
         self._changed = threading.Condition()
         self._pending: dict[str, Pending] = {}
+        self._dropped: set[str] = set()  # requests of this stream for whose replies nobody waits any more
         self._outgoing: SimpleQueue[bytes | None] | None = None
         self._call: Any = None
         self._closed = False
@@ -186,7 +188,8 @@ class Connection:
     def give_up(self, pending: Pending) -> None:
         """Wait no longer: a reply that still comes is dropped."""
         with self._changed:
-            self._pending.pop(pending.id, None)
+            if self._pending.pop(pending.id, None) is not None and self._outgoing is not None:
+                self._dropped.add(pending.id)
 
     def close(self) -> None:
         with self._changed:
@@ -221,6 +224,7 @@ class Connection:
                 outgoing: SimpleQueue[bytes | None] = SimpleQueue()
                 for pending in self._pending.values():
                     outgoing.put(pending.message())
+                self._dropped.clear()
                 self._outgoing = outgoing
                 self._call = call = self._methods["Stream"](self._feed(outgoing), metadata=self._metadata)
             error = self._read(call)
@@ -254,21 +258,30 @@ class Connection:
         with self._changed:
             if self._changed.wait_for(lambda: self._closed or self._pending, wait_s):
                 return
+            data = messages.EchoRequest().SerializeToString()
+            self._call = call = self._methods["Echo"].future(data, timeout=1.0, metadata=self._metadata)
         try:
-            self.ask("Echo", messages.EchoRequest(), timeout=1.0)
-        except RemoteError:
-            return
-        self.down = None
+            call.result()
+            self.down = None
+        except (grpc.RpcError, grpc.FutureCancelledError):
+            pass
+        finally:
+            with self._changed:
+                self._call = None
 
     def _read(self, call: Any) -> RemoteError:
         """Hand replies to those that wait for them until the stream ends; why it did."""
         self._answered = False
         try:
             for reply in call:
-                self._answered, self.down = True, None
                 with self._changed:
                     pending = self._pending.pop(reply.id, None)
-                if pending is not None:  # else nobody waits for it any more, or it was answered before
+                    if pending is None and reply.id not in self._dropped:
+                        call.cancel()  # an id was damaged on its way, and its request would wait for ever
+                        return RemoteError(f"{self.address} answered what it was not asked", "UNREACHABLE")
+                    self._dropped.discard(reply.id)
+                self._answered, self.down = True, None
+                if pending is not None:
                     self._settle(pending, reply)
         except grpc.RpcError as error:
             return self._told(error)
@@ -283,6 +296,8 @@ class Connection:
 
     def _told(self, error: grpc.RpcError) -> RemoteError:
         code, details = error.code(), error.details()
+        if "CERTIFICATE_VERIFY_FAILED" in str(details):
+            return RemoteError(f"{self.address} has a certificate that is not believed here: {details}", "REFUSED")
         if code in _FINAL:
             return RemoteError(f"{self.address} {_FINAL[code]}: {details}", "REFUSED")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -60,10 +60,10 @@ class Server:
         credentials = self._identity.credentials()
         if not is_loopback(self.address) and (credentials is None or self._identity.token is None):
             missing = " and ".join(
-                word for word, there in (("TLS", credentials), ("a token", self._identity.token)) if there is None
+                f"no {word}" for word, there in (("TLS", credentials), ("token", self._identity.token)) if there is None
             )
             warnings.warn(
-                f"{self.address} can be reached from other machines, and there is no {missing}: whoever reaches it can "
+                f"{self.address} can be reached from other machines, and there is {missing}: whoever reaches it can "
                 "use the model, read what is sent and answer in its place",
                 RuntimeWarning,
                 stacklevel=3,
