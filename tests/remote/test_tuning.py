@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import microtome as mt
-from microtome.remote.client import Sent
 from microtome.remote.connection import Connection
 from microtome.remote.link import Measured, probe
+from microtome.remote.sent import Sent
 from microtome.remote.tuning import Tuner, Way, way_of
 from tests.plan import made
 from tests.remote.small import small

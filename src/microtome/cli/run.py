@@ -22,7 +22,8 @@ from microtome.errors import BadInputs, MicrotomeError, RemoteError, SensorFaile
 from microtome.inputs import Inputs
 
 if TYPE_CHECKING:
-    from microtome.remote.client import Remote, Sent
+    from microtome.remote.client import Remote
+    from microtome.remote.sent import Sent
 
 _DATA = ".npy of (samples, …), or a folder of .npy or images; else the model's example inputs, --repeat times."
 _DEADLINE = "Seconds that a request may take; then it ends here."

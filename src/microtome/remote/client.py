@@ -8,27 +8,26 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from microtome import __version__
 from microtome.errors import BadQuery, RemoteError
 from microtome.inputs import Inputs
 from microtome.plan.data import Plan
 from microtome.remote import messages
 from microtome.remote.connection import Connection, Pending, Security
 from microtome.remote.faults import PASSING
+from microtome.remote.parts import Parts, shake_hands
 from microtome.remote.payloads import INPUTS, of_inputs, to_output
+from microtome.remote.sent import Job, Sent
 from microtome.remote.tuning import LOSSLESS, Move, Tuner, Way, best_codec, tuned
 from microtome.split.boundary import Boundary
 from microtome.split.codecs import codec_of
 from microtome.split.stage import Stage
-from microtome.split.stages import Splitter
-from microtome.split.templates import Templates
+from microtome.split.stages import copied
 from microtome.units import size
 
 #: Seconds that a request is sent again for when the stream breaks: if it must be answered there, and if it need not.
@@ -37,89 +36,6 @@ _PATIENCE_S = 15.0, 1.0
 _REHEARSAL_S = 60.0
 #: How many requests are remembered.
 _REMEMBERED = 10_000
-
-
-@dataclass
-class Sent:
-    """What became of a request.
-
-    Attributes:
-        at: The cut; None: all of it ran here. `""`: the inputs were sent.
-        where: `"cloud"` or `"edge"`: where it ended.
-        head_s: Seconds of each part; `wire_s` is what neither side can account for.
-        tail_s: Of the tail, wherever it ran.
-        sent_bytes: With the envelope.
-        attempts: How often it was sent.
-        reason: Why it ended on the edge though it was sent, or was to be.
-        alone: Whether no other request of this client was on its way.
-    """
-
-    at: str | None
-    codec: str = "raw"
-    where: str = "cloud"
-    head_s: float = 0.0
-    encode_s: float = 0.0
-    wire_s: float = 0.0
-    server_decode_s: float = 0.0
-    queue_s: float = 0.0
-    tail_s: float = 0.0
-    server_encode_s: float = 0.0
-    decode_s: float = 0.0
-    total_s: float = 0.0
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    attempts: int = 0
-    reason: str | None = None
-    alone: bool = False
-    began: float = field(default_factory=perf_counter, repr=False)
-
-
-class Parts:
-    """The model here: its head and, where its weights are here, its tail, for any cut."""
-
-    def __init__(self, model: nn.Module | Stage, inputs: Any) -> None:
-        self._lock = threading.Lock()
-        self._made: dict[str, tuple[Stage, Stage | None]] = {}
-        self.splitter: Splitter | None = None
-        if isinstance(model, Stage):
-            if model.begins_at is not None or model.ends_at is None:
-                raise BadQuery(f"a client runs the first stage of a model, and this is {model!r}")
-            self.model, self.fingerprint = model.model, model.fingerprint
-            self.templates: Templates = model.templates
-            self._made[model.ends_at] = model, None
-            self.fixed: str | None = model.ends_at
-        else:
-            with torch.no_grad():
-                self.splitter = Splitter(model, inputs)
-            self.model, self.fingerprint = model, self.splitter.fingerprint
-            self.templates = self.splitter.templates
-            self.fixed = None
-        self.is_whole = not any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers()))
-
-    @property
-    def device(self) -> torch.device | None:
-        first = next((one for one in self.model.parameters() if not one.is_meta), None)
-        return None if first is None else first.device
-
-    def at(self, at: str) -> tuple[Stage, Stage | None]:
-        """Head and tail for a cut."""
-        with self._lock, torch.no_grad():
-            if at not in self._made:
-                if self.splitter is None:
-                    raise BadQuery(f"only the stage up to {self.fixed!r} is here: the model cannot be cut at {at!r}")
-                head, tail = self.splitter.at(self.splitter.exactly(at))
-                self._made[at] = head, tail if self.is_whole else None
-            return self._made[at]
-
-    def address(self, at: Any) -> str:
-        """The cut that a user named."""
-        if at == INPUTS:
-            return INPUTS
-        if self.splitter is None:
-            assert self.fixed is not None
-            return self.fixed if at in ("auto", self.fixed) else self.at(str(at))[0].ends_at or ""
-        found = self.splitter.cut(at)
-        return found.at
 
 
 class Remote:
@@ -204,7 +120,7 @@ class Remote:
                     if stopped.is_set():
                         break
                     try:
-                        given = Inputs.of(next(items))
+                        given = copied(Inputs.of(next(items)))  # whoever gave them may write into them again
                     except StopIteration:
                         break
                     job = self._prepare(given, self.way)
@@ -326,7 +242,7 @@ class Remote:
         sent.server_decode_s, sent.queue_s = timing.decode_s, timing.queue_s
         sent.tail_s, sent.server_encode_s = timing.run_s, timing.encode_s
         spent = timing.decode_s + timing.queue_s + timing.run_s + timing.encode_s
-        sent.wire_s = max(perf_counter() - job.began - spent, 0.0)
+        sent.wire_s = max(job.pending.answered - job.began - spent, 0.0)
         sent.received_bytes = len(reply.output)
         return reply
 
@@ -394,24 +310,6 @@ class Remote:
     def __repr__(self) -> str:
         where = "all here" if self.at is None else f"cut at {self.at!r}" if self.at else "all there"
         return f"<Remote {type(self._parts.model).__name__} at {self._connection.address}, {where}>"
-
-
-@dataclass
-class Job:
-    """A request on its way.
-
-    Attributes:
-        ends: When its deadline is; None: it has none.
-        boundary: What crosses; None: nothing does.
-        began: When it was sent.
-    """
-
-    given: Inputs
-    sent: Sent
-    ends: float | None
-    boundary: Boundary | None = None
-    pending: Pending | None = None
-    began: float = 0.0
 
 
 def connect(
@@ -493,40 +391,6 @@ def _way(parts: Parts, connection: Connection, told: Any, at: Any, codec: str) -
     if len(codecs) == 1 or parts.splitter is None or not parts.is_whole:
         return Way(address, codecs[0])
     return Way(address, best_codec(parts.splitter, address, connection, codecs))
-
-
-def shake_hands(connection: Connection, parts: Parts, timeout: float, *, any_torch: bool) -> Any:
-    """What the server says of itself, if it is one for this model."""
-    hello = messages.HelloRequest(
-        protocol=messages.PROTOCOL, microtome=__version__, torch=torch.__version__, fingerprint=parts.fingerprint
-    )
-    told = connection.ask("Hello", hello, timeout)
-    here, there = type(parts.model).__name__, f"{told.model} at {connection.address}"
-    if told.protocol != messages.PROTOCOL:
-        raise RemoteError(
-            f"{connection.address} speaks version {told.protocol} of the protocol (microtome {told.microtome}), and "
-            f"this is version {messages.PROTOCOL} (microtome {__version__})",
-            "REFUSED",
-        )
-    if told.fingerprint != parts.fingerprint:
-        ours, theirs = parts.fingerprint.split("-"), told.fingerprint.split("-")
-        what = "weights" if ours[0] == theirs[0] else "structure"
-        raise RemoteError(
-            f"the {what} of {here} here and of {there} are not the same: the fingerprints are {parts.fingerprint} and "
-            f"{told.fingerprint}. Load the same model with the same weights on both sides",
-            "WRONG_MODEL",
-        )
-    if _release(told.torch) != _release(torch.__version__) and not any_torch:
-        raise RemoteError(
-            f"here is torch {torch.__version__}, and at {connection.address} torch {told.torch}: results may differ in "
-            "the last bits. Install the same, or allow it with any_torch=True",
-            "REFUSED",
-        )
-    return told
-
-
-def _release(version: str) -> str:
-    return version.partition("+")[0]
 
 
 def _few(names: Iterable[str]) -> str:

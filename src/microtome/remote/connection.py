@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
-from time import monotonic, sleep
+from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple
 
 import grpc
@@ -91,6 +91,7 @@ class Pending:
     Attributes:
         reply: The message; or the error that ended it.
         attempts: How often it was sent.
+        answered: When the reply came, as `perf_counter` says it.
         patient_until: When it is no longer sent again after a stream breaks.
     """
 
@@ -98,6 +99,7 @@ class Pending:
         self.id = id_
         self.reply: Future[Any] = Future()
         self.attempts = 0
+        self.answered = 0.0
         self.patient_until = monotonic() + patience_s
         self._head = head
         self._payload = payload
@@ -288,6 +290,7 @@ class Connection:
         return RemoteError(f"{self.address} ended the stream: it is going down", "UNREACHABLE")
 
     def _settle(self, pending: Pending, reply: Any) -> None:
+        pending.answered = perf_counter()
         if not reply.HasField("error"):
             pending.reply.set_result(reply)
             return

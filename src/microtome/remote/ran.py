@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
-from microtome.remote.client import Sent
+from microtome.remote.sent import Sent
 from microtome.results import Result
 
 #: What a request is made of, in its order: the name of each part, and the fields of `Sent` that it is the sum of.

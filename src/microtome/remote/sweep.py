@@ -20,10 +20,12 @@ from microtome.measure.environment import environment
 from microtome.plan import codec_costs, plan
 from microtome.profile import profile
 from microtome.remote import messages
-from microtome.remote.client import Parts, Remote, Sent, shake_hands
+from microtome.remote.client import Remote
 from microtome.remote.connection import Connection, Security
 from microtome.remote.link import Measured, probe
+from microtome.remote.parts import Parts, shake_hands
 from microtome.remote.payloads import INPUTS
+from microtome.remote.sent import Sent
 from microtome.remote.swept import Sweep, Timed
 from microtome.remote.tuning import Way, way_of
 from microtome.results import parse

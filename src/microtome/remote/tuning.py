@@ -24,7 +24,7 @@ from microtome.results import parse
 from microtome.units import rate, seconds
 
 if TYPE_CHECKING:
-    from microtome.remote.client import Sent
+    from microtome.remote.sent import Sent
     from microtome.split.stages import Splitter
 
 log = logging.getLogger("microtome.remote")

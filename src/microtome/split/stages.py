@@ -210,12 +210,12 @@ class Splitter:
 
     def _verify(self, chosen: Sequence[Cut], more: list[set[Place]]) -> str:
         """Compare with the whole model; what the model's code turns out to read goes into `more`."""
-        whole = _copy(self.given).run(self.model)
+        whole = copied(self.given).run(self.model)
         while True:
             stages = self.stages(chosen, more)
             stage = stages[0]
             try:
-                value: Any = _run(stage, _copy(self.given))
+                value: Any = _run(stage, copied(self.given))
                 for stage, cut in zip(stages[1:], chosen, strict=True):
                     with _without(self.model, self._kept_before(cut)):
                         value = stage(value)
@@ -228,7 +228,7 @@ class Splitter:
         found = list(differences(value, whole))
         if not found:
             return BIT_EQUAL
-        again = list(differences(_copy(self.given).run(self.model), whole))
+        again = list(differences(copied(self.given).run(self.model), whole))
         worst = max(found, key=_size)
         if not again or _size(worst) > 10 * max(map(_size, again)):
             where = f" at {worst.place}" if worst.place else ""
@@ -309,7 +309,8 @@ def _is_whole(model: nn.Module) -> bool:
     return not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _copy(given: Inputs) -> Inputs:
+def copied(given: Inputs) -> Inputs:
+    """The same inputs in tensors of their own."""
     args, kwargs = map_tensors(Tensor.clone, (given.args, given.kwargs))
     return Inputs(*args, **kwargs)
 

@@ -1,0 +1,63 @@
+"""What becomes of a request: on its way, and afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from microtome.inputs import Inputs
+from microtome.remote.connection import Pending
+from microtome.split.boundary import Boundary
+
+
+@dataclass
+class Sent:
+    """What became of a request.
+
+    Attributes:
+        at: The cut; None: all of it ran here. `""`: the inputs were sent.
+        where: `"cloud"` or `"edge"`: where it ended.
+        head_s: Seconds of each part; `wire_s` is what neither side can account for.
+        tail_s: Of the tail, wherever it ran.
+        sent_bytes: With the envelope.
+        attempts: How often it was sent.
+        reason: Why it ended on the edge though it was sent, or was to be.
+        alone: Whether no other request of this client was on its way.
+    """
+
+    at: str | None
+    codec: str = "raw"
+    where: str = "cloud"
+    head_s: float = 0.0
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    server_decode_s: float = 0.0
+    queue_s: float = 0.0
+    tail_s: float = 0.0
+    server_encode_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    attempts: int = 0
+    reason: str | None = None
+    alone: bool = False
+    began: float = field(default_factory=perf_counter, repr=False)
+
+
+@dataclass
+class Job:
+    """A request on its way.
+
+    Attributes:
+        ends: When its deadline is; None: it has none.
+        boundary: What crosses; None: nothing does.
+        began: When it was sent.
+    """
+
+    given: Inputs
+    sent: Sent
+    ends: float | None
+    boundary: Boundary | None = None
+    pending: Pending | None = None
+    began: float = 0.0
