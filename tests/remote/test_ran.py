@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import microtome as mt
-from microtome.remote.client import Sent
 from microtome.remote.ran import Moved, Ran
+from microtome.remote.sent import Sent
 from microtome.report.run import csv, markdown, text
 
 LATE = "host:7070 did not answer in 0.5 s"
