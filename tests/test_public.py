@@ -27,7 +27,20 @@ def test_public_names() -> None:
             "Replace",
             "Session",
         ),
-        *("Skip", "Stop", "Stopped", "Trace", "Tracker", "Work", "attention", "cuts", "edit", "extract", "load"),
+        *(
+            "Skip",
+            "Stop",
+            "Stopped",
+            "Trace",
+            "Tracker",
+            "Work",
+            "attention",
+            "connect",
+            "cuts",
+            "edit",
+            "extract",
+            "load",
+        ),
         *(
             "load_stage",
             "noise",
@@ -39,7 +52,7 @@ def test_public_names() -> None:
             "register_formula",
             "register_meter",
         ),
-        *("rollout", "run_until", "scale", "select", "split", "trace", "track", "zero"),
+        *("rollout", "run_until", "scale", "select", "serve", "split", "trace", "track", "zero"),
     ]
     assert all(getattr(microtome, name).__doc__ for name in microtome.__all__)
 
