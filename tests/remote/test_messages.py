@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.protobuf.message import DecodeError
 from grpc_tools import protoc
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,3 +45,26 @@ def test_a_reply_with_its_bytes_beside_it_comes_back(nbytes: int) -> None:
 def test_what_a_later_version_adds_is_passed_over() -> None:
     data = messages.Request(id="1", boundary=b"abc").SerializeToString() + b"\xa2\x06\x03new"  # field 100
     assert messages.Request.FromString(data).boundary == b"abc"
+
+
+_HEADS = st.builds(
+    messages.Request, id=st.text(), timeout_s=st.floats(allow_nan=False), codec=st.sampled_from(["", "raw", "zstd"])
+)
+
+
+@given(_HEADS, st.binary(), st.integers(0, 30), st.binary(max_size=3))
+def test_a_message_taken_apart_is_what_protobuf_reads_or_is_refused_as_it_refuses_it(
+    head: Any, payload: bytes, at: int, instead: bytes
+) -> None:
+    whole = messages.with_bytes(head, payload)
+    for data in (whole, whole[:at], whole[:at] + instead + whole[at + len(instead) :], whole + instead, whole + whole):
+        try:
+            expected = messages.Request.FromString(data)
+        except DecodeError:
+            with pytest.raises(DecodeError):
+                messages.apart(messages.Request, data)
+            continue
+        read, found = messages.apart(messages.Request, data)
+        assert bytes(found) == expected.boundary
+        read.boundary = expected.boundary
+        assert read == expected

@@ -72,7 +72,7 @@ class Served:
         with torch.no_grad():
             return profile(self.model, self._splitter.given, measure="time").to_json()
 
-    def decode(self, data: bytes, limit: int) -> Decoded:
+    def decode(self, data: bytes | memoryview, limit: int) -> Decoded:
         """What crossed.
 
         Raises:

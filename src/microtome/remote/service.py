@@ -81,7 +81,7 @@ class Service:
         return reply
 
     async def run(self, data: bytes, context: Any) -> bytes:
-        work = self._work(await self._read("Request", data, context))
+        work = await self._work(data, context)
         await self._take(work)
         return await self._answer(work)
 
@@ -103,7 +103,7 @@ class Service:
         async def read() -> None:
             async for data in requests:
                 await window.acquire()
-                work = self._work(await self._read("Request", data, context))
+                work = await self._work(data, context)
                 await self._take(work)
                 task = asyncio.create_task(answer(work))
                 answering.add(task)
@@ -133,10 +133,15 @@ class Service:
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
-    def _work(self, request: Any) -> Work:
+    async def _work(self, data: bytes, context: Any) -> Work:
         now = perf_counter()
+        try:
+            request, boundary = messages.apart(messages.Request, data)
+        except (DecodeError, UnicodeDecodeError, ValueError) as error:
+            await self._refuse_bytes(context, "Request", error)
+            raise
         timeout = request.timeout_s if request.timeout_s > 0 else float("inf")
-        return Work(request.id, request.boundary, request.codec or "raw", now, now + timeout)
+        return Work(request.id, boundary, request.codec or "raw", now, now + timeout)
 
     async def _answer(self, work: Work) -> bytes:
         """The reply to a request, whatever happens to it."""
@@ -165,8 +170,11 @@ class Service:
         try:
             return messages.MESSAGES[name].FromString(data)
         except (DecodeError, UnicodeDecodeError, ValueError) as error:
-            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, f"the bytes are no {name}: {said(error)}")
+            await self._refuse_bytes(context, name, error)
             raise
+
+    async def _refuse_bytes(self, context: Any, name: str, error: Exception) -> None:
+        await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, f"the bytes are no {name}: {said(error)}")
 
     async def _refuse(self, context: Any, status: grpc.StatusCode, why: str) -> None:
         """Close the call with a reason."""

@@ -46,7 +46,7 @@ class Work(NamedTuple):
     """
 
     id: str
-    data: bytes
+    data: memoryview
     codec: str
     arrived: float
     ends: float
