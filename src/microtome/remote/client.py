@@ -178,18 +178,17 @@ class Remote:
             job.sent.reason = self._connection.down
             return job
         start = perf_counter()
-        data = job.boundary.to_bytes(job.sent.codec)
-        if len(data) > self.server.max_message:
+        head = messages.Request(id=uuid.uuid4().hex, codec=job.sent.codec)
+        pending = Pending(head, job.boundary, job.sent.codec, job.ends, _PATIENCE_S[self._fallback])
+        if pending.nbytes > self.server.max_message:
             raise RemoteError(
-                f"{size(len(data))} cross at {job.sent.at!r}, and {self._connection.address} takes "
+                f"{size(pending.nbytes)} cross at {job.sent.at!r}, and {self._connection.address} takes "
                 f"{size(self.server.max_message)}: raise --max-message there, or cut elsewhere",
                 "TOO_LARGE",
             )
         job.sent.encode_s = perf_counter() - start
-        job.sent.sent_bytes = len(data)
-        id_ = uuid.uuid4().hex
-        head = messages.Request(id=id_, codec=job.sent.codec)
-        job.pending = Pending(id_, head, data, job.ends, _PATIENCE_S[self._fallback])
+        job.sent.sent_bytes = pending.nbytes
+        job.pending = pending
         job.sent.alone = self._connection.is_idle()
         job.began = perf_counter()
         self._connection.submit(job.pending)

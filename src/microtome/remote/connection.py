@@ -17,6 +17,8 @@ from microtome.errors import BadQuery, RemoteError
 from microtome.remote import messages
 from microtome.remote.faults import from_message
 from microtome.remote.security import channel_credentials, metadata
+from microtome.split.boundary import Boundary
+from microtome.split.wire import encode
 
 log = logging.getLogger("microtome.remote")
 
@@ -90,27 +92,38 @@ class Pending:
 
     Attributes:
         reply: The message; or the error that ended it.
+        nbytes: What crosses, encoded, which the message is made with.
         attempts: How often it was sent.
         answered: When the reply came, as `perf_counter` says it.
         patient_until: When it is no longer sent again after a stream breaks.
     """
 
-    def __init__(self, id_: str, head: Any, payload: bytes, ends: float | None, patience_s: float = 15.0) -> None:
-        self.id = id_
+    def __init__(self, head: Any, boundary: Boundary, codec: str, ends: float | None, patience_s: float = 15.0) -> None:
+        self.id: str = head.id
         self.reply: Future[Any] = Future()
         self.attempts = 0
         self.answered = 0.0
         self.patient_until = monotonic() + patience_s
         self._head = head
-        self._payload = payload
         self._ends = ends
+        self._set_timeout()
+        self._message = encode(boundary.about, boundary.tensors, codec, self._before)
+
+    def _before(self, nbytes: int) -> bytes:
+        self.nbytes = nbytes
+        return messages.before_bytes(self._head, nbytes)
+
+    def _set_timeout(self) -> None:
+        if self._ends is not None:
+            self._head.timeout_s = max(self._ends - monotonic(), 1e-3)
 
     def message(self) -> bytes:
         """To be sent now: how long the client waits from now on is part of it."""
         self.attempts += 1
-        if self._ends is not None:
-            self._head.timeout_s = max(self._ends - monotonic(), 1e-3)
-        return messages.with_bytes(self._head, self._payload)
+        if self.attempts > 1 and self._ends is not None:
+            self._set_timeout()
+            return messages.with_bytes(self._head, memoryview(self._message)[-self.nbytes :])
+        return self._message
 
 
 class Connection:

@@ -129,13 +129,19 @@ ProfileRequest, ProfileReply = MESSAGES["ProfileRequest"], MESSAGES["ProfileRepl
 _LONG = b"\x7a"
 
 
-def with_bytes(message: Any, payload: bytes) -> bytes:
+def with_bytes(message: Any, payload: bytes | memoryview) -> bytes:
     """A request or reply as bytes, with its field 15 beside it: protobuf would copy that three times.
 
     >>> Request.FromString(with_bytes(Request(id="1"), b"abc")).boundary
     b'abc'
     """
-    return b"".join((message.SerializeToString(), _LONG, _varint(len(payload)), payload))
+    return b"".join((before_bytes(message, len(payload)), payload))
+
+
+def before_bytes(message: Any, nbytes: int) -> bytes:
+    """A request or reply up to its field 15, of so many bytes, which is to follow."""
+    begun: bytes = message.SerializeToString() + _LONG + _varint(nbytes)
+    return begun
 
 
 def apart(kind: Any, data: bytes) -> tuple[Any, memoryview]:

@@ -51,6 +51,11 @@ class Boundary:
         """What the tensors take."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    @property
+    def about(self) -> dict[str, JSON]:
+        """What it says beside its tensors."""
+        return {"at": self.at, "fingerprint": self.fingerprint, "facts": self.facts}
+
     def to(self, device: torch.device | str) -> Self:
         """The same with its tensors there."""
         return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
@@ -65,8 +70,7 @@ class Boundary:
         Raises:
             BadBoundary: If a tensor is not strided, or a fact would not arrive as it is.
         """
-        about = {"at": self.at, "fingerprint": self.fingerprint, "facts": self.facts}
-        return encode(about, self.tensors, codec)
+        return encode(self.about, self.tensors, codec)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, *, limit: int | str = "4GB") -> Self:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -61,8 +61,14 @@ class Part(NamedTuple):
     owner: object
 
 
-def encode(about: Mapping[str, Any], tensors: Mapping[str, Tensor], codec: str) -> bytes:
-    """The bytes of a boundary: what is said of it, and its tensors."""
+def encode(
+    about: Mapping[str, Any], tensors: Mapping[str, Tensor], codec: str, before: Callable[[int], bytes] | None = None
+) -> bytes:
+    """The bytes of a boundary: what is said of it, and its tensors.
+
+    Args:
+        before: Gives what is to lie before them in the same bytes, from how many they are.
+    """
     steps = codec_of(codec)
     entries: list[dict[str, Any]] = []
     parts: list[Part] = []
@@ -72,15 +78,18 @@ def encode(about: Mapping[str, Any], tensors: Mapping[str, Tensor], codec: str) 
         parts += its_parts
     header = _as_json({**about, "tensors": entries})
     header += b" " * gap(HEADER_AT + len(header))
-    return _written(header, parts)
+    return _written(header, parts, before or (lambda _: b""))
 
 
-def _written(header: bytes, parts: list[Part]) -> bytes:
+def _written(header: bytes, parts: list[Part], before: Callable[[int], bytes]) -> bytes:
     at = HEADER_AT + len(header)
     total = at + sum(len(part.data) + gap(len(part.data)) for part in parts) + CHECKSUM_BYTES
     prefix = PREFIX.pack(MAGIC, VERSION, len(header), total)
     digests = [xxh3_64_digest(prefix + header)]
-    data, out = new_bytes(total)
+    first = before(total)
+    data, out = new_bytes(len(first) + total)
+    out[: len(first)] = first
+    out = out[len(first) :]
     out[:at] = prefix + digests[0] + header
     for part in parts:
         end = at + len(part.data)
