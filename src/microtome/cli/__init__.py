@@ -18,6 +18,7 @@ from microtome.cli.run import run
 from microtome.cli.serve import serve
 from microtome.cli.split import split
 from microtome.cli.sweep import sweep
+from microtome.cli.top import top
 from microtome.cli.track import track
 from microtome.errors import MicrotomeError
 
@@ -55,4 +56,5 @@ main.add_command(run)
 main.add_command(serve)
 main.add_command(split)
 main.add_command(sweep)
+main.add_command(top)
 main.add_command(track)

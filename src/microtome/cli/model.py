@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import click
@@ -54,6 +55,16 @@ def running(found: Resolved) -> Iterator[None]:
         raise BadInputs(
             f"{found.name} does not run on {describe(found)}: {said(error)}. Give others with --input"
         ) from error
+
+
+def placed(found: Resolved, device: str | None) -> Resolved:
+    """The model and its inputs on a device, if one is named."""
+    if device is None:
+        return found
+    try:
+        return replace(found, model=found.model.to(device), inputs=found.inputs.to(device))
+    except Exception as error:
+        raise BadInputs(f"--device {device}: {said(error)}") from error
 
 
 def describe(found: Resolved) -> str:

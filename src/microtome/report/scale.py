@@ -1,0 +1,72 @@
+"""One unit for all numbers of a column, so that they can be compared by their length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from microtome.units import UNKNOWN
+
+Kind = Literal["count", "bytes", "seconds", "joules", "watts"]
+
+_UP = {"count": (1000.0, ("", "k", "M", "G", "T", "P", "E")), "bytes": (1024.0, ("B", "KiB", "MiB", "GiB", "TiB"))}
+_DOWN = {"seconds": "s", "joules": "J", "watts": "W"}
+
+
+class Scale(NamedTuple):
+    """A unit and how many digits are written behind the point.
+
+    Attributes:
+        size: How much of the quantity is one of the unit.
+        unit: Its name; empty for plain numbers.
+    """
+
+    size: float
+    unit: str
+    digits: int
+
+    def write(self, number: float | None) -> str:
+        """A number in the unit; what is more than nothing and too small for its digits is not written as nothing."""
+        if number is None:
+            return UNKNOWN
+        least = 10.0**-self.digits
+        scaled = number / self.size
+        if 0 < scaled < least / 2:
+            return f"<{least:.{self.digits}f}"
+        return f"{scaled:,.{self.digits}f}"
+
+    def head(self, name: str) -> str:
+        """The name of a column with its unit."""
+        return f"{name} {self.unit}".rstrip()
+
+
+def shared(numbers: Iterable[float | None], kind: Kind) -> Scale:
+    """The unit in which the largest of several numbers has three digits.
+
+    >>> scale = shared([9_355_584, 73_728, 12], "count")
+    >>> scale.head("MACs"), [scale.write(number) for number in (9_355_584, 73_728, 12)]
+    ('MACs M', ['9.36', '0.07', '<0.01'])
+    >>> shared([0.0023, 0.0000041], "seconds").write(0.0000041)
+    '<0.01'
+    """
+    known = [abs(number) for number in numbers if number is not None]
+    most = max(known, default=0.0)
+    size, unit = _down(most, _DOWN[kind]) if kind in _DOWN else _up(most, *_UP[kind])
+    if size == 1.0 and kind in _UP:
+        return Scale(size, unit, 0)
+    scaled = most / size
+    return Scale(size, unit, 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0)
+
+
+def _up(most: float, step: float, units: tuple[str, ...]) -> tuple[float, str]:
+    at = 0
+    while most >= (step - 0.5) * step**at and at < len(units) - 1:
+        at += 1
+    return step**at, units[at]
+
+
+def _down(most: float, unit: str) -> tuple[float, str]:
+    for letter, size in (("", 1.0), ("m", 1e-3), ("u", 1e-6)):
+        if most >= size:
+            return size, letter + unit
+    return (1e-9, f"n{unit}") if most else (1.0, unit)

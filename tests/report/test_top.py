@@ -1,0 +1,73 @@
+"""The costliest layers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from torch import nn
+
+import microtome as mt
+from microtome import zoo
+from microtome.errors import BadQuery
+from microtome.report.scale import shared
+from microtome.report.top import as_json, ranking, text
+
+
+@pytest.fixture(scope="module")
+def p() -> mt.Profile:
+    return mt.profile(*zoo.build("tiny-vit"))
+
+
+def test_layers_come_by_what_they_cost_themselves() -> None:
+    p = mt.profile(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), "4x6")
+    # 56 and 27 parameters; the ReLU has none, nor have the containers of their own.
+    assert [(row.address, row.params) for row in ranking(p)["params"]] == [("0", 56), ("2", 27)]
+    assert [row.own.macs for row in ranking(p, 1)["macs"]] == [192]
+    assert set(ranking(p)) == {"params", "macs", "peak_bytes"}
+
+
+def test_times_are_a_metric_where_they_were_measured() -> None:
+    p = mt.profile(nn.Sequential(nn.Linear(6, 8), nn.ReLU()), "4x6", measure=["time"], repeat=3, warmup=1)
+    assert "time_s" in ranking(p)
+    assert "by time" in text(p)
+
+
+def test_fewer_than_one_are_refused(p: mt.Profile) -> None:
+    with pytest.raises(BadQuery, match="the top are 1 or more, got 0"):
+        ranking(p, 0)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_rows_never_wrap(p: mt.Profile, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = text(p).splitlines()
+    table = lines[lines.index("by params") : [line.startswith("a layer counts") for line in lines].index(True)]
+    rows = [line for line in table if line and not line.startswith("by ")]
+    assert len(rows) == 30
+    assert all(line.endswith(" %") and len(line) <= width for line in rows)
+
+
+def test_numbers_of_a_column_end_at_the_same_place(p: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = text(p).splitlines()
+    (head,) = [line for line in lines if "params k" in line]
+    end = head.index("params k") + len("params k")
+    rows = [line for line in lines if line.endswith(" %")]
+    assert all(line[end - 1].isdigit() and line[end] == " " for line in rows)
+
+
+def test_json_has_raw_numbers(p: mt.Profile) -> None:
+    data = json.loads(as_json(p, 2))
+    assert data["top"]["macs"]["whole"] == p.total.macs
+    first = data["top"]["macs"]["layers"][0]
+    assert first["macs"] == p[first["address"]].own.macs
+    assert len(data["top"]["params"]["layers"]) == 2
+
+
+def test_the_largest_number_has_three_digits_in_the_unit_of_all() -> None:
+    scale = shared([1536.0, 10 * 1024.0], "bytes")
+    assert (scale.unit, scale.write(1536.0), scale.write(10240.0)) == ("KiB", "1.5", "10.0")
+    assert shared([], "seconds").write(None) == "–"  # noqa: RUF001
+    assert shared([0.0], "joules").write(0.0) == "0.00"
+    assert shared([12.0], "count") == (1.0, "", 0)
