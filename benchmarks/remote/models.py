@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from microtome import zoo
 from microtome.zoo import Resolved
 
 
-class Funnel(nn.Module):
-    """However much goes in, one number comes out."""
+class Source(nn.Module):
+    """A thousand numbers for each that is given, which lie ready."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.register_buffer("numbers", torch.randn(1, most))
 
     def forward(self, x: Tensor) -> Tensor:
+        numbers: Tensor = self.numbers[:, : 1000 * x.shape[1]]  # type: ignore[index]
+        return numbers
+
+
+class First(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
         return x[:, :1].clone()
+
+
+class Funnel(nn.Sequential):
+    """Much crosses at `"0"`, as much as the input says, and one number comes out."""
+
+    def __init__(self) -> None:
+        super().__init__(Source(2_500_000), First())
 
 
 FUNNEL = "benchmarks.remote.models:Funnel"
