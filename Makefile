@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test test-gpu zoo lint format bench bench-gpu docs clean
+.PHONY: demo test test-gpu zoo lint format bench bench-gpu bench-remote docs clean
 
 demo: $(VENV)/.dev        ## the main job on a built-in model
 	$(BIN)/microtome profile zoo:tiny-resnet
@@ -33,6 +33,9 @@ bench: $(VENV)/.bench     ## speed beside its peers, as ratios; add SAVE=1 to wr
 
 bench-gpu: $(VENV)/.bench ## how right times, memory and energy are on a CUDA device; SAVE=1 as above
 	$(BIN)/python -m benchmarks.gpu $(if $(SAVE),--save)
+
+bench-remote: $(VENV)/.bench ## two hosts as network namespaces, as root; eight minutes; SAVE=1 as above
+	$(BIN)/python -m benchmarks.remote $(if $(SAVE),--save)
 
 docs: $(VENV)/.docs       ## the manual, into site/
 	$(BIN)/mkdocs build --strict --quiet

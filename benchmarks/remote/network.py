@@ -17,6 +17,9 @@ _QUEUE_S = 0.1
 #: What the limit lets through at once: more than a packet; at high rates, what goes through between two of its ticks.
 _BURST_BYTES, _BURST_S = 16_384, 0.0005
 
+#: Both hosts are on the same cores: threads of one that wait are not to keep the other from its work.
+_QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONWARNINGS": "ignore"}
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -34,12 +37,7 @@ class Host:
     def start(self, *command: str, threads: int = 1, stdout: int | None = subprocess.PIPE) -> subprocess.Popen[str]:
         """A process there that computes with so many threads."""
         inside = () if self.namespace is None else ("ip", "netns", "exec", self.namespace)
-        environment = {
-            **os.environ,
-            "PYTHONWARNINGS": "ignore",
-            "OMP_NUM_THREADS": str(threads),
-            "MKL_NUM_THREADS": str(threads),
-        }
+        environment = {**os.environ, **_QUIET, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         return subprocess.Popen((*inside, *command), cwd=ROOT, env=environment, text=True, stdout=stdout, stderr=None)
 
     def python(self, module: str, *words: str, threads: int = 1) -> subprocess.Popen[str]:
