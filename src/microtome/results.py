@@ -40,6 +40,11 @@ class Result:
     def __rich__(self) -> Any:
         return self._report().renderable(self)
 
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows."""
+        html: str | None = import_module("microtome.report.notebook").html(self)
+        return html
+
     def to_markdown(self, file: File | None = None) -> str:
         """As a Markdown table; written to the file if one is named."""
         return write(self._report().markdown(self), file)

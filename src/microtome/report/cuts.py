@@ -60,10 +60,10 @@ _IMPORTANCE = ("bytes", "head_macs", "crosses", "tail_params", "tail_macs", "hea
 def renderable(cuts: Cuts, view: View | None = None, width: int = 140) -> Any:
     """What rich draws: the table, and under it what it rests on, with the places that are refused."""
     view = view or View()
-    rows = _rows(cuts, view)
+    rows = rows_of(cuts, view)
     layout = _layout(cuts, rows, width)
-    notes = [*_notes(cuts, view, rows), *_of_terminal(layout, rows), *_refusals(cuts.refused)]
-    parts: list[Any] = [Text(_title(cuts), style="italic")]
+    notes = [*notes_of(cuts, view, rows), *_of_terminal(layout, rows), *_refusals(cuts.refused)]
+    parts: list[Any] = [Text(title_of(cuts), style="italic")]
     if rows:
         parts.append(_table(cuts, rows, layout))
     return Stack(*parts, Text("\n".join(notes), style="dim"))
@@ -82,7 +82,7 @@ def details(cut: Cut, cuts: Cuts) -> str:
 def markdown(cuts: Cuts, view: View | None = None) -> str:
     """All cuts, or those down to a depth, with the full names of what crosses."""
     view = view or View()
-    rows = _rows(cuts, View(view.depth, every=view.depth is None))
+    rows = rows_of(cuts, View(view.depth, every=view.depth is None))
     headers = ["cut", *map(_header, _COLUMNS), "crosses"]
     lines = [headers, ["---", "---", *["---:"] * (len(_COLUMNS) - 1), "---"]]
     for cut in rows:
@@ -90,8 +90,8 @@ def markdown(cuts: Cuts, view: View | None = None) -> str:
         crossing = ", ".join(live.name for live in cut.live)
         lines.append([name, *(column.cell(cut) for column in _COLUMNS.values()), crossing])
     table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    notes = "\n".join(f"- {note}" for note in [*_notes(cuts, view, rows, "bold"), *_refusals(cuts.refused)])
-    return f"**{_title(cuts)}**\n\n{table}\n\n{notes}\n"
+    notes = "\n".join(f"- {note}" for note in [*notes_of(cuts, view, rows, "bold"), *_refusals(cuts.refused)])
+    return f"**{title_of(cuts)}**\n\n{table}\n\n{notes}\n"
 
 
 def csv(cuts: Cuts) -> str:
@@ -112,7 +112,7 @@ _FIELDS = ("at", "type", "depth", "live", "nbytes", "head_macs", "tail_macs", "h
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _rows(cuts: Cuts, view: View) -> list[Cut]:
+def rows_of(cuts: Cuts, view: View) -> list[Cut]:
     if view.every:
         return list(cuts)
     if view.depth is not None:
@@ -237,7 +237,7 @@ def _one(cut: Cut, cuts: Cuts) -> Any:
 # -- in words ----------------------------------------------------------------------------------------------------------
 
 
-def _title(cuts: Cuts) -> str:
+def title_of(cuts: Cuts) -> str:
     refused = f", {len(cuts.refused)} places refused" if cuts.refused else ""
     return f"{cuts.model} on {_described(cuts.inputs)}: {_plural(len(cuts), 'cut')}{refused}"
 
@@ -253,7 +253,7 @@ def _plural(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _notes(cuts: Cuts, view: View, rows: Sequence[Cut], mark: str = _MARK) -> Iterator[str]:
+def notes_of(cuts: Cuts, view: View, rows: Sequence[Cut], mark: str = _MARK) -> Iterator[str]:
     if cuts.offered:
         best = cuts.best()
         yield f"fewest bytes: {best.at}, {size(best.nbytes)}; {_beside_input(cuts)}"

@@ -49,8 +49,8 @@ def renderable(plan: Plan, width: int | None = None, top: int = _ROWS) -> Any:
     """What rich draws: the winner, the table, the chart, and under them what they rest on."""
     if width is None:
         return _Fitted(plan, top)
-    rows = _shown(plan, top)
-    columns = _columns(plan)
+    rows = rows_of(plan, top)
+    columns = columns_of(plan)
     cells = {name: [column.cell(row) for row in rows] for name, column in columns.items()}
     widths = {name: max(len(columns[name].header), *map(len, cells[name])) for name in columns}
     where = min(max(len(row.name) for row in rows), _WHERE) + 2
@@ -63,8 +63,8 @@ def renderable(plan: Plan, width: int | None = None, top: int = _ROWS) -> Any:
         style = "dim" if row.refused else "bold green" if row is plan.winner else ""
         marked = f"{'*' if row is plan.winner else ' '} {shortened(row.name, _WHERE)}"
         table.add_row(Text(marked), *(Text(cells[name][at]) for name in chosen), style=style)
-    notes = Text("\n".join(_notes(plan, rows)), style="dim")
-    return Stack(Text(_title(plan), style="italic"), table, Text(""), Text(_chart(plan, width)), notes)
+    notes = Text("\n".join(notes_of(plan, rows)), style="dim")
+    return Stack(Text(title_of(plan), style="italic"), table, Text(""), Text(_chart(plan, width)), notes)
 
 
 def text(plan: Plan, top: int = _ROWS) -> str:
@@ -73,15 +73,15 @@ def text(plan: Plan, top: int = _ROWS) -> str:
 
 
 def markdown(plan: Plan) -> str:
-    columns = _columns(plan)
+    columns = columns_of(plan)
     lines = [["cut", *(column.header for column in columns.values())], ["---", *["---:"] * len(columns)]]
-    rows = _shown(plan, len(plan))
+    rows = rows_of(plan, len(plan))
     for row in rows:
         name = f"**{row.name}**" if row is plan.winner else row.name
         lines.append([name, *(column.cell(row) for column in columns.values())])
     table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    notes = "\n".join(f"- {note}" for note in _notes(plan, rows))
-    return f"**{_title(plan)}**\n\n{table}\n\n{notes}\n"
+    notes = "\n".join(f"- {note}" for note in notes_of(plan, rows))
+    return f"**{title_of(plan)}**\n\n{table}\n\n{notes}\n"
 
 
 def csv(plan: Plan) -> str:
@@ -118,13 +118,13 @@ def _record(plan: Plan, candidate: Candidate) -> dict[str, Any]:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _shown(plan: Plan, top: int) -> list[Candidate]:
+def rows_of(plan: Plan, top: int) -> list[Candidate]:
     """The best, the winner, and the whole model on one device, in the plan's order."""
     best = {id(candidate) for candidate in [one for one in plan if one.refused is None][:top]}
     return [one for one in plan if id(one) in best or one.is_baseline or one is plan.winner]
 
 
-def _columns(plan: Plan) -> dict[str, _Column]:
+def columns_of(plan: Plan) -> dict[str, _Column]:
     columns = {"sent": _Column("sent", lambda one: size(sum(one.sent_bytes)) if one.at else UNKNOWN)}
     for name in plan.devices:
         columns[name] = _Column(name, lambda one, name=name: seconds(one.seconds("run", where=name)))  # type: ignore[misc]
@@ -147,7 +147,7 @@ def _importance(plan: Plan) -> list[str]:
     first = {"latency": "latency", "throughput": "rate", "energy": "energy"}[plan.objective]
     names = [first, "latency", "sent", *plan.devices, "wire", "refused", "codec", "energy"]
     names += [f"memory{at}" for at in range(len(plan.limits))]
-    return [name for name in dict.fromkeys([*names, "rate"]) if name in _columns(plan)]
+    return [name for name in dict.fromkeys([*names, "rate"]) if name in columns_of(plan)]
 
 
 # -- the chart ---------------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def _over_cuts(plan: Plan) -> list[Candidate]:
 # -- in words ----------------------------------------------------------------------------------------------------------
 
 
-def _title(plan: Plan) -> str:
+def title_of(plan: Plan) -> str:
     devices = list(plan.devices)
     links = ", ".join(
         f"{near} to {far} {rate(link.bytes_per_s)}, rtt {seconds(link.rtt_s)}"
@@ -210,7 +210,7 @@ def _title(plan: Plan) -> str:
     return f"{plan.model} on {plan.inputs}: {plan.winner.name} ({chosen}; {links})"
 
 
-def _notes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
+def notes_of(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
     winner = plan.winner
     yield f"{winner.name}: {seconds(winner.latency_s)} = {' + '.join(_terms(winner))}"
     yield from _beside(plan)

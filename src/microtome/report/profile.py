@@ -101,10 +101,11 @@ def csv(profile: Profile, view: View | None = None) -> str:
     view = _whole_tree(profile, view or View())
     check(view)
     file = io.StringIO()
-    records = [flat(row) if isinstance(row, Row) else _flat_group(row) for row, _ in _rows(profile, view)]
+    records = [flat(row) if isinstance(row, Row) else _flat_group(row) for row, _ in rows_of(profile, view)]
     if view.columns:
         records = [
-            _chosen(row, record, profile, view) for (row, _), record in zip(_rows(profile, view), records, strict=True)
+            _chosen(row, record, profile, view)
+            for (row, _), record in zip(rows_of(profile, view), records, strict=True)
         ]
     writer = csv_format.DictWriter(file, list(dict.fromkeys(name for record in records for name in record)))
     writer.writeheader()
@@ -166,7 +167,7 @@ def _flat_group(group: Group) -> dict[str, Any]:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def _rows(profile: Profile, view: View) -> list[tuple[Any, str]]:
+def rows_of(profile: Profile, view: View) -> list[tuple[Any, str]]:
     """The rows or groups of a view, each with its name."""
     if view.by is not None:
         groups = {"module": profile.by_module, "type": profile.by_type, "op": profile.by_op}[view.by]()
@@ -225,7 +226,7 @@ def _in_tree(row: Row) -> str:
 
 def _lines(profile: Profile, view: View, width: int | None) -> _Lines:
     check(view)
-    pairs = _rows(profile, view)
+    pairs = rows_of(profile, view)
     names = [name for _, name in pairs]
     wanted = view.columns or tuple(name for name in _ORDER if _has(profile, view, name))
     table = {name: [COLUMNS[name].cell(row, profile) for row, _ in pairs] for name in wanted}
@@ -243,7 +244,7 @@ def _lines(profile: Profile, view: View, width: int | None) -> _Lines:
         rows=[[name, *(table[column][at] for column in chosen)] for at, name in enumerate(names)],
         total=["total", *(whole[name] for name in chosen)],
         left_out=tuple(name for name in wanted if name not in chosen),
-        count=len(_rows(profile, replace(view, top=None))),
+        count=len(rows_of(profile, replace(view, top=None))),
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal, NamedTuple
 
 import torch
@@ -159,6 +160,11 @@ class Trace:
         yield call
         for child in call.children:
             yield from self.below(self.calls[child])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        html: str = import_module("microtome.report.notebook").trace(self)  # by name: reports stand above traces
+        return html
 
     def __repr__(self) -> str:
         return f"<Trace of {len(self.calls)} calls, {len(self.ops)} ops, {len(self.values)} values, {self.how.stand}>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -96,6 +97,11 @@ class Recording:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        html: str = import_module("microtome.report.notebook").recording(self)  # by name: reports stand above stores
+        return html
 
     def __repr__(self) -> str:
         tensors, dropped = self._totals.written, f", {self.dropped} dropped" if self.dropped else ""
