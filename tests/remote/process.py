@@ -26,11 +26,11 @@ class ServerProcess:
     def __init__(self, model: str = "zoo:tiny-resnet", *options: str, listen: str = "127.0.0.1:0") -> None:
         self._model, self._options = model, options
         self.address = listen
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the last process
         self.start()
 
     def start(self) -> None:
         """Start it, on the port that it had if it had one."""
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed when it ends
         self._process = subprocess.Popen(
             [*_COMMAND, self._model, "--listen", self.address, *self._options],
             stdout=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -169,9 +170,7 @@ def test_a_certificate_that_is_believed(resnet: tuple[nn.Module, Tensor], stage:
 def test_the_name_in_a_certificate_counts(resnet: tuple[nn.Module, Tensor], stage: Any, ours: Authority) -> None:
     with served(stage, ours.sign("tail.example")) as server:
         assert answers(server, resnet, ca=ours.file, server_name="tail.example")
-        assert "tail.example" not in str(
-            refusal(server, resnet, ca=ours.file, server_name="another.example", timeout=1)
-        )
+        assert refusal(server, resnet, ca=ours.file, server_name="another.example", timeout=1).kind == "UNREACHABLE"
 
 
 @pytest.mark.parametrize(
@@ -242,7 +241,7 @@ def test_files_that_make_no_sense_are_refused(
 
 
 def test_it_listens_on_loopback_by_default() -> None:
-    assert mt.serve.__kwdefaults__["listen"] == "127.0.0.1:7070"
+    assert inspect.signature(mt.serve).parameters["listen"].default == "127.0.0.1:7070"
 
 
 @pytest.mark.parametrize(

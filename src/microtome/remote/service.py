@@ -117,8 +117,9 @@ class Service:
             if not reading.done():
                 reading.cancel()  # what is not read by now is sent to another server, or again
             await asyncio.gather(*answering)
-            if not reading.cancelled():
-                await reading
+            (ended,) = await asyncio.gather(reading, return_exceptions=True)
+            if isinstance(ended, Exception):
+                raise ended
         finally:
             for task in (reading, drained, *answering):
                 task.cancel()

@@ -1,0 +1,477 @@
+"""Servers that die, hang and are slow, and lines that break: an answer is right, or there is a clear error."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from torch import Tensor
+
+import microtome as mt
+from microtome.errors import MicrotomeError, RemoteError
+from microtome.remote import messages
+from microtome.remote.client import Remote
+from microtome.remote.server import Server
+from tests.remote.process import ServerProcess
+from tests.remote.proxy import Pair, Proxy, Weather, until
+from tests.remote.slow import Slow, asking
+
+SLOW = "tests.remote.slow:Slow", "--input", "1x8"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """A process that is killed, hung and starved; each test leaves it running."""
+    with ServerProcess(*SLOW) as started:
+        yield started
+
+
+@pytest.fixture
+def here() -> Iterator[Server]:
+    """One in this process, whose figures can be read."""
+    with mt.serve(Slow().eval(), asking(), listen="127.0.0.1:0") as started:
+        yield started
+
+
+def connected(address: str, **options: Any) -> Remote:
+    options = {"at": "head", "fallback": None, "codec": "raw", **options}
+    return mt.connect(Slow().eval(), asking(), address, **options)
+
+
+@torch.no_grad()
+def truth(x: Tensor) -> Tensor:
+    """What the model returns, without waiting for it."""
+    out: Tensor = Slow().tail(x + 1)
+    return out
+
+
+def in_background(call: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """Begin something in a thread; ask for what it returns, or raises."""
+    threads = ThreadPoolExecutor(1)
+    future = threads.submit(call, *args)
+    threads.shutdown(wait=False)
+    return lambda: future.result(60)
+
+
+def alive(proxy: Proxy) -> Pair:
+    """The connection through a proxy that is open now."""
+    return next(pair for pair in reversed(proxy.pairs) if not pair.ended.is_set())
+
+
+def counted(server: Server, name: str, **labels: str) -> float:
+    return server.metrics.registry.get_sample_value(f"microtome_{name}_total", labels) or 0.0
+
+
+# -- the server dies ---------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_killed_in_the_middle_of_a_tensor_and_started_again_answers(server: ServerProcess) -> None:
+    x = asking(rows=100_000)
+    with Proxy(server.address) as proxy, connected(proxy.address) as remote:
+        pair = alive(proxy)
+        before = pair.up.passed
+        pair.up.bytes_per_s = 8e6
+        answer = in_background(remote, x)
+        until(lambda: pair.up.passed - before > x.nbytes // 4)
+        server.kill()
+        assert pair.up.passed - before < x.nbytes
+        server.start()
+        assert answer().equal(truth(x))
+        assert remote.requests[-1].attempts > 1
+        assert (remote.requests[-1].where, len(remote.requests)) == ("cloud", 1)
+
+
+def test_where_the_edge_can_finish_it_does_while_the_server_is_away(server: ServerProcess) -> None:
+    x = asking(0.2)
+    with connected(server.address, fallback="local") as remote:
+        assert remote(asking()) is not None
+        answer = in_background(remote, x)
+        until(lambda: not remote._connection.is_idle())
+        server.kill()
+        assert answer().equal(truth(x))
+        assert remote.requests[-1].where == "edge"
+        assert server.address in (remote.requests[-1].reason or "")
+        other = asking()
+        assert remote(other).equal(truth(other))  # now it is known to be down
+        assert (remote.requests[-1].where, remote.requests[-1].attempts) == ("edge", 0)
+        server.start()
+        until(lambda: remote._connection.down is None)
+        assert remote(other).equal(truth(other))
+        assert remote.requests[-1].where == "cloud"
+
+
+def test_a_server_that_does_not_come_back_is_an_error_where_the_edge_cannot_finish() -> None:
+    server = mt.serve(Slow().eval(), asking(), listen="127.0.0.1:0")
+    with connected(server.address, deadline=1.0) as remote:
+        server.stop()
+        with pytest.raises(RemoteError, match=f"{server.address} did not answer in 1 s") as caught:
+            remote(asking())
+    assert caught.value.kind == "DEADLINE"
+
+
+def test_a_server_that_comes_back_with_other_weights_is_not_believed() -> None:
+    server = mt.serve(Slow().eval(), asking(), listen="127.0.0.1:0")
+    with connected(server.address) as remote:
+        remote(asking())
+        server.stop()
+        other = Slow().eval()
+        with torch.no_grad():
+            other.tail.bias.add_(1)
+        with (
+            mt.serve(other, asking(), listen=server.address),
+            pytest.raises(RemoteError, match="is of a model with the fingerprint") as caught,
+        ):
+            remote(asking())
+    assert caught.value.kind == "WRONG_MODEL"
+
+
+# -- the server hangs, or is slow --------------------------------------------------------------------------------------
+
+
+def test_when_the_server_hangs_the_edge_finishes_before_the_deadline(server: ServerProcess) -> None:
+    with connected(server.address, deadline=0.5, fallback="local") as remote:
+        server.hang()
+        try:
+            for _ in range(3):
+                x = asking()
+                assert remote(x).equal(truth(x))
+                assert remote.requests[-1].where == "edge"
+        finally:
+            server.go_on()
+
+        def comes_from_the_cloud() -> bool:
+            x = asking()
+            assert remote(x).equal(truth(x))
+            return remote.requests[-1].where == "cloud"
+
+        until(comes_from_the_cloud)
+
+
+def test_when_the_server_hangs_and_the_edge_cannot_finish_the_deadline_is_an_error(server: ServerProcess) -> None:
+    with connected(server.address, deadline=0.3) as remote:
+        server.hang()
+        try:
+            with pytest.raises(RemoteError, match="did not answer in 0.3 s") as caught:
+                remote(asking())
+            assert caught.value.kind == "DEADLINE"
+        finally:
+            server.go_on()
+    with connected(server.address) as remote:
+        x = asking()
+        assert remote(x).equal(truth(x))
+
+
+def test_an_answer_that_comes_too_late_is_nobodys(here: Server) -> None:
+    with connected(here.address, deadline=0.3) as remote:
+        with pytest.raises(RemoteError, match="did not answer in 0.3 s"):
+            remote(asking(0.6))
+        until(lambda: counted(here, "requests", cut="head") == 2)  # the rehearsal, and that one
+        remote._deadline = None
+        for _ in range(5):
+            x = asking()
+            assert remote(x).equal(truth(x))
+
+
+def test_a_request_whose_client_has_given_up_is_not_computed(here: Server) -> None:
+    with connected(here.address) as busy, connected(here.address, deadline=0.2) as remote:
+        x = asking(1.0)
+        answer = in_background(busy, x)
+        until(lambda: here.metrics.queue._value.get() == 1)
+        with pytest.raises(RemoteError, match="did not answer in 0.2 s"):
+            remote(asking())
+        assert answer().equal(truth(x))
+        until(lambda: counted(here, "errors", kind="DEADLINE") == 1)
+    assert counted(here, "requests", cut="head") == 3  # two rehearsals, and the one that waited
+
+
+def test_over_a_slow_line_the_edge_finishes_in_time(server: ServerProcess) -> None:
+    slow = Weather(bytes_per_s=20_000)
+    with (
+        Proxy(server.address) as proxy,
+        connected(proxy.address, deadline=0.5, fallback="local") as remote,
+    ):
+        alive(proxy).up.bytes_per_s = slow.bytes_per_s
+        x = asking(rows=4000)  # 128 kB: some 6 s
+        assert remote(x).equal(truth(x))
+        assert remote.requests[-1].where == "edge"
+
+
+def test_a_line_with_a_long_way_changes_no_answer(server: ServerProcess) -> None:
+    def far(_: int) -> tuple[Weather, Weather]:
+        return Weather(delay_s=0.01), Weather(delay_s=0.01)
+
+    given = [asking(rows=1 + index) for index in range(20)]
+    with Proxy(server.address, far) as proxy, connected(proxy.address) as remote:
+        got = list(remote.stream(given, window=6))
+    assert all(one.equal(truth(x)) for one, x in zip(got, given, strict=True))
+    assert all(sent.wire_s >= 0.02 for sent in remote.requests)
+
+
+# -- the line breaks ---------------------------------------------------------------------------------------------------
+
+# A connection opens with some hundred bytes, then comes the handshake, the rehearsal, and requests of 64 kB each.
+PLACES = [0, 1, 9, 24, 60, 100, 200, 300, 500, 800, 1100, 1400, 2000, 20_000, 65_000, 66_000, 70_000, 150_000]
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_line_that_is_cut_anywhere_costs_no_answer(here: Server, direction: str, place: int) -> None:
+    def cut_first(number: int) -> tuple[Weather, Weather]:
+        bad = Weather(cut_after=place if number == 0 else None)
+        return (bad, Weather()) if direction == "up" else (Weather(), bad)
+
+    given = [asking(rows=2000) for _ in range(4)]
+    with Proxy(here.address, cut_first) as proxy, connected(proxy.address) as remote:
+        for x in given:
+            assert remote(x).equal(truth(x))
+        assert [sent.where for sent in remote.requests] == ["cloud"] * 4
+        assert proxy.made > 1 or direction == "down"
+
+
+def test_a_line_that_breaks_again_and_again_costs_no_answer_of_a_stream(server: ServerProcess) -> None:
+    def breaking(number: int) -> tuple[Weather, Weather]:
+        return Weather(cut_after=3000 + 40_000 * (number % 5)), Weather()
+
+    given = [asking(rows=1 + index % 300) for index in range(200)]
+    with Proxy(server.address) as proxy, connected(proxy.address) as remote:
+        proxy.weather = breaking
+        proxy.cut()
+        got = list(remote.stream(given, window=4))
+        assert proxy.made > 5
+    assert len(got) == len(given)
+    assert all(one.equal(truth(x)) for one, x in zip(got, given, strict=True))
+    assert [sent.where for sent in remote.requests] == ["cloud"] * len(given)
+
+
+def test_half_a_message_is_not_computed(here: Server) -> None:
+    x = asking(rows=10_000)
+    with Proxy(here.address) as proxy, connected(proxy.address) as remote:
+        pair = alive(proxy)
+        pair.up.cut_after = pair.up.passed + x.nbytes // 2
+        assert remote(x).equal(truth(x))
+        assert remote.requests[-1].attempts == 2
+    assert counted(here, "requests", cut="head") == 2  # the rehearsal, and the second attempt
+    assert sum(counted(here, "errors", kind=kind) for kind in messages.KINDS) == 0
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_line_that_changes_bytes_gives_no_wrong_answer(here: Server, direction: str) -> None:
+    right, errors = 0, 0
+    x = asking(rows=40)
+    with Proxy(here.address) as proxy, connected(proxy.address, deadline=0.3) as remote:
+        for place in range(0, 240, 15):
+            until(lambda: remote._connection.down is None)
+            weather = getattr(alive(proxy), direction)
+            weather.corrupt = _flipping(weather.passed + place, 1 << place % 8)
+            try:
+                assert remote(x).equal(truth(x)), place
+                right += 1
+            except MicrotomeError:
+                errors += 1
+                proxy.cut()  # where the length of a frame is wrong, both sides wait for the rest
+                until(lambda: remote._connection.down is not None)
+    assert right + errors == 16
+    assert right > 0
+
+
+def _flipping(place: int, bit: int) -> Callable[[int, bytes], bytes]:
+    def flip(begins: int, data: bytes) -> bytes:
+        at = place - begins
+        if not 0 <= at < len(data):
+            return data
+        return data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
+
+    return flip
+
+
+def test_a_damaged_id_is_found_and_the_request_sent_again(here: Server) -> None:
+    """The id stands in front: where it is damaged, the reply is one to a request that nobody made."""
+    x = asking()
+    with Proxy(here.address) as proxy, connected(proxy.address) as remote:
+        damaged = threading.Event()
+
+        def damage(_: int, data: bytes) -> bytes:
+            at = data.find(b"\x0a\x20")  # field 1, of 32 bytes
+            if at < 0 or damaged.is_set():
+                return data
+            damaged.set()
+            return data[: at + 2] + b"x" + data[at + 3 :]
+
+        alive(proxy).up.corrupt = damage
+        assert remote(x).equal(truth(x))
+        assert damaged.is_set()
+        assert remote.requests[-1].attempts == 2
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_over_the_limit_is_refused_by_both_sides() -> None:
+    def run(nbytes: int) -> Any:
+        call = channel.unary_unary(f"/{messages.SERVICE}/Run", response_deserializer=messages.Reply.FromString)
+        return call(messages.Request(id="1", boundary=bytes(nbytes)).SerializeToString(), timeout=10)
+
+    big, small = asking(rows=4000), asking(rows=10)  # 128 kB
+    with mt.serve(Slow().eval(), asking(), listen="127.0.0.1:0", max_message="100KB") as server:
+        with connected(server.address) as remote:
+            with pytest.raises(RemoteError, match="KiB cross at 'head', and .* takes 97.7 KiB") as caught:
+                remote(big)
+            assert caught.value.kind == "TOO_LARGE"
+            assert remote(small).equal(truth(small))
+        with grpc.insecure_channel(server.address) as channel:
+            reply = run(100_001)
+            assert messages.KINDS[reply.error.kind] == "TOO_LARGE"
+            assert reply.error.message == "97.7 KiB are more than 97.7 KiB"
+            with pytest.raises(grpc.RpcError) as refused:
+                run(200_000)
+            assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        with connected(server.address) as remote:
+            assert remote(small).equal(truth(small))
+
+
+def test_a_request_for_which_memory_is_short_is_refused_and_the_next_is_served(server: ServerProcess) -> None:
+    with connected(server.address) as remote:
+        server.limit_memory(200 << 20)
+        try:
+            for _ in range(3):
+                with pytest.raises(RemoteError, match="could not answer: .*can't allocate memory") as caught:
+                    remote(asking(megabytes=1000))
+                assert caught.value.kind == "OUT_OF_MEMORY"
+                x = asking()
+                assert remote(x).equal(truth(x))
+            given = [asking(), asking(megabytes=1000), asking()]
+            with connected(server.address, fallback="local") as other:
+                got = list(other.stream(given))
+            assert all(one.equal(truth(x)) for one, x in zip(got, given, strict=True))
+            assert [sent.where for sent in other.requests] == ["cloud", "edge", "cloud"]
+        finally:
+            server.limit_memory(None)
+        x = asking(megabytes=1000)
+        assert remote(x).equal(truth(x))
+
+
+# -- clients -----------------------------------------------------------------------------------------------------------
+
+
+def streamed(channel: grpc.Channel, requests: Any) -> Any:
+    method = channel.stream_stream(f"/{messages.SERVICE}/Stream", response_deserializer=messages.Reply.FromString)
+    return method(iter(requests.get, None))
+
+
+def request(id_: str, x: Tensor) -> bytes:
+    head, _ = mt.split(Slow().eval(), asking(), at="head")
+    data: bytes = messages.Request(id=id_, boundary=head(x).to_bytes()).SerializeToString()
+    return data
+
+
+def test_what_a_client_asked_that_is_gone_is_not_computed(here: Server) -> None:
+    sent: SimpleQueue[bytes | None] = SimpleQueue()
+    with grpc.insecure_channel(here.address) as channel:
+        call = streamed(channel, sent)
+        for number in range(10):
+            sent.put(request(str(number), asking(0.4)))
+        until(lambda: here.metrics.queue._value.get() == 10)
+        call.cancel()
+        sent.put(None)
+    until(lambda: here.metrics.queue._value.get() == 0)
+    with connected(here.address) as remote:
+        x = asking()
+        assert remote(x).equal(truth(x))
+    assert counted(here, "requests", cut="head") <= 1 + 2  # what was being computed; the rehearsal, and this one
+    assert here.metrics.streams._value.get() == 0
+
+
+def test_clients_at_different_cuts_at_once_over_bad_lines(server: ServerProcess) -> None:
+    def ask(at: str) -> bool:
+        def breaking(number: int) -> tuple[Weather, Weather]:
+            return Weather(cut_after=5000 + 20_000 * number), Weather(delay_s=0.001)
+
+        given = [asking(rows=1 + index) for index in range(60)]
+        with Proxy(server.address, breaking) as proxy, connected(proxy.address, at=at) as remote:
+            return all(remote(x).equal(truth(x)) for x in given)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(ask, ["", "head", "wait", "tail"])) == [True] * 4
+
+
+# -- the server ends ---------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def test_what_was_taken_before_sigterm_is_answered_and_the_exit_code_is_0() -> None:
+    port = free_port()
+
+    def queued() -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            return b"\nmicrotome_queue 8.0" in reply.read()
+
+    sent: SimpleQueue[bytes | None] = SimpleQueue()
+    given = {str(number): asking(0.15) for number in range(8)}
+    with ServerProcess(*SLOW, "--metrics", f":{port}", "--grace", "20") as server:
+        with grpc.insecure_channel(server.address) as channel:
+            replies = streamed(channel, sent)
+            for id_, x in given.items():
+                sent.put(request(id_, x))
+            until(queued)
+            server.terminate()
+            got = {reply.id: reply for reply in replies}
+            assert replies.code() == grpc.StatusCode.OK
+            sent.put(None)
+        assert server.end() == 0
+        assert [json.loads(line)["event"] for line in server.said.splitlines()] == []
+    assert sorted(got) == sorted(given)
+    for id_, x in given.items():
+        (output,) = mt.Boundary.from_bytes(got[id_].output).tensors.values()
+        assert output.equal(truth(x))
+
+
+def test_sigterm_under_load_loses_nothing_and_a_second_server_goes_on() -> None:
+    answered, failed = [], []
+
+    def ask(remote: Remote) -> None:
+        for _ in range(60):
+            x = asking(0.002)
+            try:
+                assert remote(x).equal(truth(x))
+                answered.append(1)
+            except RemoteError as error:
+                failed.append(error)
+
+    with ServerProcess(*SLOW) as server:
+        remotes = [connected(server.address) for _ in range(4)]
+        with ThreadPoolExecutor(4) as threads:
+            done = [threads.submit(ask, remote) for remote in remotes]
+            until(lambda: len(answered) > 40)
+            server.terminate()
+            assert server.end() == 0
+            server.start()
+            for one in done:
+                one.result(60)
+        for remote in remotes:
+            remote.close()
+    assert (len(answered), failed) == (240, [])
+
+
+def test_a_server_that_is_stopped_ends_after_its_grace_whatever_runs(here: Server) -> None:
+    with connected(here.address, deadline=1.5) as remote:
+        answer = in_background(remote, asking(1.0))
+        until(lambda: here.metrics.queue._value.get() == 1)
+        here.stop(grace=0.1)
+        assert here.wait(0)
+        with pytest.raises(RemoteError, match="did not answer in 1.5 s"):
+            answer()
