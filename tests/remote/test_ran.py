@@ -58,9 +58,10 @@ def test_the_text_says_what_ended_here_and_where_the_cut_moved() -> None:
 
 
 def test_it_is_read_from_json_as_it_was(tmp_path: Path) -> None:
-    ran(energy_j=1.5).to_json(tmp_path / "run.json")
+    made = ran(energy_j=1.5)
+    made.to_json(tmp_path / "run.json")
     found = mt.load(tmp_path / "run.json")
-    assert found.as_dict() == ran(energy_j=1.5).as_dict()
+    assert found.as_dict() == made.as_dict()
     data = json.loads((tmp_path / "run.json").read_text())
     assert data["summary"]["seconds"]["tail"] == {"median": 0.002, "p95": 0.002}
     assert "began" not in data["requests"][0]

@@ -50,6 +50,7 @@ _COSTS = "Take the costs of codecs from this file, such as edge=F.json; may be g
 @click.option("--codec", "codecs", multiple=True, default=("raw",), metavar="NAME", help=_CODEC)
 @click.option("--codec-costs", "costs", multiple=True, metavar="edge=F", callback=_pairs, help=_COSTS)
 @click.option("--measure-codecs", metavar="F", help="Measure codecs here, on this run of the model; write them to F.")
+@click.option("--perfetto", metavar="F", help="Write the plan for https://ui.perfetto.dev.")
 @click.option("--top", type=click.IntRange(min=1), default=8, metavar="K", help="Show the best K.")
 @output_options
 def plan(
@@ -69,13 +70,14 @@ def plan(
     costs: dict[str, str],
     measure_codecs: str | None,
     top: int,
+    perfetto: str | None,
     outputs: dict[str, str | None],
 ) -> None:
     """Say where to cut a model, from profiles of two devices and the link between them.
 
     MODEL and its inputs are those that were profiled, such as torchvision:resnet50. Neither device is needed.
     """
-    outputs = outputs | {"--measure-codecs": measure_codecs}
+    outputs = outputs | {"--measure-codecs": measure_codecs, "--perfetto": perfetto}
     refuse_same(outputs)
     if costs and measure_codecs is not None:
         raise click.UsageError("choose one of --codec-costs and --measure-codecs")
@@ -98,6 +100,7 @@ def plan(
         "--json": result.to_json,
         "--csv": partial(csv, result),
         "--md": partial(markdown, result),
+        "--perfetto": result.to_perfetto,
         "--measure-codecs": lambda: table.to_json() if table is not None else "",
     }
     put(outputs, make, partial(text, result, top))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 
-from microtome.cli.model import describe, model_options, resolve, working
+from microtome.cli.model import describe, model_options, placed, resolve, working
 from microtome.cli.outputs import output_options, put, refuse_same
 from microtome.count.conventions import CONVENTIONS
 from microtome.errors import BadInputs, MicrotomeError, said
@@ -62,6 +62,8 @@ _ENERGY_MODEL = "Estimate energy, from such as flop=0.5e-12,byte=20e-12,watts=3,
 @click.option("--energy-method", type=click.Choice(["share", "replay"]), default="share", help=_ENERGY_METHOD)
 @click.option("--energy-model", metavar="COEFFICIENTS", help=_ENERGY_MODEL)
 @click.option("--meter", metavar="NAME", help="Read energy from this meter, such as nvml or csv:FILE.")
+@click.option("--perfetto", metavar="F", help="Write what was timed for https://ui.perfetto.dev; needs --time.")
+@click.option("--speedscope", metavar="F", help="Write what was timed for https://www.speedscope.app; needs --time.")
 @click.option("--strict", is_flag=True, help="Fail where an operator has no formula.")
 @output_options
 def profile(
@@ -92,6 +94,8 @@ def profile(
     meter: str | None,
     repeat: int,
     budget: float,
+    perfetto: str | None,
+    speedscope: str | None,
     strict: bool,
     outputs: dict[str, str | None],
 ) -> None:
@@ -106,7 +110,10 @@ def profile(
     view = View(depth, granularity, by, sort, top, chosen)
     if model.partition(":")[0] in SOURCES:  # Python code may register columns of its own when it is imported
         check(view)
+    outputs = outputs | {"--perfetto": perfetto, "--speedscope": speedscope}
     refuse_same(outputs)
+    if not time and (perfetto is not None or speedscope is not None):
+        raise click.UsageError("--perfetto and --speedscope write when each call ran: measure that with --time")
     if meta and device is not None:
         raise click.UsageError("--meta builds a model on no device: leave out --device")
     found = resolve(model, inputs, args, meta=meta, weights=weights)
@@ -123,20 +130,17 @@ def profile(
         "--json": result.to_json,
         "--csv": partial(csv, result, view),
         "--md": partial(markdown, result, view),
+        "--perfetto": result.to_perfetto,
+        "--speedscope": result.to_speedscope,
     }
     put(outputs, make, partial(text, result, view))
 
 
 def _run(found: Resolved, device: str | None, **options: Any) -> Profile:
-    model, inputs = found.model, found.inputs
-    if device is not None:
-        try:
-            model, inputs = model.to(device), inputs.to(device)
-        except Exception as error:
-            raise BadInputs(f"--device {device}: {said(error)}") from error
+    found = placed(found, device)
     try:
         with torch.set_grad_enabled(options["backward"]):
-            return profile_model(model, inputs, **options)
+            return profile_model(found.model, found.inputs, **options)
     except MicrotomeError:
         raise
     except Exception as error:

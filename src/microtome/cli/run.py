@@ -44,6 +44,7 @@ _AT = "Where to cut: an address of `microtome cuts`; auto: where it is the faste
 @click.option("--stages", metavar="FOLDER", help="Run the first stage that `microtome split` wrote there.")
 @click.option("--weights", type=click.Path(dir_okay=False), metavar="F.safetensors", help="Load these weights.")
 @click.option("--device", metavar="D", help="Compute the head on this device, such as cuda.")
+@click.option("--perfetto", metavar="F", help="Write every request for https://ui.perfetto.dev.")
 @click.option("--to", metavar="FOLDER", help="Write what the model returns: a file a request, or one F.safetensors.")
 @output_options
 @connection_options
@@ -65,6 +66,7 @@ def run(
     weights: str | None,
     device: str | None,
     to: str | None,
+    perfetto: str | None,
     outputs: dict[str, str | None],
     reach: dict[str, Any],
 ) -> None:
@@ -78,6 +80,7 @@ def run(
 
     if data is not None and repeat is not None:
         raise click.UsageError("choose one of --data and --repeat")
+    outputs = outputs | {"--perfetto": perfetto}
     refuse_same(outputs | {"--to": to})
     target, example = part_of(model, inputs, args, weights=weights, stages=stages, device=device)
     items, whole = _items(data, repeat or 100, batch, example)
@@ -106,6 +109,7 @@ def run(
         "--json": ran.to_json,
         "--csv": partial(csv, ran),
         "--md": partial(markdown, ran),
+        "--perfetto": ran.to_perfetto,
     }
     put(outputs, make, partial(text, ran))
 

@@ -24,6 +24,7 @@ _CUTS = "all; dominating: those that send less than all before them; or addresse
 @click.option("--codec", default="raw", metavar="NAME", help="How what crosses is encoded, such as raw, zstd or fp16.")
 @click.option("--weights", type=click.Path(dir_okay=False), metavar="F.safetensors", help="Load these weights.")
 @click.option("--device", metavar="D", help="Compute the heads on this device, such as cuda.")
+@click.option("--perfetto", metavar="F", help="Write a request at each cut for https://ui.perfetto.dev.")
 @click.option("--html", "html_file", metavar="F", help="Write a page with bars and a table; - for the terminal.")
 @output_options
 @connection_options
@@ -39,6 +40,7 @@ def sweep(
     weights: str | None,
     device: str | None,
     html_file: str | None,
+    perfetto: str | None,
     outputs: dict[str, str | None],
     reach: dict[str, Any],
 ) -> None:
@@ -50,7 +52,7 @@ def sweep(
     from microtome.remote.sweep import sweep as measure
     from microtome.report.sweep import csv, html, markdown, text
 
-    outputs = outputs | {"--html": html_file}
+    outputs = outputs | {"--html": html_file, "--perfetto": perfetto}
     refuse_same(outputs)
     timeout = reach.pop("timeout")
     which = cuts if cuts in ("all", "dominating") else [word.strip() for word in cuts.split(",")]
@@ -71,6 +73,7 @@ def sweep(
         "--json": found.to_json,
         "--csv": partial(csv, found),
         "--md": partial(markdown, found),
+        "--perfetto": found.to_perfetto,
         "--html": partial(html, found),
     }
     put(outputs, make, partial(text, found))

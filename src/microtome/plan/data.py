@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from importlib import import_module
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from microtome.engine.select import no_path
 from microtome.errors import BadQuery, NoMatch
 from microtome.plan.link import Link
-from microtome.results import Result
+from microtome.results import File, Result, write
 
 Objective = Literal["latency", "energy", "throughput"]
 What = Literal["run", "encode", "send", "decode", "back"]
@@ -180,6 +181,10 @@ class Plan(Result):
     def table(self) -> str:
         """The candidates as a table, with a chart."""
         return str(self)
+
+    def to_perfetto(self, file: File | None = None) -> str:
+        """As Chrome trace JSON, a process for each device and arrows for what crosses; written to the file if named."""
+        return write(import_module("microtome.report.perfetto_remote").of_plan(self), file)
 
     def as_dict(self) -> dict[str, Any]:
         data = {field.name: getattr(self, field.name) for field in fields(self)}

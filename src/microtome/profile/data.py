@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from typing import Any, ClassVar, Self
 
 from microtome.engine.select import glob, is_glob, no_path
 from microtome.errors import BadQuery, NoMatch
 from microtome.profile.how import EnergyUse, MemoryUse, Sampling, Timing
 from microtome.profile.rows import AMOUNTS, Group, Row, add
-from microtome.results import Result
+from microtome.results import File, Result, write
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,17 @@ class Profile(Result):
         if depth is not None and depth < 0:
             raise BadQuery(f"depth is a number from 0 on, got {depth!r}")
         return layer_metrics(self, depth)
+
+    def to_perfetto(self, file: File | None = None) -> str:
+        """As Chrome trace JSON, which https://ui.perfetto.dev opens; written to the file if one is named.
+
+        The calls as slices in each other, and curves of memory and power. Needs times: `measure=["time"]`.
+        """
+        return write(import_module("microtome.report.perfetto").perfetto(self), file)
+
+    def to_speedscope(self, file: File | None = None) -> str:
+        """As JSON that https://www.speedscope.app opens; written to the file if one is named. Needs times."""
+        return write(import_module("microtome.report.speedscope").speedscope(self), file)
 
     def to_pandas(self) -> Any:
         """The rows as a DataFrame. Needs pandas."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+from math import isnan, nan
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
 from microtome.remote.sent import Sent
-from microtome.results import Result
+from microtome.results import File, Result, write
 
 #: What a request is made of, in its order: the name of each part, and the fields of `Sent` that it is the sum of.
 PHASES: dict[str, tuple[str, ...]] = {
@@ -120,9 +122,14 @@ class Ran(Result):
             "received": _middle(sent.received_bytes for sent in cloud),
         }
 
+    def to_perfetto(self, file: File | None = None) -> str:
+        """As Chrome trace JSON, edge and cloud with arrows for what crosses; written to the file if one is named."""
+        return write(import_module("microtome.report.perfetto_remote").of_run(self), file)
+
     def as_dict(self) -> dict[str, Any]:
         data = {field.name: getattr(self, field.name) for field in fields(self)}
-        data["requests"] = [record(sent) for sent in self.requests]
+        first = min((sent.began for sent in self.requests), default=0.0)
+        data["requests"] = [record(sent) | _began(sent, first) for sent in self.requests]
         data["moves"] = [move._asdict() for move in self.moves]
         data["summary"] = {
             "requests": len(self.requests),
@@ -138,7 +145,7 @@ class Ran(Result):
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         known = {field.name: data[field.name] for field in fields(cls)}
-        known["requests"] = tuple(Sent(**one) for one in data["requests"])
+        known["requests"] = tuple(_sent(one) for one in data["requests"])
         known["moves"] = tuple(Moved(**one) for one in data["moves"])
         return cls(**known)
 
@@ -149,6 +156,15 @@ class Ran(Result):
 def record(sent: Sent) -> dict[str, Any]:
     """A request as numbers, without when it began."""
     return {name: value for name, value in asdict(sent).items() if name != "began"}
+
+
+def _began(sent: Sent, first: float) -> dict[str, float]:
+    return {} if isnan(sent.began) else {"began_s": sent.began - first}
+
+
+def _sent(data: dict[str, Any]) -> Sent:
+    known = {name: value for name, value in data.items() if name != "began_s"}
+    return Sent(**known, began=data.get("began_s", nan))  # files of before do not say when
 
 
 def moved(history: Iterable[Any]) -> tuple[Moved, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from importlib import import_module
 from typing import Any, ClassVar, Self
 
 from microtome.engine.select import no_path
@@ -120,6 +121,10 @@ class Sweep(Result):
     def to_html(self, file: File | None = None) -> str:
         """As one page that needs nothing else; written to the file if one is named."""
         return write(self._report().html(self), file)
+
+    def to_perfetto(self, file: File | None = None) -> str:
+        """As Chrome trace JSON, a request at each cut over edge and cloud; written to the file if one is named."""
+        return write(import_module("microtome.report.perfetto_remote").of_sweep(self), file)
 
     def as_dict(self) -> dict[str, Any]:
         return {
