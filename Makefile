@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test test-gpu zoo lint format bench bench-gpu bench-remote docs clean
+.PHONY: demo test test-gpu zoo soak lint format bench bench-gpu bench-remote docs clean
 
 demo: $(VENV)/.dev        ## the main job on a built-in model
 	$(BIN)/microtome profile zoo:tiny-resnet
@@ -18,6 +18,10 @@ test-gpu: $(VENV)/.dev    ## the tests that need a CUDA device
 
 zoo: $(VENV)/.dev         ## published figures of every torchvision model, and cuts of some 480 models: half an hour
 	$(BIN)/python -m pytest -m zoo
+
+soak: $(VENV)/.dev        ## 20,000 requests over lines that break, and 100,000 mutated messages: a quarter of an hour
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.remote.soak --requests 20000 --clients 8
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.remote.fuzz --messages 100000
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ class ServerProcess:
     def __init__(self, model: str = "zoo:tiny-resnet", *options: str, listen: str = "127.0.0.1:0") -> None:
         self._model, self._options = model, options
         self.address = listen
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the last process
+        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed with the last process
         self.start()
 
     def start(self) -> None:
