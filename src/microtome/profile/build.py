@@ -15,6 +15,7 @@ from microtome.count.conventions import Convention, Cost
 from microtome.engine.select import named
 from microtome.profile.data import Coverage, Unknown
 from microtome.profile.rows import Amounts, Group, Row, Tensor, add
+from microtome.profile.timeline import Timeline, timeline
 from microtome.trace import Op, Trace, TracedCall
 
 _FORWARD = ("macs", "flops", "madds", "read_bytes", "write_bytes")
@@ -67,6 +68,9 @@ class Builder:
             calls.setdefault(op.name, {})[address] = None
         listed = tuple(Unknown(name, count, tuple(calls[name])) for name, count in runs.most_common())
         return Coverage(len(ops), listed, tuple(_never_ran(self._model, {c.path for c in self._calls})))
+
+    def timeline(self) -> Timeline:
+        return timeline(self._trace, self._live)
 
     # -- one row -------------------------------------------------------------------------------------------------------
 

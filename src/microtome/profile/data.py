@@ -12,6 +12,7 @@ from microtome.engine.select import glob, is_glob, no_path
 from microtome.errors import BadQuery, NoMatch
 from microtome.profile.how import EnergyUse, MemoryUse, Sampling, Timing
 from microtome.profile.rows import AMOUNTS, Group, Row, add
+from microtome.profile.timeline import Timeline
 from microtome.results import File, Result, write
 
 
@@ -64,6 +65,7 @@ class Profile(Result):
         memory: How memory was measured.
         sampling: How the load was sampled.
         unavailable: Why something that was asked for could not be measured, by its name.
+        timeline: The bytes that live while each operator runs; None in files of an older microtome.
     """
 
     kind: ClassVar[str] = "profile"
@@ -81,6 +83,7 @@ class Profile(Result):
     memory: MemoryUse | None = None
     sampling: Sampling | None = None
     unavailable: dict[str, str] = field(default_factory=dict)
+    timeline: Timeline | None = None
 
     @property
     def total(self) -> Row:
@@ -226,6 +229,17 @@ class Profile(Result):
         from microtome.profile.files import flat
 
         return pd.DataFrame([flat(row) for row in self.calls])
+
+    def to_html(self, file: File | None = None, *, cuts: Any = None, compare: Any = None) -> str:
+        """As one page that needs nothing else; written to the file if one is named.
+
+        Args:
+            cuts: What `microtome.cuts` says of the model, or the file that holds it: with times, the page then weighs
+                where to cut.
+            compare: Another profile, or the file that holds one, to be shown beside.
+        """
+        page = import_module("microtome.report.page")  # by name: results stand below reports and do not import them
+        return write(page.html(self, cuts, compare), file)
 
     def as_dict(self) -> dict[str, Any]:
         data = asdict(self)

@@ -9,6 +9,7 @@ from microtome.measure.spread import Spread
 from microtome.profile.data import Coverage, Profile, Unknown
 from microtome.profile.how import EnergyUse, Load, MemoryUse, Sampling, Timing
 from microtome.profile.rows import AMOUNTS, Amounts, Group, Row, Tensor
+from microtome.profile.timeline import Timeline
 from microtome.units import shape
 
 
@@ -79,6 +80,7 @@ def profile_from(data: dict[str, Any]) -> dict[str, Any]:
         **{name: data[name] for name in ("environment", "unavailable")},
         "timing": _with_spreads(Timing, data["timing"]),
         **{name: _with_spreads(kind, data[name]) for name, kind in _HOW.items()},
+        "timeline": Timeline.from_dict(data["timeline"]) if data.get("timeline") else None,
     }
 
 

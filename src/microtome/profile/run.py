@@ -96,6 +96,7 @@ def profile(
         how=f"{trace.how.stand} tensors" + (f" ({trace.how.why})" if trace.how.why else ""),
         coverage=coverage,
         calls=builder.rows(),
+        timeline=builder.timeline(),
     )
     return static if wish is None else _measured(static, model, given, wish, backward=backward)
 

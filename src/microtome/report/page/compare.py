@@ -1,0 +1,61 @@
+"""Two runs beside each other: the totals, and the calls that changed the most."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from microtome.profile import Profile
+from microtome.report.page.data import numbers
+from microtome.report.page.metrics import METRICS, Metric
+from microtome.units import UNKNOWN
+
+
+def compare_data(profile: Profile, other: Profile) -> dict[str, Any]:
+    """The other run's quantities at the calls of this one, None where it has no such call."""
+    known = {row.address: row for row in other}
+    rows = [known.get(row.address) for row in profile]
+    both = [metric for metric in METRICS if metric.missing(profile) is None and metric.missing(other) is None]
+    here = {row.address for row in profile}
+    return {
+        "values": {metric.name: numbers(None if row is None else metric.of(row) for row in rows) for metric in both},
+        "only_here": sum(row is None for row in rows),
+        "only_there": sum(row.address not in here for row in other),
+    }
+
+
+def compare_table(profile: Profile, other: Profile) -> str:
+    """The totals of both."""
+    rows = "".join(_row(metric, profile, other) for metric in METRICS if _is_known(metric, profile, other))
+    machines = [
+        one.environment.get("gpu") or one.environment.get("cpu") or "nothing measured" for one in (profile, other)
+    ]
+    return (
+        f"<p>This run: {escape(profile.model)} on {escape(profile.inputs)} ({escape(machines[0])}). "
+        f"The other: {escape(other.model)} on {escape(other.inputs)} ({escape(machines[1])}).</p>"
+        '<div class="scroll short"><table><thead><tr><th scope="col">the whole model<th scope="col" class="n">this run'
+        '<th scope="col" class="n">the other<th scope="col" class="n">change</thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _is_known(metric: Metric, *profiles: Profile) -> bool:
+    return any(metric.missing(profile) is None for profile in profiles)
+
+
+def _row(metric: Metric, profile: Profile, other: Profile) -> str:
+    here, there = metric.of(profile.total), metric.of(other.total)
+    cells = [(metric.write(value), metric.missing(one) or "") for value, one in ((here, profile), (there, other))]
+    told = "".join(f'<td class="n" title="{escape(why)}">{text}' for text, why in cells)
+    return f'<tr><th scope="row">{escape(metric.label)}{told}<td class="n">{change(here, there)}'
+
+
+def change(here: float | None, there: float | None) -> str:
+    """From this run to the other.
+
+    >>> change(2.0, 3.0), change(2, 2), change(None, 1) == change(0, 1) == UNKNOWN
+    ('+50.0 %', '=', True)
+    """
+    if here is None or there is None or (not here and there):
+        return UNKNOWN
+    return "=" if here == there else f"{100 * (there - here) / here:+.1f} %"

@@ -1,0 +1,54 @@
+// Elements. Names of modules are untrusted: text goes in as text nodes, nowhere as markup.
+
+/** An element with properties, `class`, `aria-…`, `role` and listeners (`on…`), and children: elements or texts. */
+function el(tag, props = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (value === undefined || value === null) continue;
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (name === "class") made.className = value;
+    else if (name.includes("-") || name === "role" || name === "for") made.setAttribute(name, value);
+    else made[name] = value;
+  }
+  made.append(...children.filter((child) => child !== null));
+  return made;
+}
+
+function svgLine(attributes, told) {
+  const space = "http://www.w3.org/2000/svg";
+  const picture = document.createElementNS(space, "svg");
+  const line = document.createElementNS(space, "line");
+  const title = document.createElementNS(space, "title");
+  title.textContent = told;
+  picture.setAttribute("class", "w");
+  for (const [name, value] of Object.entries(attributes)) line.setAttribute(name, value);
+  picture.append(title, line);
+  return picture;
+}
+
+/** A choice among `[value, label, reason why not]`. */
+function chooser(label, options, chosen, change) {
+  const made = options.map(([value, text, why]) =>
+    el("option", { value, selected: value === chosen, disabled: Boolean(why), title: why || "" }, why ? `${text} (not known)` : text),
+  );
+  const select = el("select", { onchange: () => change(select.value) }, ...made);
+  return el("label", {}, label, select);
+}
+
+/** A link to a call in the table; the root is where one begins. */
+const link = (address, text) => (address ? el("a", { href: `#${encodeURIComponent(address)}` }, text ?? address) : el("span", {}, text ?? "(root)"));
+
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = el("textarea", { value: text, class: "sr" });
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+}
+
+/** The empty place of a section that a view is drawn into; null where Python said why there is none. */
+const viewOf = (name) => document.getElementById(`section:${name}`)?.querySelector(".view") ?? null;

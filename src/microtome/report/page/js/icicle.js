@@ -1,0 +1,150 @@
+// The module tree as an icicle: as wide as what a call costs, zoomed by click or Enter.
+const NODE_HEIGHT = 26;
+const LEVELS = 14;
+const NARROW = 2;
+
+function icicle(view) {
+  const sums = DATA.metrics.filter((metric) => metric.is_sum);
+  const first = ["time_s", "macs", "flops", "params"].find((name) => valueOf(name, 0));
+  let size = first ?? KNOWN.find((metric) => metric.is_sum).name;
+  let colour = size;
+  let root;
+  let focus = 0;
+  let nodes = [];
+
+  const options = (metrics) => metrics.map((metric) => [metric.name, metric.label, metric.missing]);
+  const crumbs = el("nav", { class: "crumbs", "aria-label": "Zoomed to" });
+  const picture = el("div", { class: "icicle", role: "tree", "aria-label": "Module tree; arrows move, Enter zooms, Escape zooms out" });
+  const said = el("div", { class: "said dim", "aria-live": "polite" });
+  const ramp = el("canvas", { width: 112, height: 1 });
+  const most = el("span", {});
+  const legend = el("span", { class: "ramp" }, "0", ramp, most);
+  const colours = [["same", "as size"], ...options(DATA.metrics.filter((metric) => metric.missing === null)), ["type", "kind of module"]];
+  view.append(
+    el("div", { class: "controls" },
+      chooser("Size", options(sums), size, (name) => { size = name; layout(); draw(); }),
+      chooser("Colour", colours, "same", (name) => { colour = name; draw(); }),
+      legend),
+    crumbs, picture, said);
+  colour = "same";
+
+  /** What a call costs without the calls inside it. */
+  const own = (at) => Math.max((valueOf(size, at) ?? 0) - CHILDREN[at].reduce((sum, child) => sum + (valueOf(size, child) ?? 0), 0), 0);
+
+  function layout() {
+    root = d3.hierarchy(0, (at) => CHILDREN[at]).sum(own);
+    d3.partition()(root);
+    nodes = [];
+    root.each((node) => { nodes[node.data] = node; });
+  }
+
+  function painter() {
+    if (colour === "type") {
+      const costs = new Map();
+      CALLS.type.forEach((type, at) => { if (!CHILDREN[at].length) costs.set(type, (costs.get(type) ?? 0) + (valueOf(size, at) ?? 0)); });
+      const rank = new Map([...costs].sort((a, b) => b[1] - a[1]).map(([type], at) => [type, at]));
+      return (at) => (CHILDREN[at].length ? [200, 206, 212] : KINDS[Math.min(rank.get(CALLS.type[at]) ?? 7, 7)]);
+    }
+    const name = colour === "same" ? size : colour;
+    const top = (CALLS.values[name] ?? []).reduce((most, value) => Math.max(most, value ?? 0), 0);
+    most.textContent = `${write(METRICS[name].unit, top)} (${METRICS[name].label})`;
+    return (at) => shade(top ? (valueOf(name, at) ?? 0) / top : 0);
+  }
+
+  function draw() {
+    const zoomed = nodes[focus];
+    const width = picture.clientWidth;
+    const wide = zoomed.x1 - zoomed.x0;
+    legend.hidden = colour === "type";
+    paintRamp(ramp);
+    const paint = painter();
+    const made = [];
+    let narrow = 0;
+    let deepest = 0;
+    const visit = (node) => {
+      const level = node.depth - zoomed.depth;
+      const span = wide ? ((node.x1 - node.x0) / wide) * width : 0;
+      if (level >= LEVELS || (span < NARROW && node !== zoomed)) {
+        narrow += 1;
+        return;
+      }
+      deepest = Math.max(deepest, level);
+      made.push(box(node, level, ((node.x0 - zoomed.x0) / (wide || 1)) * width, wide ? span : width, paint(node.data)));
+      node.children?.forEach(visit);
+    };
+    visit(zoomed);
+    picture.style.height = `${(deepest + 1) * NODE_HEIGHT}px`;
+    picture.replaceChildren(...made);
+    picture.dataset.focus = CALLS.address[focus];
+    drawCrumbs();
+    say(focus, wide ? (narrow ? `${narrow} calls are too narrow or too deep to draw: zoom in.` : "") : `It costs no ${METRICS[size].label}.`);
+  }
+
+  function box(node, level, left, span, paint) {
+    const at = node.data;
+    const made = el("div", {
+      class: "node", role: "treeitem", tabIndex: at === focus ? 0 : -1, "aria-level": level + 1,
+      "aria-label": `${fullName(at)}, ${typeOf(at)}, ${METRICS[size].label} ${told(size, at)}`,
+      "aria-expanded": CHILDREN[at].length ? "true" : null,
+      onclick: () => zoom(at), onfocus: () => say(at), onmouseenter: () => say(at),
+    }, span > 24 ? nameOf(at) : "");
+    made.dataset.at = at;
+    made.style.left = `${left}px`;
+    made.style.width = `${span}px`;
+    made.style.top = `${level * NODE_HEIGHT}px`;
+    made.style.background = rgb(paint);
+    made.style.color = inkOn(paint);
+    if (span < 12) made.style.padding = "0";
+    return made;
+  }
+
+  function zoom(at) {
+    focus = at === focus && at !== 0 ? CALLS.parent[at] : at;
+    draw();
+    picture.querySelector(`[data-at="${focus}"]`)?.focus({ preventScroll: true });
+  }
+
+  function drawCrumbs() {
+    const parts = pathTo(focus).map((at) => el("button", { type: "button", disabled: at === focus, onclick: () => { focus = at; draw(); } }, nameOf(at)));
+    crumbs.replaceChildren(...parts.flatMap((part, at) => (at ? ["›", part] : [part])));
+  }
+
+  function say(at, more = "") {
+    const whole = valueOf(size, 0);
+    const amounts = KNOWN.filter((metric) => metric.is_shown).map((metric) => `${metric.label} ${told(metric.name, at)}`);
+    said.replaceChildren(link(CALLS.address[at]), ` ${typeOf(at)}: ${share(valueOf(size, at), whole)} of ${METRICS[size].label}; ${amounts.join(", ")}. ${more}`);
+  }
+
+  picture.addEventListener("keydown", (event) => {
+    const here = event.target.dataset.at;
+    if (here === undefined) return;
+    const at = Number(here);
+    const beside = [...picture.children].filter((node) => DEPTH[node.dataset.at] === DEPTH[at]);
+    const place = beside.indexOf(event.target);
+    const go = {
+      ArrowUp: () => picture.querySelector(`[data-at="${CALLS.parent[at]}"]`),
+      ArrowDown: () => CHILDREN[at].map((child) => picture.querySelector(`[data-at="${child}"]`)).find(Boolean),
+      ArrowLeft: () => beside[place - 1],
+      ArrowRight: () => beside[place + 1],
+    }[event.key];
+    if (go) go()?.focus();
+    else if (event.key === "Enter" || event.key === " ") zoom(at);
+    else if (event.key === "Escape" && focus !== 0) zoom(focus);
+    else return;
+    event.preventDefault();
+  });
+
+  layout();
+  drawn(view, draw);
+}
+
+// The root of a share, so that layers of a few per cent are told apart.
+const shade = (part) => cividis(Math.sqrt(part));
+
+function paintRamp(canvas) {
+  const context = canvas.getContext("2d");
+  for (let x = 0; x < canvas.width; x++) {
+    context.fillStyle = rgb(shade(x / (canvas.width - 1)));
+    context.fillRect(x, 0, 1, 1);
+  }
+}

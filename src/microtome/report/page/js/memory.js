@@ -1,0 +1,39 @@
+// Live bytes at each operator, the peak marked.
+function memoryView(view) {
+  const { live_bytes: live, calls, forward, peak, held } = DATA.memory;
+  let isBare = held > live[peak] / 2;
+  const place = el("div");
+  const said = el("div", { class: "said dim", "aria-live": "polite" });
+  const box = el("input", { type: "checkbox", checked: isBare, onchange: () => { isBare = box.checked; draw(); } });
+  view.append(el("div", { class: "controls" }, el("label", {}, box, `leave out what the model holds: ${write("bytes", held)} of weights and buffers`)), place, said);
+
+  function say(at) {
+    const phase = at < forward ? "" : ", of the backward";
+    said.replaceChildren(`Operator ${at + 1} of ${live.length}${phase}: ${write("bytes", live[at])} live, in `, link(CALLS.address[calls[at]]), at === peak ? " – the peak" : "");
+  }
+
+  const draw = () => {
+    const base = isBare ? held : 0;
+    plot(place, {
+      height: 260,
+      cursor: { y: false, points: { size: 7 } },
+      scales: { x: { time: false }, y: { range: (_, __, most) => [0, most * 1.12 || 1] } },
+      axes: [
+        axis((n) => (Number.isInteger(n) ? String(n) : ""), { label: forward < live.length ? `operators: ${forward} of the forward, then the backward` : "operators, in the order they ran" }),
+        axis(WRITERS.bytes, { size: 74, incrs: steps1024() }),
+      ],
+      series: [{}, { stroke: ink("head"), fill: `${ink("head")}33`, width: 1.5, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } }],
+      hooks: {
+        draw: [(chart) => {
+          markAt(chart, peak, `peak ${write("bytes", live[peak])}${base ? ", all counted" : ""}`, ink("payload"));
+          if (forward < live.length) markAt(chart, forward, "", ink("dim"));
+        }],
+        setCursor: [(chart) => say(chart.cursor.idx ?? peak)],
+      },
+    }, [Float64Array.from(live.keys()), live.map((nbytes) => nbytes - base)]);
+    say(peak);
+  };
+  drawn(view, draw);
+}
+
+const steps1024 = () => Array.from({ length: 6 }, (_, power) => [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].map((n) => n * 1024 ** power)).flat();

@@ -1,0 +1,34 @@
+// The calls, from the JSON block.
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const CALLS = DATA.calls;
+const COUNT = CALLS.address.length;
+const METRICS = Object.fromEntries(DATA.metrics.map((metric) => [metric.name, metric]));
+const KNOWN = DATA.metrics.filter((metric) => metric.missing === null);
+
+const CHILDREN = Array.from({ length: COUNT }, () => []);
+const DEPTH = new Int32Array(COUNT);
+for (let at = 1; at < COUNT; at++) {
+  CHILDREN[CALLS.parent[at]].push(at);
+  DEPTH[at] = DEPTH[CALLS.parent[at]] + 1;
+}
+const BY_ADDRESS = new Map(CALLS.address.map((address, at) => [address, at]));
+
+const typeOf = (at) => CALLS.types[CALLS.type[at]];
+const valueOf = (name, at) => CALLS.values[name]?.[at] ?? null;
+const told = (name, at) => write(METRICS[name].unit, valueOf(name, at));
+const fullName = (at) => CALLS.address[at] || "(root)";
+
+/** The name of a call below that of the call that contains it. */
+function nameOf(at) {
+  if (at === 0) return "(root)";
+  const above = CALLS.address[CALLS.parent[at]].split("#")[0];
+  const address = CALLS.address[at];
+  return above && address.startsWith(`${above}.`) ? address.slice(above.length + 1) : address;
+}
+
+/** The calls around a call, the root first, itself last. */
+function pathTo(at) {
+  const found = [];
+  for (let up = at; up >= 0; up = CALLS.parent[up]) found.unshift(up);
+  return found;
+}

@@ -1,0 +1,267 @@
+// The layer table: a tree or a sorted list, of which only the rows in sight are in the page.
+const ROW_HEIGHT = 27;
+const OPEN_AT_FIRST = 100;
+const SPARE = 12;
+
+function layerTable(grid) {
+  const table = grid.querySelector("table");
+  const body = table.tBodies[0];
+  const head = table.tHead;
+  const columns = [
+    { name: "type", label: "module", text: typeOf, width: 130 },
+    { name: "output", label: "output", text: (at) => CALLS.output[at], width: 130 },
+    ...DATA.metrics.map((metric) => ({ ...metric, width: 112, isNumber: true })),
+  ];
+  const shown = new Set(["type", "output", ...KNOWN.filter((metric) => metric.is_shown).map((metric) => metric.name)]);
+  const open = new Set();
+  let rowsAre = "tree";
+  let sort = null;
+  let query = "";
+  let rows = [];
+  let active = 0;
+  let isPrinted = false;
+
+  const found = el("span", { class: "dim", role: "status" });
+  const search = el("input", { type: "search", placeholder: "Search calls and kinds", "aria-label": "Search calls and kinds of modules", oninput: () => { query = search.value.trim().toLowerCase(); refresh(); } });
+  const mode = chooser("Rows", [["tree", "tree"], ["layers", "layers (no calls inside)"], ["all", "all calls"]], rowsAre, (value) => { rowsAre = value; if (value === "tree") sort = null; refresh(); });
+  document.getElementById("controls").append(
+    el("div", { class: "controls" }, search, mode,
+      el("button", { type: "button", onclick: () => { CHILDREN.forEach((inside, at) => inside.length && open.add(at)); refresh(); } }, "Open all"),
+      el("button", { type: "button", onclick: () => { open.clear(); open.add(0); refresh(); } }, "Close all"),
+      columnMenu(), found));
+
+  function columnMenu() {
+    const boxes = columns.map((column) => {
+      const box = el("input", { type: "checkbox", checked: shown.has(column.name), disabled: Boolean(column.missing), onchange: () => { if (box.checked) shown.add(column.name); else shown.delete(column.name); refresh(); } });
+      return el("label", { class: column.missing ? "off" : "", title: column.told ?? "" }, box, ` ${column.label}${column.missing ? ` – ${column.missing}` : ""}`);
+    });
+    return el("details", { class: "menu" }, el("summary", {}, "Columns"), el("div", {}, ...boxes));
+  }
+
+  // -- which rows ------------------------------------------------------------------------------------------------------
+
+  const matches = (at) => fullName(at).toLowerCase().includes(query) || typeOf(at).toLowerCase().includes(query);
+
+  function treeRows() {
+    const kept = query ? new Set() : null;
+    if (kept) for (let at = 0; at < COUNT; at++) if (matches(at)) for (const up of pathTo(at)) kept.add(up);
+    const listed = [];
+    const stack = [0];
+    while (stack.length) {
+      const at = stack.pop();
+      if (kept && !kept.has(at)) continue;
+      listed.push(at);
+      if (kept || open.has(at)) for (let child = CHILDREN[at].length - 1; child >= 0; child--) stack.push(CHILDREN[at][child]);
+    }
+    return listed;
+  }
+
+  function listRows() {
+    const listed = [];
+    for (let at = 0; at < COUNT; at++) if ((rowsAre === "all" || !CHILDREN[at].length) && (!query || matches(at))) listed.push(at);
+    if (sort === null) return listed;
+    const column = columns.find((one) => one.name === sort.name);
+    const of = column ? (column.isNumber ? (at) => valueOf(column.name, at) : column.text) : fullName;
+    const sign = sort.isDown ? -1 : 1;
+    return listed.sort((a, b) => {
+      const [x, y] = [of(a), of(b)];
+      if (x === null || y === null) return (x === null) - (y === null) || a - b;
+      return (x < y ? -sign : x > y ? sign : 0) || a - b;
+    });
+  }
+
+  function sortBy(name, isNumber) {
+    if (sort?.name !== name) sort = { name, isDown: isNumber };
+    else if (sort.isDown === isNumber) sort = { name, isDown: !isNumber };
+    else sort = null;
+    if (sort && rowsAre === "tree") rowsAre = "layers";
+    if (!sort) rowsAre = "tree";
+    mode.querySelector("select").value = rowsAre;
+    grid.scrollTop = 0;
+    refresh();
+  }
+
+  // -- drawing ---------------------------------------------------------------------------------------------------------
+
+  const used = () => columns.filter((column) => shown.has(column.name));
+
+  function refresh() {
+    rows = rowsAre === "tree" ? treeRows() : listRows();
+    found.textContent = `${rows.length.toLocaleString("en-US")} of ${COUNT.toLocaleString("en-US")} calls`;
+    table.setAttribute("role", rowsAre === "tree" ? "treegrid" : "grid");
+    table.setAttribute("aria-rowcount", rows.length + 1);
+    drawHead();
+    draw();
+  }
+
+  function drawHead() {
+    const narrow = innerWidth <= 640;
+    const widths = [narrow ? 152 : 290, ...used().map((column) => (narrow ? Math.min(column.width, 104) : column.width))];
+    table.querySelector("colgroup")?.remove();
+    const group = el("colgroup", {}, ...widths.map((width) => { const made = el("col"); made.style.width = `${width}px`; return made; }));
+    table.insertBefore(group, head);
+    table.style.width = `${widths.reduce((sum, width) => sum + width, 0)}px`;
+    const cell = (name, label, isNumber, title) => {
+      const isSorted = sort?.name === name;
+      const arrow = isSorted ? (sort.isDown ? " ↓" : " ↑") : "";
+      return el("th", { scope: "col", class: isNumber ? "n" : "", title, "aria-sort": isSorted ? (sort.isDown ? "descending" : "ascending") : "none" },
+        el("button", { type: "button", onclick: () => { sortBy(name, Boolean(isNumber)); head.querySelector(`[data-name="${name}"]`)?.focus(); } }, label + arrow));
+    };
+    const cells = [cell("address", "call", false, "the address of the call"), ...used().map((column) => cell(column.name, column.label, column.isNumber, column.told ?? ""))];
+    [["address"], ...used().map((column) => [column.name])].forEach(([name], at) => { cells[at].firstChild.dataset.name = name; });
+    head.replaceChildren(el("tr", {}, ...cells));
+  }
+
+  function draw() {
+    const height = grid.clientHeight;
+    let first = Math.max(Math.floor(grid.scrollTop / ROW_HEIGHT) - SPARE, 0);
+    let last = Math.min(Math.ceil((grid.scrollTop + height) / ROW_HEIGHT) + SPARE, rows.length);
+    if (isPrinted) [first, last] = [0, Math.min(rows.length, 2000)];
+    const parts = [space(first)];
+    for (let place = first; place < last; place++) parts.push(rowAt(rows[place], place));
+    parts.push(space(rows.length - last));
+    const focused = document.activeElement?.closest?.("#layers tbody tr")?.dataset.at;
+    body.replaceChildren(...parts);
+    if (focused !== undefined) body.querySelector(`[data-at="${focused}"]`)?.focus({ preventScroll: true });
+  }
+
+  function space(count) {
+    const cell = el("td", { colSpan: used().length + 1 });
+    cell.style.height = `${count * ROW_HEIGHT}px`;
+    const made = el("tr", { class: "space", "aria-hidden": "true" }, cell);
+    made.hidden = count === 0;
+    return made;
+  }
+
+  function rowAt(at, place) {
+    const isTree = rowsAre === "tree";
+    const made = el("tr", { class: at === active ? "on" : "", tabIndex: at === active ? 0 : -1, "aria-rowindex": place + 2,
+      "aria-level": isTree ? DEPTH[at] + 1 : null, "aria-expanded": isTree && CHILDREN[at].length ? String(open.has(at) || Boolean(query)) : null });
+    made.dataset.at = at;
+    made.append(nameCell(at, isTree), ...used().map((column) => (column.isNumber ? numberCell(column, at) : el("td", { title: column.text(at) }, column.text(at)))));
+    return made;
+  }
+
+  function nameCell(at, isTree) {
+    const made = el("th", { scope: "row", class: isTree ? `d${Math.min(DEPTH[at], 32)}` : "", title: fullName(at) });
+    const isOpen = open.has(at) || Boolean(query);
+    if (isTree) made.append(CHILDREN[at].length ? el("button", { class: "twist", type: "button", tabIndex: -1, "aria-label": isOpen ? "Close" : "Open", onclick: () => toggle(at) }, isOpen ? "▾" : "▸") : el("span", { class: "twist" }));
+    const anchor = link(CALLS.address[at], "");
+    anchor.tabIndex = -1;
+    anchor.append(...marked(isTree ? nameOf(at) : fullName(at)));
+    const button = el("button", { class: "copy", type: "button", tabIndex: -1, title: "Copy the address", "aria-label": `Copy the address of ${fullName(at)}`, onclick: () => copied(at, button) }, "copy");
+    made.append(button, anchor);
+    return made;
+  }
+
+  function marked(text) {
+    const at = query ? text.toLowerCase().indexOf(query) : -1;
+    return at < 0 ? [text] : [text.slice(0, at), el("mark", {}, text.slice(at, at + query.length)), text.slice(at + query.length)];
+  }
+
+  function numberCell(metric, at) {
+    const value = valueOf(metric.name, at);
+    if (value === null) return el("td", { class: "n", title: metric.missing || metric.unknown }, UNKNOWN);
+    const whole = valueOf(metric.name, 0);
+    let text = write(metric.unit, value);
+    const shared = CALLS.shared[at];
+    if (metric.name === "params" && shared) text = value ? `${text} (+${write("count", shared)})` : `(${write("count", shared)})`;
+    const part = (end) => Math.min(Math.max(whole ? end / whole : 0, 0), 1) * 100;
+    const made = el("td", { class: `n b${Math.round(part(value))}` }, text);
+    const spread = CALLS.spreads[metric.name]?.[at];
+    if (spread && whole) {
+      const interval = `95 %: ${write(metric.unit, spread[0])} to ${write(metric.unit, spread[1])}`;
+      made.append(svgLine({ x1: `${part(spread[0])}%`, x2: `${part(spread[1])}%`, y1: "50%", y2: "50%" }, interval));
+      made.title = interval;
+    }
+    return made;
+  }
+
+  // -- moving about ----------------------------------------------------------------------------------------------------
+
+  function toggle(at) {
+    if (open.has(at)) open.delete(at);
+    else open.add(at);
+    refresh();
+  }
+
+  async function copied(at, button) {
+    await copy(CALLS.address[at]);
+    if (button) button.textContent = "copied";
+    found.textContent = `Copied ${fullName(at)}`;
+  }
+
+  function show(at, { isFocused = false } = {}) {
+    active = at;
+    const place = rows.indexOf(at);
+    if (place < 0) return;
+    const top = place * ROW_HEIGHT;
+    const room = grid.clientHeight - 2 * ROW_HEIGHT;
+    if (top < grid.scrollTop) grid.scrollTop = top;
+    else if (top > grid.scrollTop + room) grid.scrollTop = top - room / 2;
+    draw();
+    if (isFocused) body.querySelector(`[data-at="${at}"]`)?.focus({ preventScroll: true });
+  }
+
+  /** Show the call that the address of the page names. */
+  function follow() {
+    let address;
+    try {
+      address = decodeURIComponent(location.hash.slice(1));
+    } catch {
+      return;
+    }
+    const at = BY_ADDRESS.get(address) ?? BY_ADDRESS.get(address.replace(/#0$/, ""));
+    if (at === undefined || !address) return;
+    if (rowsAre !== "tree" && !rows.includes(at)) rowsAre = mode.querySelector("select").value = "all";
+    if (query && !rows.includes(at)) query = search.value = "";
+    for (const up of pathTo(at).slice(0, -1)) open.add(up);
+    refresh();
+    show(at, { isFocused: true });
+    grid.scrollIntoView({ block: "nearest" });
+  }
+
+  body.addEventListener("keydown", (event) => {
+    const row = event.target.closest("tr");
+    if (row?.dataset.at === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
+    const at = Number(row.dataset.at);
+    const place = rows.indexOf(at);
+    const page = Math.max(Math.floor(grid.clientHeight / ROW_HEIGHT) - 2, 1);
+    const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -rows.length, End: rows.length };
+    const isTree = rowsAre === "tree";
+    if (event.key in steps) show(rows[Math.min(Math.max(place + steps[event.key], 0), rows.length - 1)], { isFocused: true });
+    else if (event.key === "ArrowRight" && isTree && CHILDREN[at].length && !open.has(at)) toggle(at);
+    else if (event.key === "ArrowLeft" && isTree && open.has(at)) toggle(at);
+    else if (event.key === "ArrowLeft" && isTree && at) show(CALLS.parent[at], { isFocused: true });
+    else if (event.key === "Enter" && event.target === row) location.hash = encodeURIComponent(CALLS.address[at]);
+    else if (event.key === "c") copied(at);
+    else return;
+    event.preventDefault();
+  });
+  body.addEventListener("click", (event) => {
+    const row = event.target.closest("tr");
+    if (row?.dataset.at === undefined || event.target.closest("button, a")) return;
+    show(Number(row.dataset.at), { isFocused: true });
+  });
+
+  let isDue = false;
+  grid.addEventListener("scroll", () => {
+    if (isDue) return;
+    isDue = true;
+    requestAnimationFrame(() => { isDue = false; draw(); });
+  }, { passive: true });
+  new ResizeObserver(() => refresh()).observe(grid);
+  addEventListener("hashchange", follow);
+  addEventListener("beforeprint", () => { isPrinted = true; draw(); });
+  addEventListener("afterprint", () => { isPrinted = false; draw(); });
+
+  const counts = [];
+  for (let at = 0; at < COUNT; at++) counts[DEPTH[at]] = (counts[DEPTH[at]] ?? 0) + 1;
+  let room = OPEN_AT_FIRST - counts[0];
+  let depth = 0;
+  while (depth + 1 < counts.length && (depth === 0 || room >= counts[depth + 1])) room -= counts[++depth];
+  for (let at = 0; at < COUNT; at++) if (CHILDREN[at].length && DEPTH[at] < depth) open.add(at);
+  grid.removeAttribute("tabindex");
+  refresh();
+  follow();
+}
