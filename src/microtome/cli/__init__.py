@@ -14,6 +14,7 @@ from microtome.cli.ping import ping
 from microtome.cli.plan import plan
 from microtome.cli.profile import profile
 from microtome.cli.record import record
+from microtome.cli.report import report
 from microtome.cli.run import run
 from microtome.cli.serve import serve
 from microtome.cli.split import split
@@ -52,6 +53,7 @@ main.add_command(ping)
 main.add_command(plan)
 main.add_command(profile)
 main.add_command(record)
+main.add_command(report)
 main.add_command(run)
 main.add_command(serve)
 main.add_command(split)

@@ -11,6 +11,7 @@ import torch
 
 from microtome.cli.model import describe, model_options, placed, resolve, working
 from microtome.cli.outputs import output_options, put, refuse_same
+from microtome.cli.page import open_page, page_cuts, page_options, refuse_unseen
 from microtome.count.conventions import CONVENTIONS
 from microtome.errors import BadInputs, MicrotomeError, said
 from microtome.profile import profile as profile_model
@@ -65,6 +66,7 @@ _ENERGY_MODEL = "Estimate energy, from such as flop=0.5e-12,byte=20e-12,watts=3,
 @click.option("--perfetto", metavar="F", help="Write what was timed for https://ui.perfetto.dev; needs --time.")
 @click.option("--speedscope", metavar="F", help="Write what was timed for https://www.speedscope.app; needs --time.")
 @click.option("--strict", is_flag=True, help="Fail where an operator has no formula.")
+@page_options
 @output_options
 def profile(
     model: str,
@@ -97,6 +99,8 @@ def profile(
     perfetto: str | None,
     speedscope: str | None,
     strict: bool,
+    html_file: str | None,
+    is_opened: bool,
     outputs: dict[str, str | None],
 ) -> None:
     """Say what each layer of a model costs, without running it where that can be.
@@ -110,8 +114,9 @@ def profile(
     view = View(depth, granularity, by, sort, top, chosen)
     if model.partition(":")[0] in SOURCES:  # Python code may register columns of its own when it is imported
         check(view)
-    outputs = outputs | {"--perfetto": perfetto, "--speedscope": speedscope}
+    outputs = outputs | {"--perfetto": perfetto, "--speedscope": speedscope, "--html": html_file}
     refuse_same(outputs)
+    refuse_unseen(html_file, is_opened=is_opened)
     if not time and (perfetto is not None or speedscope is not None):
         raise click.UsageError("--perfetto and --speedscope write when each call ran: measure that with --time")
     if meta and device is not None:
@@ -126,14 +131,18 @@ def profile(
     options["energy"] = energy_method if energy_model is None else EnergyModel.parse(energy_model)
     with working(f"{'measuring' if options['measure'] else 'counting'} {model}") as progress:
         result = _run(found, device, progress=progress, meter=meter, **options)
+    places = page_cuts(found, device) if html_file is not None and time else None
     make: dict[str, Callable[[], str]] = {
         "--json": result.to_json,
         "--csv": partial(csv, result, view),
         "--md": partial(markdown, result, view),
         "--perfetto": result.to_perfetto,
         "--speedscope": result.to_speedscope,
+        "--html": partial(result.to_html, cuts=places),
     }
     put(outputs, make, partial(text, result, view))
+    if html_file is not None and is_opened:
+        open_page(html_file)
 
 
 def _run(found: Resolved, device: str | None, **options: Any) -> Profile:

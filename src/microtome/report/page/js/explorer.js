@@ -91,7 +91,7 @@ function explorerView(view) {
       axes: [
         axis((n) => (Number.isInteger(n) && order[n] !== undefined ? short(parts.names[order[n]]) : ""), { space: 90, size: 30, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] }),
         axis((n) => WRITERS.seconds(n), { size: 66 }),
-        axis((n) => WRITERS.bytes(n).replace(/\.0+(?= )/, ""), { side: 1, scale: "sent", size: 66, grid: { show: false }, stroke: ink("payload"), splits: (_, __, low, high) => powers.filter((size) => size >= low && size <= high) }),
+        axis((n) => WRITERS.bytes(n).replace(/\.0+(?= )/, ""), { side: 1, scale: "sent", size: 66, grid: { show: false }, stroke: ink("payload"), splits: (_, __, low, high) => powers.filter((size) => size >= low && size <= high), filter: (_, ticks) => ticks }),
       ],
       series: [{}, bars(ink("tail")), bars(ink("between")), bars(ink("head")), { ...line(ink("payload")), scale: "sent" }, line(ink("head"), [8, 5]), line(ink("tail"), [3, 4])],
       hooks: {

@@ -10,9 +10,10 @@ function layerTable(grid) {
   const columns = [
     { name: "type", label: "module", text: typeOf, width: 130 },
     { name: "output", label: "output", text: (at) => CALLS.output[at], width: 130 },
-    ...DATA.metrics.map((metric) => ({ ...metric, width: 112, isNumber: true })),
+    ...DATA.metrics.map((metric) => ({ ...metric, width: 120, isNumber: true })),
   ];
-  const shown = new Set(["type", "output", ...KNOWN.filter((metric) => metric.is_shown).map((metric) => metric.name)]);
+  const texts = innerWidth <= 640 ? [] : ["type", "output"];
+  const shown = new Set([...texts, ...KNOWN.filter((metric) => metric.is_shown).map((metric) => metric.name)]);
   const open = new Set();
   let rowsAre = "tree";
   let sort = null;
