@@ -13,6 +13,7 @@ from microtome.errors import BadFile
 #: Where the class of each kind of result is, to be imported when a file holds one.
 _KINDS = {
     "profile": ("microtome.profile.data", "Profile"),
+    "diff": ("microtome.profile.difference", "Diff"),
     "cuts": ("microtome.split.data", "Cuts"),
     "plan": ("microtome.plan.data", "Plan"),
     "codecs": ("microtome.plan.codecs", "CodecCosts"),

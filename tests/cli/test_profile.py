@@ -156,13 +156,13 @@ def test_modules_that_ran_twice_are_one_row() -> None:
 def test_what_was_timed_is_written_for_perfetto_and_speedscope(tmp_path: Path) -> None:
     files = tmp_path / "p.json", tmp_path / "s.json"
     words = ("--time", "--repeat", 3, "--warmup", 1, "--perfetto", files[0], "--speedscope", files[1])
-    result = run("profile", "zoo:tiny-resnet", *words)
+    result = run("zoo:tiny-resnet", *words)
     assert result.exit_code == 0, result.output
     assert json.loads(files[0].read_text())["traceEvents"]
     assert json.loads(files[1].read_text())["profiles"]
 
 
 def test_perfetto_without_times_is_a_wrong_word() -> None:
-    result = run("profile", "zoo:tiny-resnet", "--perfetto", "p.json")
+    result = run("zoo:tiny-resnet", "--perfetto", "p.json")
     assert result.exit_code == 2
     assert "measure that with --time" in result.output

@@ -8,6 +8,7 @@ import click
 
 from microtome import __version__
 from microtome.cli.cuts import cuts
+from microtome.cli.diff import diff
 from microtome.cli.doctor import doctor
 from microtome.cli.models import models
 from microtome.cli.ping import ping
@@ -47,6 +48,7 @@ def main() -> None:
 
 
 main.add_command(cuts)
+main.add_command(diff)
 main.add_command(doctor)
 main.add_command(models)
 main.add_command(ping)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from microtome.engine.select import glob, is_glob, no_path
 from microtome.errors import BadQuery, NoMatch
@@ -14,6 +14,9 @@ from microtome.profile.how import EnergyUse, MemoryUse, Sampling, Timing
 from microtome.profile.rows import AMOUNTS, Group, Row, add
 from microtome.profile.timeline import Timeline
 from microtome.results import File, Result, write
+
+if TYPE_CHECKING:
+    from microtome.profile.difference import Diff
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +213,12 @@ class Profile(Result):
         if depth is not None and depth < 0:
             raise BadQuery(f"depth is a number from 0 on, got {depth!r}")
         return layer_metrics(self, depth)
+
+    def diff(self, after: Profile) -> Diff:
+        """What changed from this profile to another: see `microtome.profile.difference.Diff`."""
+        from microtome.profile.difference import diff
+
+        return diff(self, after)
 
     def to_perfetto(self, file: File | None = None) -> str:
         """As Chrome trace JSON, which https://ui.perfetto.dev opens; written to the file if one is named.

@@ -1,0 +1,183 @@
+"""What changed between two profiles: on a terminal, as text, as Markdown, as CSV."""
+
+from __future__ import annotations
+
+import csv as csv_format
+import io
+from collections.abc import Callable, Iterator
+from math import isinf
+from typing import Any
+
+from rich.console import Group as Stack
+from rich.table import Table
+from rich.text import Text
+
+from microtome.profile.difference import Change, Diff, LayerChange
+from microtome.report.terminal import plain_text, shortened
+from microtome.units import UNKNOWN, count, joules, seconds, size
+
+#: How many layers are shown on a terminal and in Markdown.
+_LAYERS = 30
+#: From how many on they are folded away in Markdown.
+_FOLDED = 12
+_WRITE: dict[str, Callable[[Any], str]] = {
+    "params": count,
+    "macs": count,
+    "flops": count,
+    "memory": size,
+    "output": size,
+    "time": seconds,
+    "device": seconds,
+    "energy": joules,
+}
+_NAMES = {"macs": "MACs", "flops": "FLOPs", "memory": "peak memory", "device": "device time"}
+_MINUS = "\N{MINUS SIGN}"
+
+
+def renderable(diff: Diff, width: int = 140) -> Any:
+    """What rich draws: the whole, the layers, and under them what there is to say."""
+    parts: list[Any] = [Text(_title(diff), style="italic"), _totals(diff)]
+    if diff.layers:
+        parts += [Text(""), _layers(diff, width)]
+    return Stack(*parts, Text("\n".join(_notes(diff)), style="dim"))
+
+
+def text(diff: Diff) -> str:
+    """As text, with colours where the standard output is a terminal that wants them."""
+    return plain_text(lambda width: renderable(diff, width))
+
+
+def markdown(diff: Diff) -> str:
+    """For a pull request: the whole, and the layers, folded away where there are many."""
+    head = ["| | before | after | change |", "| --- | ---: | ---: | ---: |"]
+    whole = [f"| {name_of(one)} | {' | '.join(_cells(one))} |" for one in diff.totals]
+    parts = [f"**{_title(diff)}**", "\n".join([*head, *whole])]
+    if diff.layers:
+        lines = ["| layer | | before | after | change |", "| --- | --- | ---: | ---: | ---: |"]
+        for layer in diff.layers[:_LAYERS]:
+            lines += [
+                f"| {_code(name)} | {_safe(what)} | {' | '.join(cells)} |" for name, what, cells, _ in _lines(layer)
+            ]
+        table = "\n".join(lines)
+        folded = f"<details><summary>{_changed(diff)}</summary>\n\n{table}\n\n</details>"
+        parts.append(folded if len(diff.layers) >= _FOLDED else table)
+    parts.append("\n".join(f"- {_safe(note)}" for note in _notes(diff)))
+    return "\n\n".join(parts) + "\n"
+
+
+def csv(diff: Diff) -> str:
+    """A line a change, raw numbers; those of the whole have no address."""
+    file = io.StringIO()
+    writer = csv_format.writer(file)
+    writer.writerow(["address", "type", "what", "quantity", "before", "after", "growth", "is_noise"])
+    for one in diff.totals:
+        writer.writerow(["", "", "total", one.quantity, one.before, one.after, one.growth, one.is_noise])
+    for layer in diff.layers:
+        about = [layer.address, layer.type, layer.what]
+        writer.writerows(
+            [*about, one.quantity, one.before, one.after, one.growth, one.is_noise] for one in layer.changes
+        )
+    return file.getvalue()
+
+
+def name_of(change: Change) -> str:
+    return _NAMES.get(change.quantity, change.quantity)
+
+
+def growth(change: Change) -> str:
+    """By how much, in words.
+
+    >>> growth(Change("macs", 100, 105)), growth(Change("time", 1.0, 1.01, is_noise=True)), growth(Change("macs", 0, 5))
+    ('+5.0 %', 'noise', 'new')
+    """
+    if change.growth is None:
+        return "new" if change.before is None and change.after else "gone" if change.before else UNKNOWN
+    if change.growth == 0:
+        return "same"
+    if change.is_noise:
+        return "noise"
+    if isinf(change.growth):
+        return "new"
+    per_cent = f"{abs(100 * change.growth):,.1f} %"
+    return f"{'+' if change.growth > 0 else _MINUS}{per_cent}"
+
+
+def _cells(change: Change) -> tuple[str, str, str]:
+    write = _WRITE[change.quantity]
+    return write(change.before), write(change.after), growth(change)
+
+
+def _totals(diff: Diff) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("total")
+    for header in ("before", "after", "change"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for one in diff.totals:
+        table.add_row(name_of(one), *map(Text, _cells(one)[:2]), Text(growth(one), style=_ink(one)))
+    return table
+
+
+def _layers(diff: Diff, width: int) -> Table:
+    shown = diff.layers[:_LAYERS]
+    longest = max(len(_address(layer)) for layer in shown)
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("layer", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for header in ("before", "after", "change"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for layer in shown:
+        for name, what, (before, after, grown), ink in _lines(layer):
+            where = Text(shortened(name, max(min(longest, width - 54), 16)))
+            table.add_row(where, Text(what), Text(before), Text(after), Text(grown, style=ink))
+    return table
+
+
+def _lines(layer: LayerChange) -> Iterator[tuple[str, str, tuple[str, str, str], str]]:
+    """The rows of a layer: its name in the first, what is told, and the cells."""
+    name = _address(layer)
+    said = layer.note if layer.what == "changed" else f"{layer.type} {layer.what}"
+    if said:
+        yield name, said, ("", "", ""), ""
+    for at, one in enumerate(layer.changes):
+        yield "" if at or said else name, name_of(one), _cells(one), _ink(one)
+
+
+def _address(layer: LayerChange) -> str:
+    return layer.address or "(root)"
+
+
+def _ink(change: Change) -> str:
+    if change.is_noise or not change.growth:
+        return "dim"
+    return "red" if change.growth > 0 else "green"
+
+
+def _title(diff: Diff) -> str:
+    return diff.after if diff.before == diff.after else f"{diff.before}, then {diff.after}"
+
+
+def _changed(diff: Diff) -> str:
+    counts = {what: sum(layer.what == what for layer in diff.layers) for what in ("added", "removed", "changed")}
+    told = ", ".join(f"{many} {what}" for what, many in counts.items() if many)
+    return f"{told or 'no layer changed'}; {diff.unchanged} as before"
+
+
+def _notes(diff: Diff) -> Iterator[str]:
+    yield f"layers: {_changed(diff)}"
+    if len(diff.layers) > _LAYERS:
+        yield f"shown: the {_LAYERS} layers that changed the most"
+    if diff.noise:
+        yield f"{diff.noise} layers took another time within what repeated passes spread by: noise"
+    if any(one.is_noise and one.growth for one in diff.totals):
+        yield "noise: the middle halves of the passes before and after meet, so nothing says that it changed"
+    yield from diff.notes
+
+
+def _safe(text_: str) -> str:
+    """Text in a cell of Markdown: a name may hold anything."""
+    escaped = text_.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return "".join(f"\\{letter}" if letter in "\\`*_[]|" else letter for letter in escaped.replace("\n", " "))
+
+
+def _code(name: str) -> str:
+    return f"`{name.replace('`', chr(39)).replace('|', chr(92) + '|')}`" if name else ""

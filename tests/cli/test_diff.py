@@ -1,0 +1,73 @@
+"""`microtome diff`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from torch import nn
+
+import microtome as mt
+from microtome import zoo
+from microtome.cli import main
+
+
+def run(*words: Any) -> Result:
+    return CliRunner().invoke(main, ["diff", *map(str, words)])
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    for name, width in (("a", 100), ("b", 107)):
+        mt.profile(nn.Sequential(nn.Linear(4, width)), "1x4").to_json(tmp_path / f"{name}.json")
+    return tmp_path / "a.json", tmp_path / "b.json"
+
+
+def test_what_changed_is_printed(files: tuple[Path, Path]) -> None:
+    result = run(*files)
+    assert result.exit_code == 0, result.output
+    assert "+7.0 %" in result.output
+
+
+@pytest.mark.parametrize(
+    ("limit", "code"), [("macs=5%", 1), ("macs=7%", 0), ("macs=10%,params=1%", 1), ("macs=10% params=10%", 0)]
+)
+def test_growth_over_a_limit_exits_with_1(files: tuple[Path, Path], limit: str, code: int) -> None:
+    result = run(*files, "--fail-over", limit)
+    assert result.exit_code == code, result.output
+    assert ("Over the limit" in result.output) == bool(code)
+
+
+def test_limits_may_be_given_several_times(files: tuple[Path, Path]) -> None:
+    result = run(*files, "--fail-over", "macs=5%", "--fail-over", "params=6.5%", "--md", "-")
+    assert result.exit_code == 1
+    assert "Over the limit: MACs +7.0 %, and 5 % are allowed" in result.stderr
+    assert "Over the limit: params +7.0 %, and 6.5 % are allowed" in result.stderr
+    assert result.stdout.startswith("**Sequential on")
+
+
+@pytest.mark.parametrize("limit", ["macs", "macs=5", "macs=-5%", "macs=x%", "speed=5%", "macs=1%,macs=2%", "macs=nan%"])
+def test_wrong_limits_exit_with_2(files: tuple[Path, Path], limit: str) -> None:
+    assert run(*files, "--fail-over", limit).exit_code == 2
+
+
+def test_what_was_not_measured_cannot_be_limited(files: tuple[Path, Path]) -> None:
+    result = run(*files, "--fail-over", "time=10%")
+    assert result.exit_code == 2
+    assert "measure both with --time" in result.output
+
+
+def test_files_that_are_no_profiles_exit_with_2(files: tuple[Path, Path], tmp_path: Path) -> None:
+    assert run(files[0], tmp_path / "none.json").exit_code == 2
+    mt.cuts(*zoo.build("tiny-resnet")).to_json(tmp_path / "cuts.json")
+    result = run(files[0], tmp_path / "cuts.json")
+    assert result.exit_code == 2
+    assert "holds a cuts, not a profile" in result.output
+
+
+def test_json_and_markdown_go_to_files(files: tuple[Path, Path], tmp_path: Path) -> None:
+    assert run(*files, "--json", tmp_path / "d.json", "--md", tmp_path / "d.md").exit_code == 0
+    assert mt.load(tmp_path / "d.json")["macs"].growth == pytest.approx(0.07)
+    assert "| MACs | 400 | 428 | +7.0 % |" in (tmp_path / "d.md").read_text()

@@ -1,0 +1,142 @@
+"""What changed between two profiles."""
+
+from __future__ import annotations
+
+import csv as csv_format
+import io
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import microtome as mt
+from microtome import zoo
+from microtome.errors import BadQuery
+from microtome.measure.spread import Spread
+from microtome.profile.difference import Change
+from microtome.report.diff import csv, markdown, text
+
+
+def net(width: int = 8, *, last: bool = True, name: str = "a") -> mt.Profile:
+    layers = {name: nn.Linear(4, width), "act": nn.ReLU(), "b": nn.Linear(width, 2)}
+    model = nn.Sequential()
+    for word, layer in layers.items():
+        if last or word != "b":
+            model.add_module(word, layer)
+    return mt.profile(model, torch.ones(1, 4))
+
+
+def timed(profile: mt.Profile, seconds: float, half: float) -> mt.Profile:
+    """Every call took so long, and spread by a half of it around."""
+    spread = Spread(seconds, seconds - half, seconds + half, seconds - half, seconds + half, 9, 0)
+    rows = tuple(replace(row, time_s=seconds, spreads={"time_s": spread}) for row in profile)
+    return replace(profile, calls=rows)
+
+
+def test_a_profile_does_not_differ_from_itself() -> None:
+    same = net().diff(net())
+    assert same.layers == ()
+    assert (same.unchanged, same.noise) == (4, 0)
+    assert all(change.growth == 0 for change in same.totals)
+    assert "no layer changed; 4 as before" in text(same)
+
+
+def test_totals_and_layers_say_what_grew() -> None:
+    # 4 x 8 and 8 x 2 MACs grow to 4 x 16 and 16 x 2.
+    grown = net().diff(net(16))
+    assert (grown["macs"].before, grown["macs"].after, grown["macs"].growth) == (48, 96, 1.0)
+    assert {layer.address: layer.note for layer in grown.layers} == {
+        "a": "output 1x8 to 1x16",
+        "b": "",
+        "act": "output 1x8 to 1x16",
+    }
+    assert grown.layers[0].changes[1] == Change("macs", 32, 64)
+    assert "+100.0 %" in text(grown)
+
+
+def test_layers_are_added_and_removed() -> None:
+    fewer = net().diff(net(last=False))
+    assert [(layer.address, layer.what) for layer in fewer.layers] == [("b", "removed")]
+    assert "Linear removed" in text(fewer)
+    renamed = net().diff(net(name="first"))
+    assert {(layer.address, layer.what) for layer in renamed.layers} == {("a", "removed"), ("first", "added")}
+    assert "layers: 1 added, 1 removed; 3 as before" in text(renamed)
+
+
+def test_another_kind_of_module_is_told() -> None:
+    one = mt.profile(nn.Sequential(nn.ReLU()), "1x4")
+    two = mt.profile(nn.Sequential(nn.Tanh()), "1x4")
+    assert [layer.note for layer in one.diff(two).layers] == ["ReLU to Tanh"]
+
+
+def test_times_that_meet_are_noise() -> None:
+    near = timed(net(), 1.0, 0.2).diff(timed(net(), 1.1, 0.2))
+    assert near["time"].is_noise
+    assert (near.layers, near.noise, near.over({"time": 0.05})) == ((), 3, ())
+    assert "│  noise" in text(near)
+    far = timed(net(), 1.0, 0.02).diff(timed(net(), 1.1, 0.02))
+    assert not far["time"].is_noise
+    # Of calls with calls inside, only those are told.
+    assert {layer.address for layer in far.layers} == {"a", "act", "b"}
+    assert [change.quantity for change in far.over({"time": 0.05, "macs": 0.0})] == ["time"]
+    assert far.over({"time": 0.2}) == ()
+
+
+def test_less_is_never_over_a_limit_and_something_from_nothing_is() -> None:
+    assert net(16).diff(net()).over({"macs": 0.0}) == ()
+    assert Change("macs", 0, 5).growth == inf
+    assert Change("time", None, 5.0).growth is None
+
+
+def test_what_is_not_known_cannot_be_limited() -> None:
+    same = net().diff(net())
+    with pytest.raises(BadQuery, match="time is not known of both profiles: measure both with --time"):
+        same.over({"time": 0.1})
+    with pytest.raises(BadQuery, match="there is no quantity 'speed': write one of params, macs"):
+        same.over({"speed": 0.1})
+    with pytest.raises(BadQuery, match="compared with another profile, got a int"):
+        net().diff(3)  # type: ignore[arg-type]
+
+
+def test_other_inputs_conventions_and_machines_are_noted() -> None:
+    model, x = zoo.build("tiny-resnet")
+    one = replace(mt.profile(model, x), environment={"cpu": "A", "torch": "2"})
+    two = replace(mt.profile(model, "1x3x32x32", convention="fvcore"), environment={"cpu": "B", "torch": "2"})
+    notes = " ".join(one.diff(two).notes)
+    for words in ("the inputs differ", "conventions microtome and fvcore", "measured with other cpu: A and B"):
+        assert words in notes
+
+
+def test_markdown_survives_hostile_names_and_folds_many_layers() -> None:
+    hostile = net().diff(net(name="x|`y`<b>"))
+    lines = markdown(hostile).splitlines()
+    (line,) = [line for line in lines if "added" in line and line.startswith("|")]
+    assert line == "| `x\\|'y'<b>` | Linear added |  |  |  |"
+    tables = [line for line in lines if line.startswith("| ")]
+    assert all(line.replace("\\|", "").count("|") in (5, 6) for line in tables)
+    model, x = zoo.build("tiny-resnet")
+    many = mt.profile(model, x).diff(mt.profile(model, "1x3x32x32"))
+    assert "<details><summary>" in markdown(many)
+    assert "shown: the 30 layers that changed the most" in markdown(many)
+
+
+def test_it_is_read_from_json_as_it_was(tmp_path: Path) -> None:
+    grown = timed(net(), 1.0, 0.02).diff(timed(net(16), 1.1, 0.02))
+    grown.to_json(tmp_path / "diff.json")
+    assert mt.load(tmp_path / "diff.json") == grown
+    rows = list(csv_format.DictReader(io.StringIO(csv(grown))))
+    assert [row["after"] for row in rows if row["quantity"] == "macs" and row["address"] == ""] == ["96"]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_rows_never_wrap(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    model, x = zoo.build("tiny-decoder")
+    p = mt.profile(model, x)
+    halved = replace(p, calls=tuple(replace(row, own=replace(row.own, macs=1), output_bytes=7) for row in p))
+    table = [line for line in text(p.diff(halved)).splitlines() if "│" in line]
+    assert len(table) > 20
+    assert all(len(line) <= width and line.endswith(("%", "same", "new")) for line in table)
