@@ -10,6 +10,7 @@ from microtome import __version__
 from microtome.cli.cuts import cuts
 from microtome.cli.diff import diff
 from microtome.cli.doctor import doctor
+from microtome.cli.graph import graph
 from microtome.cli.models import models
 from microtome.cli.ping import ping
 from microtome.cli.plan import plan
@@ -50,6 +51,7 @@ def main() -> None:
 main.add_command(cuts)
 main.add_command(diff)
 main.add_command(doctor)
+main.add_command(graph)
 main.add_command(models)
 main.add_command(ping)
 main.add_command(plan)

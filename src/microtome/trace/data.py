@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -16,6 +16,7 @@ from microtome.engine import Phase
 from microtome.engine.select import no_path
 from microtome.engine.standin import Stand
 from microtome.errors import NoMatch
+from microtome.results import File, write
 
 
 class Value(NamedTuple):
@@ -160,6 +161,22 @@ class Trace:
         yield call
         for child in call.children:
             yield from self.below(self.calls[child])
+
+    def to_dot(self, file: File | None = None, *, depth: int | None = None, cut: Any = None) -> str:
+        """The calls, and what they make for each other, for Graphviz; written to the file if one is named.
+
+        Args:
+            depth: Open the calls above it; None: as deep as there is room for.
+            cut: Where a cut is drawn, an address or a `Cut`, which also says what crosses; what contains it is opened
+                as far as needed.
+        """
+        graph = import_module("microtome.report.graph").graph(self, depth, cut)
+        return write(import_module("microtome.report.dot").dot(graph), file)
+
+    def to_svg(self, file: File | None = None, *, depth: int | None = None, cut: Any = None) -> str:
+        """The same as a picture, SVG; written to the file if one is named."""
+        graph = import_module("microtome.report.graph").graph(self, depth, cut)
+        return write(import_module("microtome.report.graph_svg").svg(graph), file)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -1,0 +1,34 @@
+"""`microtome graph`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from click.testing import CliRunner, Result
+
+from microtome.cli import main
+
+
+def run(*words: Any) -> Result:
+    return CliRunner().invoke(main, ["graph", *map(str, words)])
+
+
+def test_pictures_go_to_files(tmp_path: Path) -> None:
+    files = tmp_path / "g.svg", tmp_path / "g.dot"
+    result = run("zoo:tiny-resnet", "--svg", files[0], "--dot", files[1], "--depth", 1, "--at", "layer1.0")
+    assert result.exit_code == 0, result.output
+    assert "cut at layer1.0: 64.0 KiB cross" in "".join(ElementTree.parse(files[0]).getroot().itertext())
+    assert files[1].read_text().startswith("digraph")
+
+
+def test_a_picture_goes_to_the_terminal() -> None:
+    assert run("zoo:tiny-vit", "--dot", "-").stdout.startswith("digraph microtome {")
+
+
+def test_wrong_words_exit_with_2(tmp_path: Path) -> None:
+    result = run("zoo:tiny-vit")
+    assert result.exit_code == 2
+    assert "say where the picture goes: --svg F or --dot F" in result.output
+    assert run("zoo:tiny-vit", "--dot", "-", "--at", "nowhere").exit_code == 2
