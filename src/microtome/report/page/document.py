@@ -39,7 +39,8 @@ def html(profile: Profile, cuts: Any = None, compare: Any = None) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
         '<link rel="icon" href="data:,">',
         f"<title>{title}</title><style>{assets.style()}</style></head><body>",
-        f"<header><h1>{escape(profile.model)}</h1><p class=dim>on {escape(profile.inputs)}</p></header><main>",
+        f"<header><h1>{escape(profile.model)}</h1><p class=dim>on {escape(profile.inputs)}</p>",
+        f'<nav class="toc" aria-label="Sections">{_contents(other)}</nav></header><main>',
         *_sections(profile, explored, other),
         "</main>",
         block("data", _data(profile, explored, other)),
@@ -67,18 +68,35 @@ def _data(profile: Profile, explored: dict[str, Any], other: Profile | None) -> 
     }
 
 
+_TITLES = {
+    "overview": "At a glance",
+    "tree": "Where it goes",
+    "table": "Layers",
+    "memory": "Memory over the run",
+    "roofline": "Roofline",
+    "explorer": "Where to cut",
+    "compare": "Two runs",
+    "about": "Environment and method",
+}
+
+
+def _contents(other: Profile | None) -> str:
+    shown = {name: title for name, title in _TITLES.items() if name != "compare" or other is not None}
+    return "".join(f'<a href="#section:{name}">{title}</a>' for name, title in shown.items())
+
+
 def _sections(profile: Profile, explored: dict[str, Any], other: Profile | None) -> Iterator[str]:
     known = "".join(f"<li>{escape(caveat)}</li>" for caveat in caveats(profile))
-    yield _section("overview", "At a glance", cards(profile) + (f'<ul class="caveats">{known}</ul>' if known else ""))
-    yield _section("tree", "Where it goes", _drawn("The module tree, as wide as what each call costs"))
-    yield _section("table", "Layers", f'<div id="controls"></div>{table(profile)}')
-    yield _section("memory", "Memory over the run", _memory(profile))
-    yield _section("roofline", "Roofline", _roofline(profile))
+    yield _section("overview", cards(profile) + (f'<ul class="caveats">{known}</ul>' if known else ""))
+    yield _section("tree", _drawn("The module tree, as wide as what each call costs"))
+    yield _section("table", f'<div id="controls"></div>{table(profile)}')
+    yield _section("memory", _memory(profile))
+    yield _section("roofline", _roofline(profile))
     missing = explored.get("missing")
-    yield _section("explorer", "Where to cut", _reason(missing) if missing else _drawn("The split explorer"))
+    yield _section("explorer", _reason(missing) if missing else _drawn("The split explorer"))
     if other is not None:
-        yield _section("compare", "Two runs", compare_table(profile, other) + _drawn("The calls that changed the most"))
-    yield _section("about", "Environment and method", about(profile))
+        yield _section("compare", compare_table(profile, other) + _drawn("The calls that changed the most"))
+    yield _section("about", about(profile))
 
 
 def _memory(profile: Profile) -> str:
@@ -97,8 +115,8 @@ def _roofline(profile: Profile) -> str:
     return _reason(f"There are no times to compute rates from: {BY_NAME['time_s'].missing(profile)}.")
 
 
-def _section(name: str, title: str, body: str) -> str:
-    head = f'<h2 id="title:{name}">{title}</h2>'
+def _section(name: str, body: str) -> str:
+    head = f'<h2 id="title:{name}">{_TITLES[name]}</h2>'
     return f'<section id="section:{name}" aria-labelledby="title:{name}">{head}{body}</section>'
 
 

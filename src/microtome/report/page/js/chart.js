@@ -70,8 +70,13 @@ function markAt(chart, x, text, colour) {
   ctx.font = `${600} ${12 * ratio}px system-ui,sans-serif`;
   const wide = ctx.measureText(text).width + 8 * ratio;
   const isRight = left + wide > bbox.left + bbox.width;
-  ctx.textAlign = isRight ? "right" : "left";
-  ctx.fillText(text, left + (isRight ? -6 : 6) * ratio, bbox.top + 14 * ratio, bbox.width);
+  if (text) {
+    ctx.fillStyle = ink("paper");
+    ctx.fillRect(isRight ? left - wide - 3 * ratio : left + 3 * ratio, bbox.top + ratio, wide, 19 * ratio);
+    ctx.fillStyle = colour;
+    ctx.textAlign = isRight ? "right" : "left";
+    ctx.fillText(text, left + (isRight ? -7 : 7) * ratio, bbox.top + 15 * ratio, bbox.width);
+  }
   ctx.restore();
 }
 

@@ -31,7 +31,7 @@ function chooser(label, options, chosen, change) {
   const made = options.map(([value, text, why]) =>
     el("option", { value, selected: value === chosen, disabled: Boolean(why), title: why || "" }, why ? `${text} (not known)` : text),
   );
-  const select = el("select", { onchange: () => change(select.value) }, ...made);
+  const select = el("select", { "aria-label": label, onchange: () => change(select.value) }, ...made);
   return el("label", {}, label, select);
 }
 

@@ -1,6 +1,7 @@
 // The calls, from the JSON block.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const CALLS = DATA.calls;
+CALLS.address = CALLS.address.map((address) => address.replace(/\p{Surrogate}/gu, "\ufffd")); // half a character has no place in a link
 const COUNT = CALLS.address.length;
 const METRICS = Object.fromEntries(DATA.metrics.map((metric) => [metric.name, metric]));
 const KNOWN = DATA.metrics.filter((metric) => metric.missing === null);

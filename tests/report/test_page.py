@@ -1,0 +1,219 @@
+"""The page of a profile, as text: what is in it before any script runs, and what cannot get into it."""
+
+from __future__ import annotations
+
+import json
+import re
+from base64 import b64encode
+from dataclasses import replace
+from hashlib import sha256
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import microtome as mt
+from microtome import zoo
+from microtome.errors import BadQuery
+from microtome.report.page import assets
+from microtome.units import UNKNOWN
+from tests.report.pages import HOSTILE, hostile_profile, large, timed
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the texts in them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.page = page
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.inside: dict[str, list[str]] = {}
+        self._last = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._last = tag
+        self.tags.append((tag, dict(attrs)))
+        self.inside.setdefault(tag, []).append("")
+
+    def handle_data(self, data: str) -> None:
+        if self._last:
+            self.inside[self._last][-1] += data
+
+    @property
+    def data(self) -> dict[str, object]:
+        found: dict[str, object] = json.loads(self.inside["script"][0])
+        return found
+
+    @property
+    def policy(self) -> str:
+        return next(str(attrs["content"]) for _, attrs in self.tags if attrs.get("http-equiv"))
+
+
+@pytest.fixture(scope="module")
+def profile() -> mt.Profile:
+    model, x = zoo.build("tiny-resnet")
+    with torch.no_grad():
+        return mt.profile(model, x)
+
+
+def test_the_policy_allows_what_the_page_holds_by_its_hash_and_nothing_else(profile: mt.Profile) -> None:
+    page = Page(profile.to_html())
+    scripts = re.findall(r"<script>(.*?)</script>", page.page, re.DOTALL)
+    styles = re.findall(r"<style>(.*?)</style>", page.page, re.DOTALL)
+    assert (len(scripts), len(styles)) == (3, 1)
+    for text in (*scripts, *styles):
+        assert f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" in page.policy
+    assert page.policy.startswith("default-src 'none';")
+    assert "unsafe" not in page.policy
+    assert page.policy.count("sha256-") == 4
+
+
+def test_the_page_asks_for_nothing_and_has_no_inline_code_or_style(profile: mt.Profile) -> None:
+    for tag, attrs in Page(profile.to_html()).tags:
+        assert not {name for name in attrs if name.startswith("on") or name in ("style", "src", "srcset")}, tag
+        assert str(attrs.get("href", "#")).startswith(("#", "data:,"))
+
+
+def test_the_page_is_small(profile: mt.Profile) -> None:
+    assert len(profile.to_html().encode()) < 400_000
+    assert sum(len(text.encode()) for text in (*assets.scripts(), assets.style())) < 200_000
+
+
+def test_libraries_carry_their_licences() -> None:
+    hierarchy, plot, _ = assets.scripts()
+    assert "Copyright 2010" in hierarchy
+    assert "Permission to use, copy, modify" in hierarchy
+    assert "The MIT License" in plot
+    assert "Leon Sorokin" in plot
+
+
+def test_without_a_script_cards_table_and_bars_are_there(profile: mt.Profile) -> None:
+    page = Page(profile.to_html())
+    cards = dict(zip(page.inside["dt"], page.inside["b"], strict=False))
+    assert cards["parameters"] == "11.1 k"
+    assert cards["MACs"] == "9.36 M"
+    rows = [attrs for tag, attrs in page.tags if tag == "th" and attrs.get("scope") == "row" and "title" in attrs]
+    assert [attrs["title"] for attrs in rows] == [row.address for row in profile]
+    bars = {attrs["class"] for tag, attrs in page.tags if tag == "td" and "class" in attrs}
+    assert {"n b100", "n b0"} < bars
+    assert ".b100{--b:100%}" in assets.style()
+
+
+def test_intervals_are_drawn_over_the_bars(profile: mt.Profile) -> None:
+    page = Page(timed(profile).to_html())
+    lines = [attrs for tag, attrs in page.tags if tag == "line"]
+    assert len(lines) == len(profile)
+    assert (lines[0]["x1"], lines[0]["x2"]) == ("90.0%", "100%")  # 0.9 and 1.1 of the whole, which the cell ends at
+
+
+def test_unknown_is_a_dash_with_its_reason_and_never_0(profile: mt.Profile) -> None:
+    page = Page(profile.to_html())
+    cards = dict(zip(page.inside["dt"], zip(page.inside["b"], page.inside["span"], strict=False), strict=False))
+    assert cards["time"][0] == UNKNOWN
+    assert "microtome profile --time" in cards["time"][1]
+    assert cards["energy"][0] == UNKNOWN
+    unavailable = replace(profile, unavailable={"energy": "no sensor: rapl cannot be read"})
+    assert "not measured: no sensor: rapl cannot be read" in unavailable.to_html()
+    calls = (profile.calls[0], replace(profile.calls[1], macs=None), *profile.calls[2:])
+    some = Page(replace(profile, calls=calls).to_html())
+    assert [attrs["title"] for tag, attrs in some.tags if tag == "td" and "no formula" in (attrs.get("title") or "")]
+
+
+def test_what_needs_times_says_so_where_there_are_none(profile: mt.Profile) -> None:
+    page = profile.to_html()
+    assert "There are no times to weigh cuts by: profile with measure=&#x27;time&#x27;" in page
+    assert "There are no times to compute rates from" in page
+    assert "No cuts were given: write profile.to_html(file, cuts=mt.cuts(model, inputs))" in timed(profile).to_html()
+
+
+def test_hostile_names_stay_text() -> None:
+    profile = hostile_profile()
+    page = Page(profile.to_html(compare=profile))
+    seen = {tag for tag, _ in page.tags}
+    assert not seen & {"img", "i"}
+    assert page.page.count("<script") == 4  # the data, two libraries and the page's own
+    assert "<i>Linear" not in page.page
+    assert "<!--" not in page.page
+    data = json.dumps(page.data)
+    for name in HOSTILE:
+        assert json.dumps(name)[1:-1] in data
+    page.page.encode("utf-8")
+
+
+def test_the_data_block_holds_no_markup() -> None:
+    block = re.search(r'id="data">(.*?)</script>', hostile_profile().to_html(), re.DOTALL)
+    assert block
+    assert "<" not in block[1]
+
+
+def test_the_explorer_prices_what_the_plan_prices(profile: mt.Profile) -> None:
+    model, x = zoo.build("tiny-resnet")
+    cuts, fast = mt.cuts(model, x), timed(profile)
+    data = Page(fast.to_html(cuts=cuts)).data["explorer"]
+    assert isinstance(data, dict)
+    plan = mt.plan(cuts, edge=fast, cloud=fast, link=mt.Link("20Mbps", rtt="15ms"))
+    assert sorted(data["names"]) == sorted(candidate.name for candidate in plan)
+    for at, name in enumerate(data["names"]):
+        candidate = plan[name]
+        wire_s = (0.015 + (data["sent"][at] + data["back"][at]) / 2.5e6) if data["crosses"][at] else 0.0
+        spent = data["edge_s"][at] + data["encode_s"][at] + data["decode_s"][at] + data["cloud_s"][at]
+        assert spent + wire_s == pytest.approx(candidate.latency_s)
+
+
+def test_the_other_run_is_the_cloud_where_it_can_be(profile: mt.Profile) -> None:
+    cuts = mt.cuts(*zoo.build("tiny-resnet"))
+    fast = timed(profile)
+    data = Page(fast.to_html(cuts=cuts, compare=timed(profile, speed=4.0))).data["explorer"]
+    assert isinstance(data, dict)
+    whole = data["names"].index("all on cloud, raw input")
+    assert data["cloud_s"][whole] == pytest.approx(fast.total.until_s / 4)  # type: ignore[operator]
+    vit = timed(mt.profile(*zoo.build("tiny-vit")))
+    page = fast.to_html(cuts=cuts, compare=vit)
+    assert "the other run cannot be the cloud" in page
+
+
+def test_many_cuts_are_thinned_and_that_is_said(profile: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    from microtome.report.page import explorer
+
+    monkeypatch.setattr(explorer, "_MOST", 5)
+    cuts = mt.cuts(*zoo.build("tiny-resnet"))
+    assert f"{len(cuts) - 5} of {len(cuts)} cuts are left out here" in timed(profile).to_html(cuts=cuts)
+
+
+def test_two_runs_are_shown_with_what_changed(profile: mt.Profile) -> None:
+    page = timed(profile).to_html(compare=timed(profile, speed=2.0))
+    assert "Two runs" in page
+    assert "-50.0 %" in page
+    other = mt.profile(*zoo.build("tiny-vit"))
+    data = Page(profile.to_html(compare=other)).data["compare"]
+    assert isinstance(data, dict)
+    assert data["only_here"] == len(profile) - 1  # the root alone has the same address
+
+
+def test_cuts_and_profiles_may_be_files(profile: mt.Profile, tmp_path: Path) -> None:
+    cuts = mt.cuts(*zoo.build("tiny-resnet"))
+    cuts.to_json(tmp_path / "cuts.json")
+    timed(profile).to_json(tmp_path / "other.json")
+    page = timed(profile).to_html(tmp_path / "page.html", cuts=tmp_path / "cuts.json", compare=tmp_path / "other.json")
+    assert (tmp_path / "page.html").read_text("utf-8") == page
+    with pytest.raises(BadQuery, match="cuts are what microtome.cuts gives, or the file that holds it, got"):
+        profile.to_html(cuts=tmp_path / "other.json")
+    with pytest.raises(BadQuery, match="a profile is compared with a profile, or the file"):
+        profile.to_html(compare=3)
+
+
+def test_a_profile_of_before_says_that_it_has_no_memory_over_the_run(profile: mt.Profile) -> None:
+    assert "written by an older microtome, which kept no memory" in replace(profile, timeline=None).to_html()
+
+
+def test_of_many_calls_the_table_without_a_script_has_some_and_says_so() -> None:
+    page = large().to_html()
+    assert "of 10,000 calls are listed; with JavaScript all are." in page
+    assert page.count("<tr>") < 1500
+
+
+def test_a_model_that_runs_no_operator_has_a_page() -> None:
+    assert "No operator ran." in mt.profile(nn.Identity(), torch.ones(1)).to_html()

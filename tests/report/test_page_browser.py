@@ -1,0 +1,314 @@
+"""The page in a real browser: Debian's Chromium, driven by playwright. Pictures of it are kept in `artifacts/`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+
+import microtome as mt
+from microtome import zoo
+from tests.report.pages import hostile_profile, large, timed
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+ARTIFACTS = Path(__file__).parents[2] / "artifacts"
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: apt install chromium")
+
+
+@dataclass
+class Tab:
+    """A page that is open, and what went wrong in it."""
+
+    page: Any
+    errors: list[str]
+
+    def texts(self, selector: str) -> list[str]:
+        return [text.strip() for text in self.page.locator(selector).all_inner_texts()]
+
+    def names(self) -> list[str]:
+        """The addresses of the rows that the table shows."""
+        return [str(one.get_attribute("title")) for one in self.page.locator("#layers tbody th").all()]
+
+    def slide(self, name: str, value: float) -> None:
+        self.page.locator(f"input[name={name}]").evaluate(
+            "(input, value) => { input.value = value; input.dispatchEvent(new Event('input')) }", value
+        )
+
+    def shoot(self, name: str) -> None:
+        ARTIFACTS.mkdir(exist_ok=True)
+        self.page.screenshot(path=ARTIFACTS / f"{name}.png")
+
+
+Open = Callable[..., Tab]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """Opens pages in contexts of their own; at the end none may have had an error."""
+    tabs: list[Tab] = []
+
+    def open_(text: str, *, at: str = "", width: int = 1200, **options: Any) -> Tab:
+        file = tmp_path / f"page{len(tabs)}.html"
+        file.write_text(text, "utf-8")
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        context.set_default_timeout(10_000)
+        tab = Tab(context.new_page(), [])
+        tab.page.on("console", lambda said: tab.errors.append(said.text) if said.type in ("error", "warning") else None)
+        tab.page.on("pageerror", lambda error: tab.errors.append(str(error)))
+        tab.page.on("request", lambda asked: tab.errors.append(asked.url) if asked.url.startswith("http") else None)
+        tab.page.goto(file.as_uri() + at)
+        tabs.append(tab)
+        return tab
+
+    yield open_
+    for tab in tabs:
+        tab.page.context.close()
+    assert [error for tab in tabs for error in tab.errors] == []
+
+
+@pytest.fixture(scope="module")
+def profile() -> mt.Profile:
+    model, x = zoo.build("tiny-resnet")
+    with torch.no_grad():
+        return timed(mt.profile(model, x))
+
+
+@pytest.fixture(scope="module")
+def cuts() -> mt.Cuts:
+    return mt.cuts(*zoo.build("tiny-resnet"))
+
+
+@pytest.fixture(scope="module")
+def page(profile: mt.Profile, cuts: mt.Cuts) -> str:
+    return profile.to_html(cuts=cuts)
+
+
+def look_at_all(tab: Tab) -> None:
+    """Bring every section near the window, so that its view is built."""
+    for section in tab.page.locator("section").all():
+        section.scroll_into_view_if_needed()
+        tab.page.wait_for_timeout(50)
+
+
+def test_all_views_are_drawn_without_an_error(opened: Open, profile: mt.Profile, cuts: mt.Cuts) -> None:
+    tab = opened(profile.to_html(cuts=cuts, compare=timed(profile, speed=3.0)))
+    look_at_all(tab)
+    for name in ("memory", "roofline", "explorer"):
+        tab.page.wait_for_selector(f"[id='section:{name}'] canvas")
+    assert len(tab.texts(".icicle .node")) > 10
+    assert "the peak" in tab.texts("[id='section:memory'] .said")[0]
+    assert len(tab.texts("[id='section:compare'] .view tbody tr")) > 10
+    tab.page.evaluate("scrollTo(0, 0)")
+    ARTIFACTS.mkdir(exist_ok=True)
+    tab.page.screenshot(path=ARTIFACTS / "light.png", full_page=True)
+
+
+def test_the_table_says_with_a_script_what_it_says_without(opened: Open, page: str) -> None:
+    plain = opened(page, java_script_enabled=False)
+    rows = [text.split("\t") for text in plain.texts("#layers tbody tr")]
+    tab = opened(page)
+    tab.page.locator("#grid").evaluate("grid => { grid.style.maxHeight = 'none' }")
+    tab.page.get_by_text("Open all").click()
+    tab.page.wait_for_function(f"document.querySelectorAll('#layers tbody th').length === {len(rows)}")
+    cells = "rows => rows.map(row => [...row.querySelectorAll('td')].map(cell => cell.firstChild?.data ?? ''))"
+    scripted = tab.page.locator("#layers tbody tr:not(.space)").evaluate_all(cells)
+    static = plain.page.locator("#layers tbody tr").count()
+    assert static == len(scripted) == len(rows)
+    for before, after in zip(rows, scripted, strict=True):
+        assert [text.strip() for text in before[1:]] == after
+
+
+def test_sort(opened: Open, page: str, profile: mt.Profile) -> None:
+    tab = opened(page)
+    header = tab.page.locator("thead button[data-name=macs]")
+    header.click()
+    layers = [row for row in profile if row.height == 1]
+    down = sorted(layers, key=lambda row: -(row.macs or 0))
+    assert tab.names()[:10] == [row.address for row in down[:10]]
+    assert tab.page.locator("thead th[aria-sort=descending]").inner_text() == "MACs ↓"
+    tab.page.locator("thead button[data-name=macs]").click()
+    up = sorted(layers, key=lambda row: row.macs or 0)
+    assert tab.names()[:10] == [row.address for row in up[:10]]
+    tab.page.locator("thead button[data-name=macs]").click()
+    assert tab.names()[:2] == ["(root)", profile.calls[1].address]
+
+
+def test_search_keeps_what_matches_and_what_contains_it(opened: Open, page: str) -> None:
+    tab = opened(page)
+    tab.page.get_by_role("searchbox").fill("layer1.0.CONV")
+    assert tab.names() == ["(root)", "layer1", "layer1.0", "layer1.0.conv1", "layer1.0.conv2"]
+    tab.page.get_by_role("searchbox").fill("nothing like it")
+    assert tab.names() == []
+    assert tab.texts("[role=status]") == ["0 of 43 calls"]
+
+
+def test_columns_are_chosen(opened: Open, page: str) -> None:
+    tab = opened(page)
+    tab.page.get_by_text("Columns", exact=True).click()
+    tab.page.get_by_label("weights", exact=True).check()
+    assert tab.page.locator("thead button[data-name=param_bytes]").is_visible()
+    assert tab.page.get_by_label(re.compile(r"^\s*energy . not measured")).is_disabled()
+
+
+def test_the_tree_zooms_and_goes_back_by_its_breadcrumbs(opened: Open, page: str) -> None:
+    tab = opened(page)
+    tree = tab.page.locator(".icicle")
+    tree.get_by_text("layer2", exact=True).click()
+    assert tree.get_attribute("data-focus") == "layer2"
+    assert tab.texts(".crumbs button") == ["(root)", "layer2"]
+    tab.page.locator(".crumbs button").first.click()
+    assert tree.get_attribute("data-focus") == ""
+    tab.page.get_by_label("Size", exact=True).select_option("params")
+    tab.page.get_by_label("Colour", exact=True).select_option("type")
+    assert "of params" in tab.texts("[id='section:tree'] .said")[0]
+
+
+def test_the_tree_and_the_table_are_used_by_keyboard(opened: Open, page: str) -> None:
+    tab = opened(page)
+    tree = tab.page.locator(".icicle")
+    tree.locator("[tabindex='0']").focus()
+    for key in ("ArrowDown", "ArrowRight", "Enter"):
+        tab.page.keyboard.press(key)
+    assert tree.get_attribute("data-focus") not in ("", None)
+    tab.page.keyboard.press("Escape")
+    assert tree.get_attribute("data-focus") == ""
+    tab.page.locator("#layers tbody tr[tabindex='0']").focus()
+    for key in ("ArrowLeft", "ArrowRight", "ArrowDown", "ArrowDown", "Enter"):
+        tab.page.keyboard.press(key)
+    assert tab.page.url.endswith("#" + tab.names()[2])
+    assert tab.page.evaluate("document.activeElement.closest('tr').className") == "on"
+
+
+def test_the_path_of_a_call_is_copied(opened: Open, page: str) -> None:
+    tab = opened(page, at="#layer1.0.conv1")
+    tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.page.keyboard.press("c")
+    tab.page.wait_for_function("document.querySelector('[role=status]').textContent.startsWith('Copied')")
+    assert tab.page.evaluate("navigator.clipboard.readText()") == "layer1.0.conv1"
+
+
+def test_a_permalink_shows_its_call(opened: Open, page: str) -> None:
+    tab = opened(page, at="#layer2.0.conv2")
+    assert tab.page.locator("#layers tr.on th").get_attribute("title") == "layer2.0.conv2"
+    tab.page.get_by_text("Close all").click()
+    tab.page.evaluate("location.hash = '#layer1.0.conv1'")
+    tab.page.wait_for_function("document.querySelector('#layers tr.on th')?.title === 'layer1.0.conv1'")
+    assert tab.page.locator("#layers tr.on").is_visible()
+
+
+#: Exponents of ten: bits a second, seconds, and times as fast.
+SETTINGS = [
+    *((bandwidth, -4, -2, 3) for bandwidth in (4, 5, 5.5, 6, 6.5, 7, 7.5, 8, 10)),
+    *((7.3, rtt, -2, 1) for rtt in (-3, -2, -1, 0)),
+    *((8, -3.5, edge, 2.5) for edge in (-1.5, -1, 0, 2)),
+    *((8, -3.5, -1.5, cloud) for cloud in (-1, 0, 3)),
+]
+
+
+def test_the_best_cut_is_the_one_that_the_plan_names(
+    opened: Open, page: str, profile: mt.Profile, cuts: mt.Cuts
+) -> None:
+    tab = opened(page)
+    view = tab.page.locator("[id='section:explorer'] .view")
+    view.scroll_into_view_if_needed()
+    tab.page.wait_for_selector("input[name=cloud]")
+    winners = set()
+    for setting in SETTINGS:
+        for name, value in zip(("bandwidth_bps", "rtt_s", "edge", "cloud"), setting, strict=True):
+            tab.slide(name, value)
+        now = json.loads(view.get_attribute("data-now"))
+        plan = mt.plan(
+            cuts,
+            edge=timed(profile, speed=now["edge"]),
+            cloud=timed(profile, speed=now["cloud"]),
+            link=mt.Link(now["bandwidth_bps"], now["rtt_s"]),
+        )
+        assert view.get_attribute("data-best") == plan.winner.name
+        winners.add(plan.winner.name)
+    assert tab.texts(".verdict .best") == [plan.winner.name]
+    assert len(winners) >= 3
+    assert {"all on edge"} < winners
+    for name, value in {"bandwidth_bps": 8.3, "rtt_s": -3.5, "edge": -1.5, "cloud": 1}.items():
+        tab.slide(name, value)
+    tab.page.wait_for_timeout(100)
+    ARTIFACTS.mkdir(exist_ok=True)
+    view.screenshot(path=ARTIFACTS / "explorer.png")
+
+
+def test_without_a_script_cards_and_table_are_seen(opened: Open, page: str, profile: mt.Profile) -> None:
+    tab = opened(page, java_script_enabled=False)
+    assert tab.page.get_by_text("11.1 k").first.is_visible()
+    assert tab.page.locator("#layers tbody tr").count() == len(profile)
+    bar = "cell => getComputedStyle(cell).backgroundSize"
+    assert tab.page.locator("#layers td.b100").first.evaluate(bar).startswith("100%")
+    assert tab.page.get_by_text("The split explorer: drawn where JavaScript may run.").is_visible()
+    tab.shoot("no-script")
+
+
+def test_a_hostile_name_runs_nothing_and_is_shown(opened: Open) -> None:
+    profile = timed(hostile_profile())
+    cuts = mt.cuts(torch.nn.Sequential(torch.nn.Linear(4, 4)), "2x4")
+    tab = opened(profile.to_html(cuts=cuts, compare=profile))
+    look_at_all(tab)
+    tab.page.locator(".icicle .node").nth(1).hover()
+    tab.page.get_by_role("searchbox").fill("<b>bo")
+    tab.page.wait_for_timeout(100)
+    assert tab.page.evaluate("typeof hacked") == "undefined"
+    assert tab.page.locator("img, main i:not(.key i), main b b").count() == 0
+    assert "\"'><b>bold</b>" in tab.texts("#layers tbody th a")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_telephone_and_both_schemes(opened: Open, page: str, scheme: str) -> None:
+    tab = opened(page, width=400, color_scheme=scheme)
+    look_at_all(tab)
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= 400
+    paper = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(255, 255, 255)") is (scheme == "light")
+    tab.page.evaluate("scrollTo(0, 0)")
+    tab.page.screenshot(path=ARTIFACTS / f"narrow-{scheme}.png", full_page=True)
+    wide = opened(page, color_scheme=scheme)
+    wide.shoot(f"wide-{scheme}")
+
+
+def test_it_prints_every_row(opened: Open, page: str, profile: mt.Profile) -> None:
+    tab = opened(page)
+    tab.page.get_by_text("Open all").click()
+    tab.page.emulate_media(media="print")
+    tab.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert len(tab.names()) == len(profile)
+    assert tab.page.locator("[id='section:explorer'] canvas").count() == 1
+
+
+def test_ten_thousand_calls_open_soon_and_only_rows_in_sight_are_in_the_page(opened: Open) -> None:
+    text = large(10_000).to_html()
+    began = perf_counter()
+    tab = opened(text)
+    tab.page.wait_for_function("document.documentElement.dataset.ready === '1'")
+    taken = perf_counter() - began
+    tab.page.get_by_text("Open all").click()
+    assert tab.texts("[role=status]") == ["10,000 of 10,000 calls"]
+    assert tab.page.locator("#layers tbody tr").count() < 100
+    tab.page.locator("#grid").evaluate("grid => { grid.scrollTop = grid.scrollHeight }")
+    tab.page.wait_for_selector("#layers th[title='blocks.98.layer_098'], #layers th[title='blocks.99.layer_000']")
+    assert taken < 20  # a hang, not a time: `perf_counter` says what it is, and the report quotes it
+    ARTIFACTS.mkdir(exist_ok=True)
+    (ARTIFACTS / "opened.txt").write_text(f"10,000 calls: {len(text.encode()):,} bytes, open after {taken:.2f} s\n")
