@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,6 +55,8 @@ def _until_done(process: subprocess.Popen[str]) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if process.returncode not in (0, -signal.SIGTERM):
+            print(f"{process.args!r} ended with {process.returncode}", file=sys.stderr)
 
 
 def job(host: Host, function: str, given: dict[str, Any], timeout_s: float = 600) -> Any:
