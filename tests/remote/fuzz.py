@@ -378,7 +378,8 @@ def fuzz(count: int, seed: int = 0) -> Fuzzed:
         fuzzer.close()
         server.terminate()
         assert server.end() == 0, server.said
-        assert not server.said, server.said  # neither tracebacks nor what came from outside
+        # Neither tracebacks, nor what came from outside.
+        assert not server.said, server.said
         found.seconds = time.perf_counter() - began
         return found
 

@@ -76,7 +76,7 @@ def counted(server: Server, name: str, **labels: str) -> float:
 
 def test_a_server_that_is_killed_in_the_middle_of_a_tensor_and_started_again_answers(server: ServerProcess) -> None:
     x = asking(rows=100_000)
-    with Proxy(server.address) as proxy, connected(proxy.address) as remote:
+    with Proxy(server.address) as proxy, connected(proxy.address, deadline=60.0) as remote:
         pair = alive(proxy)
         before = pair.up.passed
         pair.up.bytes_per_s = 8e6
@@ -453,7 +453,7 @@ def test_sigterm_under_load_loses_nothing_and_a_second_server_goes_on() -> None:
                 failed.append(error)
 
     with ServerProcess(*SLOW) as server:
-        remotes = [connected(server.address) for _ in range(4)]
+        remotes = [connected(server.address, deadline=60.0) for _ in range(4)]
         with ThreadPoolExecutor(4) as threads:
             done = [threads.submit(ask, remote) for remote in remotes]
             until(lambda: len(answered) > 40)

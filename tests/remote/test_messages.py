@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +9,12 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.message import DecodeError
 from grpc_tools import protoc
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import microtome
 from microtome.remote import messages
+from tests.remote.fuzz import mutated
 
 SOURCES = Path(microtome.__file__).parent.parent
 PROTO = "microtome/remote/split.proto"
@@ -68,3 +71,50 @@ def test_a_message_taken_apart_is_what_protobuf_reads_or_is_refused_as_it_refuse
         assert bytes(found) == expected.boundary
         read.boundary = expected.boundary
         assert read == expected
+
+
+class TooMuch(Exception):
+    """More was looked at than there is reason to."""
+
+
+class Counted(bytes):
+    """Counts how often it is looked into."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self.looks += 1
+        if self.looks > 200_000:
+            raise TooMuch
+        return super().__getitem__(key)
+
+
+def test_a_message_of_many_small_fields_is_left_to_protobuf() -> None:
+    data = Counted(b"\x20\x00" * 1_000_000 + messages.Request(id="7", boundary=b"abc").SerializeToString())
+    head, payload = messages.apart(messages.Request, data)
+    assert (head.id, bytes(payload)) == ("7", b"abc")
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=1000, deadline=None)
+def test_what_is_taken_apart_is_what_protobuf_reads(seed: int) -> None:
+    dice = random.Random(seed)
+    made = messages.Request(id="mine", timeout_s=2.5, codec="zstd", boundary=dice.randbytes(dice.choice((0, 3, 200))))
+    data = mutated(made.SerializeToString(), dice)
+    try:
+        whole = messages.Request.FromString(data)
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            messages.apart(messages.Request, data)
+        return
+    head, payload = messages.apart(messages.Request, data)
+    assert bytes(payload) == whole.boundary
+    assert (head.id, head.codec) == (whole.id, whole.codec)
+    assert struct.pack("<d", head.timeout_s) == struct.pack("<d", whole.timeout_s)
+
+
+def test_what_is_put_in_front_of_a_boundary_is_not_held_with_it() -> None:
+    unknown = b"\xa2\x06" + messages._varint(1_000_000) + bytes(1_000_000)
+    for field in (unknown, b"\x22" + unknown[2:]):  # numbers 100 and 4, of one and two bytes
+        head, payload = messages.apart(messages.Request, field + messages.with_bytes(messages.Request(id="7"), b"abc"))
+        assert (head.id, payload.obj) == ("7", b"abc")

@@ -53,7 +53,7 @@ def serve(
     MODEL is as for `microtome profile`. It listens on loopback unless told otherwise, until SIGTERM or ctrl-C; then it
     answers what it has been asked, and ends.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it writes what strangers send between the lines of the log
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else it writes what strangers send between the lines of the log
     from microtome.remote.logs import log_to_stderr
     from microtome.remote.security import read_token
     from microtome.remote.server import serve as start

@@ -179,7 +179,10 @@ class Remote:
             return job
         start = perf_counter()
         head = messages.Request(id=uuid.uuid4().hex, codec=job.sent.codec)
-        pending = Pending(head, job.boundary, job.sent.codec, job.ends, _PATIENCE_S[self._fallback])
+        patience_s = _PATIENCE_S[self._fallback]
+        if job.ends is not None and not self._fallback:
+            patience_s = job.ends - monotonic()
+        pending = Pending(head, job.boundary, job.sent.codec, job.ends, patience_s)
         if pending.nbytes > self.server.max_message:
             raise RemoteError(
                 f"{size(pending.nbytes)} cross at {job.sent.at!r}, and {self._connection.address} takes "

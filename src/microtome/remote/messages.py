@@ -144,6 +144,10 @@ def before_bytes(message: Any, nbytes: int) -> bytes:
     return begun
 
 
+#: How far field 15 is looked for: what is longer in front of it keeps protobuf busy and not this, and is not held.
+_HEAD = 32 << 10
+
+
 def apart(kind: Any, data: bytes) -> tuple[Any, memoryview]:
     """A request or reply without its field 15, and that, looked at where it lies: protobuf would copy it twice.
 
@@ -170,7 +174,7 @@ def _long_at(data: bytes) -> int | None:
     try:
         while data[at] != _LONG[0]:
             kind = data[at] & 7
-            if data[at] > 127 or kind not in (0, 1, 2, 5):
+            if data[at] > 127 or kind not in (0, 1, 2, 5) or at > _HEAD:
                 return None
             if kind in (0, 2):
                 number, at = _read_varint(data, at + 1)
@@ -180,7 +184,7 @@ def _long_at(data: bytes) -> int | None:
         length, start = _read_varint(data, at + 1)
     except IndexError:
         return None
-    return at if start + length == len(data) else None
+    return at if at <= _HEAD and start + length == len(data) else None
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
