@@ -138,3 +138,24 @@ def test_one_bad_request_does_not_spoil_the_others() -> None:
 
         with ThreadPoolExecutor(4) as pool:
             assert all(pool.map(ask, [x, torch.randn(1, 2, 8, 8), x + 1, x + 2]))
+
+
+@torch.no_grad()
+def test_what_says_another_batch_than_it_has_is_not_joined_with_others() -> None:
+    model, x = small("tiny-vit")
+    at = mt.cuts(model, x)[7].at
+    head, tail = mt.split(model, x, at=at)
+    joiner = learn(head, tail, Inputs(x))
+    assert joiner is not None
+    assert joiner.adds
+    good = head(x)
+    assert joiner.key(good) is not None
+    for path in joiner.adds:
+        for value in (-1, 0, 1000, "2", None):
+            forged = copy.deepcopy(good)
+            inside = forged.facts
+            for key in path[:-1]:
+                inside = inside[key]
+            inside[path[-1]] = value
+            assert joiner.key(forged) is None
+    assert joiner.key(mt.Boundary(at, good.fingerprint, {}, {})) is None

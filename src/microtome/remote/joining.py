@@ -40,16 +40,25 @@ class Joiner:
 
     Attributes:
         grows: The names of tensors that grow with the batch.
-        adds: Where in the facts numbers do.
+        adds: Where in the facts numbers do, and how much each row of the batch adds.
         outputs: Which tensors of the model's output do.
     """
 
     grows: frozenset[str]
-    adds: frozenset[tuple[Any, ...]]
+    adds: dict[tuple[Any, ...], float]
     outputs: frozenset[int]
 
-    def key(self, boundary: Boundary) -> str:
-        """The same for requests that can be joined, but for the values of tensors that do not grow."""
+    def key(self, boundary: Boundary) -> str | None:
+        """The same for requests that can be joined, but for the values of tensors that do not grow.
+
+        None: it says of itself what its tensors do not show, and would have others computed wrongly.
+        """
+        try:
+            rows = self.rows(boundary)
+            if any(_at(boundary.facts, path) != share * rows for path, share in self.adds.items()):
+                return None
+        except (KeyError, IndexError, TypeError, StopIteration):  # it is no boundary of this cut, as the tail will say
+            return None
         facts = _map_leaves(boundary.facts, lambda path, leaf: "+" if path in self.adds else leaf)
         tensors = [
             (name, str(tensor.dtype), [*tensor.shape[1:]] if name in self.grows else [*tensor.shape])
@@ -110,7 +119,8 @@ def _learn(head: Head, tail: Tail, given: Inputs) -> Joiner | None:
     alone = [tail(boundary) for boundary in (one, two)]
     of_one, of_twice = (take_apart(output)[1] for output in (alone[0], tail(twice)))
     outputs = frozenset(at for at, tensor in enumerate(of_one) if _doubles(tensor, of_twice[at]))
-    joiner = Joiner(grows, adds, outputs)
+    rows = next(len(tensor) for name, tensor in one.tensors.items() if name in grows)
+    joiner = Joiner(grows, {path: _at(one.facts, path) / rows for path in adds}, outputs)
     joined = joiner.part(tail(joiner.join([one, two])), [joiner.rows(one), joiner.rows(two)])
     return joiner if outputs and all(map(_is_near, joined, alone)) else None
 
