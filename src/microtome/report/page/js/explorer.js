@@ -75,7 +75,8 @@ function explorerView(view) {
     const ordered = order.map((at) => priced[at]);
     const cloudLine = Math.min(...cloudOnly.map((at) => priced[at].total));
     const edgeLine = priced[edgeOnly].total;
-    const top = Math.min(Math.max(...ordered.map((one) => one.total)), Math.max(3 * best.total, 1.1 * Math.min(edgeLine, cloudLine)));
+    const totals = ordered.map((one) => one.total).sort((a, b) => a - b);
+    const top = Math.min(totals.at(-1), Math.max(3 * best.total, 1.2 * totals[totals.length >> 1]));
     const bars = (colour) => ({ fill: colour, stroke: colour, width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [0.8, 60] }) });
     const line = (colour, dash) => ({ stroke: colour, dash, width: 2, points: { show: false } });
     marks.replaceChildren(key([ink("head"), "edge"], [ink("between"), "transfer"], [ink("tail"), "cloud"],

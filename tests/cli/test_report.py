@@ -1,0 +1,105 @@
+"""`microtome report`, and `--html` and `--open` of `microtome profile`."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import microtome as mt
+from microtome import zoo
+from microtome.cli import main, page
+from microtome.errors import Unsupported
+
+
+def run(*words: Any) -> Result:
+    return CliRunner().invoke(main, list(map(str, words)))
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    urls: list[str] = []
+
+    def open_(url: str) -> bool:
+        urls.append(url)
+        return True
+
+    monkeypatch.setattr(webbrowser, "open", open_)
+    return urls
+
+
+def test_a_page_is_written_with_cuts_and_opened(tmp_path: Path, opened: list[str]) -> None:
+    file = tmp_path / "report.html"
+    result = run("profile", "zoo:tiny-resnet", "--time", "--repeat", 3, "--warmup", 1, "--html", file, "--open")
+    assert result.exit_code == 0, result.output
+    assert '"names":["all on edge",' in file.read_text("utf-8")
+    assert opened == [file.as_uri()]
+
+
+def test_a_page_without_times_has_no_cuts_and_goes_to_the_terminal() -> None:
+    result = run("profile", "zoo:tiny-resnet", "--html", "-")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("<!doctype html>")
+    assert "There are no times to weigh cuts by" in result.stdout
+
+
+def test_where_cuts_cannot_be_found_the_page_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise Unsupported("it is not traced")
+
+    monkeypatch.setattr(page, "find_cuts", refuse)
+    file = tmp_path / "report.html"
+    result = run("profile", "zoo:tiny-resnet", "--time", "--repeat", 3, "--warmup", 1, "--html", file)
+    assert result.exit_code == 0
+    assert "Note: the page does not say where to cut: it is not traced" in result.stderr
+    assert "No cuts were given" in file.read_text("utf-8")
+
+
+def test_a_page_is_made_of_files(tmp_path: Path, opened: list[str]) -> None:
+    model, x = zoo.build("tiny-resnet")
+    mt.profile(model, x, measure="time", repeat=3, warmup=1).to_json(tmp_path / "p.json")
+    mt.cuts(model, x).to_json(tmp_path / "cuts.json")
+    file = tmp_path / "report.html"
+    words = (
+        "report",
+        tmp_path / "p.json",
+        "-o",
+        file,
+        "--cuts",
+        tmp_path / "cuts.json",
+        "--compare",
+        tmp_path / "p.json",
+    )
+    result = run(*words, "--open")
+    assert result.exit_code == 0, result.output
+    assert f"{file}: " in result.output
+    assert "Two runs" in file.read_text("utf-8")
+    assert opened == [file.as_uri()]
+    assert run("report", tmp_path / "p.json", "-o", "-").stdout.startswith("<!doctype html>")
+
+
+def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
+    mt.cuts(*zoo.build("tiny-resnet")).to_json(tmp_path / "cuts.json")
+    result = run("report", tmp_path / "cuts.json", "-o", tmp_path / "report.html")
+    assert result.exit_code == 2
+    assert "holds no profile: give what `microtome profile --json` wrote" in result.output
+
+
+def test_only_a_page_in_a_file_is_opened() -> None:
+    for words in (["profile", "zoo:tiny-resnet", "--open"], ["report", "p.json", "-o", "-", "--open"]):
+        result = run(*words)
+        assert result.exit_code == 2
+        assert "--open needs a page in a file: name one" in result.output
+
+
+def test_without_a_browser_the_file_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(webbrowser, "open", lambda _: False)
+    page.open_page("report.html")
+    assert "there is no browser to open report.html in" in capsys.readouterr().err
