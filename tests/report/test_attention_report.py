@@ -11,7 +11,8 @@ from torch import Tensor
 
 from microtome.capture.attention import Attention
 from microtome.errors import BadQuery
-from microtome.report.attention import picture, png
+from microtome.report.attention import picture
+from microtome.report.pixels import png
 
 DARK, LIGHT = (0x44, 0x01, 0x54), (0xFD, 0xE7, 0x25)
 

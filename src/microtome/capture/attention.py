@@ -161,7 +161,7 @@ class Attention(Sequence[Tensor]):
         image: Any = None,
         *,
         layer: int | str = -1,
-        head: int | None = None,
+        head: int | Literal["all"] | None = None,
         row: int = 0,
         grid: tuple[int, int] | None = None,
         sample: int = 0,
@@ -173,7 +173,7 @@ class Attention(Sequence[Tensor]):
             image: (3, H, W), (H, W, 3) or (H, W), or a batch of the first; whole numbers from 0 to 255, or any others,
                 which are scaled; or an image of PIL.
             layer: Whose attention, by address or position.
-            head: Which of the heads that were kept; None: their mean.
+            head: Which of the heads that were kept; `"all"`: each, side by side; None: their mean.
             row: Which of the query rows that were kept: the first is the class token's, if the model has one.
             grid: How many patches the image is high and wide. None: the last keys that make a square.
             sample: Which of the batch.

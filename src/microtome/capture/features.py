@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from importlib import import_module
+from typing import Any, Literal
 
 from microtome.engine.addresses import Addresses
 from microtome.engine.select import no_path
 from microtome.errors import BadQuery, NoMatch
 from microtome.inputs import Inputs
+from microtome.results import File
 
 
 class Features(Mapping[str, Any]):
@@ -73,6 +75,35 @@ class Features(Mapping[str, Any]):
         if not self._output:
             raise BadQuery("the model did not run to its end: extract with stop=False to have its output")
         return self._output[0]
+
+    def plot(self, name: str, **options: Any) -> Any:
+        """A picture that notebooks show: what `to_png` writes, with its options."""
+        return import_module("microtome.report.activation").plot(self[name], name, **options)
+
+    def to_png(
+        self,
+        file: File,
+        name: str,
+        *,
+        sample: int = 0,
+        channels: int = 64,
+        grid: tuple[int, int] | None = None,
+        scale: Literal["each", "all"] = "each",
+        part: int | None = None,
+    ) -> None:
+        """Write an activation as a picture: its channels side by side, the larger a value the lighter.
+
+        Of images (batch, channels, height, width), a map for each channel. Of tokens (batch, tokens, channels), a map
+        for each channel with `grid`, else one with a line for each token. Of (batch, channels), one line.
+
+        Args:
+            sample: Which of the batch.
+            channels: How many channels at most, the first.
+            grid: How many patches the image is high and wide; the last tokens are those.
+            scale: Whether each channel is scaled by itself from its least to its greatest value, or all together.
+            part: Which of the tensors, where the module gives several.
+        """
+        self.plot(name, sample=sample, channels=channels, grid=grid, scale=scale, part=part).save(file)
 
     def get(self, name: str, default: Any = None) -> Any:
         """What is there under that name, or the default."""

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import struct
-import zlib
-from dataclasses import dataclass
 from operator import index
-from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -16,32 +12,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from microtome.capture.attention import Attention
 from microtome.errors import BadQuery
-from microtome.results import File
+from microtome.report.pixels import Picture, as_bytes, coloured, scaled, tiled
 
-#: Nine colours of matplotlib's viridis, evenly spaced: as light as what they stand for is large.
-_VIRIDIS = (0x440154, 0x472C7A, 0x3B518B, 0x2C718E, 0x21908D, 0x27AD81, 0x5CC863, 0xAADC32, 0xFDE725)
 #: A map without an image is drawn about so many pixels high or wide.
 _SIZE = 224
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Picture:
-    """A picture that notebooks show.
-
-    Attributes:
-        pixels: (height, width, 3), uint8.
-    """
-
-    pixels: Tensor
-
-    def _repr_png_(self) -> bytes:
-        return png(self.pixels)
-
-    def save(self, file: File) -> None:
-        Path(file).write_bytes(png(self.pixels))
-
-    def __repr__(self) -> str:
-        return f"<Picture, {self.pixels.shape[1]} wide, {self.pixels.shape[0]} high>"
 
 
 def plot(
@@ -49,7 +23,7 @@ def plot(
     image: Any = None,
     *,
     layer: int | str = -1,
-    head: int | None = None,
+    head: int | Literal["all"] | None = None,
     row: int = 0,
     grid: tuple[int, int] | None = None,
     sample: int = 0,
@@ -58,8 +32,11 @@ def plot(
     """What one query looks at, as a picture. `Attention.to_png` says what the options mean."""
     chosen = attention[layer] if isinstance(layer, str) else _pick(attention.by_layer, layer, "layer")
     weights = _pick(chosen, sample, "sample")
+    under = _of_sample(image, sample)
+    if head == "all":
+        return tiled([picture(_pick(one, row, "row"), under, grid=grid, alpha=alpha).pixels for one in weights])
     heads = weights.mean(0) if head is None else _pick(weights, head, "head")
-    return picture(_pick(heads, row, "row"), _of_sample(image, sample), grid=grid, alpha=alpha)
+    return picture(_pick(heads, row, "row"), under, grid=grid, alpha=alpha)
 
 
 def picture(values: Tensor, image: Any = None, *, grid: tuple[int, int] | None = None, alpha: float = 0.6) -> Picture:
@@ -67,29 +44,16 @@ def picture(values: Tensor, image: Any = None, *, grid: tuple[int, int] | None =
 
     Tokens before those of the patches, such as the class token, are left out.
     """
-    heat = _scaled(_on_grid(values.detach().float().cpu(), grid))
+    heat = scaled(_on_grid(values.detach().float().cpu(), grid))
     if image is None:
         times = max(1, _SIZE // max(heat.shape))
-        return Picture(_bytes(_colours(heat.repeat_interleave(times, 0).repeat_interleave(times, 1))))
+        return Picture(as_bytes(coloured(heat.repeat_interleave(times, 0).repeat_interleave(times, 1))))
     if not isinstance(alpha, SupportsFloat) or not 0 <= alpha <= 1:
         raise BadQuery(f"alpha is from 0 (the image alone) to 1 (the map alone), got {alpha!r}")
     under = _as_image(image)
     size = under.shape[0], under.shape[1]
     heat = F.interpolate(heat[None, None], size=size, mode="bilinear", align_corners=False)[0, 0]
-    return Picture(_bytes(torch.lerp(under, _colours(heat), alpha)))
-
-
-def png(pixels: Tensor) -> bytes:
-    """Pixels (height, width, 3), uint8, as a PNG file."""
-    height, width = pixels.shape[:2]
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    lines = F.pad(pixels.reshape(height, width * 3), (1, 0))  # each line begins with its filter: 0, none
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits a channel, RGB
-    data = zlib.compress(bytes(lines.flatten().tolist()))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    return Picture(as_bytes(torch.lerp(under, coloured(heat), alpha)))
 
 
 def _pick(several: Any, at: Any, what: str) -> Tensor:
@@ -132,13 +96,6 @@ def _on_grid(values: Tensor, grid: tuple[int, int] | None) -> Tensor:
     return values[len(values) - height * width :].view(height, width)
 
 
-def _scaled(values: Tensor) -> Tensor:
-    """Between 0 and 1; 0 where all are the same."""
-    values = values.nan_to_num()
-    low, high = values.min(), values.max()
-    return (values - low) / (high - low) if high > low else torch.zeros_like(values)
-
-
 def _as_image(image: Any) -> Tensor:
     """As (height, width, 3), floats between 0 and 1."""
     pixels = _pixels(image).detach().cpu()
@@ -148,23 +105,11 @@ def _as_image(image: Any) -> Tensor:
         pixels = pixels.permute(1, 2, 0)
     if pixels.dim() != 3 or pixels.shape[2] not in (1, 3):
         raise BadQuery(f"an image is (3, H, W), (H, W, 3) or (H, W), got {tuple(pixels.shape)}")
-    scaled = pixels / 255 if _are_bytes(pixels) else _scaled(pixels.float())
-    return scaled.expand(*scaled.shape[:2], 3)
+    light = pixels / 255 if _are_bytes(pixels) else scaled(pixels.float())
+    return light.expand(*light.shape[:2], 3)
 
 
 def _are_bytes(pixels: Tensor) -> bool:
     """Whether values are whole numbers from 0 to 255, of whatever dtype of those."""
     whole = not pixels.is_floating_point() and not pixels.is_complex() and pixels.dtype != torch.bool
     return whole and (not pixels.numel() or (int(pixels.min()) >= 0 and int(pixels.max()) <= 255))
-
-
-def _colours(values: Tensor) -> Tensor:
-    """Of values between 0 and 1, as (..., 3)."""
-    table = torch.tensor([[colour >> 16, colour >> 8 & 255, colour & 255] for colour in _VIRIDIS]) / 255
-    at = values * (len(table) - 1)
-    below = at.long().clamp(max=len(table) - 2)
-    return torch.lerp(table[below], table[below + 1], (at - below)[..., None])
-
-
-def _bytes(pixels: Tensor) -> Tensor:
-    return (pixels * 255).round().to(torch.uint8)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, overload
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -104,6 +105,10 @@ class Series(Sequence[Tensor]):
         self._check_alike("stack")
         self._check_shapes(set(self.shapes), "stack")
         return torch.stack(list(self))
+
+    def plot(self, index: int = 0, **options: Any) -> Any:
+        """One of the tensors as a picture that notebooks show; the options are those of `Features.to_png`."""
+        return import_module("microtome.report.activation").plot(self[index], self.name, **options)
 
     def _check_alike(self, verb: str) -> None:
         if not self._held:

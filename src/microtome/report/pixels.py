@@ -1,0 +1,85 @@
+"""Pictures as pixels: colours for numbers, several side by side, and PNG files."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from microtome.results import File
+
+#: Nine colours of matplotlib's viridis, evenly spaced: as light as what they stand for is large.
+_VIRIDIS = (0x440154, 0x472C7A, 0x3B518B, 0x2C718E, 0x21908D, 0x27AD81, 0x5CC863, 0xAADC32, 0xFDE725)
+#: Pixels between pictures that stand side by side, and how light they are.
+_BETWEEN, _GREY = 2, 200
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Picture:
+    """A picture that notebooks show.
+
+    Attributes:
+        pixels: (height, width, 3), uint8.
+    """
+
+    pixels: Tensor
+
+    def _repr_png_(self) -> bytes:
+        return png(self.pixels)
+
+    def save(self, file: File) -> None:
+        Path(file).write_bytes(png(self.pixels))
+
+    def __repr__(self) -> str:
+        return f"<Picture, {self.pixels.shape[1]} wide, {self.pixels.shape[0]} high>"
+
+
+def png(pixels: Tensor) -> bytes:
+    """Pixels (height, width, 3), uint8, as a PNG file."""
+    height, width = pixels.shape[:2]
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    lines = F.pad(pixels.reshape(height, width * 3), (1, 0))  # each line begins with its filter: 0, none
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits a channel, RGB
+    data = zlib.compress(bytes(lines.flatten().tolist()))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def tiled(pictures: Sequence[Tensor], columns: int | None = None) -> Picture:
+    """Pictures of one size side by side, row by row; without `columns`, about as wide as high."""
+    height, width = pictures[0].shape[:2]
+    columns = columns or min(math.ceil(math.sqrt(len(pictures) * height / width)), len(pictures))
+    rows = math.ceil(len(pictures) / columns)
+    sheet = torch.full((rows * (height + _BETWEEN) - _BETWEEN, columns * (width + _BETWEEN) - _BETWEEN, 3), _GREY)
+    for at, pixels in enumerate(pictures):
+        top, left = (at // columns) * (height + _BETWEEN), (at % columns) * (width + _BETWEEN)
+        sheet[top : top + height, left : left + width] = pixels
+    return Picture(sheet.to(torch.uint8))
+
+
+def scaled(values: Tensor) -> Tensor:
+    """Between 0 and 1; 0 where all are the same."""
+    values = values.nan_to_num()
+    low, high = values.min(), values.max()
+    return (values - low) / (high - low) if high > low else torch.zeros_like(values)
+
+
+def coloured(values: Tensor) -> Tensor:
+    """Of values between 0 and 1, as (..., 3)."""
+    table = torch.tensor([[colour >> 16, colour >> 8 & 255, colour & 255] for colour in _VIRIDIS]) / 255
+    at = values * (len(table) - 1)
+    below = at.long().clamp(max=len(table) - 2)
+    return torch.lerp(table[below], table[below + 1], (at - below)[..., None])
+
+
+def as_bytes(pixels: Tensor) -> Tensor:
+    return (pixels * 255).round().to(torch.uint8)

@@ -1,0 +1,111 @@
+"""Activations as pictures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import microtome as mt
+from microtome import zoo
+from microtome.capture.attention import Attention
+from microtome.errors import BadQuery
+from microtome.report.activation import plot
+from microtome.report.pixels import tiled
+
+DARK, LIGHT = [0x44, 0x01, 0x54], [0xFD, 0xE7, 0x25]
+
+
+def pixel(picture: Any, y: int, x: int) -> list[int]:
+    found: list[int] = picture.pixels[y, x].tolist()
+    return found
+
+
+def test_channels_stand_side_by_side_each_scaled_by_itself() -> None:
+    value = torch.tensor([[[0.0, 1.0]], [[5.0, 4.0]]])[None]  # two channels of 1 x 2
+    found = plot(value)
+    # 48 pixels wide, 24 high; two of them make a column, with two pixels between.
+    assert found.pixels.shape == (24 + 2 + 24, 48, 3)
+    assert [pixel(found, 0, 0), pixel(found, 0, 47)] == [DARK, LIGHT]
+    assert [pixel(found, 49, 0), pixel(found, 49, 47)] == [LIGHT, DARK]
+    together = plot(value, scale="all")
+    assert pixel(together, 0, 0) == DARK
+    assert pixel(together, 49, 0) == LIGHT
+    assert pixel(together, 0, 47) not in (DARK, LIGHT)
+
+
+def test_tokens_are_lines_or_maps_on_a_grid() -> None:
+    value = torch.arange(15.0).reshape(1, 5, 3)  # a class token and 2 x 2 patches, three channels
+    lines = plot(value)
+    assert lines.pixels.shape == (5 * 76, 3 * 76, 3)
+    maps = plot(value, grid=(2, 2))
+    assert maps.pixels.shape == (98, 98, 3)
+    assert [pixel(maps, 0, 0), pixel(maps, 47, 47)] == [DARK, LIGHT]
+
+
+def test_a_vector_is_one_line_and_what_is_not_finite_does_not_matter() -> None:
+    assert plot(torch.rand(1, 1000)).pixels.shape == (16, 1000, 3)
+    found = plot(torch.tensor([[0.0, float("nan"), 2.0]]))
+    assert [pixel(found, 0, 0), pixel(found, 0, 383 // 3 * 3)] == [DARK, LIGHT]
+
+
+def test_features_are_written(tmp_path: Path) -> None:
+    model, x = zoo.build("tiny-resnet")
+    feats = mt.extract(model, x, ["layer1.*"])
+    feats.to_png(tmp_path / "a.png", "layer1.0", channels=4)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    # Four maps of 32 x 32 make two rows of two.
+    assert feats.plot("layer1.0", channels=4).pixels.shape == (66, 66, 3)
+
+
+def test_tensors_of_a_recording_are_drawn(tmp_path: Path) -> None:
+    model, x = zoo.build("tiny-resnet")
+    with mt.record(model, "stem", to=tmp_path / "acts"):
+        model(x)
+    with mt.load(tmp_path / "acts") as recording:
+        assert recording["stem"].plot(0, channels=1).pixels.shape == (384, 384, 3)
+
+
+class Several:
+    pair = (torch.zeros(1, 2), torch.ones(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "words"),
+    [
+        (Several.pair, {}, "'x' gave 2 tensors: say which to draw, with part=0 to part=1"),
+        (Several.pair, {"part": 2}, "'x' gave 2 tensors, and none is part 2"),
+        ("text", {}, "'x' gave no tensor"),
+        (torch.zeros(3), {}, "'x' is of shape 3: what can be drawn is"),
+        (torch.zeros(1, 2, 3, 4, 5), {}, "'x' is of shape 1x2x3x4x5"),
+        (torch.zeros(2, 3), {"sample": 2}, "there is no sample 2: 'x' has 2"),
+        (torch.zeros(2, 3), {"channels": 0}, "channels are 1 or more, got 0"),
+        (torch.zeros(2, 3), {"scale": "log"}, "'each' by itself or 'all' together, got 'log'"),
+        (torch.zeros(1, 5, 3), {"grid": (3, 2)}, "a grid of 3 x 2 patches cannot be made of the 5 tokens of 'x'"),
+        (torch.zeros(1, 5, 3), {"grid": 4}, "a grid is (patches in height, in width), got 4"),
+    ],
+)
+def test_wrong_words_are_told(value: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadQuery, match=re.escape(words)):
+        plot(value, "x", **options)
+
+
+def test_a_part_can_be_chosen() -> None:
+    assert plot(Several.pair, "x", part=1).pixels.shape[1] == 384
+
+
+def test_pictures_are_tiled_row_by_row() -> None:
+    ones: list[Tensor] = [torch.full((2, 2, 3), at) for at in range(3)]
+    sheet = tiled(ones, columns=2).pixels
+    assert sheet.shape == (6, 6, 3)
+    assert [int(sheet[0, 0, 0]), int(sheet[0, 4, 0]), int(sheet[4, 0, 0]), int(sheet[4, 4, 0])] == [0, 1, 2, 200]
+
+
+def test_all_heads_stand_side_by_side() -> None:
+    weights = torch.rand(1, 4, 5, 5)
+    found = Attention(("a",), (weights,)).plot(head="all")
+    assert found.pixels.shape == (224 * 2 + 2, 224 * 2 + 2, 3)
