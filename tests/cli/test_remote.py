@@ -23,6 +23,7 @@ from microtome.remote.ran import Ran
 from microtome.remote.server import Server
 from microtome.remote.swept import Sweep
 from microtome.report.run import text
+from tests.report.timed import check_chrome
 
 MODEL = "zoo:tiny-resnet"
 
@@ -251,3 +252,24 @@ def test_what_is_wrong_is_said_in_short(server: Server, words: list[str], messag
     assert result.exit_code == 2, result.output
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+# -- for trace viewers -------------------------------------------------------------------------------------------------
+
+
+def test_requests_are_written_for_perfetto(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    words = ["--at", "layer1", "--repeat", 5, "--window", 3, "--perfetto", file]
+    good("run", MODEL, "--server", server.address, *words)
+    events = check_chrome(file.read_text())
+    assert sum(event["ph"] == "s" for event in events) == 10  # there and back
+    requests = [event["name"] for event in events if event["ph"] == "X" and event["name"].startswith("request")]
+    assert sorted(requests) == [f"request {at}" for at in range(5)]
+
+
+def test_a_sweep_is_written_for_perfetto(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.json"
+    good("sweep", MODEL, "--server", server.address, "--cuts", "layer1", "--repeat", 2, "--perfetto", file)
+    events = check_chrome(file.read_text())
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert {"all there", "layer1", "all here"} <= names
