@@ -124,7 +124,12 @@ class Remote:
                     except StopIteration:
                         break
                     job = self._prepare(given, self.way)
-                    going.append(encoder.submit(self._encode, job))
+                    if job.sent.codec == "raw":  # a copy: shorter than the way to another thread
+                        encoded = Future[Job]()
+                        encoded.set_result(self._encode(job))
+                    else:
+                        encoded = encoder.submit(self._encode, job)
+                    going.append(encoded)
                     ready.release()
             except BaseException as raised:  # noqa: BLE001  raised again where results are taken
                 error = raised
@@ -302,6 +307,8 @@ class Remote:
 
     def close(self) -> None:
         self._connection.close()
+        if isinstance(self._way, Tuner):
+            self._way.close()
 
     def __enter__(self) -> Self:
         return self

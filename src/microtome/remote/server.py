@@ -130,7 +130,7 @@ class Server:
         service.draining.set()
         await state.enter_graceful_shutdown()
         await server.stop(self._grace)
-        service.close()
+        await asyncio.to_thread(service.close, self._grace)
 
     def _bound(self, server: Any) -> str:
         credentials = self._identity.credentials()

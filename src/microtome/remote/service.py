@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -40,7 +41,7 @@ class Service:
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="microtome-profile")
         self._text: str | None = None
         self._held = 0
-        self._room = asyncio.Condition()
+        self._room = asyncio.Event()
         self.draining = asyncio.Event()
 
     # -- the methods ---------------------------------------------------------------------------------------------------
@@ -83,7 +84,10 @@ class Service:
     async def run(self, data: bytes, context: Any) -> bytes:
         work = await self._work(data, context)
         await self._take(work)
-        return await self._answer(work)
+        try:
+            return await self._answer(work)
+        finally:
+            self._give_back(work.nbytes)
 
     async def stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """Read requests until the client ends, or the server does; write replies as they are ready."""
@@ -93,12 +97,14 @@ class Service:
         writing = asyncio.Lock()
 
         async def answer(work: Work) -> None:
-            try:
-                reply = await self._answer(work)
-                async with writing:
-                    await context.write(reply)
-            finally:
-                window.release()
+            reply = await self._answer(work)
+            async with writing:
+                await context.write(reply)
+
+        def over(nbytes: int, task: asyncio.Task[None]) -> None:  # also of a task that was cancelled before it began
+            answering.discard(task)
+            self._give_back(nbytes)
+            window.release()
 
         async def read() -> None:
             async for data in requests:
@@ -107,7 +113,7 @@ class Service:
                 await self._take(work)
                 task = asyncio.create_task(answer(work))
                 answering.add(task)
-                task.add_done_callback(answering.discard)
+                task.add_done_callback(partial(over, work.nbytes))
                 del data, work, task  # else what was read last is held until more comes
 
         reading = asyncio.create_task(read())
@@ -145,25 +151,25 @@ class Service:
         return Work(request.id, boundary, request.codec or "raw", now, now + timeout)
 
     async def _answer(self, work: Work) -> bytes:
-        """The reply to a request, whatever happens to it."""
-        try:
-            reply = await asyncio.wrap_future(self._workers.submit(work))
-        finally:
-            self._metrics.queue.dec()
-            async with self._room:
-                self._held -= work.nbytes
-                self._room.notify_all()
+        """The reply to a request that was taken, whatever happens to it."""
+        reply = await asyncio.wrap_future(self._workers.submit(work))
         self._metrics.bytes.labels("sent").inc(len(reply))
         return reply
 
     async def _take(self, work: Work) -> None:
         """Wait until there is room for a request; one alone is always taken."""
-        nbytes = work.nbytes
-        async with self._room:
-            await self._room.wait_for(lambda: self._held == 0 or self._held + nbytes <= self._limits.held)
-            self._held += nbytes
+        while self._held and self._held + work.nbytes > self._limits.held:
+            self._room.clear()
+            await self._room.wait()
+        self._held += work.nbytes
         self._metrics.queue.inc()
-        self._metrics.bytes.labels("received").inc(nbytes)
+        self._metrics.bytes.labels("received").inc(work.nbytes)
+
+    def _give_back(self, nbytes: int) -> None:
+        """It is answered, or nobody waits for it any more."""
+        self._metrics.queue.dec()
+        self._held -= nbytes
+        self._room.set()
 
     # -- what is read --------------------------------------------------------------------------------------------------
 
@@ -183,6 +189,6 @@ class Service:
         log.warning("refused", extra={"peer": context.peer(), "reason": why})
         await context.abort(status, why)
 
-    def close(self) -> None:
-        self._workers.close()
+    def close(self, timeout: float) -> None:
+        self._workers.close(timeout)
         self._aside.shutdown(wait=False, cancel_futures=True)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic, time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -117,6 +117,7 @@ class Tuner:
         self._seen = 0
         self._in_a_row = 0
         self._moving = False
+        self._threads: list[threading.Thread] = []
         self._crossed = monotonic()
         self._probing = False
         self.way = min(self._able, key=lambda way: self._able[way].latency_s)
@@ -133,7 +134,18 @@ class Tuner:
             if idle:
                 self._probing = True
         if idle:
-            threading.Thread(target=self._probe, name="microtome-probe", daemon=True).start()
+            self._start("microtome-probe", self._probe)
+
+    def close(self) -> None:
+        """Wait for what it does beside: the connection is closed, so that ends soon."""
+        for thread in self._threads:
+            thread.join()
+
+    def _start(self, name: str, work: Callable[..., None], *args: Any) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def rest_s(self, at: str) -> float:
         """Seconds that the edge takes for what comes after a cut."""
@@ -180,7 +192,7 @@ class Tuner:
             f"has {1 / self._speeds.edge:.2f} and the cloud {1 / self._speeds.cloud:.2f} of its speed in the profile"
         )
         self._moving = True
-        threading.Thread(target=self._move, args=(best, why), name="microtome-move", daemon=True).start()
+        self._start("microtome-move", self._move, best, why)
 
     def _move(self, best: Way, why: str) -> None:
         """Have both sides ready for another cut, and then go there."""

@@ -77,8 +77,12 @@ class Workers:
         self._metrics = metrics
         self._gate = _Gate()
         self._queue: Queue[_Item | None] = Queue()
-        for number in range(limits.concurrency):
-            threading.Thread(target=self._run, name=f"microtome-tail-{number}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"microtome-tail-{number}", daemon=True)
+            for number in range(limits.concurrency)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, work: Work) -> Future[bytes]:
         """The reply, later; cancelled, the request is not computed if it has not begun."""
@@ -92,8 +96,12 @@ class Workers:
         with self._gate.alone():
             yield
 
-    def close(self) -> None:
+    def close(self, timeout: float) -> None:
+        """Compute nothing more, and wait for what is being computed: Python aborts when it ends in the middle of it."""
         self._queue.put(None)
+        ends = perf_counter() + timeout
+        for thread in self._threads:
+            thread.join(max(ends - perf_counter(), 0.0))
 
     def _run(self) -> None:
         while (first := self._queue.get()) is not None:
