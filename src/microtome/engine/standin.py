@@ -7,6 +7,7 @@ import gc
 import logging
 import random
 import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -28,6 +29,10 @@ from microtome.inputs import Inputs
 
 #: `meta`: shapes alone. `fake`: shapes, and the devices the tensors would be on. `real`: as it is, with copied buffers.
 Stand = Literal["meta", "fake", "real"]
+
+
+#: Held while a model has stand-ins: two threads that look at one model would take the other's for what it holds.
+LOOKING = threading.RLock()
 
 
 class CannotStand(Exception):
@@ -63,7 +68,7 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
     """For the time of the block, give the model stand-ins for weights and buffers; yield such inputs as go with them.
 
     Afterwards every module holds what it held, in lists and dicts too, and random states are as they were. While the
-    block runs, no other thread may use the model.
+    block runs, no other thread may run the model; one that wants to look at a model, too, waits.
 
     Args:
         originals: What is told before a tensor is written to in a real run; without it, all are copied first.
@@ -72,8 +77,8 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
     _refuse_lazy(model)
     if stand != "real":
         _import_shapes()
-    modules = [module for _, module in named(model)]
-    with ExitStack() as stack:
+    with LOOKING, ExitStack() as stack:
+        modules = [module for _, module in named(model)]
         if gc.isenabled():  # so many small objects would set it off, with little for it to free
             gc.disable()
             stack.callback(gc.enable)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Selector, select
 from microtome.engine.select import check_model
+from microtome.engine.standin import LOOKING
 from microtome.engine.structure import map_tensors
 from microtome.errors import BadQuery, NoMatch, Unsupported
 from microtome.inputs import Inputs, device_of
@@ -148,10 +149,12 @@ class Splitter:
     def __init__(self, model: nn.Module, inputs: Any, fingerprint: str | None = None) -> None:
         self.model = check_model(model)
         self.given = Inputs.of(inputs, device=device_of(model))
-        self._seen: Study = study(model, self.given)
+        with LOOKING:
+            self._seen: Study = study(model, self.given)
+            digest = digest_of(model) if fingerprint is None else None
         self.cuts: Cuts = list_cuts(type(model).__name__, self._seen)
         self._liveness = Liveness(self._seen)
-        self.fingerprint = fingerprint or f"{structure_of(self._seen, model)}-{digest_of(model) or 'unknown'}"
+        self.fingerprint = fingerprint or f"{structure_of(self._seen, model)}-{digest or 'unknown'}"
 
     @property
     def templates(self) -> Templates:
@@ -176,7 +179,8 @@ class Splitter:
         more: list[set[Place]] = [set() for _ in chosen]
         verified = "not verified: it was not asked for"
         if verify and _is_whole(self.model):
-            verified = self._verify(chosen, more)
+            with LOOKING:
+                verified = self._verify(chosen, more)
         elif verify:
             verified = "not verified: some of the weights are not here"
         stages = Stages(self, chosen, more, verified)
