@@ -175,12 +175,23 @@ def test_the_other_run_is_the_cloud_where_it_can_be(profile: mt.Profile) -> None
     assert "the other run cannot be the cloud" in page
 
 
-def test_many_cuts_are_thinned_and_that_is_said(profile: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_cuts_are_planned_in_parts_with_the_same_result(
+    profile: mt.Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from microtome.report.page import explorer
 
-    monkeypatch.setattr(explorer, "_MOST", 5)
     cuts = mt.cuts(*zoo.build("tiny-resnet"))
-    assert f"{len(cuts) - 5} of {len(cuts)} cuts are left out here" in timed(profile).to_html(cuts=cuts)
+    whole = explorer.explorer(timed(profile), cuts, None)
+    monkeypatch.setattr(explorer, "_AT_ONCE", 5)
+    assert explorer.explorer(timed(profile), cuts, None) == whole
+
+
+def test_cuts_without_times_are_left_out_and_that_is_said(profile: mt.Profile) -> None:
+    cuts = mt.cuts(*zoo.build("tiny-resnet"))
+    calls = [row if row.depth < 2 else replace(row, until_s=None) for row in timed(profile)]
+    deep = sum(cut.depth > 1 for cut in cuts)
+    page = replace(timed(profile), calls=tuple(calls)).to_html(cuts=cuts)
+    assert f"{deep} of {len(cuts)} cuts are left out: a profile has no times so deep" in page
 
 
 def test_two_runs_are_shown_with_what_changed(profile: mt.Profile) -> None:

@@ -16,7 +16,7 @@ import torch
 
 import microtome as mt
 from microtome import zoo
-from tests.report.pages import hostile_profile, large, timed
+from tests.report.pages import hostile_model, hostile_profile, large, timed
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARTIFACTS = Path(__file__).parents[2] / "artifacts"
@@ -265,9 +265,10 @@ def test_without_a_script_cards_and_table_are_seen(opened: Open, page: str, prof
 
 def test_a_hostile_name_runs_nothing_and_is_shown(opened: Open) -> None:
     profile = timed(hostile_profile())
-    cuts = mt.cuts(torch.nn.Sequential(torch.nn.Linear(4, 4)), "2x4")
+    cuts = mt.cuts(hostile_model().eval(), "2x4")
     tab = opened(profile.to_html(cuts=cuts, compare=profile))
     look_at_all(tab)
+    assert "all on edge" in tab.texts(".verdict")[0]
     tab.page.locator(".icicle .node").nth(1).hover()
     tab.page.get_by_role("searchbox").fill("<b>bo")
     tab.page.wait_for_timeout(100)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from microtome.errors import MicrotomeError
-from microtome.plan import Candidate, Link, plan
+from microtome.plan import Candidate, Link, Plan, plan
 from microtome.profile import Profile
-from microtome.split.data import Cut, Cuts
+from microtome.split.data import Cuts
 
-#: With more cuts than this, those that send the least are kept. A plan holds tables of cuts by cuts.
-_MOST = 1500
-#: Where the sliders stand at first: a link in bytes and seconds, and speeds in times what was measured.
+#: So many cuts are planned at once: a plan holds tables of cuts by cuts.
+_AT_ONCE = 1000
+#: Where the sliders stand at first: bits a second, seconds, and speeds in times what was measured.
 START = {"bandwidth_bps": 20e6, "rtt_s": 0.015, "edge": 1.0, "cloud": 10.0}
 
 
@@ -26,17 +26,14 @@ def explorer(profile: Profile, cuts: Cuts | None, compare: Profile | None, notes
         return {"missing": _NO_TIMES}
     if cuts is None:
         return {"missing": _NO_CUTS}
-    kept = _kept(cuts)
     other = compare if compare is not None and compare.total.until_s is not None else None
     try:
-        found = plan(kept, edge=profile, cloud=other or profile, link=_link())
+        plans = list(_plans(cuts, profile, other or profile))
     except MicrotomeError as error:
         if other is None:
             return {"missing": f"No plan can be made: {error}"}
         return explorer(profile, cuts, None, [f"the other run cannot be the cloud: {error}"])
-    order = {cut.at: at for at, cut in enumerate(kept)}
-    listed = sorted(found, key=lambda candidate: _place(candidate, order))
-    left_out = len(cuts) - len(kept)
+    listed = _listed(plans, cuts)
     return {
         "start": START | ({} if other is None else {"cloud": 1.0}),
         "cloud": "this machine" if other is None else "the other run's",
@@ -49,32 +46,40 @@ def explorer(profile: Profile, cuts: Cuts | None, compare: Profile | None, notes
         "cloud_s": [candidate.seconds("run", where="cloud") for candidate in listed],
         "sent": [sum(candidate.sent_bytes) for candidate in listed],
         "back": [candidate.back_bytes for candidate in listed],
-        "notes": [
-            *notes,
-            *found.notes,
-            *([f"{left_out} of {len(cuts)} cuts are left out here: those kept send the least"] if left_out else []),
-            f"codecs: {found.codec_costs}",
-        ],
+        "notes": [*notes, *_notes(plans, cuts, listed)],
     }
 
 
-def _link() -> Link:
-    return Link(START["bandwidth_bps"], START["rtt_s"])
+def _plans(cuts: Cuts, edge: Profile, cloud: Profile) -> Iterator[Plan]:
+    """Plans of some of the cuts each, which together have every candidate."""
+    link = Link(START["bandwidth_bps"], START["rtt_s"])
+    for begin in range(0, max(len(cuts), 1), _AT_ONCE):
+        yield plan(replace(cuts, offered=cuts[begin : begin + _AT_ONCE]), edge=edge, cloud=cloud, link=link)
 
 
-def _kept(cuts: Cuts) -> Cuts:
-    if len(cuts) <= _MOST:
-        return cuts
-    least: Sequence[Cut] = sorted(cuts, key=lambda cut: (not cut.dominates, cut.nbytes, cut.index))[:_MOST]
-    return replace(cuts, offered=tuple(sorted(least, key=lambda cut: cut.index)))
+def _listed(plans: Sequence[Plan], cuts: Cuts) -> list[Candidate]:
+    """First those without a cut, in the order of the plan's trying them; then cuts in that of the run.
+
+    Of equals a plan takes the first, and so does the script.
+    """
+    order = {cut.at: at for at, cut in enumerate(cuts)}
+
+    def place(candidate: Candidate) -> tuple[int, int]:
+        at = candidate.at[0] if candidate.at else None
+        if at is None:
+            return (0, 0 if not candidate.at else 1 if candidate.codecs[0] == "raw" else 2)
+        return (1, order[at] if at in order else order[at.removesuffix("#0")])
+
+    whole = [candidate for candidate in plans[0] if candidate.is_baseline]
+    return sorted((*whole, *(one for found in plans for one in found if not one.is_baseline)), key=place)
 
 
-def _place(candidate: Candidate, order: dict[str, int]) -> tuple[int, int]:
-    """First those without a cut, as a plan lists them; then cuts in the order of the run. Of equals the first wins."""
-    at = candidate.at[0] if candidate.at else None
-    if at is None:
-        return (0, 0 if not candidate.at else 1 if candidate.codecs[0] == "raw" else 2)
-    return (1, order[at] if at in order else order[at.removesuffix("#0")])
+def _notes(plans: Sequence[Plan], cuts: Cuts, listed: Sequence[Candidate]) -> Iterator[str]:
+    left_out = len(cuts) - sum(not candidate.is_baseline for candidate in listed)
+    if left_out:
+        yield f"{left_out} of {len(cuts)} cuts are left out: a profile has no times so deep"
+    yield from (note for note in plans[0].notes if "cuts are left out" not in note)
+    yield f"codecs: {plans[0].codec_costs}"
 
 
 _NO_TIMES = (

@@ -1,4 +1,8 @@
 // Where to cut: every candidate of the plan, priced again for the link and the speeds that the sliders say.
+// More than so many cuts are thinned to that many, and from some number on bars touch: to fill many apart is slow.
+const BARS = 600;
+const APART = 200;
+
 function explorerView(view) {
   const parts = DATA.explorer;
   const count = parts.names.length;
@@ -7,6 +11,7 @@ function explorerView(view) {
   const cloudOnly = parts.names.map((_, at) => at).filter((at) => parts.baseline[at] && parts.crosses[at]);
   const cuts = parts.names.map((_, at) => at).filter((at) => !parts.baseline[at]);
   const order = [...cloudOnly, ...cuts, edgeOnly];
+  let isDue = false;
 
   const times = (factor) => `× ${threeDigits(factor)}`;
   const powers = Array.from({ length: 14 }, (_, at) => 8 ** at);
@@ -25,7 +30,7 @@ function explorerView(view) {
     el("div", { class: "sliders" }, ...sliders), verdict, marks, place, said,
     el("div", { class: "scroll short" }, el("table", {}, el("thead", {}, el("tr", {},
       ...["the five best", "total", "edge", "transfer", "cloud", "sends"].map((text, at) => el("th", { scope: "col", class: at ? "n" : "" }, text)))), listed)),
-    el("p", { class: "dim" }, "Each bar is the time to a result: the edge's part, encoding, sending, decoding and the answer on its way back, and the cloud's part; the tallest are cut off. The sliders scale what the model takes; encoding stays as measured."),
+    el("p", { class: "dim" }, `Each bar is the time to a result: the edge's part, encoding, sending, decoding and the answer on its way back, and the cloud's part; the tallest are cut off${order.length > BARS ? ", and of neighbours the best is drawn" : ""}. The sliders scale what the model takes; encoding stays as measured.`),
     el("ul", { class: "dim" }, ...parts.notes.map((note) => el("li", {}, note))));
 
   function slider(name, label, low, high, written) {
@@ -40,7 +45,8 @@ function explorerView(view) {
       now[name] = 10 ** Number(input.value);
       told();
       price();
-      requestAnimationFrame(draw);
+      if (!isDue) requestAnimationFrame(() => { isDue = false; draw(); });
+      isDue = true;
     });
     told();
     return el("label", {}, label, value, input);
@@ -71,13 +77,24 @@ function explorerView(view) {
 
   const told = (one) => `${write("seconds", one.total)}: edge ${write("seconds", one.edge)}, transfer ${write("seconds", one.transfer)}, cloud ${write("seconds", one.cloud)}` + (parts.crosses[one.at] ? `; sends ${write("bytes", parts.sent[one.at])}` : "; sends nothing");
 
+  /** The places in the order that have a bar: all, or of each few neighbours the best. */
+  function barred() {
+    const few = Math.ceil(order.length / BARS);
+    return Array.from({ length: Math.ceil(order.length / few) }, (_, group) => {
+      let best = group * few;
+      for (let place = best; place < Math.min((group + 1) * few, order.length); place++) if (priced[order[place]].total < priced[order[best]].total) best = place;
+      return best;
+    });
+  }
+
   function draw() {
-    const ordered = order.map((at) => priced[at]);
+    const places = barred();
+    const ordered = places.map((place) => priced[order[place]]);
     const cloudLine = Math.min(...cloudOnly.map((at) => priced[at].total));
     const edgeLine = priced[edgeOnly].total;
     const totals = ordered.map((one) => one.total).sort((a, b) => a - b);
     const top = Math.min(totals.at(-1), Math.max(3 * best.total, 1.2 * totals[totals.length >> 1]));
-    const bars = (colour) => ({ fill: colour, stroke: colour, width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [0.8, 60] }) });
+    const bars = (colour) => ({ fill: colour, stroke: colour, width: 0, points: { show: false }, paths: ordered.length > APART ? uPlot.paths.stepped({ align: 0 }) : uPlot.paths.bars({ size: [0.8, 60] }) });
     const line = (colour, dash) => ({ stroke: colour, dash, width: 2, points: { show: false } });
     marks.replaceChildren(key([ink("head"), "edge"], [ink("between"), "transfer"], [ink("tail"), "cloud"],
       [ink("payload"), "payload (right)", "solid"], [ink("head"), "all on the edge", "dashed"], [ink("tail"), "all on the cloud", "dotted"]));
@@ -85,7 +102,7 @@ function explorerView(view) {
       height: 320,
       cursor: { y: false, points: { show: false } },
       scales: {
-        x: { time: false, range: [-0.7, ordered.length - 0.3] },
+        x: { time: false, range: [-0.7, order.length - 0.3] },
         y: { range: [0, top * 1.08 || 1] },
         sent: { distr: 3 },
       },
@@ -97,10 +114,10 @@ function explorerView(view) {
       series: [{}, bars(ink("tail")), bars(ink("between")), bars(ink("head")), { ...line(ink("payload")), scale: "sent" }, line(ink("head"), [8, 5]), line(ink("tail"), [3, 4])],
       hooks: {
         draw: [(chart) => markAt(chart, order.indexOf(best.at), short(parts.names[best.at], 40), ink("best"))],
-        setCursor: [(chart) => { const at = chart.cursor.idx; said.textContent = at === null || at === undefined ? "" : `${parts.names[order[at]]}: ${told(priced[order[at]])}`; }],
+        setCursor: [(chart) => { const one = ordered[chart.cursor.idx]; said.textContent = one ? `${parts.names[one.at]}: ${told(one)}` : ""; }],
       },
     }, [
-      ordered.map((_, at) => at),
+      places,
       ordered.map((one) => one.total), ordered.map((one) => one.edge + one.transfer), ordered.map((one) => one.edge),
       ordered.map((one) => (parts.crosses[one.at] ? Math.max(parts.sent[one.at], 1) : null)),
       ordered.map(() => edgeLine), ordered.map(() => cloudLine),

@@ -1,7 +1,8 @@
 // The layer table: a tree or a sorted list, of which only the rows in sight are in the page.
 const ROW_HEIGHT = 27;
 const OPEN_AT_FIRST = 100;
-const SPARE = 12;
+const SPARE = 20;
+const PRINTED = 2000;
 
 function layerTable(grid) {
   const table = grid.querySelector("table");
@@ -113,11 +114,16 @@ function layerTable(grid) {
     head.replaceChildren(el("tr", {}, ...cells));
   }
 
+  /** The rows in sight, and so many more on both sides. */
+  function range(spare) {
+    const first = Math.max(Math.floor(grid.scrollTop / ROW_HEIGHT) - spare, 0);
+    return [first, Math.min(Math.ceil((grid.scrollTop + grid.clientHeight) / ROW_HEIGHT) + spare, rows.length)];
+  }
+
+  let inPage = [0, 0];
   function draw() {
-    const height = grid.clientHeight;
-    let first = Math.max(Math.floor(grid.scrollTop / ROW_HEIGHT) - SPARE, 0);
-    let last = Math.min(Math.ceil((grid.scrollTop + height) / ROW_HEIGHT) + SPARE, rows.length);
-    if (isPrinted) [first, last] = [0, Math.min(rows.length, 2000)];
+    const [first, last] = isPrinted ? [0, Math.min(rows.length, PRINTED)] : range(SPARE);
+    inPage = [first, last];
     const parts = [space(first)];
     for (let place = first; place < last; place++) parts.push(rowAt(rows[place], place));
     parts.push(space(rows.length - last));
@@ -249,7 +255,11 @@ function layerTable(grid) {
   grid.addEventListener("scroll", () => {
     if (isDue) return;
     isDue = true;
-    requestAnimationFrame(() => { isDue = false; draw(); });
+    requestAnimationFrame(() => {
+      isDue = false;
+      const [first, last] = range(0);
+      if (first < inPage[0] || last > inPage[1]) draw();
+    });
   }, { passive: true });
   new ResizeObserver(() => refresh()).observe(grid);
   addEventListener("hashchange", follow);
