@@ -49,7 +49,9 @@ def _live(profile: Profile, calls: Sequence[Slice]) -> Iterator[tuple[int, int]]
         return
     timed = {one.row.address: one for one in calls}
     leaves = {one.row.address for one in _leaves(calls)}
-    owners = [_timed_owner(profile, at, timed) for at in profile.timeline.calls[: profile.timeline.forward]]
+    rows = {row.address: row for row in profile}
+    ran_by = (profile.calls[at] for at in profile.timeline.calls[: profile.timeline.forward])
+    owners = [_timed_owner(row, rows, timed) for row in ran_by]
     runs = Counter(owners)
     seen: Counter[str] = Counter()
     at = 0
@@ -65,11 +67,10 @@ def _live(profile: Profile, calls: Sequence[Slice]) -> Iterator[tuple[int, int]]
             at = max(at, one.end_ns)
 
 
-def _timed_owner(profile: Profile, index: int, timed: dict[str, Slice]) -> str:
+def _timed_owner(row: Row, rows: dict[str, Row], timed: dict[str, Slice]) -> str:
     """The call that ran an operator, or the nearest around it that was timed."""
-    row = profile.calls[index]
     while row.address not in timed and row.parent is not None:
-        row = profile._by_address[row.parent]
+        row = rows[row.parent]
     return row.address
 
 
