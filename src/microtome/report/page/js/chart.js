@@ -15,7 +15,9 @@ function drawn(view, draw) {
     }
   }).observe(view);
 }
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraws.forEach((draw) => draw()));
+for (const query of ["(prefers-color-scheme: dark)", "print"]) {
+  matchMedia(query).addEventListener("change", () => redraws.forEach((draw) => draw()));
+}
 
 /** Build a view when it comes near the window, or before it is printed. */
 function lazily(view, build) {

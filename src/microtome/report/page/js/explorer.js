@@ -97,7 +97,7 @@ function explorerView(view) {
     const bars = (colour) => ({ fill: colour, stroke: colour, width: 0, points: { show: false }, paths: ordered.length > APART ? uPlot.paths.stepped({ align: 0 }) : uPlot.paths.bars({ size: [0.8, 60] }) });
     const line = (colour, dash) => ({ stroke: colour, dash, width: 2, points: { show: false } });
     marks.replaceChildren(key([ink("head"), "edge"], [ink("between"), "transfer"], [ink("tail"), "cloud"],
-      [ink("payload"), "payload (right)", "solid"], [ink("head"), "all on the edge", "dashed"], [ink("tail"), "all on the cloud", "dotted"]));
+      [ink("payload"), "payload (right)", "solid"], [ink("ink"), "all on the edge", "dashed"], [ink("ink"), "all on the cloud", "dotted"]));
     plot(place, {
       height: 320,
       cursor: { y: false, points: { show: false } },
@@ -111,7 +111,7 @@ function explorerView(view) {
         axis((n) => WRITERS.seconds(n), { size: 66 }),
         axis((n) => WRITERS.bytes(n).replace(/\.0+(?= )/, ""), { side: 1, scale: "sent", size: 66, grid: { show: false }, stroke: ink("payload"), splits: (_, __, low, high) => powers.filter((size) => size >= low && size <= high), filter: (_, ticks) => ticks }),
       ],
-      series: [{}, bars(ink("tail")), bars(ink("between")), bars(ink("head")), { ...line(ink("payload")), scale: "sent" }, line(ink("head"), [8, 5]), line(ink("tail"), [3, 4])],
+      series: [{}, bars(ink("tail")), bars(ink("between")), bars(ink("head")), { ...line(ink("payload")), scale: "sent" }, line(ink("ink"), [9, 6]), line(ink("ink"), [2, 4])],
       hooks: {
         draw: [(chart) => markAt(chart, order.indexOf(best.at), short(parts.names[best.at], 40), ink("best"))],
         setCursor: [(chart) => { const one = ordered[chart.cursor.idx]; said.textContent = one ? `${parts.names[one.at]}: ${told(one)}` : ""; }],

@@ -1,5 +1,6 @@
 // Numbers as text, as microtome/units.py writes them.
 const UNKNOWN = "–";
+const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 3 }).format;
 
 /** With so many digits after the point; of a tie the even one, as Python has it. */
 function fixed(number, digits) {
@@ -15,7 +16,7 @@ function scaledUp(number, step, units) {
     number /= step;
     at += 1;
   }
-  if (at === 0) return number.toLocaleString("en-US") + units[0];
+  if (at === 0) return grouped(number) + units[0];
   return fixed(number, Math.abs(number) < 9.995 ? 2 : Math.abs(number) < 99.95 ? 1 : 0) + units[at];
 }
 
@@ -34,7 +35,7 @@ const WRITERS = {
   bytes: (n) => scaledUp(n, 1024, [" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB"]),
   seconds: (n) => scaledDown(n, "s"),
   joules: (n) => scaledDown(n, "J"),
-  ratio: (n) => (n < 1000 ? threeDigits(n) : Math.round(n).toLocaleString("en-US")),
+  ratio: (n) => (n < 1000 ? threeDigits(n) : grouped(Math.round(n))),
 };
 
 const write = (unit, number) => (number === null || number === undefined ? UNKNOWN : WRITERS[unit](number));

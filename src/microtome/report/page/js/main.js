@@ -1,9 +1,17 @@
-// What is in the page without a script stays where a view fails.
+// Each view by itself: one that fails says so and leaves the others, and the table that Python wrote, as they are.
+function attempt(view, build) {
+  try {
+    build(view);
+  } catch (error) {
+    console.error(error);
+    view.append(el("p", { class: "reason" }, `– This could not be drawn: ${error.message}`));
+  }
+}
+
 document.documentElement.classList.add("js");
-icicle(viewOf("tree"));
-layerTable(document.getElementById("grid"));
-lazily(viewOf("memory"), memoryView);
-lazily(viewOf("roofline"), rooflineView);
-lazily(viewOf("explorer"), explorerView);
-lazily(viewOf("compare"), compareView);
+attempt(viewOf("tree"), icicle);
+attempt(document.getElementById("grid"), layerTable);
+for (const [name, build] of Object.entries({ memory: memoryView, roofline: rooflineView, explorer: explorerView, compare: compareView })) {
+  lazily(viewOf(name), (view) => attempt(view, build));
+}
 document.documentElement.dataset.ready = "1";

@@ -89,7 +89,7 @@ function layerTable(grid) {
 
   function refresh() {
     rows = rowsAre === "tree" ? treeRows() : listRows();
-    found.textContent = `${rows.length.toLocaleString("en-US")} of ${COUNT.toLocaleString("en-US")} calls`;
+    found.textContent = `${grouped(rows.length)} of ${grouped(COUNT)} calls`;
     table.setAttribute("role", rowsAre === "tree" ? "treegrid" : "grid");
     table.setAttribute("aria-rowcount", rows.length + 1);
     drawHead();
