@@ -585,3 +585,10 @@ def test_a_server_may_be_stopped_twice_and_waited_for(resnet: tuple[nn.Module, T
     server.stop()
     server.stop()
     assert server.wait(0)
+
+
+def test_a_server_that_cannot_listen_leaves_no_threads(resnet: tuple[nn.Module, Tensor], server: Server) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(BadQuery, match="cannot listen on"):
+        mt.serve(*resnet, listen=server.address)
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("microtome")]

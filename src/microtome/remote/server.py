@@ -103,6 +103,12 @@ class Server:
 
     async def _serve(self) -> None:
         service = Service(self.served, self._limits, self.metrics)
+        try:
+            await self._serve_with(service)
+        finally:
+            await asyncio.to_thread(service.close, self._grace)
+
+    async def _serve_with(self, service: Service) -> None:
         most = self._limits.max_message + ENVELOPE
         server = grpc.aio.server(
             interceptors=(_Doorkeeper(self._identity, self.metrics),),
@@ -130,7 +136,6 @@ class Server:
         service.draining.set()
         await state.enter_graceful_shutdown()
         await server.stop(self._grace)
-        await asyncio.to_thread(service.close, self._grace)
 
     def _bound(self, server: Any) -> str:
         credentials = self._identity.credentials()
