@@ -17,6 +17,8 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
+from microtome.measure.spread import Spread
+from microtome.profile.how import EnergyUse
 from microtome.report.page import assets
 from microtome.units import UNKNOWN
 from tests.report.pages import HOSTILE, hostile_profile, large, timed
@@ -107,6 +109,24 @@ def test_intervals_are_drawn_over_the_bars(profile: mt.Profile) -> None:
     lines = [attrs for tag, attrs in page.tags if tag == "line"]
     assert len(lines) == len(profile)
     assert (lines[0]["x1"], lines[0]["x2"]) == ("90.0%", "100%")  # 0.9 and 1.1 of the whole, which the cell ends at
+
+
+def test_of_what_does_not_add_up_the_most_is_a_full_bar(profile: mt.Profile) -> None:
+    from microtome.report.page.metrics import BY_NAME
+
+    assert BY_NAME["macs"].scale(profile) == profile.total.macs
+    assert (
+        BY_NAME["output_bytes"].scale(profile) == max(row.output_bytes for row in profile) > profile.total.output_bytes
+    )
+
+
+def test_device_times_and_energies_have_cards(profile: mt.Profile) -> None:
+    calls = tuple(replace(row, device_s=0.002, energy_j=0.5, net_energy_j=0.25) for row in timed(profile))
+    use = EnergyUse("share", "nvml", Spread(0.5, 0.4, 0.6, 0.45, 0.55, 5, 0), 70.0, 0.01, 0.0, 0.0, {})
+    page = Page(replace(profile, calls=calls, energy=use).to_html())
+    cards = dict(zip(page.inside["dt"], zip(page.inside["b"], page.inside["span"], strict=False), strict=False))
+    assert cards["device time"] == ("2 ms", f"95 %: {UNKNOWN}; host 9.79 ms")
+    assert cards["energy"] == ("500 mJ", "nvml, by share; 50.0 % above idle")
 
 
 def test_unknown_is_a_dash_with_its_reason_and_never_0(profile: mt.Profile) -> None:

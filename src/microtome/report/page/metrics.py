@@ -42,6 +42,12 @@ class Metric:
     def write(self, value: float | None) -> str:
         return UNKNOWN if value is None else WRITERS[self.unit](value)
 
+    def scale(self, profile: Profile) -> float | None:
+        """What a full bar is: the whole model, or, of what does not add up, the call with the most."""
+        if self.is_sum:
+            return self.of(profile.total)
+        return max((value for row in profile if (value := self.of(row)) is not None), default=None)
+
     def missing(self, profile: Profile) -> str | None:
         """Why the profile has none of it; None: it has."""
         if self.of(profile.total) is not None:

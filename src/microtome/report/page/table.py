@@ -24,7 +24,8 @@ def table(profile: Profile) -> str:
     heads = "".join(
         f'<th scope="col" class="n" title="{escape(metric.told)}">{escape(metric.label)}' for metric in metrics
     )
-    body = "\n".join(_row(row, profile, metrics) for row in rows)
+    scales = [metric.scale(profile) for metric in metrics]
+    body = "\n".join(_row(row, list(zip(metrics, scales, strict=True))) for row in rows)
     return (
         '<div class="scroll" id="grid" tabindex="0" role="region" aria-label="Layer table"><table id="layers">'
         '<caption class="sr">What each call costs, with all calls inside it</caption>'
@@ -55,17 +56,17 @@ def _left_out(profile: Profile, rows: Sequence[Row]) -> str:
     return f'<p class="dim nojs">{len(rows):,} of {len(profile):,} calls are listed; with JavaScript all are.</p>'
 
 
-def _row(row: Row, profile: Profile, metrics: Sequence[Metric]) -> str:
+def _row(row: Row, scaled: Sequence[tuple[Metric, float | None]]) -> str:
     """Without the closing tags that HTML lets one leave out: there may be hundreds of rows."""
-    cells = "".join(_cell(row, profile, metric) for metric in metrics)
+    cells = "".join(_cell(row, metric, whole) for metric, whole in scaled)
     output = ", ".join(shape(tensor.shape) for tensor in row.outputs)
     name = f'<th scope="row" class="d{min(row.depth, 32)}" title="{escape(row.address)}">{escape(in_tree(row))}'
     texts = "".join(f'<td title="{escape(text)}">{escape(text)}' for text in (row.type, output))
     return f"<tr>{name}{texts}{cells}"
 
 
-def _cell(row: Row, profile: Profile, metric: Metric) -> str:
-    value, whole = metric.of(row), metric.of(profile.total)
+def _cell(row: Row, metric: Metric, whole: float | None) -> str:
+    value = metric.of(row)
     if value is None:
         return f'<td class="n" title="{escape(metric.unknown)}">{UNKNOWN}'
     text = metric.write(value)

@@ -169,7 +169,7 @@ function layerTable(grid) {
   function numberCell(metric, at) {
     const value = valueOf(metric.name, at);
     if (value === null) return el("td", { class: "n", title: metric.missing || metric.unknown }, UNKNOWN);
-    const whole = valueOf(metric.name, 0);
+    const whole = SCALE[metric.name];
     let text = write(metric.unit, value);
     const shared = CALLS.shared[at];
     if (metric.name === "params" && shared) text = value ? `${text} (+${write("count", shared)})` : `(${write("count", shared)})`;
