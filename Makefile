@@ -4,11 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test test-gpu zoo soak lint format bench bench-gpu bench-remote docs clean
+.PHONY: demo test test-gpu zoo soak lint format bench bench-gpu bench-remote docs pictures clean
 
-demo: $(VENV)/.dev        ## the main job on a built-in model
-	$(BIN)/microtome profile zoo:tiny-resnet
-	$(BIN)/microtome track zoo:tiny-resnet
+demo: $(VENV)/.dev        ## everything on built-in models, in less than a minute; leaves demo/report.html
+	$(BIN)/python -m demo
 
 test: $(VENV)/.dev        ## everything that CI runs, examples in docs and docstrings included
 	$(BIN)/python -m pytest
@@ -42,7 +41,10 @@ bench-remote: $(VENV)/.bench ## two hosts as network namespaces, as root; eight 
 	$(BIN)/python -m benchmarks.remote $(if $(SAVE),--save)
 
 docs: $(VENV)/.docs       ## the manual, into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+pictures: $(VENV)/.docs   ## the pictures of the manual, into docs/pictures/
+	$(BIN)/python -m docs.pictures
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

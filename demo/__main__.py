@@ -1,0 +1,123 @@
+"""`make demo`: what microtome does, on models that it brings along, in less than a minute."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import microtome as mt
+from microtome import zoo
+from microtome.cli import main as microtome
+
+RESNET, VIT = "zoo:tiny-resnet", "zoo:tiny-vit"
+INPUT = "8x3x64x64"  # larger than the built-in example, so that there is something to measure
+PLACES = ("stem", "layer1.0.conv1", "layer2", "pool")
+console = Console(highlight=False)
+
+
+def main(folder: Path) -> int:
+    """Show everything; 1 if a server's answer is not the model's own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    report, picture, profile = (str(folder / name) for name in ("report.html", "attention.png", "profile.json"))
+    larger = ("--input", INPUT)
+
+    title("What each layer costs, without running it")
+    command("profile", RESNET)
+    command("profile", VIT, "--depth", "2", "--backward")
+
+    title("Which module runs when, in the forward and in the backward")
+    command("track", RESNET)
+
+    title("What the class token of a vision transformer looks at")
+    draw_attention(picture)
+
+    title("What each layer takes, as a page too")
+    shown = ("--sort", "time", "--top", "10")
+    command("profile", RESNET, *larger, "--time", "--repeat", "10", *shown, "--json", profile, "--html", report)
+
+    title("Where it can be cut, and where to cut it for two machines that work at once")
+    command("cuts", RESNET, *larger, "--all")
+    link = ("--bandwidth", "10Gbps", "--rtt", "1ms", "--objective", "throughput")
+    command("plan", RESNET, *larger, "--edge", profile, "--cloud", profile, *link)
+
+    title("Two processes: the head runs here, the rest in a server")
+    if not is_answered_alike():
+        console.print("The server's answer is not the model's own.", style="bold red")
+        return 1
+    console.print(f"\nNow open {report} in a browser, and {picture}.", style="bold", soft_wrap=True)
+    return 0
+
+
+def title(text: str) -> None:
+    console.print()
+    console.rule(f"[bold]{text}", align="left")
+
+
+def command(*words: str) -> None:
+    """Run one of microtome's commands, as a shell would."""
+    console.print(f"$ microtome {' '.join(words)}", style="bold cyan", soft_wrap=True)
+    microtome(words, standalone_mode=False)
+
+
+def draw_attention(file: str) -> None:
+    model, images = zoo.build("tiny-vit")
+    seen = mt.attention(model, images)
+    seen.to_png(file, images, head="all")
+    console.print(f"{file}: each head of {seen.layers[-1]}, over the image", soft_wrap=True)
+
+
+def is_answered_alike() -> bool:
+    """Whether a server in a process of its own and the model here agree to the last bit, for cuts at some places."""
+    model, x = zoo.build("tiny-resnet")
+    with torch.no_grad(), serving(RESNET) as address:
+        expected = model(x)
+        for place in PLACES:
+            with mt.connect(model, x, address, at=place) as remote:
+                is_equal = torch.equal(remote(x), expected)
+                sent = remote.requests[-1]
+            console.print(
+                f"cut at {place:15}{sent.sent_bytes:8,} bytes sent, answered by the {sent.where}:"
+                f" {'the same, bit for bit' if is_equal else 'DIFFERENT'}",
+                soft_wrap=True,
+            )
+            if not is_equal or sent.where != "cloud":
+                return False
+    return True
+
+
+@contextmanager
+def serving(model: str) -> Iterator[str]:
+    """The address of a server, which ends with the block however that ends."""
+    words = ["serve", model, "--listen", "127.0.0.1:0"]
+    console.print(f"$ microtome {' '.join(words)} &", style="bold cyan")
+    server = subprocess.Popen(
+        [sys.executable, "-c", "from microtome.cli import main; main()", *words], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        found = re.search(r"is served at (\S+),", line)
+        if found is None:
+            raise RuntimeError(f"the server did not begin: {line!r}")
+        console.print(line.strip(), soft_wrap=True)
+        yield found[1]
+    finally:
+        server.terminate()
+        try:
+            server.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.communicate()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended then, too
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "demo")))
