@@ -208,8 +208,9 @@ def test_messages_say_what_is_wrong(folder: Path, tmp_path: Path) -> None:
         mt.load_stage(make(), folder, 1)
     with pytest.raises(BadFile, match=r"has the stages 0 to 1, not 2"):
         mt.load_stage(make, folder, 2)
-    with pytest.raises(BadFile, match=r"has the stages 0 to 1, not -1"):
-        mt.load_stage(make, folder, -1)
+    with pytest.raises(BadFile, match=r"has the stages 0 to 1, not -3"):
+        mt.load_stage(make, folder, -3)
+    assert mt.load_stage(make, folder, -1).index == 1
     with pytest.raises(BadFile, match=r"holds no split model: plan.json: No such file"):
         mt.load_stage(make, tmp_path / "nowhere", 1)
     with pytest.raises(BadWeights, match=r"the folder is of a ResNet, and a ViT was made"):
