@@ -200,6 +200,7 @@ def test_the_tree_and_the_table_are_used_by_keyboard(opened: Open, page: str) ->
 def test_the_path_of_a_call_is_copied(opened: Open, page: str) -> None:
     tab = opened(page, at="#layer1.0.conv1")
     tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.page.bring_to_front()  # a page that is not in front may not write there
     tab.page.keyboard.press("c")
     tab.page.wait_for_function("document.querySelector('[role=status]').textContent.startsWith('Copied')")
     assert tab.page.evaluate("navigator.clipboard.readText()") == "layer1.0.conv1"
