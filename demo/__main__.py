@@ -68,10 +68,22 @@ def command(*words: str) -> None:
 
 
 def draw_attention(file: str) -> None:
-    model, images = zoo.build("tiny-vit")
-    seen = mt.attention(model, images)
-    seen.to_png(file, images, head="all")
+    """Each head of the last layer, over an image. The weights are untrained: what they look at means nothing."""
+    found = zoo.resolve(VIT, inputs="1x3x128x128", args={"size": 128, "patch": 8})
+    image = scene(128)
+    seen = mt.attention(found.model, image[None])
+    seen.to_png(file, image, head="all")
     console.print(f"{file}: each head of {seen.layers[-1]}, over the image", soft_wrap=True)
+
+
+def scene(size: int) -> torch.Tensor:
+    """A sun over the sea, (3, size, size), from 0 to 1."""
+    y, x = torch.meshgrid(torch.linspace(0, 1, size), torch.linspace(0, 1, size), indexing="ij")
+    sky = torch.stack([0.4 + 0.5 * y, 0.5 + 0.3 * y, 0.9 - 0.3 * y])
+    sea = torch.stack([0.1 * x, 0.3 + 0.1 * (40 * y).sin(), 0.5 + 0.2 * (40 * y).sin()])
+    sun = ((x - 0.65) ** 2 + (y - 0.35) ** 2).sqrt() < 0.15
+    image = torch.where(y < 0.6, sky, sea)
+    return torch.where(sun, torch.tensor([1.0, 0.85, 0.3]).view(3, 1, 1), image)
 
 
 def is_answered_alike() -> bool:

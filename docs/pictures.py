@@ -1,0 +1,106 @@
+"""The pictures of the manual and of the README, made by what they show: `make pictures`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import microtome as mt
+from demo.__main__ import draw_attention
+from microtome import zoo
+from microtome.report import cuts as cut_report
+from microtome.report import plan as plan_report
+from microtome.report import profile as profile_report
+from microtome.report import top as top_report
+
+FOLDER = Path(__file__).parent / "pictures"
+WIDTH = 112
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    torch.set_num_threads(1)  # times of one thread differ less from run to run
+    draw_attention(str(FOLDER / "attention.png"))
+    draw_tables()
+    draw_page()
+
+
+def draw_tables() -> None:
+    """What commands print, and the graph."""
+    model, x = zoo.build("tiny-resnet")
+    with torch.no_grad():
+        counted, cuts = mt.profile(model, x), mt.cuts(model, x)
+        timed = mt.profile(model, "8x3x64x64", measure="time", repeat=20)
+        mt.trace(model, x).to_svg(FOLDER / "graph.svg", depth=1, cut=cuts["layer1.0.conv1"])
+    two = profile_report.View(depth=2)
+    terminal(
+        "profile", "microtome profile zoo:tiny-resnet --depth 2", lambda w: profile_report.renderable(counted, two, w)
+    )
+    terminal("top", "microtome top zoo:tiny-resnet -n 3", lambda width: top_report.renderable(counted, 3, width))
+    shown = cut_report.View(depth=2)
+    terminal("cuts", "microtome cuts zoo:tiny-resnet", lambda width: cut_report.renderable(cuts, shown, width))
+    link = mt.Link("10Gbps", rtt="1ms")
+    plan = mt.plan(mt.cuts(model, "8x3x64x64"), edge=timed, cloud=timed, link=link, objective="throughput")
+    words = "microtome plan … --bandwidth 10Gbps --rtt 1ms --objective throughput --top 4"
+    terminal("plan", words, lambda width: plan_report.renderable(plan, width, 4))
+
+
+def terminal(name: str, words: str, draw: Callable[[int], Any]) -> None:
+    """What a command prints, as a picture that needs no font from elsewhere."""
+    with tempfile.TemporaryFile("w") as nowhere:
+        console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
+        console.print(draw(WIDTH))
+    svg = console.export_svg(title=f"$ {words}", unique_id=name)
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+    lines = (line.rstrip() for line in svg.splitlines())
+    (FOLDER / f"{name}.svg").write_text("\n".join(line for line in lines if line) + "\n")
+
+
+def draw_page() -> None:
+    """The page in Chromium, where there is one."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        return
+    found = zoo.resolve("torchvision:resnet18")
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        profile = mt.profile(found.model, found.inputs, measure="time", repeat=15)
+        file = Path(folder) / "report.html"
+        profile.to_html(file, cuts=mt.cuts(found.model, found.inputs))
+        _shoot(chromium, file)
+
+
+def _shoot(chromium: str, file: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 1200, "height": 960})
+        page.goto(file.as_uri())
+        page.screenshot(path=FOLDER / "page.png")
+        for name in ("explorer", "memory"):
+            section = page.locator(f"[id='section:{name}']")
+            section.scroll_into_view_if_needed()
+            page.wait_for_timeout(1000)  # what comes into view is drawn then
+            section.screenshot(path=FOLDER / f"page-{name}.png")
+        browser.close()
+    for picture in FOLDER.glob("page*.png"):
+        _make_smaller(picture)
+
+
+def _make_smaller(file: Path) -> None:
+    """In 128 colours, which charts and text do not miss."""
+    from PIL import Image
+
+    with Image.open(file) as picture:
+        picture.convert("RGB").quantize(128).save(file, optimize=True)
+
+
+if __name__ == "__main__":
+    main()

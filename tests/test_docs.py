@@ -1,0 +1,54 @@
+"""The manual and the README: nothing is left out of them, and what they point to is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+
+
+def test_every_page_is_in_the_contents() -> None:
+    contents = set(re.findall(r"^ +- (?:.*: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert contents == {page.relative_to(DOCS).as_posix() for page in PAGES}
+
+
+def test_every_result_of_a_benchmark_is_shown() -> None:
+    shown = set(re.findall(r'"benchmarks/results/([\w-]+\.md):', (DOCS / "benchmarks.md").read_text()))
+    assert shown == {file.name for file in (ROOT / "benchmarks" / "results").glob("*.md")}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_examples_in_python_are_run_and_pictures_are_there(page: Path) -> None:
+    text = page.read_text()
+    for code in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        assert code.startswith(">>>"), f"not run as a test: {code}"
+    for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
+        assert (page.parent / target).is_file(), target
+
+
+def test_pictures_need_nothing_from_elsewhere() -> None:
+    for picture in (DOCS / "pictures").glob("*.svg"):
+        links = set(re.findall(r"https?://[^\"'<> )]+", picture.read_text()))
+        assert links <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}, picture
+
+
+@pytest.mark.skipif(find_spec("material") is None, reason="the docs extra is not installed: make docs")
+def test_the_manual_is_built_without_a_warning(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr
+    pages = [file.read_text() for file in (tmp_path / "site").rglob("*.html")]
+    assert not [page for page in pages if re.search(r'<(?:script|link|img)[^>]+(?:src|href)="https?://(?!127)', page)]
