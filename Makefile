@@ -43,7 +43,7 @@ bench-remote: $(VENV)/.bench ## two hosts as network namespaces, as root; eight 
 docs: $(VENV)/.docs       ## the manual, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-pictures: $(VENV)/.docs   ## the pictures of the manual, into docs/pictures/
+pictures: $(VENV)/.dev    ## the pictures of the manual, into docs/pictures/
 	$(BIN)/python -m docs.pictures
 
 clean:
