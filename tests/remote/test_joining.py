@@ -13,6 +13,7 @@ import microtome as mt
 from microtome.errors import RemoteError
 from microtome.inputs import Inputs
 from microtome.remote.joining import CannotJoin, learn
+from microtome.remote.served import Served
 from microtome.remote.server import Server
 from microtome.split.data import Cut
 from tests.remote.small import small
@@ -103,7 +104,7 @@ def test_what_does_not_grow_must_be_the_same() -> None:
     head, tail = mt.split(model, (x, scale), at="first")
     joiner = learn(head, tail, Inputs(x, scale))
     assert joiner is not None
-    assert joiner.grows == {"first"}
+    assert joiner.grows == {"first": 2}
     same, other = head(x, scale), head(x, torch.tensor(3.0))
     joined = joiner.part(tail(joiner.join([same, same])), [2, 2])
     torch.testing.assert_close(joined[1]["out"], model(x, scale)["out"])
@@ -159,3 +160,40 @@ def test_what_says_another_batch_than_it_has_is_not_joined_with_others() -> None
             inside[path[-1]] = value
             assert joiner.key(forged) is None
     assert joiner.key(mt.Boundary(at, good.fingerprint, {}, {})) is None
+
+
+class Spread(nn.Module):
+    """What has one row is spread over the rows of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.last(self.first(x) + y)
+
+
+def test_requests_whose_inputs_have_different_rows_are_computed_alone() -> None:
+    model = Spread().eval()
+    served = Served(model, (torch.randn(1, 4), torch.randn(1, 4)))
+
+    def key(*given: Tensor) -> str | None:
+        return served.key(served._whole_head(*given))
+
+    assert key(torch.randn(2, 4), torch.randn(2, 4)) == key(torch.randn(3, 4), torch.randn(3, 4)) is not None
+    assert key(torch.randn(2, 4), torch.randn(1, 4)) is None
+    assert key(torch.randn(1, 4), torch.randn(2, 4)) is None
+
+
+@pytest.mark.parametrize("example", [torch.zeros(1, 4), torch.ones(2, 4)])
+def test_an_example_that_is_the_same_turned_round_still_shows_that_rows_are_mixed(example: Tensor) -> None:
+    served = Served(Normalised().eval(), example)
+    assert served.key(served._whole_head(example)) is None
+
+
+def test_an_example_of_which_no_other_is_known_is_not_joined() -> None:
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2)).eval()
+    for example, joins in ((torch.tensor([[0, 1, 2]]), True), (torch.tensor([[1, 1, 1]]), False)):
+        served = Served(model, example)
+        assert (served.key(served._whole_head(example)) is not None) is joins

@@ -39,12 +39,12 @@ class Joiner:
     """How requests at one cut are joined, and their results taken apart.
 
     Attributes:
-        grows: The names of tensors that grow with the batch.
+        grows: The tensors that grow with the batch, by name, and how many rows of each the example has.
         adds: Where in the facts numbers do, and how much each row of the batch adds.
         outputs: Which tensors of the model's output do.
     """
 
-    grows: frozenset[str]
+    grows: dict[str, int]
     adds: dict[tuple[Any, ...], float]
     outputs: frozenset[int]
 
@@ -55,6 +55,8 @@ class Joiner:
         """
         try:
             rows = self.rows(boundary)
+            if any(len(boundary.tensors[name]) * self._rows != rows * share for name, share in self.grows.items()):
+                return None  # one that is spread over the rows of another would be spread over those of others
             if any(_at(boundary.facts, path) != share * rows for path, share in self.adds.items()):
                 return None
         except (KeyError, IndexError, TypeError, StopIteration):  # it is no boundary of this cut, as the tail will say
@@ -68,7 +70,12 @@ class Joiner:
 
     def rows(self, boundary: Boundary) -> int:
         """Of its batch."""
-        return next(len(tensor) for name, tensor in boundary.tensors.items() if name in self.grows)
+        return len(boundary.tensors[next(iter(self.grows))])
+
+    @property
+    def _rows(self) -> int:
+        """Of the example's batch."""
+        return next(iter(self.grows.values()))
 
     def join(self, several: Sequence[Boundary]) -> Boundary:
         first = several[0]
@@ -108,10 +115,12 @@ def learn(head: Head, tail: Tail, given: Inputs) -> Joiner | None:
 
 
 def _learn(head: Head, tail: Tail, given: Inputs) -> Joiner | None:
-    other = _map(given, lambda tensor: tensor.flip(-1) if tensor.dim() else tensor)
+    other = _map(given, _another)
     both = Inputs(*_cat(given.args, other.args), **_cat(given.kwargs, other.kwargs))
     one, two, twice = (head(*inputs.args, **inputs.kwargs) for inputs in (given, other, both))
-    grows = frozenset(name for name, tensor in one.tensors.items() if _doubles(tensor, twice.tensors[name]))
+    if all(tensor.equal(two.tensors[name]) for name, tensor in one.tensors.items()):
+        return None  # two that are the same do not show whether one has an effect on the other
+    grows = {name: len(tensor) for name, tensor in one.tensors.items() if _doubles(tensor, twice.tensors[name])}
     fits = all(name in grows or tensor.shape == twice.tensors[name].shape for name, tensor in one.tensors.items())
     adds = _adding(one.facts, twice.facts)
     if not (fits and grows) or adds is None:
@@ -119,7 +128,7 @@ def _learn(head: Head, tail: Tail, given: Inputs) -> Joiner | None:
     alone = [tail(boundary) for boundary in (one, two)]
     of_one, of_twice = (take_apart(output)[1] for output in (alone[0], tail(twice)))
     outputs = frozenset(at for at, tensor in enumerate(of_one) if _doubles(tensor, of_twice[at]))
-    rows = next(len(tensor) for name, tensor in one.tensors.items() if name in grows)
+    rows = next(iter(grows.values()))
     joiner = Joiner(grows, {path: _at(one.facts, path) / rows for path in adds}, outputs)
     joined = joiner.part(tail(joiner.join([one, two])), [joiner.rows(one), joiner.rows(two)])
     return joiner if outputs and all(map(_is_near, joined, alone)) else None
@@ -130,6 +139,16 @@ def _is_near(joined: Any, alone: Any) -> bool:
     return all(
         found.largest is not None and found.largest <= _PRECISION * largest for found in differences(joined, alone)
     )
+
+
+def _another(tensor: Tensor) -> Tensor:
+    """Of the same shape with other values: turned round, so that numbers that name something still do."""
+    if not tensor.dim():
+        return tensor
+    turned = tensor.flip(-1)
+    if tensor.is_floating_point() and tensor.numel() and turned.equal(tensor):  # such as zeros
+        return tensor + torch.linspace(0.5, 1.0, tensor.numel(), device=tensor.device).to(tensor.dtype).view_as(tensor)
+    return turned
 
 
 def _doubles(one: Tensor, twice: Tensor) -> bool:
