@@ -42,7 +42,7 @@ class Security(NamedTuple):
     """How a client shows who it is, as files, and whom it believes.
 
     Attributes:
-        tls: Whether the connection is encrypted; it is if any of the others is given.
+        tls: Whether the connection is encrypted; it is, too, where a file or a name of the server is given.
         ca: Who signs the server's certificate; None: those that the system believes.
         cert: The client's certificate, and `key` its key.
         server_name: The name in the server's certificate, where it is not that of the address.
@@ -81,7 +81,7 @@ def open_channel(address: str, security: Security) -> grpc.Channel:
         raise BadQuery(f"a server has an address such as host:7070, got {address!r}")
     if security.server_name is not None:
         options.append(("grpc.ssl_target_name_override", security.server_name))
-    if security.tls or security.ca or security.cert:
+    if security.tls or security.ca or security.cert or security.key or security.server_name:
         credentials = channel_credentials(security.ca, security.cert, security.key)
         return grpc.secure_channel(address, credentials, options)
     return grpc.insecure_channel(address, options)
@@ -145,7 +145,7 @@ class Connection:
         self._changed = threading.Condition()
         self._pending: dict[str, Pending] = {}
         self._dropped: set[str] = set()  # requests of this stream for whose replies nobody waits any more
-        self._outgoing: SimpleQueue[bytes | None] | None = None
+        self._outgoing: SimpleQueue[Pending | None] | None = None
         self._call: Any = None
         self._closed = False
         self._fed_bytes, self._fed_s = 0, 0.0
@@ -171,6 +171,8 @@ class Connection:
                 # The reason is lost if gRPC waits for the server by itself.
                 if told.kind == "REFUSED" or error.code() == grpc.StatusCode.DEADLINE_EXCEEDED or left < _KNOCK_S:
                     raise told from error
+            except ValueError as error:  # what gRPC says of a channel that was closed
+                raise self._was_closed() from error
             sleep(_KNOCK_S)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -179,10 +181,10 @@ class Connection:
         """Send a request as soon as there is a stream; it is sent again when that breaks before the reply."""
         with self._changed:
             if self._closed:
-                raise RemoteError(f"the connection to {self.address} was closed", "UNREACHABLE")
+                raise self._was_closed()
             self._pending[pending.id] = pending
             if self._outgoing is not None:
-                self._outgoing.put(pending.message())
+                self._outgoing.put(pending)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._keep_open, name="microtome-client", daemon=True)
                 self._thread.start()
@@ -216,7 +218,7 @@ class Connection:
                 self._call.cancel()
             self._changed.notify_all()
         for pending in left:
-            pending.reply.set_exception(RemoteError(f"the connection to {self.address} was closed", "UNREACHABLE"))
+            pending.reply.set_exception(self._was_closed())
         if self._thread is not None:
             self._thread.join()
         self._channel.close()
@@ -230,22 +232,16 @@ class Connection:
                 self._changed.wait_for(lambda: self._closed or self._pending or self.down)
                 if self._closed:
                     return
-                waiting = bool(self._pending)
-            if not waiting:  # nobody asks while it is known to be down: find out when it is back
+                call = self._open() if self._pending else None
+            if call is None:  # nobody asks while it is known to be down: find out when it is back
                 self._knock(wait_s)
                 wait_s = min(2 * wait_s, _BACKOFF_S[1])
                 continue
-            with self._changed:
-                outgoing: SimpleQueue[bytes | None] = SimpleQueue()
-                for pending in self._pending.values():
-                    outgoing.put(pending.message())
-                self._dropped.clear()
-                self._outgoing = outgoing
-                self._call = call = self._methods["Stream"](self._feed(outgoing), metadata=self._metadata)
             error = self._read(call)
             with self._changed:
+                assert self._outgoing is not None
+                self._outgoing.put(None)
                 self._outgoing = self._call = None
-                outgoing.put(None)
                 if self._closed:
                     return
                 if self._answered:
@@ -260,9 +256,26 @@ class Connection:
                 self._changed.wait_for(lambda: self._closed, wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _BACKOFF_S[1])
 
-    def _feed(self, outgoing: SimpleQueue[bytes | None]) -> Iterator[bytes]:
+    def _open(self) -> Any:
+        """A stream on which all that wait are sent."""
+        self._outgoing = outgoing = SimpleQueue[Pending | None]()
+        for pending in self._pending.values():
+            outgoing.put(pending)
+        self._dropped.clear()
+        self._call = self._methods["Stream"](self._feed(outgoing), metadata=self._metadata)
+        return self._call
+
+    def _feed(self, outgoing: SimpleQueue[Pending | None]) -> Iterator[bytes]:
         """What gRPC sends; it asks for the next when the one before is on its way."""
-        while (item := outgoing.get()) is not None:
+        while (pending := outgoing.get()) is not None:
+            with self._changed:
+                if outgoing is not self._outgoing:  # the stream broke meanwhile, and another sends it
+                    return
+                if pending.id not in self._pending:  # given up before its turn: a slow link would never catch up
+                    self._dropped.discard(pending.id)
+                    continue
+                item = pending.message()
+            del pending  # while it waits, it does not hold the reply
             start = monotonic()
             yield item
             if not outgoing.empty():
@@ -309,6 +322,9 @@ class Connection:
             return
         error = from_message(reply.error, self.address)
         pending.reply.set_exception(error)
+
+    def _was_closed(self) -> RemoteError:
+        return RemoteError(f"the connection to {self.address} was closed", "UNREACHABLE")
 
     def _told(self, error: grpc.RpcError) -> RemoteError:
         code, details = error.code(), error.details()

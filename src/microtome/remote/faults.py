@@ -61,5 +61,5 @@ def _sendable(text: str) -> str:
 
 def from_message(error: messages.Error, server: str) -> RemoteError:
     """The error that a server told of."""
-    kind = messages.KINDS[error.kind] if error.kind < len(messages.KINDS) else "UNKNOWN"
+    kind = messages.KINDS[error.kind] if 0 <= error.kind < len(messages.KINDS) else "UNKNOWN"
     return RemoteError(f"{server} could not answer: {error.message}", kind)

@@ -1,0 +1,102 @@
+"""The stream of requests from the side of the client, against servers that are not ours."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from microtome.errors import BadQuery, RemoteError
+from microtome.remote import messages
+from microtome.remote.connection import Connection, Pending, Security
+from microtome.split.boundary import Boundary
+
+
+@contextmanager
+def answering(stream: Callable[[Iterator[Any], Any], Iterator[bytes]]) -> Iterator[Connection]:
+    """A connection to a server that treats a stream so."""
+    server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.max_receive_message_length", -1)])
+    handler = grpc.stream_stream_rpc_method_handler(stream, messages.Request.FromString)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(messages.SERVICE, {"Stream": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    connection = Connection(f"127.0.0.1:{port}")
+    try:
+        yield connection
+    finally:
+        connection.close()
+        server.stop(0).wait()
+
+
+def pending(name: str, nbytes: int = 8) -> Pending:
+    boundary = Boundary("layer", "a-b", {"x": torch.zeros(nbytes, dtype=torch.uint8)}, {})
+    return Pending(messages.Request(id=name), boundary, "raw", None)
+
+
+def test_what_is_given_up_before_its_turn_is_not_sent() -> None:
+    reads = threading.Event()
+    seen: list[str] = []
+
+    def stream(requests: Iterator[Any], _: Any) -> Iterator[bytes]:
+        reads.wait()
+        for request in requests:
+            seen.append(request.id)
+            yield messages.Reply(id=request.id).SerializeToString()
+
+    with answering(stream) as connection:
+        late = [pending(str(number), 4 << 20) for number in range(20)]
+        for one in late:
+            connection.submit(one)
+        for one in late:
+            connection.give_up(one)
+        last = pending("last")
+        connection.submit(last)
+        reads.set()
+        assert last.reply.result(20).id == "last"
+        assert last.attempts == 1
+        # Some are on their way before the server reads: what the buffers of a connection take.
+        assert seen[-1] == "last"
+        assert len(seen) < 10
+
+
+@pytest.mark.parametrize("kind", [-100, -1, 99])
+def test_an_error_of_a_kind_that_is_not_known_is_told_as_such(kind: int) -> None:
+    def stream(requests: Iterator[Any], _: Any) -> Iterator[bytes]:
+        for request in requests:
+            yield messages.Reply(id=request.id, error=messages.Error(kind=kind, message="no")).SerializeToString()
+
+    with answering(stream) as connection:
+        asked = pending("one")
+        connection.submit(asked)
+        with pytest.raises(RemoteError, match="could not answer: no") as raised:
+            asked.reply.result(10)
+        assert raised.value.kind == "UNKNOWN"
+
+
+def test_a_connection_that_was_closed_says_so_to_who_asks() -> None:
+    connection = Connection("127.0.0.1:1")
+    connection.close()
+    with pytest.raises(RemoteError, match="was closed"):
+        connection.ask("Echo", messages.EchoRequest(), timeout=1.0)
+
+
+def test_a_name_of_the_server_means_that_its_certificate_is_looked_at() -> None:
+    def stream(requests: Iterator[Any], _: Any) -> Iterator[bytes]:
+        yield from ()
+
+    with answering(stream) as plain:
+        connection = Connection(plain.address, Security(server_name="tail.example", token="secret"))
+        with pytest.raises(RemoteError, match="cannot be reached"):  # in the clear it would not know the method
+            connection.ask("Echo", messages.EchoRequest(), timeout=1.0)
+        connection.close()
+
+
+def test_a_key_without_its_certificate_is_not_passed_over() -> None:
+    with pytest.raises(BadQuery, match="needs its key, and the other way round"):
+        Connection("127.0.0.1:1", Security(key="key.pem"))
