@@ -192,15 +192,16 @@ class Workers:
 
 
 class _Gate:
-    """Many at once, or one alone."""
+    """Many at once, or one alone, for whom those that come later wait."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._inside = 0
+        self._inside = self._waiting = 0
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         with self._changed:
+            self._changed.wait_for(lambda: not self._waiting)
             self._inside += 1
         try:
             yield
@@ -212,5 +213,10 @@ class _Gate:
     @contextmanager
     def alone(self) -> Iterator[None]:
         with self._changed:  # whoever comes now waits for it
-            self._changed.wait_for(lambda: not self._inside)
-            yield
+            self._waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._inside)
+                yield
+            finally:
+                self._waiting -= 1
+                self._changed.notify_all()
