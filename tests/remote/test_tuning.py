@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import microtome as mt
+from microtome.errors import RemoteError
 from microtome.remote.connection import Connection
 from microtome.remote.link import Measured, probe
 from microtome.remote.sent import Sent
@@ -122,6 +123,24 @@ def test_auto_against_a_real_server_is_exact_and_says_why() -> None:
             for rows in (1, 2, 5):
                 given = torch.randn(rows, *x.shape[1:])
                 assert remote(given).equal(model(given))
+
+
+def test_a_request_that_failed_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = small()
+    learned: list[Sent] = []
+    monkeypatch.setattr(Tuner, "saw", lambda self, sent: learned.append(sent))
+
+    def fails(several: object) -> object:
+        raise ValueError("not today")
+
+    with mt.serve(model, x, listen="127.0.0.1:0") as server, mt.connect(model, x, server.address) as remote:
+        assert isinstance(remote._way, Tuner)
+        remote._way.way = Way("", "raw")
+        remote(x)
+        monkeypatch.setattr(server.served, "compute", fails)
+        with pytest.raises(RemoteError, match="not today"):
+            remote(x)
+        assert [len(learned), len(remote.requests)] == [1, 2]
 
 
 def test_the_link_is_measured_both_ways() -> None:

@@ -206,23 +206,25 @@ class Remote:
         """Take the reply; or finish here, where that is due."""
         sent = job.sent
         try:
-            if sent.at is None:
-                return self._run_here(job, job.given)
-            if job.pending is None:
-                return self._fall_back(job)
-            reply = self._wait(job)
-            if reply is None:
-                return self._fall_back(job)
-            start = perf_counter()
-            boundary = Boundary.from_bytes(reply.output, limit=max(4 * len(reply.output), 1 << 30))
-            output = to_output(boundary, self._parts.templates.output, self._parts.device)
-            sent.decode_s = perf_counter() - start
-            return output
+            output = self._output(job)
         finally:
             sent.total_s = perf_counter() - sent.began
             self.requests.append(sent)
-            if isinstance(self._way, Tuner):
-                self._way.saw(sent)
+        if isinstance(self._way, Tuner):  # one that failed does not tell how long it takes
+            self._way.saw(sent)
+        return output
+
+    def _output(self, job: Job) -> Any:
+        if job.sent.at is None:
+            return self._run_here(job, job.given)
+        reply = None if job.pending is None else self._wait(job)
+        if reply is None:
+            return self._fall_back(job)
+        start = perf_counter()
+        boundary = Boundary.from_bytes(reply.output, limit=max(4 * len(reply.output), 1 << 30))
+        output = to_output(boundary, self._parts.templates.output, self._parts.device)
+        job.sent.decode_s = perf_counter() - start
+        return output
 
     def _wait(self, job: Job) -> Any:
         """The reply; None: the edge is to finish."""
