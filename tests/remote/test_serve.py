@@ -553,6 +553,59 @@ def test_what_a_model_raises_is_told_and_others_are_served() -> None:
             assert remote(x).equal(model(x))
 
 
+class Unspeakable(Exception):
+    """Cannot even be shown."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_an_error_that_cannot_be_shown_is_told_by_its_name_and_others_are_served(
+    resnet: tuple[nn.Module, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = resnet
+
+    def fails(several: Any) -> Any:
+        raise Unspeakable
+
+    with serving(model, x) as server, connected(model, x, server, "") as remote:
+        with monkeypatch.context() as patched:
+            patched.setattr(server.served, "compute", fails)
+            with pytest.raises(RemoteError, match="could not answer: Unspeakable"):
+                remote(x)
+        with torch.no_grad():
+            assert remote(x).equal(model(x))
+
+
+class Writing(nn.Module):
+    """Writes into what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        return self.last(self.first(x).relu_())
+
+
+@pytest.mark.parametrize("at", ["", "first", "auto"])
+def test_the_example_is_left_as_it_was_by_a_model_that_writes_into_it(at: str) -> None:
+    model, x = Writing().eval(), torch.randn(2, 4)
+    before = x.clone()
+    items = [torch.randn(2, 4) for _ in range(6)]
+    with (
+        mt.serve(model, x, listen="127.0.0.1:0", batch=4, batch_window="50ms") as server,
+        mt.connect(model, x, server.address, at=at, deadline=30.0) as remote,
+    ):
+        results = list(remote.stream(items))
+    assert x.equal(before)
+    with torch.no_grad():
+        for given, result in zip(items, results, strict=True):
+            torch.testing.assert_close(result, model(given))
+
+
 @pytest.mark.parametrize("listen", ["localhost", "7070", ""])
 def test_a_server_listens_on_an_address_with_a_port(resnet: tuple[nn.Module, Tensor], listen: str) -> None:
     with pytest.raises(BadQuery, match="listens on an address such as 127.0.0.1:7070"):

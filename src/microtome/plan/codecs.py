@@ -20,6 +20,7 @@ from microtome.results import Result
 from microtome.split.boundary import Boundary
 from microtome.split.codecs import codec_of
 from microtome.split.data import Cuts, Live
+from microtome.split.stages import copied
 
 #: How often a value is encoded and decoded at most, and the seconds after which no further time begins.
 _REPEAT, _BUDGET_S = 5, 0.05
@@ -133,7 +134,7 @@ def codec_costs(
         for codec in names:
             real[codec][name] = _cost(tensor, codec)
 
-    _run(model, Inputs.of(inputs), wanted, measure)
+    _run(model, copied(Inputs.of(inputs)), wanted, measure)
     return CodecCosts(cuts.model, REAL, real, environment())
 
 

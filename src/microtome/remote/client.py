@@ -269,7 +269,7 @@ class Remote:
         """
         if way.at is None or self._parts.splitter is None:
             return
-        job = self._prepare(self._parts.splitter.given, way)
+        job = self._prepare(copied(self._parts.splitter.given), way)  # the model may write into it
         job.ends = None
         self._encode(job)
         if job.pending is not None:

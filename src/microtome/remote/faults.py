@@ -49,8 +49,10 @@ def kind_of(error: BaseException) -> str:
 
 def as_message(error: BaseException) -> tuple[str, messages.Error]:
     """The kind of an error, and the message that tells it."""
-    kind = kind_of(error)
-    text = str(error) if isinstance(error, MicrotomeError) else said(error)
+    try:
+        kind, text = kind_of(error), str(error) if isinstance(error, MicrotomeError) else said(error)
+    except Exception:  # noqa: BLE001  the model's own, which cannot be shown
+        kind, text = "MODEL_FAILED", type(error).__name__
     return kind, messages.Error(kind=messages.KINDS.index(kind), message=_sendable(text))
 
 

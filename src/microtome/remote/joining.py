@@ -20,6 +20,7 @@ from microtome.errors import MicrotomeError
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
 from microtome.split.compare import differences
+from microtome.split.stages import copied
 from microtome.split.templates import take_apart
 
 #: By how much results may differ from those of each alone, relative to the largest number in them.
@@ -115,6 +116,7 @@ def learn(head: Head, tail: Tail, given: Inputs) -> Joiner | None:
 
 
 def _learn(head: Head, tail: Tail, given: Inputs) -> Joiner | None:
+    given = copied(given)  # the model may write into it
     other = _map(given, _another)
     both = Inputs(*_cat(given.args, other.args), **_cat(given.kwargs, other.kwargs))
     one, two, twice = (head(*inputs.args, **inputs.kwargs) for inputs in (given, other, both))
