@@ -23,7 +23,8 @@ import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, BadQuery, RemoteError
 from microtome.remote import messages
-from microtome.remote.security import is_loopback, read_token
+from microtome.remote.connection import Connection, Security
+from microtome.remote.security import Identity, is_loopback, read_token
 from microtome.remote.server import Server
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -281,3 +282,17 @@ def test_it_warns_when_it_can_be_reached_from_elsewhere_unprotected(
     with pytest.warns(RuntimeWarning, match=f"can be reached from other machines, and there is {missing}:") as seen:
         mt.serve(stage, listen="0.0.0.0:0", token=token, **files).stop()  # type: ignore[arg-type]
     assert seen[0].filename == __file__
+
+
+def test_what_can_be_no_token_is_refused_on_both_sides() -> None:
+    with pytest.raises(BadQuery, match="a token is one line of ASCII, and this is empty"):
+        Identity(token="")
+    for token in ("two\nlines", "schlüssel"):
+        with pytest.raises(BadQuery, match="a token is one line of ASCII, and this has other characters"):
+            Identity(token=token)
+        with pytest.raises(BadQuery, match="a token is one line of ASCII, and this has other characters"):
+            Connection("127.0.0.1:1", Security(token=token))
+
+
+def test_tokens_are_not_shown() -> None:
+    assert "hidden" not in repr(Identity(token="hidden")) + repr(Security(token="hidden"))

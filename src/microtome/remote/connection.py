@@ -7,9 +7,10 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import monotonic, perf_counter, sleep
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
@@ -38,7 +39,8 @@ _FINAL = {
 }
 
 
-class Security(NamedTuple):
+@dataclass(frozen=True)
+class Security:
     """How a client shows who it is, as files, and whom it believes.
 
     Attributes:
@@ -52,7 +54,7 @@ class Security(NamedTuple):
     ca: str | None = None
     cert: str | None = None
     key: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     server_name: str | None = None
 
 
@@ -139,8 +141,8 @@ class Connection:
         self.down: str | None = None
         self.reconnects = 0
         security = security or Security()
-        self._channel = open_channel(address, security)
         self._metadata = metadata(security.token)
+        self._channel = open_channel(address, security)
         self._methods = {name: self._method(name, method) for name, method in messages.METHODS.items()}
         self._changed = threading.Condition()
         self._pending: dict[str, Pending] = {}

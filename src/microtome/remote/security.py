@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,12 @@ class Identity:
     tls_cert: str | None = None
     tls_key: str | None = None
     client_ca: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        _check(self.token)
+        if self.token == "":  # which anybody knows
+            raise BadQuery("a token is one line of ASCII, and this is empty")
 
     def credentials(self) -> grpc.ServerCredentials | None:
         if self.tls_cert is None and self.tls_key is None:
@@ -53,9 +58,13 @@ class Identity:
         return hmac.compare_digest(said, (_SCHEME + self.token).encode())
 
 
-def metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+def _check(token: str | None) -> None:
     if token is not None and not (token.isascii() and token.isprintable()):
         raise BadQuery("a token is one line of ASCII, and this has other characters")
+
+
+def metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    _check(token)
     return () if token is None else ((_HEADER, _SCHEME + token),)
 
 

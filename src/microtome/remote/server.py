@@ -75,7 +75,10 @@ class Server:
         return self
 
     def stop(self, grace: float = 10.0) -> None:
-        """Take no new requests, answer those that came, and end; after `grace` seconds in any case."""
+        """Take no new requests, answer those that came, and end.
+
+        After `grace` seconds clients wait no longer, and after as many again it does not either for what is computed.
+        """
         if self._thread.is_alive():
             self._grace = grace
             self._ready.result().call_soon_threadsafe(self._stop.set)
