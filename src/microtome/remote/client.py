@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from microtome.errors import BadQuery, RemoteError
+from microtome.errors import BadQuery, MicrotomeError, RemoteError
 from microtome.inputs import Inputs
 from microtome.plan.data import Plan
 from microtome.remote import messages
@@ -207,6 +207,9 @@ class Remote:
         sent = job.sent
         try:
             output = self._output(job)
+        except MicrotomeError as error:
+            sent.where, sent.reason = "nowhere", str(error)
+            raise
         finally:
             sent.total_s = perf_counter() - sent.began
             self.requests.append(sent)

@@ -35,7 +35,7 @@ _MESSAGES = {
     "Request": "1 string id, 2 double timeout_s, 3 string codec, 15 bytes boundary",
     "Reply": "1 string id, 2 Error error, 3 Timing timing, 15 bytes output",
     "Error": "1 Error.Kind kind, 2 string message",
-    "Timing": "1 double decode_s, 2 double queue_s, 3 double run_s, 4 double encode_s, 5 double joules, 6 uint32 batch",
+    "Timing": "1 double decode_s, 2 double queue_s, 3 double run_s, 4 double encode_s, 5 uint32 batch",
     "EchoRequest": "1 bytes payload, 2 uint32 reply_bytes",
     "EchoReply": "1 bytes payload",
     "ProfileRequest": "",
@@ -64,10 +64,6 @@ class Method(NamedTuple):
     request: str
     reply: str
     streams: bool = False
-
-    @property
-    def read_request(self) -> Callable[[bytes], Any]:
-        return MESSAGES[self.request].FromString
 
     @property
     def read_reply(self) -> Callable[[bytes], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ class Metrics:
             gauge = Gauge(
                 "microtome_joules", f"Joules since the server began, of {meter.what}.", registry=self.registry
             )
-            gauge.set_function(lambda: meter.read().joules or 0.0)
+            gauge.set_function(lambda: _known(meter.read().joules))
 
     def listen(self, address: str) -> Any:
         """Answer Prometheus at an address such as `:9090`."""
@@ -61,3 +62,7 @@ class Metrics:
         except OSError as error:
             raise BadQuery(f"metrics cannot be shown at {address!r}: {error.strerror}") from error
         return server
+
+
+def _known(joules: float | None) -> float:
+    return math.nan if joules is None else joules

@@ -16,12 +16,12 @@ class Sent:
 
     Attributes:
         at: The cut; None: all of it ran here. `""`: the inputs were sent.
-        where: `"cloud"` or `"edge"`: where it ended.
+        where: `"cloud"` or `"edge"`: where it ended; `"nowhere"`: it failed.
         head_s: Seconds of each part; `wire_s` is what neither side can account for.
         tail_s: Of the tail, wherever it ran.
         sent_bytes: With the envelope.
         attempts: How often it was sent.
-        reason: Why it ended on the edge though it was sent, or was to be.
+        reason: Why it ended on the edge though it was sent, or was to be; or why it failed.
         alone: Whether no other request of this client was on its way.
     """
 
