@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from time import monotonic, perf_counter
 from typing import Any, Self
@@ -23,6 +21,7 @@ from microtome.remote.faults import PASSING
 from microtome.remote.parts import Parts, shake_hands
 from microtome.remote.payloads import INPUTS, of_inputs, to_output
 from microtome.remote.sent import Job, Sent
+from microtome.remote.streaming import Calls, streamed
 from microtome.remote.tuning import LOSSLESS, Move, Tuner, Way, best_codec, tuned
 from microtome.split.boundary import Boundary
 from microtome.split.codecs import codec_of
@@ -103,59 +102,8 @@ class Remote:
         """
         if not isinstance(window, int) or window < 1:
             raise BadQuery(f"window is how many requests are on their way at most, got {window!r}")
-        return self._stream(iter(items), window)
-
-    def _stream(self, items: Iterator[Any], window: int) -> Iterator[Any]:
-        room = threading.Semaphore(window)
-        stopped = threading.Event()
-        going: deque[Future[Job]] = deque()
-        ready = threading.Semaphore(0)
-        ended: list[BaseException | None] = []
-
-        def heads() -> None:
-            error: BaseException | None = None
-            try:
-                while True:
-                    room.acquire()
-                    if stopped.is_set():
-                        break
-                    try:
-                        given = copied(Inputs.of(next(items)))  # whoever gave them may write into them again
-                    except StopIteration:
-                        break
-                    job = self._prepare(given, self.way)
-                    if job.sent.codec == "raw":  # a copy: shorter than the way to another thread
-                        encoded = Future[Job]()
-                        encoded.set_result(self._encode(job))
-                    else:
-                        encoded = encoder.submit(self._encode, job)
-                    going.append(encoded)
-                    ready.release()
-            except BaseException as raised:  # noqa: BLE001  raised again where results are taken
-                error = raised
-            ended.append(error)
-            ready.release()
-
-        with ThreadPoolExecutor(1, thread_name_prefix="microtome-encode") as encoder:
-            thread = threading.Thread(target=heads, name="microtome-head", daemon=True)
-            thread.start()
-            try:
-                while True:
-                    ready.acquire()
-                    if not going:
-                        break
-                    result = self._finish(going.popleft().result())
-                    room.release()
-                    yield result
-                if ended[0] is not None:
-                    raise ended[0]
-            finally:
-                stopped.set()
-                room.release()
-                thread.join()
-                for future in going:
-                    if not future.cancel() and future.exception() is None:
-                        self._drop(future.result())
+        calls = Calls(lambda given: self._prepare(given, self.way), self._encode, self._finish, self._drop)
+        return streamed(calls, iter(items), window)
 
     # -- the parts of a request ----------------------------------------------------------------------------------------
 
