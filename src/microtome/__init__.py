@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from microtome.split.cuts import cuts
     from microtome.split.data import Cuts
     from microtome.split.files import load_stage
-    from microtome.split.stages import run_until
+    from microtome.split.until import run_until
     from microtome.trace import Trace
 
 __version__ = "0.1.0"
@@ -114,7 +114,7 @@ _LATER = {
     "register_column": "microtome.report.columns",
     "register_meter": "microtome.measure.energy",
     "rollout": "microtome.capture.attention",
-    "run_until": "microtome.split.stages",
+    "run_until": "microtome.split.until",
     "scale": "microtome.capture.edit",
     "serve": "microtome.remote.server",
     "zero": "microtome.capture.edit",

@@ -13,7 +13,7 @@ import torch
 from microtome.capture.record import Recorder, Totals
 from microtome.capture.reduce import Reduction
 from microtome.cli.data import batches, count_of, lone_tensor
-from microtome.cli.model import model_options, resolve, working
+from microtome.cli.model import model_options, placed, resolve, working
 from microtome.errors import BadFile, BadInputs, MicrotomeError, Unsupported, said
 from microtome.units import seconds, size
 
@@ -56,13 +56,8 @@ def record(
     if device is not None and device.partition(":")[0] == "meta":
         raise BadInputs("--device meta has no values: there is nothing to record on it")
     found = resolve(model, inputs, args, weights=weights)
-    target = found.model.eval()
     like = lone_tensor(found.inputs, "record others from Python, with mt.record")
-    if device is not None:
-        try:
-            target = target.to(device)
-        except Exception as error:
-            raise BadInputs(f"--device {device}: {said(error)}") from error
+    target = placed(found, device).model.eval()
     whole = -(-count_of(data) // batch)
     with working(f"recording {model}") as progress:
 
