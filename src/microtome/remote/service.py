@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -85,7 +85,7 @@ class Service:
         work = await self._work(data, context)
         await self._take(work)
         try:
-            return await self._answer(work)
+            return await self._answer(self._workers.submit(work))
         finally:
             self._give_back(work.nbytes)
 
@@ -96,12 +96,13 @@ class Service:
         window = asyncio.Semaphore(WINDOW)
         writing = asyncio.Lock()
 
-        async def answer(work: Work) -> None:
-            reply = await self._answer(work)
+        async def answer(begun: Future[bytes]) -> None:
+            reply = await self._answer(begun)
             async with writing:
                 await context.write(reply)
 
-        def over(nbytes: int, task: asyncio.Task[None]) -> None:  # also of a task that was cancelled before it began
+        def over(nbytes: int, begun: Future[bytes], task: asyncio.Task[None]) -> None:
+            begun.cancel()  # of a task that was cancelled before it began
             answering.discard(task)
             self._give_back(nbytes)
             window.release()
@@ -111,10 +112,11 @@ class Service:
                 await window.acquire()
                 work = await self._work(data, context)
                 await self._take(work)
-                task = asyncio.create_task(answer(work))
+                begun = self._workers.submit(work)
+                task = asyncio.create_task(answer(begun))
                 answering.add(task)
-                task.add_done_callback(partial(over, work.nbytes))
-                del data, work, task  # else what was read last is held until more comes
+                task.add_done_callback(partial(over, work.nbytes, begun))
+                del data, work, begun, task  # else what was read last is held until more comes
 
         reading = asyncio.create_task(read())
         drained = asyncio.create_task(self.draining.wait())
@@ -150,9 +152,9 @@ class Service:
         timeout = request.timeout_s if request.timeout_s > 0 else float("inf")
         return Work(request.id, boundary, request.codec or "raw", now, now + timeout)
 
-    async def _answer(self, work: Work) -> bytes:
+    async def _answer(self, begun: Future[bytes]) -> bytes:
         """The reply to a request that was taken, whatever happens to it."""
-        reply = await asyncio.wrap_future(self._workers.submit(work))
+        reply = await asyncio.wrap_future(begun)
         self._metrics.bytes.labels("sent").inc(len(reply))
         return reply
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from queue import Empty, Queue
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import NamedTuple
 
@@ -76,7 +76,7 @@ class Workers:
         self._limits = limits
         self._metrics = metrics
         self._gate = _Gate()
-        self._queue: Queue[_Item | None] = Queue()
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"microtome-tail-{number}", daemon=True)
             for number in range(limits.concurrency)
@@ -163,11 +163,15 @@ class Workers:
         self._metrics.batches.observe(len(group))
         for begun, output in zip(group, outputs, strict=True):
             try:
-                self._answer(begun, output, run_s, len(group))
+                reply, spent = self._reply(begun, output, run_s, len(group))
             except BaseException as error:  # noqa: BLE001  what the model returned cannot be sent
                 self._fail(begun.item, error)
+            else:
+                begun.item.reply.set_result(reply)  # on its way: what follows makes only the next one wait
+                self._note(begun, spent, len(group))
 
-    def _answer(self, begun: _Begun, output: object, run_s: float, batch: int) -> None:
+    def _reply(self, begun: _Begun, output: object, run_s: float, batch: int) -> tuple[bytes, dict[str, float]]:
+        """The message, and the seconds of each phase."""
         work, at = begun.item.work, begun.decoded.boundary.at
         start = perf_counter()
         data = self._served.encode(output, at, work.codec)
@@ -177,12 +181,15 @@ class Workers:
             "run_s": run_s,
             "encode_s": perf_counter() - start,
         }
+        head = messages.Reply(id=work.id, timing=messages.Timing(**spent, batch=batch))
+        return messages.with_bytes(head, data), spent
+
+    def _note(self, begun: _Begun, spent: dict[str, float], batch: int) -> None:
+        at = begun.decoded.boundary.at
         self._metrics.requests.labels(at).inc()
         for phase, seconds in spent.items():
             self._metrics.seconds.labels(phase.removesuffix("_s")).observe(seconds)
-        log.info("answered", extra={"request": work.id, "at": at, "batch": batch, **spent})
-        head = messages.Reply(id=work.id, timing=messages.Timing(**spent, batch=batch))
-        begun.item.reply.set_result(messages.with_bytes(head, data))
+        log.info("answered", extra={"request": begun.item.work.id, "at": at, "batch": batch, **spent})
 
     def _fail(self, item: _Item, error: BaseException) -> None:
         kind, message = as_message(error)
