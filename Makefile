@@ -9,13 +9,15 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 demo: $(VENV)/.dev        ## everything on built-in models, in less than a minute; leaves demo/report.html
 	$(BIN)/python -m demo
 
-test: $(VENV)/.dev        ## everything that CI runs, examples in docs and docstrings included
+test: $(VENV)/.browser    ## everything that CI runs, examples in docs and docstrings included
 	$(BIN)/python -m pytest
 
 test-gpu: $(VENV)/.dev    ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-zoo: $(VENV)/.dev         ## published figures of every torchvision model, and cuts of some 480 models: half an hour
+zoo: $(VENV)/.dev         ## published figures of every torchvision model, and cuts of some 480 models: half an hour; SAVE=1 as below
+	$(BIN)/python -m benchmarks.zoo $(if $(SAVE),--save)
+	$(BIN)/python -m benchmarks.split_zoo $(if $(SAVE),--save)
 	$(BIN)/python -m pytest -m zoo
 
 soak: $(VENV)/.dev        ## 20,000 requests over lines that break, and 100,000 mutated messages: a quarter of an hour
@@ -52,6 +54,11 @@ clean:
 $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.browser: $(VENV)/.dev
+	@command -v chromium || command -v chromium-browser || apt-get install -qq -y chromium \
+		|| echo "There is no Chromium, and it cannot be installed here: the tests of the page are skipped"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev

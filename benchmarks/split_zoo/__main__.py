@@ -55,7 +55,7 @@ def main(wanted: list[str]) -> int:
     text = "\n".join(report(tallies, {str(entry) for entry in chosen if entry.sees}))
     print(text)
     if "--save" in sys.argv:
-        print("\nwritten to", save("split-zoo", text, "python -m benchmarks.split_zoo --save"))
+        print("\nwritten to", save("split-zoo", text, "make zoo SAVE=1"))
     return int(any(one.wrong or one.failed for several in tallies.values() for one in several))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.profile.published import Published, table
+from benchmarks.published import Published, table
 
 TABLE = table()
 #: Every family, small and large, images, videos, segmentation, flow; what needs no real run.
@@ -31,12 +31,6 @@ def check(entry: Published) -> None:
 
 @pytest.mark.parametrize("entry", one_of_each(), ids=str)
 def test_a_spread_of_torchvision_models_costs_what_is_published(entry: Published) -> None:
-    check(entry)
-
-
-@pytest.mark.zoo
-@pytest.mark.parametrize("entry", TABLE, ids=str)
-def test_every_torchvision_model_costs_what_is_published(entry: Published) -> None:
     check(entry)
 
 

@@ -70,6 +70,16 @@ def test_it_begins_where_the_plan_says(connection: Connection) -> None:
     assert [(move.before, move.after) for move in tuned.history] == [(None, tuned.way)]
 
 
+@pytest.mark.parametrize(("gain", "at"), [(0.04, None), (0.06, "")])
+def test_nothing_crosses_for_little(connection: Connection, gain: float, at: str | None) -> None:
+    cuts, edge = made.cuts([8_000_000], inputs=1000), made.profile([1.0], inputs=1000)
+    measured = Measured(1e-6, 0.0, FAST, FAST)
+    cloud = made.profile([1.0 - gain], inputs=1000)
+    plan = mt.plan(cuts, edge=edge, cloud=cloud, link=measured.link, costs=made.costs(cuts))
+    assert plan.winner.latency_s == pytest.approx(1.0 - gain, rel=1e-3)
+    assert Tuner(plan, measured, connection, ["raw"]).way == Way(at, "raw")
+
+
 def test_a_slow_link_moves_the_cut_to_where_a_plan_has_it(connection: Connection) -> None:
     tuned = tuner(connection, FAST)
     for _ in range(200):

@@ -33,6 +33,8 @@ log = logging.getLogger("microtome.remote")
 _LEARN = 0.25
 #: A move must promise so much less than what is now, so often in a row.
 _GAIN, _TIMES = 0.1, 3
+#: What the cloud must promise at first, beside the edge alone: no plan is surer than this, and nothing crosses there.
+_WORTH = 0.05
 #: Requests between two looks, and seconds after which the link is measured again where no request crosses it.
 _EVERY, _IDLE_S = 8, 10.0
 #: Bytes from which a request tells how fast the link is.
@@ -120,8 +122,14 @@ class Tuner:
         self._threads: list[threading.Thread] = []
         self._crossed = monotonic()
         self._probing = False
-        self.way = min(self._able, key=lambda way: self._able[way].latency_s)
+        self.way = self._first()
         self._note(None, f"planned: {seconds(self._able[self.way].latency_s)} a request over {measured.link!r}")
+
+    def _first(self) -> Way:
+        """The quickest; the edge alone if it is nearly that."""
+        spent = {way: candidate.latency_s for way, candidate in self._able.items()}
+        best, alone = min(spent, key=lambda way: spent[way]), Way(None, "raw")
+        return alone if alone in spent and spent[best] > (1 - _WORTH) * spent[alone] else best
 
     def saw(self, sent: Sent) -> None:
         """Learn from a request; move if another cut has been the better one for a while."""
