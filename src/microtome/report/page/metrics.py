@@ -115,6 +115,15 @@ METRICS = (
         unknown=_FORMULA,
     ),
     Metric("backward_s", "bwd time", "seconds", "seconds of the host for the backward", help=_BACKWARD, unknown=_DEEP),
+    Metric(
+        "backward_device_s",
+        "bwd device",
+        "seconds",
+        "seconds that the GPU worked in the backward",
+        is_shown=False,
+        help=_DEVICE.replace("--time", "--time --backward"),
+        unknown=_DEEP,
+    ),
     Metric("saved_bytes", "saved", "bytes", "bytes kept for the backward", is_shown=False, help=_BACKWARD),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}

@@ -4,7 +4,7 @@ const LISTED = 40;
 function compareView(view) {
   const { values, only_here: onlyHere, only_there: onlyThere } = DATA.compare;
   const shared = KNOWN.filter((metric) => values[metric.name]);
-  let name = ["time_s", "macs", "params"].find((one) => values[one]) ?? shared[0].name;
+  let name = ["device_s", "time_s", "macs", "params"].find((one) => values[one]) ?? shared[0].name;
   const body = el("tbody");
   view.append(
     el("div", { class: "controls" }, chooser("Calls by change in", shared.map((metric) => [metric.name, metric.label]), name, (chosen) => { name = chosen; draw(); })),

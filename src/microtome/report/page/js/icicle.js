@@ -5,7 +5,7 @@ const NARROW = 2;
 
 function icicle(view) {
   const sums = DATA.metrics.filter((metric) => metric.is_sum);
-  const first = ["time_s", "macs", "flops", "params"].find((name) => valueOf(name, 0));
+  const first = ["device_s", "time_s", "macs", "flops", "params"].find((name) => valueOf(name, 0));
   let size = first ?? KNOWN.find((metric) => metric.is_sum).name;
   let colour = size;
   let root;
