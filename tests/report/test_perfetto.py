@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import microtome as mt
 from microtome import zoo
@@ -74,10 +75,10 @@ def test_slices_nest_whatever_was_measured(p: mt.Profile, data: st.DataObject) -
 
 
 def test_live_bytes_are_a_curve_that_reaches_the_peak(p: mt.Profile) -> None:
-    curve = [event["args"]["value"] for event in check_chrome(p.to_perfetto()) if event["name"] == "live bytes"]
+    curve = [event["args"]["bytes"] for event in check_chrome(p.to_perfetto()) if event["name"] == "live"]
     assert max(curve) == p.total.peak_bytes
     bare = replace(p, timeline=None)  # as in files of before: of each layer, the most that lives in it
-    curve = [event["args"]["value"] for event in check_chrome(bare.to_perfetto()) if event["name"] == "live bytes"]
+    curve = [event["args"]["bytes"] for event in check_chrome(bare.to_perfetto()) if event["name"] == "live"]
     assert max(curve) == max(row.peak_bytes for row in p if row.height == 1)
 
 
@@ -85,8 +86,20 @@ def test_power_is_a_curve_where_it_was_sampled(p: mt.Profile) -> None:
     load = Load(cpu=0.5, gpu=None, memory=0.1, gpu_memory=None, watts=7.5, samples=3)
     sampled = replace(p, calls=tuple(replace(row, load=load, measured_peak_bytes=100) for row in p))
     events = check_chrome(sampled.to_perfetto())
-    assert {event["args"]["value"] for event in events if event["name"] == "power in watts"} == {7.5}
-    assert {event["args"]["value"] for event in events if event["name"] == "measured bytes, at most"} == {100}
+    assert {event["args"]["watts"] for event in events if event["name"] == "power"} == {7.5}
+    assert {event["args"]["bytes"] for event in events if event["name"] == "measured peak"} == {100}
+
+
+def test_names_are_written_as_they_are(tmp_path: Path) -> None:
+    model = nn.Sequential()
+    for name in ("smile \U0001f600", "half of one \ud800"):
+        model.add_module(name, nn.Linear(4, 4))
+    p = mt.profile(model.eval(), "2x4", measure=["time"], repeat=3, warmup=1)
+    p.to_perfetto(tmp_path / "p.json")
+    text = (tmp_path / "p.json").read_text("utf-8")
+    assert "\\ud83d" not in text  # Perfetto does not read such pairs
+    names = {event["name"] for event in check_chrome(text) if event["ph"] == "X"}
+    assert names == {"Sequential", "smile \U0001f600", "half of one ?"}
 
 
 def test_calls_that_were_not_timed_are_left_out() -> None:
@@ -186,4 +199,5 @@ def test_a_plan_has_a_process_for_each_device(p: mt.Profile) -> None:
     assert whole[0]["name"] == plan.winner.name
     assert whole[0]["dur"] == pytest.approx(1e6 * plan.winner.latency_s, rel=1e-3)
     assert {event["pid"] for event in events} == {1, 2}
-    assert sum(event["ph"] == "s" for event in events) >= 2
+    crossing = [event for event in events if event["ph"] == "X" and event["name"] in ("send", "back")]
+    assert sum(event["ph"] == "s" for event in events) == len(crossing) >= 2

@@ -32,7 +32,7 @@ def _check_nesting(slices: list[dict[str, Any]]) -> None:
     ends: list[int] = []
     for one in slices:
         begin, end = _ns(one["ts"]), _ns(one["ts"]) + _ns(one["dur"])
-        assert end >= begin
+        assert end > begin  # Perfetto puts a slice without length where it does not belong
         while ends and ends[-1] <= begin:
             ends.pop()
         assert not ends or end <= ends[-1], f"{one['name']} ends after what contains it"
@@ -51,11 +51,21 @@ def _check_arrows(events: list[dict[str, Any]]) -> None:
         assert ends[at]["bp"] == "e"
         for event in (begin, ends[at]):
             assert any(_covers(one, event) for one in events if one["ph"] == "X"), f"{event} is in no slice"
+        there = [one for one in events if one["ph"] == "X" and _lane(one) == _lane(ends[at])]
+        # Perfetto takes the slice that has begun last in the lane, whether or not it is over.
+        assert _covers(max((one for one in there if one["ts"] <= ends[at]["ts"]), key=_begun), ends[at])
+
+
+def _lane(event: dict[str, Any]) -> tuple[int, int]:
+    return event["pid"], event["tid"]
+
+
+def _begun(one: dict[str, Any]) -> tuple[int, int]:
+    return _ns(one["ts"]), -_ns(one["dur"])
 
 
 def _covers(one: dict[str, Any], event: dict[str, Any]) -> bool:
-    same = (one["pid"], one["tid"]) == (event["pid"], event["tid"])
-    return same and _ns(one["ts"]) <= _ns(event["ts"]) < _ns(one["ts"]) + _ns(one["dur"])
+    return _lane(one) == _lane(event) and _ns(one["ts"]) <= _ns(event["ts"]) < _ns(one["ts"]) + _ns(one["dur"])
 
 
 def check_speedscope(text: str) -> dict[str, Any]:

@@ -39,8 +39,8 @@ class Events:
         """Slices of a lane must lie in each other or apart."""
         self._add("X", lane, name, begin_ns, dur=_us(end_ns - begin_ns), args=args, order=begin_ns - end_ns)
 
-    def counter(self, pid: int, name: str, at_ns: int, value: float) -> None:
-        self._add("C", Lane(pid, 0), name, at_ns, args={"value": value})
+    def counter(self, pid: int, name: str, unit: str, at_ns: int, value: float) -> None:
+        self._add("C", Lane(pid, 0), name, at_ns, args={unit: value})  # readers say both: "live bytes"
 
     def arrow(self, name: str, source: Lane, begin_ns: int, target: Lane, end_ns: int) -> None:
         """From the slice that is there at a time to another."""
@@ -52,7 +52,9 @@ class Events:
         """The file; `about` is kept in it for readers."""
         ordered = sorted(self._timed, key=lambda event: event[:2])  # what begins together, the longest first
         events = [*self._names, *(event for _, _, event in ordered)]
-        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}) + "\n"
+        data = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+        text = json.dumps(data, ensure_ascii=False) + "\n"  # Perfetto refuses escaped surrogate pairs
+        return text.encode("utf-8", "replace").decode()  # and a half of one is no text
 
     def _name(self, what: str, lane: Lane, name: str) -> None:
         self._names.append({"ph": "M", "name": what, "pid": lane.pid, "tid": lane.tid, "args": {"name": name}})

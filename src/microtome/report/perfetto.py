@@ -27,12 +27,12 @@ def perfetto(profile: Profile) -> str:
         for one in slices:
             events.slice(lane, _name(one.row), one.begin_ns, one.end_ns, **_about(one.row))
     for at, nbytes in _live(profile, calls):
-        events.counter(pid, "live bytes", at, nbytes)
+        events.counter(pid, "live", "bytes", at, nbytes)
     for one in _leaves(calls):
         if one.row.measured_peak_bytes is not None:
-            events.counter(pid, "measured bytes, at most", one.begin_ns, one.row.measured_peak_bytes)
+            events.counter(pid, "measured peak", "bytes", one.begin_ns, one.row.measured_peak_bytes)
         if one.row.load is not None and one.row.load.watts is not None:
-            events.counter(pid, "power in watts", one.begin_ns, one.row.load.watts)
+            events.counter(pid, "power", "watts", one.begin_ns, one.row.load.watts)
     return events.dump(model=profile.model, inputs=profile.inputs, how=_HOW, **profile.environment)
 
 

@@ -113,10 +113,15 @@ def _draw(events: Events, lanes: Sequence[_Lanes], request: Request) -> None:
     events.slice(taken[0], request.name, begin, end, **request.about)
     for at, (leg, start, stop) in enumerate(spans):
         events.slice(taken[leg.where], leg.what, start, stop)
-        if leg.to is not None and stop > start:
-            reached = next((later for later, _, _ in spans[at + 1 :] if later.to is None), None)
-            if leg.to in taken and (leg.to == 0 or (reached is not None and reached.where == leg.to)):
-                events.arrow(leg.what, taken[leg.where], start, taken[leg.to], min(stop, end - 1))
+        if leg.to is None:
+            continue
+        after = spans[at + 1][0].where if at + 1 < len(spans) else None
+        if after == leg.to:
+            events.arrow(leg.what, taken[leg.where], start, taken[leg.to], stop)
+        elif after is None and leg.to == 0:  # an arrow ends at the slice that began last there: it needs one of its own
+            reached = min(stop, end - 1)
+            events.slice(taken[0], "result", reached, end)
+            events.arrow(leg.what, taken[leg.where], start, taken[0], reached)
 
 
 def _spans(request: Request) -> Iterator[tuple[Leg, int, int]]:

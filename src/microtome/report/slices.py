@@ -2,7 +2,7 @@
 
 A profile says of each call how long it took and when it ended, each the median over the passes. A call begins that long
 before it ended; but medians of their own do not fit together to the nanosecond, so a call is kept inside the one that
-contains it, and begins when the one before it has ended at the earliest.
+contains it, begins when the one before it has ended at the earliest, and leaves room for those after it.
 """
 
 from __future__ import annotations
@@ -37,26 +37,42 @@ def device(profile: Profile) -> list[Slice]:
     return [] if profile.total.device_s is None else list(_lay(profile, "device_s", "until_device_s"))
 
 
+class _Laid(NamedTuple):
+    """How calls are laid out.
+
+    Attributes:
+        took: The attribute of a row that says how long it took, and `until` when it ended.
+        least: The nanoseconds that each call needs for every one in it to have one: readers lose where a slice without
+            length lies.
+    """
+
+    profile: Profile
+    took: str
+    until: str
+    least: dict[str, int]
+
+    def length(self, row: Row) -> int:
+        return max(round(getattr(row, self.took) * 1e9), self.least[row.address])
+
+    def inside(self, parent: Row, begin: int, end: int) -> Iterator[Slice]:
+        rows = [row for row in self.profile.children(parent) if row.address in self.least]
+        at, later = begin, sum(self.least[row.address] for row in rows)
+        for row in rows:
+            length, ended = self.length(row), getattr(row, self.until)
+            later -= self.least[row.address]
+            stop = min(max(0 if ended is None else round(ended * 1e9), at + length), end - later)
+            start = max(stop - length, at)
+            yield Slice(row, start, stop)
+            yield from self.inside(row, start, stop)
+            at = stop
+
+
 def _lay(profile: Profile, took: str, until: str) -> Iterator[Slice]:
-    root = profile.total
-    whole = _ns(getattr(root, took))
-    yield Slice(root, 0, whole)
-    yield from _inside(profile, root, 0, whole, took, until)
-
-
-def _inside(profile: Profile, parent: Row, begin: int, end: int, took: str, until: str) -> Iterator[Slice]:
-    at = begin
-    for row in profile.children(parent):
-        seconds, ended = getattr(row, took), getattr(row, until)
-        if seconds is None:
-            continue
-        stop = at + _ns(seconds) if ended is None else _ns(ended)
-        stop = min(max(stop, at), end)
-        start = min(max(stop - _ns(seconds), at), stop)
-        yield Slice(row, start, stop)
-        yield from _inside(profile, row, start, stop, took, until)
-        at = stop
-
-
-def _ns(seconds: float) -> int:
-    return max(round(seconds * 1e9), 0)
+    least: dict[str, int] = {}
+    for row in reversed(profile.calls):  # those inside a call come after it
+        if getattr(row, took) is not None:
+            least[row.address] = max(1, sum(least.get(one.address, 0) for one in profile.children(row)))
+    laid = _Laid(profile, took, until, least)
+    whole = laid.length(profile.total)
+    yield Slice(profile.total, 0, whole)
+    yield from laid.inside(profile.total, 0, whole)
