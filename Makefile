@@ -9,7 +9,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 demo: $(VENV)/.dev        ## everything on built-in models, in less than a minute; leaves demo/report.html
 	$(BIN)/python -m demo
 
-test: $(VENV)/.browser    ## everything that CI runs, examples in docs and docstrings included
+test: $(VENV)/.docs $(VENV)/.browser ## everything that CI runs, examples in docs and docstrings included
 	$(BIN)/python -m pytest
 
 test-gpu: $(VENV)/.dev    ## the tests that need a CUDA device
@@ -57,7 +57,8 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.browser: $(VENV)/.dev
-	@command -v chromium || command -v chromium-browser || apt-get install -qq -y chromium \
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null \
+		|| apt-get install -qq -y chromium >/dev/null 2>&1 \
 		|| echo "There is no Chromium, and it cannot be installed here: the tests of the page are skipped"
 	@touch $@
 
