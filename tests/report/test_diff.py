@@ -16,6 +16,8 @@ import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
 from microtome.measure.spread import Spread
+from microtome.profile import Coverage
+from microtome.profile.data import Unknown
 from microtome.profile.difference import Change
 from microtome.report.diff import csv, markdown, text
 
@@ -99,6 +101,37 @@ def test_what_is_not_known_cannot_be_limited() -> None:
         same.over({"speed": 0.1})
     with pytest.raises(BadQuery, match="compared with another profile, got a int"):
         net().diff(3)  # type: ignore[arg-type]
+
+
+def test_a_layer_that_cannot_be_counted_any_more_is_no_gain() -> None:
+    before = net()
+    unknown = Coverage(3, (Unknown("mine.op.default", 1, ("b",)),), ())
+    rows = tuple(
+        replace(row, macs=None, own=replace(row.own, macs=None)) if row.address == "b" else row for row in before
+    )
+    after = replace(before, calls=rows, coverage=unknown)
+    lost = before.diff(after)
+    assert [(layer.address, layer.changes) for layer in lost.layers] == [("b", (Change("macs", 16, None),))]
+    assert "not known" in text(lost)
+    assert "after, 66.7% of the operators are counted: no formula for mine.op.default" in text(lost)
+    with pytest.raises(BadQuery, match="macs of .* leaves out mine.op.default, which has no formula"):
+        lost.over({"macs": 0.05})
+    assert after.diff(after).over({"macs": 0.05}) == ()  # as much is left out of both
+    assert after.diff(before).over({"macs": 0.05}) == ()
+
+
+def test_the_peak_of_a_backward_counts_and_gradients_are_told() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with torch.no_grad():
+        bare = mt.profile(model, torch.ones(1, 64))
+    trained = mt.profile(model, torch.ones(1, 64), backward=True)
+    changed = bare.diff(trained)
+    assert changed["memory"].after == trained.peak_bytes == max(trained.timeline.live_bytes if trained.timeline else ())
+    assert trained.peak_bytes > trained.total.peak_bytes  # the gradients of weights are as large as the weights
+    assert "memory is not comparable: after, it holds what a backward needs" in changed.notes
+    assert trained.diff(trained)["backward"].growth == 0.0
+    with pytest.raises(BadQuery, match="backward is not known of both profiles: count both with --backward"):
+        changed.over({"backward": 0.1})
 
 
 def test_other_inputs_conventions_and_machines_are_noted() -> None:

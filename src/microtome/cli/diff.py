@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from math import isfinite
@@ -17,7 +18,7 @@ from microtome.profile.difference import diff as compare
 from microtome.report.diff import csv, growth, markdown, name_of, text
 from microtome.results import load
 
-_FAIL = "Exit with 1 if the whole grew by more, such as macs=5%; may be given several times."
+_FAIL = "Exit with 1 if the whole grew by more, such as macs=5% or macs=5%,time=10%."
 
 
 def _limits(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, float]:
@@ -37,10 +38,21 @@ def _limits(context: click.Context, parameter: click.Parameter, words: tuple[str
     return found
 
 
-@click.command()
+class _Limited(click.Command):
+    """Takes all limits that follow `--fail-over`, as in `--fail-over macs=5% time=10%`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words: list[str] = []
+        for word in args:
+            follows = len(words) > 1 and words[-2] == "--fail-over" and re.fullmatch(r"[a-z_]+=[^=]*%", word)
+            words += ["--fail-over", word] if follows else [word]
+        return super().parse_args(ctx, words)
+
+
+@click.command(cls=_Limited)
 @click.argument("before", metavar="A.json")
 @click.argument("after", metavar="B.json")
-@click.option("--fail-over", "limits", multiple=True, metavar="NAME=N%", callback=_limits, help=_FAIL)
+@click.option("--fail-over", "limits", multiple=True, metavar="NAME=N%...", callback=_limits, help=_FAIL)
 @output_options
 @click.pass_context
 def diff(
@@ -71,5 +83,6 @@ def _profile(file: str) -> Profile:
     found = load(file)
     if not isinstance(found, Profile):
         kind = getattr(found, "kind", "recording")
-        raise BadFile(f"{str(Path(file))!r} holds a {kind}, not a profile: `microtome profile --json` writes one")
+        kind = kind if kind.endswith("s") else f"a {kind}"
+        raise BadFile(f"{str(Path(file))!r} holds {kind}, not a profile: `microtome profile --json` writes one")
     return found

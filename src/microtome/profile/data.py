@@ -69,6 +69,7 @@ class Profile(Result):
         sampling: How the load was sampled.
         unavailable: Why something that was asked for could not be measured, by its name.
         timeline: The bytes that live while each operator runs; None in files of an older microtome.
+        gradients: Whether torch kept what a backward needs, which lives longer; None in files of an older microtome.
     """
 
     kind: ClassVar[str] = "profile"
@@ -87,11 +88,17 @@ class Profile(Result):
     sampling: Sampling | None = None
     unavailable: dict[str, str] = field(default_factory=dict)
     timeline: Timeline | None = None
+    gradients: bool | None = None
 
     @property
     def total(self) -> Row:
         """The whole model."""
         return self.calls[0]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that lives at once, as computed, in the forward or in the backward if that was counted."""
+        return max(self.total.peak_bytes, *(self.timeline.live_bytes if self.timeline else ()), 0)
 
     def __getitem__(self, address: str) -> Any:
         """The row at an address; of a glob, a tuple of the rows whose path it matches."""

@@ -23,8 +23,10 @@ QUANTITIES = {
     "time": "time_s",
     "device": "device_s",
     "energy": "energy_j",
+    "backward": "backward_flops",
+    "backward_time": "backward_s",
 }
-_MEASURED = ("time", "device", "energy")
+_MEASURED = ("time", "device", "energy", "backward_time")
 #: Of a single layer the peak is not compared: it moves with all layers before; and FLOPs say what MACs say.
 _OF_LAYERS = ("params", "macs", "output", *_MEASURED)
 What = Literal["added", "removed", "changed"]
@@ -83,6 +85,8 @@ class Diff(Result):
         unchanged: How many calls did not.
         noise: How many calls took another time, within what repeated passes spread by.
         notes: In what else the two differ: inputs, conventions, machines.
+        uncounted: Operators of the second without a formula that were not in the first, or had one: its counts leave
+            them out, and cannot be held against a limit.
     """
 
     kind: ClassVar[str] = "diff"
@@ -95,6 +99,7 @@ class Diff(Result):
     unchanged: int
     noise: int
     notes: tuple[str, ...]
+    uncounted: tuple[str, ...] = ()
 
     def __getitem__(self, quantity: str) -> Change:
         """How a quantity of the whole model changed."""
@@ -103,6 +108,11 @@ class Diff(Result):
         found = next((change for change in self.totals if change.quantity == quantity), None)
         if found is None or found.growth is None:
             raise BadQuery(f"{quantity} is not known of both profiles{_HINTS.get(quantity, '')}")
+        if self.uncounted and quantity in _COUNTED:
+            raise BadQuery(
+                f"{quantity} of {self.after} leaves out {', '.join(self.uncounted)}, which has no formula: "
+                "say what it costs with microtome.register_formula"
+            )
         return found
 
     def over(self, limits: Mapping[str, float]) -> tuple[Change, ...]:
@@ -126,16 +136,20 @@ class Diff(Result):
     def from_dict(cls, data: dict[str, Any]) -> Self:
         layers = [LayerChange(**{**one, "changes": _changes(one["changes"])}) for one in data["layers"]]
         known = {name: data[name] for name in ("before", "after", "unchanged", "noise")}
-        return cls(**known, totals=_changes(data["totals"]), layers=tuple(layers), notes=tuple(data["notes"]))
+        known |= {name: tuple(data.get(name, ())) for name in ("notes", "uncounted")}
+        return cls(**known, totals=_changes(data["totals"]), layers=tuple(layers))
 
     def __repr__(self) -> str:
         return f"<Diff of {self.before} and {self.after}: {len(self.layers)} calls changed>"
 
 
+_COUNTED = ("macs", "flops", "backward")
 _HINTS = {
     "time": ": measure both with --time",
     "device": ": measure both with --time on a GPU",
     "energy": ": measure both with --energy",
+    "backward": ": count both with --backward",
+    "backward_time": ": measure both with --time --backward",
 }
 
 
@@ -169,12 +183,13 @@ def diff(before: Profile, after: Profile) -> Diff:
         unchanged=len(set(old) & set(new)) - sum(layer.what == "changed" for layer in layers),
         noise=noise,
         notes=tuple(_notes(before, after)),
+        uncounted=tuple(op for op in _uncounted(after) if op not in _uncounted(before)),
     )
 
 
 def _totals(before: Profile, after: Profile) -> Iterator[Change]:
     for word, name in QUANTITIES.items():
-        old, new = getattr(before.total, name), getattr(after.total, name)
+        old, new = (getattr(one if word == "memory" else one.total, name) for one in (before, after))
         if old is not None or new is not None:
             yield Change(word, old, new, _is_noise(before.total, after.total, name))
 
@@ -186,8 +201,11 @@ def _layer(before: Profile, after: Profile, old: Row | None, new: Row | None) ->
     for word in _OF_LAYERS:
         name = QUANTITIES[word]
         one, two = _own(before, old, name), _own(after, new, name)
-        either = (one or 0) != (two or 0) if old is None or new is None else None not in (one, two) and one != two
-        if either:
+        if old is None or new is None:
+            differs = (one or 0) != (two or 0)
+        else:  # what was not measured on one side tells nothing; what is not counted there does
+            differs = one != two and (word in ("params", "macs") or None not in (one, two))
+        if differs:
             noise = None if old is None or new is None else _is_noise(old, new, name)
             changes.append(Change(word, one, two, noise))
     what: What = "added" if old is None else "removed" if new is None else "changed"
@@ -240,7 +258,19 @@ def _named(profile: Profile) -> str:
     return f"{profile.model} on {profile.inputs}"
 
 
+def _uncounted(profile: Profile) -> list[str]:
+    return [op.name for op in profile.coverage.unknown]
+
+
 def _notes(before: Profile, after: Profile) -> Iterator[str]:
+    for when, one in (("before", before), ("after", after)):
+        if one.coverage.unknown:
+            yield f"{when}, {one.coverage.fraction:.1%} of the operators are counted: no formula for " + ", ".join(
+                _uncounted(one)
+            )
+    if None not in (before.gradients, after.gradients) and before.gradients != after.gradients:
+        kept = "before" if before.gradients else "after"
+        yield f"memory is not comparable: {kept}, it holds what a backward needs"
     if before.inputs != after.inputs:
         yield f"the inputs differ: {before.inputs} and {after.inputs}"
     if before.convention != after.convention:

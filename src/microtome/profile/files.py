@@ -81,6 +81,7 @@ def profile_from(data: dict[str, Any]) -> dict[str, Any]:
         "timing": _with_spreads(Timing, data["timing"]),
         **{name: _with_spreads(kind, data[name]) for name, kind in _HOW.items()},
         "timeline": Timeline.from_dict(data["timeline"]) if data.get("timeline") else None,
+        "gradients": data.get("gradients"),
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from microtome.errors import Unsupported
@@ -97,6 +98,7 @@ def profile(
         coverage=coverage,
         calls=builder.rows(),
         timeline=builder.timeline(),
+        gradients=backward or (torch.is_grad_enabled() and any(one.requires_grad for one in model.parameters())),
     )
     return static if wish is None else _measured(static, model, given, wish, backward=backward)
 

@@ -29,8 +29,17 @@ _WRITE: dict[str, Callable[[Any], str]] = {
     "time": seconds,
     "device": seconds,
     "energy": joules,
+    "backward": count,
+    "backward_time": seconds,
 }
-_NAMES = {"macs": "MACs", "flops": "FLOPs", "memory": "peak memory", "device": "device time"}
+_NAMES = {
+    "macs": "MACs",
+    "flops": "FLOPs",
+    "memory": "peak memory",
+    "device": "device time",
+    "backward": "backward FLOPs",
+    "backward_time": "backward time",
+}
 _MINUS = "\N{MINUS SIGN}"
 
 
@@ -84,13 +93,18 @@ def name_of(change: Change) -> str:
     return _NAMES.get(change.quantity, change.quantity)
 
 
-def growth(change: Change) -> str:
+def growth(change: Change, *, is_new: bool = False) -> str:
     """By how much, in words.
+
+    Args:
+        is_new: Whether the layer was not there on the side where nothing is known.
 
     >>> growth(Change("macs", 100, 105)), growth(Change("time", 1.0, 1.01, is_noise=True)), growth(Change("macs", 0, 5))
     ('+5.0 %', 'noise', 'new')
     """
     if change.growth is None:
+        if not is_new:
+            return "not known"
         return "new" if change.before is None and change.after else "gone" if change.before else UNKNOWN
     if change.growth == 0:
         return "same"
@@ -102,9 +116,9 @@ def growth(change: Change) -> str:
     return f"{'+' if change.growth > 0 else _MINUS}{per_cent}"
 
 
-def _cells(change: Change) -> tuple[str, str, str]:
+def _cells(change: Change, *, is_new: bool = False) -> tuple[str, str, str]:
     write = _WRITE[change.quantity]
-    return write(change.before), write(change.after), growth(change)
+    return write(change.before), write(change.after), growth(change, is_new=is_new)
 
 
 def _totals(diff: Diff) -> Table:
@@ -139,7 +153,7 @@ def _lines(layer: LayerChange) -> Iterator[tuple[str, str, tuple[str, str, str],
     if said:
         yield name, said, ("", "", ""), ""
     for at, one in enumerate(layer.changes):
-        yield "" if at or said else name, name_of(one), _cells(one), _ink(one)
+        yield "" if at or said else name, name_of(one), _cells(one, is_new=layer.what != "changed"), _ink(one)
 
 
 def _address(layer: LayerChange) -> str:

@@ -19,10 +19,11 @@ def notes_of(profile: Profile) -> list[str]:
     counted = f"{_known(total, 'macs', 'MACs')}; {_known(total, 'flops', 'FLOPs')} ({profile.convention} convention)"
     notes = [
         f"{total.params:,} parameters ({total.trainable_params:,} trainable, {size(total.param_bytes)}); {counted}",
-        f"counted: {coverage.fraction:.1%} of {coverage.ops:,} operators, on {profile.how}",
+        f"counted: {coverage.fraction:.1%} of {coverage.ops:,} operators, on {profile.how}{_kept(profile)}",
     ]
     if total.backward_flops is not None:
-        notes.append(f"backward: {total.backward_flops:,} FLOPs; {size(total.saved_bytes)} saved for it")
+        peak = f"at most {size(profile.peak_bytes)} live, {size(total.peak_bytes)} in the forward"
+        notes.append(f"backward: {total.backward_flops:,} FLOPs; {size(total.saved_bytes)} saved for it; {peak}")
     elif total.saved_bytes is not None:
         notes.append(f"the {profile.convention} convention does not say what a backward costs")
     notes += _measured(profile)
@@ -99,10 +100,8 @@ def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
     if not timing.fast_paths:
         yield "fused operators of torch, which bare passes run, would hide calls: they are off where calls are measured"
     if max(timing.ratio, timing.backward_ratio or 0.0) > _DISTURBED:
-        yield (
-            "time stamps cost more than 5 %, so short calls look longer than they are: "
-            "measure with a smaller depth (--depth)"
-        )
+        less = ": measure with a smaller depth (--depth)" if len(profile) > 1 else ""
+        yield f"time stamps cost more than 5 %, so short calls look longer than they are{less}"
 
 
 def _energy(profile: Profile, use: EnergyUse) -> Iterator[str]:
@@ -138,4 +137,9 @@ def _folded(paths: Sequence[str]) -> list[str]:
 
 def _known(total: Amounts, name: str, unit: str) -> str:
     number = getattr(total, name)
-    return f"no {unit}" if number is None else f"{number:,} {unit}"
+    return f"{unit} not known" if number is None else f"{number:,} {unit}"
+
+
+def _kept(profile: Profile) -> str:
+    keeps = profile.gradients and profile.total.saved_bytes is None
+    return ", with gradients: memory holds what a backward would need" if keeps else ""

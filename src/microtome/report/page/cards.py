@@ -32,7 +32,8 @@ def cards(profile: Profile) -> str:
 def _cards(profile: Profile) -> Iterator[Card]:
     total, coverage = profile.total, profile.coverage
     yield Card("parameters", count(total.params), f"{total.trainable_params:,} trainable; {size(total.param_bytes)}")
-    flops = f"{count(total.flops)} FLOPs, {profile.convention} convention"
+    backward = "" if total.backward_flops is None else f"; backward {count(total.backward_flops)} FLOPs"
+    flops = f"{count(total.flops)} FLOPs, {profile.convention} convention{backward}"
     yield Card("MACs", count(total.macs), flops if total.macs is not None else _why(profile, "macs"))
     yield _memory(profile)
     yield _time(profile)
@@ -46,8 +47,13 @@ def _cards(profile: Profile) -> Iterator[Card]:
 def _memory(profile: Profile) -> Card:
     total = profile.total
     measured = total.measured_peak_bytes
-    note = f"measured {size(measured)}" if measured is not None else "computed, weights and inputs included"
-    return Card("peak memory", size(total.peak_bytes), note)
+    notes = ["computed, weights and inputs included"] if measured is None else [f"measured {size(measured)}"]
+    if profile.peak_bytes > total.peak_bytes:
+        where = " in the forward" if measured is not None else ""
+        notes = [f"in the backward; forward {size(total.peak_bytes)}", *(one + where for one in notes)]
+    elif profile.gradients and total.saved_bytes is None:
+        notes.append("with what a backward would need")
+    return Card("peak memory", size(profile.peak_bytes), "; ".join(notes))
 
 
 def _time(profile: Profile) -> Card:
@@ -56,8 +62,10 @@ def _time(profile: Profile) -> Card:
         return Card("time", UNKNOWN, _why(profile, "time_s"))
     if total.device_s is not None:
         spread = interval(total.spreads.get("device_s"))
-        return Card("device time", seconds(total.device_s), f"95 %: {spread}; host {seconds(total.time_s)}")
-    return Card("time", seconds(total.time_s), f"95 %: {interval(total.spreads.get('time_s'))}")
+        took = f"; backward {seconds(total.backward_device_s)}" if total.backward_device_s is not None else ""
+        return Card("device time", seconds(total.device_s), f"95 %: {spread}; host {seconds(total.time_s)}{took}")
+    took = f"; backward {seconds(total.backward_s)}" if total.backward_s is not None else ""
+    return Card("time", seconds(total.time_s), f"95 %: {interval(total.spreads.get('time_s'))}{took}")
 
 
 def _energy(profile: Profile) -> Card:
