@@ -83,6 +83,7 @@ def test_weights_are_loaded(tmp_path: Path) -> None:
         (["zoo:tiny-vit", "--input", "1y3"], "cannot read '1y3'"),
         (["zoo:tiny-vit", "--columns", "speed"], "there is no column 'speed'"),
         (["zoo:tiny-vit", "--sort", "speed"], "there is no column 'speed' to sort by"),
+        (["zoo:tiny-vit", "--sort", "time"], "no row has a number of 'time' to sort by: add --time"),
         (["zoo:tiny-vit", "--depth", "1", "--by", "op"], "choose one of --depth, --granularity and --by"),
         (["zoo:tiny-vit", "--granularity", "0"], "0 is not in the range"),
         (["zoo:tiny-vit", "--convention", "thop"], "'thop' is not one of"),

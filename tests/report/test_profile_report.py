@@ -37,7 +37,7 @@ call   ┃ module     ┃ output ┃ params ┃ MACs ┃ FLOPs ┃ FLOPs share  
 ───────┼────────────┼────────┼────────┼──────┼───────┼──────────────────┼───────┼──────
 total  │            │ 4x3    │     83 │  288 │   652 │                  │ 988 B │ 604 B
 83 parameters (83 trainable, 332 B); 288 MACs; 652 FLOPs (microtome convention)
-counted: 100.0% of 6 operators, on meta tensors"""
+counted: 100.0% of 6 operators, on meta tensors, with gradients: memory holds what a backward would need"""
 
 
 def test_a_small_table_is_drawn_so() -> None:
@@ -110,6 +110,20 @@ def test_views_choose_columns(p: mt.Profile) -> None:
         text(p, View(sort="type"))
 
 
+def test_sorting_by_what_is_known_of_no_call_is_an_error_that_says_what_to_add(p: mt.Profile) -> None:
+    with pytest.raises(BadQuery, match=r"no row has a number of 'time' to sort by: add --time \(in Python measure="):
+        text(p, View(sort="time"))
+    with pytest.raises(BadQuery, match="add --load"):
+        text(p, View(sort="cpu"))
+    with pytest.raises(BadQuery, match="add --energy"):
+        csv(p, View(by="module", sort="energy_share"))
+    plain = mt.profile(nn.Linear(2, 2), "1x2")
+    with pytest.raises(BadQuery, match="add --backward"):
+        markdown(plain, View(sort="backward_macs"))
+    with pytest.raises(BadQuery, match=r"no formula is known for aten.cholesky_solve.default"):
+        text(mt.profile(Solves(), "3x3"), View(sort="macs"))
+
+
 def test_a_large_model_is_shown_as_deep_as_there_is_room() -> None:
     deep = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.ReLU())) for _ in range(30)))
     shown = str(mt.profile(deep, "1x2"))
@@ -132,16 +146,19 @@ def test_csv_of_groups_has_their_numbers(p: mt.Profile) -> None:
     assert lines[1].startswith("aten.addmm.default,8,")
 
 
+class Solves(nn.Module):
+    """Runs an operator that has no formula, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return x.cholesky_solve(x)
+
+
 def test_what_is_not_counted_is_said() -> None:
-    class Sorts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spare = nn.Linear(2, 2)
-
-        def forward(self, x):  # type: ignore[no-untyped-def]
-            return x.cholesky_solve(x)
-
-    shown = str(mt.profile(Sorts(), "3x3"))
+    shown = str(mt.profile(Solves(), "3x3"))
     assert "no formula is known for aten.cholesky_solve.default (1)" in shown
     assert "never ran: spare" in shown
 

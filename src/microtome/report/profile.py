@@ -191,8 +191,39 @@ def rows_of(profile: Profile, view: View) -> list[tuple[Any, str]]:
         ):  # which rows of their own have from the calls inside
             rows = [pair for pair in rows if not pair[0].type.endswith("(own)")]
         column = view.sort
+        if rows and all(_quantity(row, column, by) is None for row, _ in rows):
+            raise BadQuery(f"no row has a number of {column!r} to sort by: {_why(profile, column, by)}")
         rows.sort(key=lambda pair: -(_quantity(pair[0], column, by) or 0))
     return rows[: view.top]
+
+
+#: What gives a quantity that is not always there: as an option of the command, and in Python.
+_GIVEN_BY = {
+    "time_s": ("--time", 'measure=["time"]'),
+    "device_s": ("--time, on a GPU", 'measure=["time"], on a GPU'),
+    "backward_s": ("--time --backward", 'measure=["time"], backward=True'),
+    "backward_device_s": ("--time --backward, on a GPU", 'measure=["time"], backward=True, on a GPU'),
+    "energy_j": ("--energy", 'measure=["energy"]'),
+    "net_energy_j": ("--energy", 'measure=["energy"]'),
+    "backward_macs": ("--backward", "backward=True"),
+    "backward_flops": ("--backward", "backward=True"),
+    "saved_bytes": ("--backward", "backward=True"),
+    "measured_peak_bytes": ("--memory", 'measure=["memory"]'),
+    "load": ("--load", 'measure=["load"]'),
+}
+
+
+def _why(profile: Profile, column: str, by: str) -> str:
+    """Why nothing is known of a column, and what to do about it."""
+    if column in REGISTERED:
+        return "the column says none"
+    if by in ("energy_j", "net_energy_j") and "energy" in profile.unavailable:
+        return profile.unavailable["energy"]
+    if by in _GIVEN_BY:
+        option, argument = _GIVEN_BY[by]
+        return f"add {option} (in Python {argument})"
+    unknown = ", ".join(op.name for op in profile.coverage.unknown)
+    return f"no formula is known for {unknown}" if unknown else f"the {profile.convention} convention counts none"
 
 
 def _quantity(row: Any, column: str, by: str) -> float | None:
