@@ -71,6 +71,33 @@ def test_text_for_a_pipe_has_no_colours_and_a_width_of_its_own(p: mt.Profile, mo
     assert "FLOPs" in narrow
 
 
+class Wrap(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("view", [View(), View(columns=("params", "flops")), View(sort="flops")])
+def test_numbers_stay_beside_long_names_and_deep_calls(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = nn.Sequential()
+    long.add_module("x" * 75 + "y" * 75, nn.Linear(8, 8))
+    deep: nn.Module = nn.Linear(8, 8)
+    for _ in range(40):
+        deep = Wrap(deep)
+    for model, end in ((long, "yyy"), (deep, "inner")):
+        lines = text(mt.profile(model, "2x8"), view).splitlines()
+        assert max(map(len, lines)) <= 80
+        assert "FLOPs" in lines[1]
+        last = [line for line in lines if "│" in line][-2].split("│")
+        assert "…" in last[0]
+        assert last[0].strip().endswith(end)
+        assert "272" in [cell.strip() for cell in last]  # 2 x 8 by 8 x 8, and 16 biases
+
+
 def test_a_terminal_gets_colours_unless_it_wants_none(p: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")

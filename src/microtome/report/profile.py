@@ -17,10 +17,12 @@ from microtome.profile.files import flat
 from microtome.profile.rows import AMOUNTS
 from microtome.report.columns import COLUMNS, REGISTERED, columns_of, of_registered
 from microtome.report.notes import notes_of
-from microtome.report.terminal import fitted, plain_text
+from microtome.report.terminal import fitted, plain_text, shortened
 
 #: A table that is not told how deep to go shows at most about this many rows.
 _ROWS = 60
+#: The shortest that a name is cut to on a terminal.
+_SHORTEST = 16
 
 
 @dataclass(frozen=True)
@@ -263,10 +265,14 @@ def _lines(profile: Profile, view: View, width: int | None) -> _Lines:
     table = {name: [COLUMNS[name].cell(row, profile) for row, _ in pairs] for name in wanted}
     whole = {name: _whole(name, profile) for name in wanted}
     chosen = wanted
-    if width is not None and not view.columns:
+    if width is not None:
         widths = {name: max(map(len, (COLUMNS[name].header, whole[name], *table[name])), default=0) for name in wanted}
-        first = max(map(len, ("total", *names)), default=0)
-        chosen = fitted(wanted, widths, [name for name in ("runs", *_SHOWN) if name in wanted], width - first)
+        longest = max(map(len, ("total", *names)))
+        if not view.columns:
+            first = min(longest, max(width * 2 // 5, _SHORTEST))
+            chosen = fitted(wanted, widths, [name for name in ("runs", *_SHOWN) if name in wanted], width - first)
+        room = width - sum(widths[name] + 3 for name in chosen)
+        names = [_shortened(name, max(room, _SHORTEST)) for name in names]
     what = {None: "call", "module": "module", "type": "module", "op": "operator"}[view.by]
     return _Lines(
         columns=chosen,
@@ -277,6 +283,17 @@ def _lines(profile: Profile, view: View, width: int | None) -> _Lines:
         left_out=tuple(name for name in wanted if name not in chosen),
         count=len(rows_of(profile, replace(view, top=None))),
     )
+
+
+def _shortened(name: str, most: int) -> str:
+    """A name with its indent, both shorter where they are too long; where the indent is, the name has a sign for it."""
+    if len(name) <= most:
+        return name
+    bare = name.lstrip(" ")
+    wanted = len(name) - len(bare)
+    indent = min(wanted, max(most - len(bare) - 1, most // 3))
+    begin = " " * indent + ("…" if indent < wanted else "")
+    return begin + shortened(bare, most - len(begin))
 
 
 def check(view: View) -> None:
