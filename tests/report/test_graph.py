@@ -36,6 +36,12 @@ class Residual(nn.Module):
         return z
 
 
+def test_calls_of_one_module_are_not_joined_by_its_weights() -> None:
+    layer = nn.Linear(4, 4)
+    drawn = graph(mt.trace(nn.Sequential(layer, layer, layer), torch.ones(2, 4)))
+    assert [(edge.source, edge.target, edge.nbytes) for edge in drawn.edges] == [(at, at + 1, 32) for at in range(4)]
+
+
 @pytest.fixture(scope="module")
 def t() -> mt.Trace:
     with torch.no_grad():

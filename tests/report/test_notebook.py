@@ -60,7 +60,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     profile = mt.profile(model, x, measure=["time"], repeat=3, warmup=1)
     cuts = mt.cuts(model, x)
     folder = tmp_path_factory.mktemp("acts")
-    with mt.record(model, "*", to=folder):
+    with mt.record(model, "*", to=folder) as recorder:
         model(x)
     return {
         "profile": profile,
@@ -68,10 +68,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "plan": mt.plan(cuts, edge=profile, cloud=profile, link=mt.Link("20Mbps", rtt="15ms")),
         "trace": mt.trace(model, x),
         "recording": mt.load(folder),
+        "recorder": recorder,
     }
 
 
-@pytest.mark.parametrize("kind", ["profile", "cuts", "plan", "trace", "recording"])
+@pytest.mark.parametrize("kind", ["profile", "cuts", "plan", "trace", "recording", "recorder"])
 def test_html_is_whole_without_script_and_with_names_escaped(results: dict[str, Any], kind: str) -> None:
     found = Checked(results[kind]._repr_html_())
     assert set(found.tags) <= {"div", "span", "br", "b", "table", "thead", "tbody", "tr", "th", "td"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from importlib import import_module
 from os import PathLike
 from time import perf_counter
 from types import TracebackType
@@ -263,6 +264,11 @@ class Recorder(Mapping[str, Series]):
     def dropped(self) -> int:
         """How many records were not kept, or no longer are, because of the limit."""
         return self._store.dropped
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        html: str = import_module("microtome.report.notebook").recorder(self)  # by name: reports stand above stores
+        return html
 
     def __repr__(self) -> str:
         where = "memory" if self._folder is None else str(self._folder)

@@ -105,6 +105,8 @@ class _Builder:
         self.nodes: list[Node] = []
         self._of_op: dict[int, int] = {}
         self._inputs: dict[int, int] = {}
+        # A view of a weight is no work of the call that made it first, and others read it too.
+        self._weights = {value.memory for value in trace.values if value.origin in ("parameter", "buffer")}
         self._writers: dict[int, list[int]] = {}
         self._make_nodes()
 
@@ -183,6 +185,8 @@ class _Builder:
 
     def _source(self, value: Value, reader: int) -> int | None:
         """The node that last wrote a value before an operator; None for weights."""
+        if value.memory in self._weights:
+            return None
         writers = self._writers.get(value.memory, [])
         before = bisect_left(writers, reader)
         last = max([writers[before - 1]] if before else [], default=-1)

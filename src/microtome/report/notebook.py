@@ -14,6 +14,7 @@ from microtome.report.notes import notes_of
 from microtome.units import UNKNOWN, count, joules, seconds, shape, share, size
 
 if TYPE_CHECKING:
+    from microtome.capture.record import Recorder
     from microtome.capture.store import Recording
     from microtome.plan.data import Candidate, Plan
     from microtome.profile import Profile
@@ -143,10 +144,25 @@ def _returned(result: Trace, call: TracedCall) -> int:
 
 
 def recording(result: Recording) -> str:
+    """What lies in a folder."""
+    told = [("names", str(len(result))), ("tensors", count(result.count)), ("bytes", size(result.nbytes))]
+    told += [("dropped", count(result.dropped))] if result.dropped else []
+    of = result.manifest.get("model")
+    return _recorded(result, f"Recording{f' of {of}' if of else ''} in {result.folder}", told)
+
+
+def recorder(result: Recorder) -> str:
+    """What was recorded in a `with` block."""
+    runs, records, nbytes, spent = result.totals
+    told = [("runs", count(runs)), ("records", count(records)), ("bytes", size(nbytes)), ("time", seconds(spent))]
+    return _recorded(result, "Recorder", told)
+
+
+def _recorded(result: Recording | Recorder, title: str, told: list[tuple[str, str]]) -> str:
     """The names with how many tensors there are of each, their shapes and statistics."""
     most = max((result[name].nbytes for name in result), default=0) or 1
     rows: list[list[Cell]] = []
-    for name in result.names[:_ROWS]:
+    for name in list(result)[:_ROWS]:
         series, stats = result[name], result.stats(name)
         shapes = _some(list(dict.fromkeys(map(shape, series.shapes))))
         dtypes = _some(list(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in series.dtypes)))
@@ -155,11 +171,8 @@ def recording(result: Recording) -> str:
         rows.append([name, str(len(series)), shapes, dtypes, bar, *figures])
     headers = ["name", "tensors", "shape", "dtype", "bytes", "mean", "std", "least", "greatest"]
     sides: list[Side] = ["left", "right", "left", "left", "left", "right", "right", "right", "right"]
-    told = [("names", str(len(result))), ("tensors", count(result.count)), ("bytes", size(result.nbytes))]
-    told += [("dropped", count(result.dropped))] if result.dropped else []
-    of = result.manifest.get("model")
     return page(
-        f"Recording{f' of {of}' if of else ''} in {result.folder}",
+        title,
         cards(told),
         table(headers, rows, sides),
         notes=_more(len(rows), len(result), "names"),
