@@ -148,7 +148,7 @@ def test_markdown_has_every_cut_with_full_names(unet: mt.Cuts) -> None:
     rows = [line for line in lines if line.startswith("| ")]
     assert len(rows) == 2 + len(unet)
     assert {line.count("|") for line in rows} == {9}
-    assert "| down.0, down.1, up.deep |" in table
+    assert "| `down.0`, `down.1`, `up.deep` |" in table
     assert "| **head** |" in table
     assert "- bold: sends fewer bytes" in table
     assert len([line for line in markdown(unet, View(depth=1)).splitlines() if line.startswith("| ")]) == 2 + 10

@@ -12,7 +12,9 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
+from microtome.report.cuts import details
 from microtome.report.profile import View, csv, markdown, text
+from microtome.report.top import text as of_top
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,47 @@ def test_numbers_stay_beside_long_names_and_deep_calls(view: View, monkeypatch: 
         assert "272" in [cell.strip() for cell in last]  # 2 x 8 by 8 x 8, and 16 biases
 
 
+@pytest.fixture(scope="module")
+def hostile() -> nn.Module:
+    """Modules whose names would break a table: in a terminal, in Markdown, in the HTML that is made of it."""
+    model = nn.Sequential()
+    for name in ("new\nline", "\x1b[31mesc", "rtl\u202eabc", "|pipe|", "`tick`", "a<b>&amp;", "half\ud800"):
+        model.add_module(name, nn.Linear(8, 8))
+    return model
+
+
+def test_names_cannot_break_a_table(hostile: nn.Module) -> None:
+    p = mt.profile(hostile, "2x8")
+    found = mt.cuts(hostile, "2x8")
+    cost = found.best("bytes")
+    for shown in (text(p), text(p, View(by="module")), of_top(p), str(found), details(cost, found)):
+        assert not set("\x1b\u202e\ud800") & set(shown)
+        assert "new\n" not in shown
+    assert "new�line" in text(p)
+    assert "�[31mesc" in of_top(p)
+    assert "rtl�abc" in str(found)
+
+
+def test_names_are_code_spans_in_markdown(hostile: nn.Module) -> None:
+    for table in (mt.profile(hostile, "2x8").to_markdown(), mt.cuts(hostile, "2x8").to_markdown()):
+        rows = [line for line in table.splitlines() if line.startswith("| ")]
+        assert len({line.replace("\\|", "").count("|") for line in rows}) == 1
+        for name in ("`new�line`", "`�[31mesc`", "`\\|pipe\\|`", "`` `tick` ``", "`a<b>&amp;`"):
+            assert name in table
+    assert "a&lt;b&gt;&amp;amp;" in markdown(mt.profile(Wrap(Unused()), "2x8"))
+
+
+class Unused(nn.Module):
+    """Says in a note what never ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("a<b>&amp;", nn.Linear(2, 2))
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return x + 1
+
+
 def test_a_terminal_gets_colours_unless_it_wants_none(p: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
@@ -163,7 +206,7 @@ def test_markdown_keeps_the_tree_and_what_it_rests_on(p: mt.Profile) -> None:
     assert lines[0] == "**Decoder** on `Inputs(input_ids=2x12:int64)`"
     assert lines[2].startswith("| call | module | output | params | MACs | FLOPs |")
     assert sum(line.startswith("|") for line in lines) == len(p) + 3
-    assert "\N{NO-BREAK SPACE}\N{NO-BREAK SPACE}tokens" in lines[5]
+    assert "\N{NO-BREAK SPACE}\N{NO-BREAK SPACE}`tokens`" in lines[5]
     assert lines[-1].startswith("- ")
 
 

@@ -12,7 +12,7 @@ from rich.console import Group as Stack
 from rich.table import Table
 from rich.text import Text
 
-from microtome.report.terminal import fitted, plain_text, shortened
+from microtome.report.terminal import code, escaped, fitted, plain_text, printable, shortened
 from microtome.split.data import Cut, Cuts, Live
 from microtome.units import count, shape, size
 
@@ -46,7 +46,7 @@ class _Column:
 
 
 _COLUMNS = {
-    "type": _Column(("", "module"), lambda cut: cut.type),
+    "type": _Column(("", "module"), lambda cut: printable(cut.type)),
     "bytes": _Column(("", "bytes"), lambda cut: size(cut.nbytes)),
     "head_macs": _Column(("head", "MACs"), lambda cut: count(cut.head_macs)),
     "tail_macs": _Column(("tail", "MACs"), lambda cut: count(cut.tail_macs)),
@@ -63,10 +63,10 @@ def renderable(cuts: Cuts, view: View | None = None, width: int = 140) -> Any:
     rows = rows_of(cuts, view)
     layout = _layout(cuts, rows, width)
     notes = [*notes_of(cuts, view, rows), *_of_terminal(layout, rows), *_refusals(cuts.refused)]
-    parts: list[Any] = [Text(title_of(cuts), style="italic")]
+    parts: list[Any] = [Text(printable(title_of(cuts)), style="italic")]
     if rows:
         parts.append(_table(cuts, rows, layout))
-    return Stack(*parts, Text("\n".join(notes), style="dim"))
+    return Stack(*parts, Text("\n".join(map(printable, notes)), style="dim"))
 
 
 def text(cuts: Cuts, view: View | None = None) -> str:
@@ -86,12 +86,12 @@ def markdown(cuts: Cuts, view: View | None = None) -> str:
     headers = ["cut", *map(_header, _COLUMNS), "crosses"]
     lines = [headers, ["---", "---", *["---:"] * (len(_COLUMNS) - 1), "---"]]
     for cut in rows:
-        name = f"**{cut.at}**" if cut.dominates else cut.at
-        crossing = ", ".join(live.name for live in cut.live)
-        lines.append([name, *(column.cell(cut) for column in _COLUMNS.values()), crossing])
-    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    notes = "\n".join(f"- {note}" for note in [*notes_of(cuts, view, rows, "bold"), *_refusals(cuts.refused)])
-    return f"**{title_of(cuts)}**\n\n{table}\n\n{notes}\n"
+        name = f"**{code(cut.at)}**" if cut.dominates else code(cut.at)
+        crossing = ", ".join(code(live.name) for live in cut.live)
+        lines.append([name, *(escaped(column.cell(cut)) for column in _COLUMNS.values()), crossing])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    notes = "\n".join(f"- {escaped(note)}" for note in [*notes_of(cuts, view, rows, "bold"), *_refusals(cuts.refused)])
+    return f"**{escaped(title_of(cuts))}**\n\n{table}\n\n{notes}\n"
 
 
 def csv(cuts: Cuts) -> str:
@@ -139,12 +139,12 @@ def _table(cuts: Cuts, rows: Sequence[Cut], layout: _Layout) -> Table:
         table.add_row(*map(Text, (name, *(values.get(column, "") for column in layout.columns))), style=style)
 
     room = layout.widths["crosses"]
-    taken = _names([live.name for live in cuts.inputs], room)
+    taken = _names([printable(live.name) for live in cuts.inputs], room)
     add(f"  {_INPUT}", {"bytes": size(cuts.input_bytes), "crosses": taken}, "dim")
     for cut in rows:
         values = {name: column.cell(cut) for name, column in _COLUMNS.items()}
         values["crosses"] = _names(_crossing(cut), room)
-        marked = f"{_MARK if cut.dominates else ' '} {shortened(cut.at, layout.where)}"
+        marked = f"{_MARK if cut.dominates else ' '} {shortened(printable(cut.at), layout.where)}"
         add(marked, values, "bold" if cut.dominates else "")
     add(f"  {_OUTPUT}", {"bytes": size(cuts.output_bytes)}, "dim")
     return table
@@ -199,7 +199,7 @@ def _header(name: str, between: str = " ") -> str:
 def _crossing(cut: Cut) -> list[str]:
     """The names of what crosses; the cut's own output first, without its address, which stands beside it."""
     own = [f"itself{live.name.removeprefix(cut.at)}" for live in cut.live if live.source == cut.at]
-    return own + [live.name for live in cut.live if live.source != cut.at]
+    return list(map(printable, own + [live.name for live in cut.live if live.source != cut.at]))
 
 
 def _names(names: Sequence[str], room: int) -> str:
@@ -226,12 +226,12 @@ def _one(cut: Cut, cuts: Cuts) -> Any:
     for at, header in enumerate(("crosses", "shape", "dtype", "bytes")):
         table.add_column(header, justify="right" if at == 3 else "left", overflow="fold")
     for live in cut.live:
-        table.add_row(*map(Text, (live.name, shape(live.shape), live.dtype, size(live.nbytes))))
+        table.add_row(*map(Text, (printable(live.name), shape(live.shape), live.dtype, size(live.nbytes))))
     sides = [
         f"head: {count(cut.head_macs)} MACs, {count(cut.head_params)} parameters ({size(cut.head_param_bytes)})",
         f"tail: {count(cut.tail_macs)} MACs, {count(cut.tail_params)} parameters ({size(cut.tail_param_bytes)})",
     ]
-    return Stack(Text(title, style="italic"), table, Text("\n".join(sides), style="dim"))
+    return Stack(Text(printable(title), style="italic"), table, Text("\n".join(sides), style="dim"))
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------

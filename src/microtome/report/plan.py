@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from microtome.plan.data import Candidate, Plan
-from microtome.report.terminal import fitted, plain_text, shortened
+from microtome.report.terminal import escaped, fitted, plain_text, printable, shortened
 from microtome.units import UNKNOWN, count, joules, rate, ratio, seconds, size
 
 #: How many candidates a table shows beside those that are always there, and how many cuts a chart.
@@ -61,10 +61,10 @@ def renderable(plan: Plan, width: int | None = None, top: int = _ROWS) -> Any:
         table.add_column(columns[name].header, justify="right", no_wrap=True, min_width=widths[name])
     for at, row in enumerate(rows):
         style = "dim" if row.refused else "bold green" if row is plan.winner else ""
-        marked = f"{'*' if row is plan.winner else ' '} {shortened(row.name, _WHERE)}"
+        marked = f"{'*' if row is plan.winner else ' '} {shortened(printable(row.name), _WHERE)}"
         table.add_row(Text(marked), *(Text(cells[name][at]) for name in chosen), style=style)
-    notes = Text("\n".join(notes_of(plan, rows)), style="dim")
-    return Stack(Text(title_of(plan), style="italic"), table, Text(""), Text(_chart(plan, width)), notes)
+    notes = Text("\n".join(map(printable, notes_of(plan, rows))), style="dim")
+    return Stack(Text(printable(title_of(plan)), style="italic"), table, Text(""), Text(_chart(plan, width)), notes)
 
 
 def text(plan: Plan, top: int = _ROWS) -> str:
@@ -77,11 +77,11 @@ def markdown(plan: Plan) -> str:
     lines = [["cut", *(column.header for column in columns.values())], ["---", *["---:"] * len(columns)]]
     rows = rows_of(plan, len(plan))
     for row in rows:
-        name = f"**{row.name}**" if row is plan.winner else row.name
-        lines.append([name, *(column.cell(row) for column in columns.values())])
-    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    notes = "\n".join(f"- {note}" for note in notes_of(plan, rows))
-    return f"**{title_of(plan)}**\n\n{table}\n\n{notes}\n"
+        name = f"**{escaped(row.name)}**" if row is plan.winner else escaped(row.name)
+        lines.append([name, *(escaped(column.cell(row)) for column in columns.values())])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    notes = "\n".join(f"- {escaped(note)}" for note in notes_of(plan, rows))
+    return f"**{escaped(title_of(plan))}**\n\n{table}\n\n{notes}\n"
 
 
 def csv(plan: Plan) -> str:
@@ -163,9 +163,8 @@ def _chart(plan: Plan, width: int) -> str:
     lines = []
     for row in rows:
         mark = "*" if row is plan.winner else " "
-        lines.append(
-            f"{mark} {shortened(row.name, names):<{names}} {seconds(row.latency_s):>8} {_bar(plan, row, whole, room)}"
-        )
+        name = shortened(printable(row.name), names)
+        lines.append(f"{mark} {name:<{names}} {seconds(row.latency_s):>8} {_bar(plan, row, whole, room)}")
     inks = " ".join(f"{_INKS[at % len(_INKS)]} {name}" for at, name in enumerate(plan.devices))
     legend = f"latency in the order of the run: {inks} {_WIRE} between"
     return "\n".join([legend, *(line.rstrip() for line in lines)])

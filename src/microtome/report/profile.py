@@ -17,7 +17,7 @@ from microtome.profile.files import flat
 from microtome.profile.rows import AMOUNTS
 from microtome.report.columns import COLUMNS, REGISTERED, columns_of, of_registered
 from microtome.report.notes import notes_of
-from microtome.report.terminal import fitted, plain_text, shortened
+from microtome.report.terminal import code, escaped, fitted, plain_text, printable, shortened
 
 #: A table that is not told how deep to go shows at most about this many rows.
 _ROWS = 60
@@ -77,8 +77,9 @@ def renderable(profile: Profile, view: View | None = None, width: int | None = N
         table.add_row(*map(Text, row))
     table.add_section()
     table.add_row(*map(Text, lines.total), style="bold")
-    title = Text(f"{profile.model} on {profile.inputs}", style="italic")
-    return Stack(title, table, Text("\n".join(_notes(profile, view or View(), lines)), style="dim"))
+    title = Text(printable(f"{profile.model} on {profile.inputs}"), style="italic")
+    notes = map(printable, _notes(profile, view or View(), lines))
+    return Stack(title, table, Text("\n".join(notes), style="dim"))
 
 
 def text(profile: Profile, view: View | None = None) -> str:
@@ -89,13 +90,18 @@ def text(profile: Profile, view: View | None = None) -> str:
 def markdown(profile: Profile, view: View | None = None) -> str:
     view = _whole_tree(profile, view or View())
     lines = _lines(profile, view, None)
-    indent = "\N{NO-BREAK SPACE}"  # other spaces at the beginning of a cell are not shown
-    rows = [[name.replace(" ", indent), *(cell.lstrip("█▏▎▍▌▋▊▉ ") for cell in rest)] for name, *rest in lines.rows]
+    rows = [[_span(name), *(escaped(cell.lstrip("█▏▎▍▌▋▊▉ ")) for cell in rest)] for name, *rest in lines.rows]
     rule = ["---:" if right else "---" for right in lines.right]
-    cells = [lines.headers, rule, *rows, lines.total]
-    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
-    notes = "\n".join(f"- {note}" for note in _notes(profile, view, lines))
-    return f"**{profile.model}** on `{profile.inputs}`\n\n{table}\n\n{notes}\n"
+    cells = [list(map(escaped, lines.headers)), rule, *rows, list(map(escaped, lines.total))]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    notes = "\n".join(f"- {escaped(note)}" for note in _notes(profile, view, lines))
+    return f"**{escaped(profile.model)}** on {code(profile.inputs)}\n\n{table}\n\n{notes}\n"
+
+
+def _span(name: str) -> str:
+    """A name with its indent, of spaces that are shown at the beginning of a cell, too."""
+    bare = name.lstrip(" ")
+    return "\N{NO-BREAK SPACE}" * (len(name) - len(bare)) + (bare if bare == "(root)" else code(bare))
 
 
 def csv(profile: Profile, view: View | None = None) -> str:
@@ -260,9 +266,9 @@ def _in_tree(row: Row) -> str:
 def _lines(profile: Profile, view: View, width: int | None) -> _Lines:
     check(view)
     pairs = rows_of(profile, view)
-    names = [name for _, name in pairs]
+    names = [printable(name) for _, name in pairs]
     wanted = view.columns or tuple(name for name in _ORDER if _has(profile, view, name))
-    table = {name: [COLUMNS[name].cell(row, profile) for row, _ in pairs] for name in wanted}
+    table = {name: [printable(COLUMNS[name].cell(row, profile)) for row, _ in pairs] for name in wanted}
     whole = {name: _whole(name, profile) for name in wanted}
     chosen = wanted
     if width is not None:

@@ -1,9 +1,10 @@
-"""Drawing for terminals, and for what is no terminal."""
+"""Drawing for terminals and for Markdown, where a name may hold anything and a table must not."""
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,38 @@ def plain_text(draw: Callable[[int], Any]) -> str:
     file = io.StringIO()
     Console(file=file, width=width, force_terminal=terminal, legacy_windows=False).print(draw(width))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def printable(text: str) -> str:
+    """Text without what would move the cursor, change colours, break the line or turn the writing around.
+
+    >>> printable("new\\nline, \\x1b[31mred, r\\u202etl")
+    'new�line, �[31mred, r�tl'
+    """
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def escaped(text: str) -> str:
+    """Text as Markdown that shows it as it is, in a table, too.
+
+    >>> escaped("a<b>&amp; *c* | d")
+    'a&lt;b&gt;&amp;amp; \\\\*c\\\\* \\\\| d'
+    """
+    safe = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|])", r"\\\1", safe)
+
+
+def code(name: str) -> str:
+    """A name as a code span of Markdown, in a table, too.
+
+    >>> code("layer1.0"), code("a|b"), code("`tick`")
+    ('`layer1.0`', '`a\\\\|b`', '`` `tick` ``')
+    """
+    if not name:
+        return ""
+    safe = printable(name).replace("|", "\\|")
+    fence = "`" * (1 + max(map(len, re.findall("`+", safe)), default=0))
+    return f"{fence} {safe} {fence}" if len(fence) > 1 else f"`{safe}`"
 
 
 def bar(part: float | None, whole: float | None, width: int = 8) -> str:

@@ -14,7 +14,7 @@ from microtome.errors import BadQuery
 from microtome.profile import Profile, Row
 from microtome.report.notes import notes_of
 from microtome.report.scale import Kind, shared
-from microtome.report.terminal import bar, fitted, plain_text, shortened
+from microtome.report.terminal import bar, fitted, plain_text, printable, shortened
 from microtome.units import UNKNOWN, share
 
 #: How long the longest bar is, and what it takes with the figure behind it.
@@ -92,7 +92,7 @@ def renderable(profile: Profile, n: int = 10, width: int = 140) -> Any:
     scales = {name: shared([metric.of(row) for row in every], metric.kind) for name, metric in known.items()}
     cells = {name: [scales[name].write(metric.of(row)) for row in every] for name, metric in known.items()}
     heads = {name: scales[name].head(metric.name) for name, metric in known.items()} | {"type": "module"}
-    cells["type"] = [row.type for row in every]
+    cells["type"] = [printable(row.type) for row in every]
     widths = {name: max(map(len, (heads[name], *column))) for name, column in cells.items()}
     longest = max(len(_name(row)) for row in every)
     columns = fitted(("type", *known), widths, (*known, "type"), width - _HEAT - min(longest, _SHORTEST))
@@ -112,14 +112,14 @@ def renderable(profile: Profile, n: int = 10, width: int = 140) -> Any:
             table.add_row(Text(shortened(_name(row), where)), *texts, _heat(known[name], row, rows[0]))
             at += 1
     left_out = [heads[name] for name in known if name not in columns]
-    notes = [_NOTE, *notes_of(profile), *([f"no room for: {', '.join(left_out)}"] if left_out else [])]
-    title = Text(f"{profile.model} on {profile.inputs}: the costliest layers", style="italic")
-    return Stack(title, table, Text("\n".join(notes), style="dim"))
+    notes = [*_NOTES, *notes_of(profile), *([f"no room for: {', '.join(left_out)}"] if left_out else [])]
+    title = Text(printable(f"{profile.model} on {profile.inputs}: the costliest layers"), style="italic")
+    return Stack(title, table, Text("\n".join(map(printable, notes)), style="dim"))
 
 
-_NOTE = (
-    "a layer counts without the layers inside it; bars are beside the first of each section\n"
-    "memory: the most that lives at once while a layer runs, all weights included; its share is that of the peak"
+_NOTES = (
+    "a layer counts without the layers inside it; bars are beside the first of each section",
+    "memory: the most that lives at once while a layer runs, all weights included; its share is that of the peak",
 )
 
 
@@ -152,7 +152,7 @@ def _heat(metric: Metric, row: Row, first: Row) -> Text:
 
 
 def _name(row: Row) -> str:
-    return row.address or "(root)"
+    return printable(row.address) or "(root)"
 
 
 def _record(known: dict[str, Metric], row: Row) -> dict[str, Any]:
