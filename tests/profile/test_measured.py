@@ -79,11 +79,14 @@ def test_what_a_checkpoint_runs_again_is_the_backward_of_its_layers() -> None:
         def forward(self, x: Tensor) -> Any:
             return checkpoint(self.inner, x, use_reentrant=False)
 
-    p = mt.profile(Again(), torch.rand(256, 512), measure="time", backward=True, repeat=3)
-    # All that takes long is in the layers: nothing of what ran again is left over above them.
-    whole = p.total.backward_s
-    assert whole is not None
-    assert sum(p[f"inner.{at}"].backward_s for at in range(8)) > 0.8 * whole
+    def in_layers() -> float:
+        p = mt.profile(Again(), torch.rand(256, 512), measure="time", backward=True, repeat=3)
+        assert p.total.backward_s is not None
+        return float(sum(p[f"inner.{at}"].backward_s for at in range(8)) / p.total.backward_s)
+
+    # All that takes long is in the layers: of what ran again, a third, nothing is left over above them. Another process
+    # may come between, so it is tried several times.
+    assert any(in_layers() > 0.8 for _ in range(5))
 
 
 def test_gradients_and_those_kept_before_are_as_found() -> None:

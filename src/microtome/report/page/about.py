@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from microtome.profile import Profile
-from microtome.report.notes import notes_of
+from microtome.report.notes import FEW, notes_of
 from microtome.report.page.metrics import METRICS
 
 
@@ -19,6 +19,10 @@ def caveats(profile: Profile) -> list[str]:
         found.append(f"{len(coverage.never_ran)} modules never ran; what they hold counts in the call above them.")
     if profile.timing is not None and profile.timing.ratio > 1.05:
         found.append("Time stamps cost more than 5 %: short calls look longer than they are.")
+    if profile.timing is not None and profile.timing.bare.count < FEW:
+        found.append(
+            f"Times are medians of {profile.timing.bare.count} passes, which are few: parts may exceed the whole."
+        )
     if profile.energy is not None and profile.energy.whole is None:
         found.append("Energy is an estimate from given coefficients.")
     found += [f"No {name}: {why}." for name, why in profile.unavailable.items()]
