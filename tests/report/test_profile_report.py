@@ -233,5 +233,32 @@ def test_what_is_not_counted_is_said() -> None:
     assert "never ran: spare" in shown
 
 
+def test_sums_that_leave_operators_out_are_marked() -> None:
+    # 3 x 3 by 3 x 3 is counted; what solves is not.
+    p = mt.profile(nn.Sequential(nn.Linear(3, 3, bias=False), nn.Sequential(Solves(), nn.ReLU())), "3x3")
+    chosen = ("macs", "flops")
+    assert rows(text(p, View(columns=chosen))) == [
+        ["(root)", "≥ 27", "≥ 63"],
+        ["0", "27", "54"],
+        ["1", "≥ 0", "≥ 9"],
+        ["0", "≥ 0", "≥ 0"],  # which lays its input out anew first
+        ["1", "0", "9"],
+        ["total", "≥ 27", "≥ 63"],
+    ]
+    assert "≥: without operators that have no formula; shares are of what is counted" in text(p)
+    assert "| (root) | ≥ 27 | ≥ 63 |" in markdown(p, View(columns=chosen))
+    assert csv(p, View(columns=chosen)).splitlines()[1] == ",27,63"
+    groups = {line[0]: line[1:] for line in rows(text(p, View(by="type", columns=chosen)))}
+    assert groups["Linear"] == ["27", "54"]
+    assert groups["total"] == ["≥ 27", "≥ 63"]
+    groups = {line[0]: line[1:] for line in rows(text(p, View(by="module", columns=chosen)))}
+    assert groups["1"] == ["≥ 0", "≥ 9"]
+    assert groups["1.1"] == ["0", "9"]
+
+
+def test_nothing_is_marked_where_all_is_counted(p: mt.Profile) -> None:
+    assert "≥" not in text(p)
+
+
 def test_a_profile_is_short_where_it_is_only_named(p: mt.Profile) -> None:
     assert repr(p) == "<Profile of Decoder, 25 calls, microtome convention>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv as csv_format
 import io
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,11 +19,14 @@ from microtome.profile.rows import AMOUNTS
 from microtome.report.columns import COLUMNS, REGISTERED, columns_of, of_registered
 from microtome.report.notes import notes_of
 from microtome.report.terminal import code, escaped, fitted, plain_text, printable, shortened
+from microtome.units import UNKNOWN
 
 #: A table that is not told how deep to go shows at most about this many rows.
 _ROWS = 60
 #: The shortest that a name is cut to on a terminal.
 _SHORTEST = 16
+#: How the types of rows end that are of what a call runs itself.
+_OWN = "(own)"
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,7 @@ def rows_of(profile: Profile, view: View) -> list[tuple[Any, str]]:
             "measured_peak_bytes",
             "load",
         ):  # which rows of their own have from the calls inside
-            rows = [pair for pair in rows if not pair[0].type.endswith("(own)")]
+            rows = [pair for pair in rows if not pair[0].type.endswith(_OWN)]
         column = view.sort
         if rows and all(_quantity(row, column, by) is None for row, _ in rows):
             raise BadQuery(f"no row has a number of {column!r} to sort by: {_why(profile, column, by)}")
@@ -270,6 +274,12 @@ def _lines(profile: Profile, view: View, width: int | None) -> _Lines:
     wanted = view.columns or tuple(name for name in _ORDER if _has(profile, view, name))
     table = {name: [printable(COLUMNS[name].cell(row, profile)) for row, _ in pairs] for name in wanted}
     whole = {name: _whole(name, profile) for name in wanted}
+    for name in _COUNTED.keys() & set(wanted) if profile.coverage.unknown else ():
+        leaves_out = _leaves_out(profile, name, view.by)
+        table[name] = [
+            _at_least(cell) if leaves_out(row) else cell for cell, (row, _) in zip(table[name], pairs, strict=True)
+        ]
+        whole[name] = _at_least(whole[name]) if _leaves_out(profile, name, None)(profile.total) else whole[name]
     chosen = wanted
     if width is not None:
         widths = {name: max(map(len, (COLUMNS[name].header, whole[name], *table[name])), default=0) for name in wanted}
@@ -289,6 +299,35 @@ def _lines(profile: Profile, view: View, width: int | None) -> _Lines:
         left_out=tuple(name for name in wanted if name not in chosen),
         count=len(rows_of(profile, replace(view, top=None))),
     )
+
+
+#: Columns of what has formulas, and the quantity of an operator that is None where it has none.
+_COUNTED = {"macs": "macs", "flops": "flops", "madds": "madds", "intensity": "flops", "backward_macs": "", "backward_flops": ""}  # fmt: skip  # noqa: E501
+_AT_LEAST = "≥ "
+
+
+def _at_least(cell: str) -> str:
+    return cell if cell == UNKNOWN else _AT_LEAST + cell
+
+
+def _leaves_out(profile: Profile, column: str, by: str | None) -> Callable[[Any], bool]:
+    """Whether the number of a row or group is of less than all that it runs: some operators have no formula."""
+    if quantity := _COUNTED[column]:
+        own = {row.address for row in profile if any(getattr(op, quantity) is None for op in row.ops)}
+    else:
+        own = {address for op in profile.coverage.unknown for address in op.calls}
+    within = set(own)
+    for row in reversed(profile.calls):  # what is inside a call begins after it
+        if row.address in within and row.parent is not None:
+            within.add(row.parent)
+    if by is None:
+        return lambda row: row.address in (own if row.type.endswith(_OWN) else within)
+    names = {
+        "type": {row.type for row in profile if row.address in own},
+        "module": {row.path for row in profile if row.address in within},
+        "op": set(),  # of an operator all is known, or nothing
+    }[by]
+    return lambda group: group.name in names
 
 
 def _shortened(name: str, most: int) -> str:
@@ -334,6 +373,8 @@ def _notes(profile: Profile, view: View, lines: _Lines) -> list[str]:
     notes = notes_of(profile)
     if "params" in lines.columns and any("(" in row[1 + lines.columns.index("params")] for row in lines.rows):
         notes.append("parameters in brackets are counted elsewhere: tied weights, or a module that runs again")
+    if any(cell.startswith(_AT_LEAST) for row in (*lines.rows, lines.total) for cell in row[1:]):
+        notes.append(f"{_AT_LEAST.strip()}: without operators that have no formula; shares are of what is counted")
     chosen = (view.depth, view.granularity, view.by, view.sort)
     if chosen == (None,) * 4 and _depth(profile) < _deepest(profile):
         notes.append(f"shown to depth {_depth(profile)} of {_deepest(profile)}")
