@@ -38,6 +38,23 @@ def test_fewer_than_one_are_refused(p: mt.Profile) -> None:
         ranking(p, 0)
 
 
+class Solves(nn.Module):
+    """Runs an operator that has no formula, and nothing else."""
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return x.cholesky_solve(x)
+
+
+def test_why_there_is_no_section_is_said() -> None:
+    lines = text(mt.profile(nn.Sequential(nn.Flatten(), nn.Identity()), "2x8")).splitlines()
+    assert not {"by params", "by MACs"} & set(lines)
+    assert "by memory" in lines
+    assert "params: no layer has parameters" in lines
+    assert "MACs: no layer has any" in lines
+    lines = text(mt.profile(Solves(), "3x3")).splitlines()
+    assert "MACs: not known, no formula for aten.cholesky_solve.default" in lines
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_rows_never_wrap(p: mt.Profile, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from rich.console import Group as Stack
@@ -94,7 +94,7 @@ def renderable(profile: Profile, n: int = 10, width: int = 140) -> Any:
     heads = {name: scales[name].head(metric.name) for name, metric in known.items()} | {"type": "module"}
     cells["type"] = [printable(row.type) for row in every]
     widths = {name: max(map(len, (heads[name], *column))) for name, column in cells.items()}
-    longest = max(len(_name(row)) for row in every)
+    longest = max((len(_name(row)) for row in every), default=0)
     columns = fitted(("type", *known), widths, (*known, "type"), width - _HEAT - min(longest, _SHORTEST))
     room = width - _HEAT - _BETWEEN - sum(widths[name] + _BETWEEN for name in columns)
     where = max(min(longest, _LONGEST, room), len("by measured"))
@@ -106,13 +106,19 @@ def renderable(profile: Profile, n: int = 10, width: int = 140) -> Any:
     table.add_column("share", min_width=_HEAT, no_wrap=True)
     at = 0
     for name, rows in found.items():
-        table.add_row(Text(("\n" if at else "") + f"by {known[name].name}", style="bold"))
+        if rows:
+            table.add_row(Text(("\n" if at else "") + f"by {known[name].name}", style="bold"))
         for row in rows:
             texts = [Text(cells[column][at], style="bold" if column == name else "") for column in columns]
             table.add_row(Text(shortened(_name(row), where)), *texts, _heat(known[name], row, rows[0]))
             at += 1
     left_out = [heads[name] for name in known if name not in columns]
-    notes = [*_NOTES, *notes_of(profile), *([f"no room for: {', '.join(left_out)}"] if left_out else [])]
+    notes = [
+        *_missing(profile, found),
+        *_NOTES,
+        *notes_of(profile),
+        *([f"no room for: {', '.join(left_out)}"] if left_out else []),
+    ]
     title = Text(printable(f"{profile.model} on {profile.inputs}: the costliest layers"), style="italic")
     return Stack(title, table, Text("\n".join(map(printable, notes)), style="dim"))
 
@@ -121,6 +127,16 @@ _NOTES = (
     "a layer counts without the layers inside it; bars are beside the first of each section",
     "memory: the most that lives at once while a layer runs, all weights included; its share is that of the peak",
 )
+
+
+def _missing(profile: Profile, found: dict[str, tuple[Row, ...]]) -> Iterator[str]:
+    """Why there is no section of a metric."""
+    if profile.total.macs is None:
+        unknown = ", ".join(op.name for op in profile.coverage.unknown)
+        yield f"MACs: not known{f', no formula for {unknown}' if unknown else ''}"
+    for name, metric in metrics(profile).items():
+        if not found[name]:
+            yield f"{metric.name}: no layer has {'parameters' if name == 'params' else 'any'}"
 
 
 def _own(profile: Profile, name: str, field: str, kind: Kind) -> Metric:
