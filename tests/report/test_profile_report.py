@@ -169,6 +169,17 @@ def test_views_choose_rows(p: mt.Profile) -> None:
     assert [line[0] for line in rows(text(p, View(sort="macs", depth=1, top=1)))] == ["layers.0", "total"]
 
 
+def test_it_is_said_where_rows_are_without_the_layers_inside_them(p: mt.Profile) -> None:
+    note = "a layer counts without the layers inside it"
+    for view in (View(sort="flops"), View(by="type"), View(by="type", sort="params")):
+        assert note in text(p, view)
+        assert f"- {note}" in markdown(p, view)
+    for view in (View(), View(by="module", sort="flops"), View(by="op")):
+        assert note not in text(p, view)
+    for view in (View(granularity=2), View(sort="flops", depth=1)):
+        assert "(own): without the layers inside it, which have rows of their own" in text(p, view)
+
+
 def test_views_choose_columns(p: mt.Profile) -> None:
     head = text(p, View(columns=("macs", "madds", "intensity", "dtype", "inputs"))).splitlines()[1]
     assert [cell.strip() for cell in head.split("┃")] == ["call", "MACs", "MAdds", "FLOPs/B", "dtype", "input"]

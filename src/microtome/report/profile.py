@@ -375,6 +375,10 @@ def _notes(profile: Profile, view: View, lines: _Lines) -> list[str]:
         notes.append("parameters in brackets are counted elsewhere: tied weights, or a module that runs again")
     if any(cell.startswith(_AT_LEAST) for row in (*lines.rows, lines.total) for cell in row[1:]):
         notes.append(f"{_AT_LEAST.strip()}: without operators that have no formula; shares are of what is counted")
+    if view.by == "type" or (view.sort is not None and (view.by, view.depth, view.granularity) == (None,) * 3):
+        notes.append("a layer counts without the layers inside it")
+    elif any(cell.endswith(_OWN) for row in lines.rows for cell in row[1:]):
+        notes.append(f"{_OWN}: without the layers inside it, which have rows of their own")
     chosen = (view.depth, view.granularity, view.by, view.sort)
     if chosen == (None,) * 4 and _depth(profile) < _deepest(profile):
         notes.append(f"shown to depth {_depth(profile)} of {_deepest(profile)}")
