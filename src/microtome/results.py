@@ -74,8 +74,18 @@ class Result:
 
 
 def write(text: str, file: File | None) -> str:
+    """The text, written to the file if one is named.
+
+    >>> write("text", "/does/not/exist.md")
+    Traceback (most recent call last):
+        ...
+    microtome.errors.BadFile: cannot write '/does/not/exist.md': No such file or directory
+    """
     if file is not None:
-        Path(file).write_text(text, encoding="utf-8")
+        try:
+            Path(file).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise BadFile(f"cannot write {str(file)!r}: {error.strerror}") from error
     return text
 
 

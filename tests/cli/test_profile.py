@@ -103,7 +103,11 @@ def test_weights_are_loaded(tmp_path: Path) -> None:
         ),
         (["zoo:tiny-vit", "--by", "op", "--sort", "params"], "there is no column 'params' of operators to sort by"),
         (["zoo:tiny-vit", "--input", "1,3,32,32"], "did you mean '1x3x32x32'?"),
-        (["zoo:tiny-vit", "--json", "/does/not/exist/p.json"], "No such file or directory"),
+        (
+            ["zoo:tiny-vit", "--json", "/does/not/exist/p.json"],
+            "Error: cannot write '/does/not/exist/p.json': No such file or directory",
+        ),
+        (["zoo:tiny-vit", "--html", "/"], "Error: cannot write '/': Is a directory"),
     ],
 )
 def test_what_is_wrong_is_said_in_short(words: list[str], message: str) -> None:

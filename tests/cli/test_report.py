@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 import microtome as mt
 from microtome import zoo
 from microtome.cli import main, page
-from microtome.errors import Unsupported
+from microtome.errors import BadFile, Unsupported
 
 
 def run(*words: Any) -> Result:
@@ -103,3 +103,13 @@ def test_without_a_browser_the_file_is_named(
     monkeypatch.setattr(webbrowser, "open", lambda _: False)
     page.open_page("report.html")
     assert "there is no browser to open report.html in" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_said_in_words(tmp_path: Path) -> None:
+    p = mt.profile(*zoo.build("tiny-resnet"))
+    p.to_json(tmp_path / "p.json")
+    result = run("report", tmp_path / "p.json", "-o", tmp_path / "none" / "x.html")
+    assert result.exit_code == 2
+    assert f"Error: cannot write '{tmp_path}/none/x.html': No such file or directory" in result.output
+    with pytest.raises(BadFile, match=r"cannot write '.*/none/x.html': No such file or directory"):
+        p.to_html(tmp_path / "none" / "x.html")
