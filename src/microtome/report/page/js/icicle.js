@@ -2,6 +2,10 @@
 const NODE_HEIGHT = 26;
 const LEVELS = 14;
 const NARROW = 2;
+const NAMED = 5;
+const GREY = [200, 206, 212];
+// Parts that exceed the whole by less are not worth a word.
+const EXCESS = 0.001;
 
 function icicle(view) {
   const sums = DATA.metrics.filter((metric) => metric.is_sum);
@@ -11,11 +15,13 @@ function icicle(view) {
   let root;
   let focus = 0;
   let nodes = [];
+  const costs = [];
 
   const options = (metrics) => metrics.map((metric) => [metric.name, metric.label, metric.missing]);
   const crumbs = el("nav", { class: "crumbs", "aria-label": "Zoomed to" });
   const picture = el("div", { class: "icicle", role: "tree", "aria-label": "Module tree; arrows move, Enter zooms, Escape zooms out" });
   const said = el("div", { class: "said dim", "aria-live": "polite" });
+  const left = el("div", { class: "left dim" });
   const ramp = el("canvas", { width: 112, height: 1 });
   const most = el("span", {});
   const legend = el("span", { class: "ramp" }, "0", ramp, most);
@@ -25,14 +31,21 @@ function icicle(view) {
       chooser("Size", options(sums), size, (name) => { size = name; layout(); draw(); }),
       chooser("Colour", colours, "same", (name) => { colour = name; draw(); }),
       legend),
-    crumbs, picture, said);
+    crumbs, picture, said, left);
   colour = "same";
 
-  /** What a call costs without the calls inside it. */
-  const own = (at) => Math.max((valueOf(size, at) ?? 0) - CHILDREN[at].reduce((sum, child) => sum + (valueOf(size, child) ?? 0), 0), 0);
+  const inside = (at) => CHILDREN[at].reduce((sum, child) => sum + (costs[child] ?? 0), 0);
+  /** By which part of a call the calls inside it take more than it: medians need not add up. */
+  const excess = (at) => (costs[at] && inside(at) / costs[at] > 1 + EXCESS ? inside(at) / costs[at] - 1 : 0);
 
+  /** A call is as wide as its share of the call around it, and where the parts exceed that they are drawn to fit. */
   function layout() {
-    root = d3.hierarchy(0, (at) => CHILDREN[at]).sum(own);
+    for (let at = COUNT - 1; at >= 0; at--) costs[at] = valueOf(size, at) ?? inside(at);
+    root = d3.hierarchy(0, (at) => CHILDREN[at]);
+    root.eachBefore((node) => {
+      node.value = costs[node.data] * (node.parent?.scale ?? 1);
+      node.scale = node.value / Math.max(costs[node.data], inside(node.data)) || 0;
+    });
     d3.partition()(root);
     nodes = [];
     root.each((node) => { nodes[node.data] = node; });
@@ -40,15 +53,16 @@ function icicle(view) {
 
   function painter() {
     if (colour === "type") {
-      const costs = new Map();
-      CALLS.type.forEach((type, at) => { if (!CHILDREN[at].length) costs.set(type, (costs.get(type) ?? 0) + (valueOf(size, at) ?? 0)); });
-      const rank = new Map([...costs].sort((a, b) => b[1] - a[1]).map(([type], at) => [type, at]));
-      return (at) => (CHILDREN[at].length ? [200, 206, 212] : KINDS[Math.min(rank.get(CALLS.type[at]) ?? 7, 7)]);
+      const byType = new Map();
+      CALLS.type.forEach((type, at) => { if (!CHILDREN[at].length) byType.set(type, (byType.get(type) ?? 0) + costs[at]); });
+      const rank = new Map([...byType].sort((a, b) => b[1] - a[1]).map(([type], at) => [type, at]));
+      return (at) => (CHILDREN[at].length ? GREY : KINDS[Math.min(rank.get(CALLS.type[at]) ?? 7, 7)]);
     }
     const name = colour === "same" ? size : colour;
-    const top = (CALLS.values[name] ?? []).reduce((most, value) => Math.max(most, value ?? 0), 0);
-    most.textContent = `${write(METRICS[name].unit, top)} (${METRICS[name].label})`;
-    return (at) => shade(top ? (valueOf(name, at) ?? 0) / top : 0);
+    const values = CALLS.values[name] ?? [];
+    const top = values.reduce((most, value) => Math.max(most, value ?? 0), 0);
+    most.textContent = `${write(METRICS[name].unit, top)} (${METRICS[name].label})${values.includes(null) ? "; grey: not known" : ""}`;
+    return (at) => (valueOf(name, at) === null ? GREY : shade(top ? valueOf(name, at) / top : 0));
   }
 
   function draw() {
@@ -59,17 +73,13 @@ function icicle(view) {
     paintRamp(ramp);
     const paint = painter();
     const made = [];
-    let narrow = 0;
     let deepest = 0;
     const visit = (node) => {
       const level = node.depth - zoomed.depth;
-      const span = wide ? ((node.x1 - node.x0) / wide) * width : 0;
-      if (level >= LEVELS || (span < NARROW && node !== zoomed)) {
-        narrow += 1;
-        return;
-      }
+      const span = ((node.x1 - node.x0) / (wide || 1)) * width;
+      if (node !== zoomed && (level >= LEVELS || !(span >= NARROW))) return;
       deepest = Math.max(deepest, level);
-      made.push(box(node, level, ((node.x0 - zoomed.x0) / (wide || 1)) * width, wide ? span : width, paint(node.data)));
+      made.push(box(node, level, ((node.x0 - zoomed.x0) / (wide || 1)) * width, node === zoomed ? width : span, paint(node.data)));
       node.children?.forEach(visit);
     };
     visit(zoomed);
@@ -77,7 +87,28 @@ function icicle(view) {
     picture.replaceChildren(...made);
     picture.dataset.focus = CALLS.address[focus];
     drawCrumbs();
-    say(focus, wide ? (narrow ? `${narrow} calls are too narrow or too deep to draw: zoom in.` : "") : `It costs no ${METRICS[size].label}.`);
+    say(focus);
+    sayLeft(new Set(made.map((node) => Number(node.dataset.at))));
+  }
+
+  /** What the picture does not show, of the calls in the one that is zoomed to. */
+  function sayLeft(shown) {
+    const all = nodes[focus].descendants().map((node) => node.data);
+    const { label, unknown: why } = METRICS[size];
+    const unknown = all.filter((at) => valueOf(size, at) === null);
+    const free = all.filter((at) => valueOf(size, at) === 0).length;
+    const hidden = all.filter((at) => valueOf(size, at) && !shown.has(at)).length;
+    const over = all.filter((at) => shown.has(at) && excess(at));
+    const parts = [];
+    if (unknown.length) {
+      const names = unknown.slice(0, NAMED).flatMap((at, place) => [place ? ", " : "", link(CALLS.address[at])]);
+      const more = unknown.length - NAMED;
+      parts.push(`${UNKNOWN} ${label} of ${calls(unknown.length)} not known${why ? ` (${why})` : ""}: `, ...names, more > 0 ? ` and ${grouped(more)} more. ` : ". ");
+    }
+    if (hidden) parts.push(`${calls(hidden)} ${hidden === 1 ? "is" : "are"} too narrow or too deep to draw: zoom in. `);
+    if (free) parts.push(`${calls(free)} cost${free === 1 ? "s" : ""} nothing. `);
+    if (over.length) parts.push(`In ${calls(over.length)} the parts take more than the whole, by up to ${share(Math.max(...over.map(excess)), 1)}${apart()}: they are drawn to fit.`);
+    left.replaceChildren(...parts);
   }
 
   function box(node, level, left, span, paint) {
@@ -109,10 +140,14 @@ function icicle(view) {
     crumbs.replaceChildren(...parts.flatMap((part, at) => (at ? ["›", part] : [part])));
   }
 
-  function say(at, more = "") {
+  const calls = (count) => `${grouped(count)} call${count === 1 ? "" : "s"}`;
+  const apart = () => (CALLS.spreads[size] ? " (medians of their own)" : "");
+
+  function say(at) {
     const whole = valueOf(size, 0);
+    const over = excess(at) ? ` The calls inside take ${share(excess(at), 1)} more than the whole${apart()}.` : "";
     const amounts = KNOWN.filter((metric) => metric.is_shown).map((metric) => `${metric.label} ${told(metric.name, at)}`);
-    said.replaceChildren(link(CALLS.address[at]), ` ${typeOf(at)}: ${share(valueOf(size, at), whole)} of ${METRICS[size].label}; ${amounts.join(", ")}. ${more}`);
+    said.replaceChildren(link(CALLS.address[at]), ` ${typeOf(at)}: ${share(valueOf(size, at), whole)} of ${METRICS[size].label}; ${amounts.join(", ")}.${over}`);
   }
 
   picture.addEventListener("keydown", (event) => {
