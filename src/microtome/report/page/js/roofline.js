@@ -30,18 +30,21 @@ function rooflineView(view) {
       [ink("head"), "a layer"], [ink("payload"), `the ${costly.size} that take the longest`],
       [ink("dim"), "the best that any layer reached here: not the limit of the machine", "dashed"]));
     const dots = (colour, size) => ({ stroke: colour, paths: () => null, points: { show: true, size, fill: colour, stroke: colour } });
-    const roof = points.map((point) => Math.min(peak, point.x * speed));
+    // The roof has a corner, and reaches the ends of the axis: places where no layer need be.
+    const ends = [10 ** Math.floor(Math.log10(points[0].x)), 10 ** Math.ceil(Math.log10(points.at(-1).x * 1.0001))];
+    const places = [...points, ...[...ends, peak / speed].map((x) => ({ x }))].sort((a, b) => a.x - b.x);
+    const rates = (isCostly) => places.map((place) => (place.y !== undefined && costly.has(place) === isCostly ? place.y : null));
     plot(place, {
       height: 320,
       cursor: { y: false, points: { show: false } },
-      scales: { x: { time: false, distr: 3 }, y: { distr: 3 } },
+      scales: { x: { time: false, distr: 3, range: ends }, y: { distr: 3 } },
       axes: [
         axis((n) => threeDigits(n), { label: "FLOPs for each byte moved" }),
         axis((n) => WRITERS.count(n).replace(/\.0+(?= |$)/, ""), { size: 64, label: "FLOP/s achieved" }),
       ],
       series: [{}, dots(ink("head"), 6), dots(ink("payload"), 9), { stroke: ink("dim"), dash: [6, 5], width: 1.5, points: { show: false } }],
       hooks: { setCursor: [(chart) => say(nearest(chart) ?? [...costly][0])] },
-    }, [points.map((point) => point.x), points.map((point) => (costly.has(point) ? null : point.y)), points.map((point) => (costly.has(point) ? point.y : null)), roof]);
+    }, [places.map(({ x }) => x), rates(false), rates(true), places.map(({ x }) => Math.min(peak, x * speed))]);
     say([...costly][0]);
   });
 
