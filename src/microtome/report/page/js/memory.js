@@ -12,28 +12,32 @@ function memoryView(view) {
     said.replaceChildren(`Operator ${at + 1} of ${live.length}${phase}: ${write("bytes", live[at])} live, in `, link(CALLS.address[calls[at]]), at === peak ? " – the peak" : "");
   }
 
+  // Operators count from 1, and each is as wide as from half before its number to half after.
+  const operatorAt = (x) => Math.min(Math.max(Math.round(x), 1), live.length) - 1;
+
   const draw = () => {
     const base = isBare ? held : 0;
     plot(place, {
       height: 260,
-      cursor: { y: false, points: { size: 7 } },
-      scales: { x: { time: false }, y: { range: (_, __, most) => [0, most * 1.12 || 1] } },
+      cursor: { y: false, points: { show: false } },
+      scales: { x: { time: false, range: [0.5, live.length + 0.5] }, y: { range: (_, __, most) => [0, most * 1.12 || 1] } },
       axes: [
-        axis((n) => (Number.isInteger(n) ? String(n) : ""), { label: forward < live.length ? `operators: ${forward} of the forward, then the backward` : "operators, in the order they ran" }),
+        axis(grouped, { incrs: steps10(), label: forward < live.length ? `operators: ${forward} of the forward, then the backward` : "operators, in the order they ran" }),
         axis(WRITERS.bytes, { size: 74, incrs: steps1024() }),
       ],
       series: [{}, { stroke: ink("head"), fill: `${ink("head")}33`, width: 1.5, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } }],
       hooks: {
         draw: [(chart) => {
-          markAt(chart, peak, `peak ${write("bytes", live[peak])}${base ? ", all counted" : ""}`, ink("payload"));
-          if (forward < live.length) markAt(chart, forward, "", ink("dim"));
+          markAt(chart, peak + 1, `peak ${write("bytes", live[peak])}${base ? ", all counted" : ""}`, ink("payload"));
+          if (forward < live.length) markAt(chart, forward + 0.5, "", ink("dim"));
         }],
-        setCursor: [(chart) => say(chart.cursor.idx ?? peak)],
+        setCursor: [(chart) => say(chart.cursor.left >= 0 ? operatorAt(chart.posToVal(chart.cursor.left, "x")) : peak)],
       },
-    }, [Float64Array.from(live.keys()), live.map((nbytes) => nbytes - base)]);
+    }, [Float64Array.from({ length: live.length + 1 }, (_, at) => at + 0.5), [...live, live.at(-1)].map((nbytes) => nbytes - base)]);
     say(peak);
   };
   drawn(view, draw);
 }
 
 const steps1024 = () => Array.from({ length: 6 }, (_, power) => [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].map((n) => n * 1024 ** power)).flat();
+const steps10 = () => Array.from({ length: 9 }, (_, power) => [1, 2, 5].map((n) => n * 10 ** power)).flat();
