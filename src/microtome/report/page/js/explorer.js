@@ -94,16 +94,18 @@ function explorerView(view) {
     const edgeLine = priced[edgeOnly].total;
     const totals = ordered.map((one) => one.total).sort((a, b) => a - b);
     const top = Math.min(totals.at(-1), Math.max(3 * best.total, 1.2 * totals[totals.length >> 1]));
+    const most = top * 1.08 || 1;
+    const within = (text, seconds) => (seconds > most ? `${text}: ${write("seconds", seconds)}, off the scale` : text);
     const bars = (colour) => ({ fill: colour, stroke: colour, width: 0, points: { show: false }, paths: ordered.length > APART ? uPlot.paths.stepped({ align: 0 }) : uPlot.paths.bars({ size: [0.8, 60] }) });
     const line = (colour, dash) => ({ stroke: colour, dash, width: 2, points: { show: false } });
     marks.replaceChildren(key([ink("head"), "edge"], [ink("between"), "transfer"], [ink("tail"), "cloud"],
-      [ink("payload"), "payload (right)", "solid"], [ink("ink"), "all on the edge", "dashed"], [ink("ink"), "all on the cloud", "dotted"]));
+      [ink("payload"), "payload (right)", "solid"], [ink("ink"), within("all on the edge", edgeLine), "dashed"], [ink("ink"), within("all on the cloud", cloudLine), "dotted"]));
     plot(place, {
       height: 320,
       cursor: { y: false, points: { show: false } },
       scales: {
         x: { time: false, range: [-0.7, order.length - 0.3] },
-        y: { range: [0, top * 1.08 || 1] },
+        y: { range: [0, most] },
         sent: { distr: 3 },
       },
       axes: [
