@@ -2,27 +2,38 @@
 const LISTED = 40;
 
 function compareView(view) {
-  const { values, only_here: onlyHere, only_there: onlyThere } = DATA.compare;
+  const { values, noise, only_here: onlyHere, only_there: onlyThere } = DATA.compare;
   const shared = KNOWN.filter((metric) => values[metric.name]);
   let name = ["device_s", "time_s", "macs", "params"].find((one) => values[one]) ?? shared[0].name;
   const body = el("tbody");
+  const said = el("p", { class: "dim" });
   view.append(
     el("div", { class: "controls" }, chooser("Calls by change in", shared.map((metric) => [metric.name, metric.label]), name, (chosen) => { name = chosen; draw(); })),
     el("div", { class: "scroll short" }, el("table", {}, el("thead", {}, el("tr", {},
       ...["call", "this run", "the other", "difference", "change"].map((text, at) => el("th", { scope: "col", class: at ? "n" : "" }, text)))), body)),
-    el("p", { class: "dim" }, `${onlyHere} calls are in this run alone, ${onlyThere} in the other alone. Listed are calls without calls inside.`));
+    said);
+
+  const layers = CHILDREN.map((_, at) => at).filter((at) => !CHILDREN[at].length);
+  const isInBoth = (at) => shared.some((metric) => values[metric.name][at] !== null);
+  const alone = `${grouped(onlyHere)} ${onlyHere === 1 ? "call is" : "calls are"} in this run alone, ${grouped(onlyThere)} in the other alone. Listed are calls without calls inside.`;
 
   function draw() {
-    const { unit } = METRICS[name];
-    const rows = [];
-    for (let at = 0; at < COUNT; at++) {
-      const [here, there] = [valueOf(name, at), values[name][at]];
-      if (!CHILDREN[at].length && here !== null && there !== null && here !== there) rows.push([at, here, there]);
-    }
-    rows.sort((a, b) => Math.abs(b[2] - b[1]) - Math.abs(a[2] - a[1]) || a[0] - b[0]);
-    const cells = ([at, here, there]) => el("tr", {}, el("th", { scope: "row" }, link(CALLS.address[at])),
-      ...[write(unit, here), write(unit, there), (there > here ? "+" : "−") + write(unit, Math.abs(there - here)), here ? `${there > here ? "+" : "−"}${Math.abs((100 * (there - here)) / here).toFixed(1)} %` : UNKNOWN].map((text) => el("td", { class: "n" }, text)));
-    body.replaceChildren(...(rows.length ? rows.slice(0, LISTED).map(cells) : [el("tr", {}, el("td", { colSpan: 5 }, "No call differs."))]));
+    const { unit, label } = METRICS[name];
+    const within = new Set(noise[name] ?? []);
+    const known = layers.map((at) => ({ at, here: valueOf(name, at), there: values[name][at], isNoise: within.has(at) })).filter(({ here, there }) => here !== null && there !== null);
+    const rows = known.filter(({ here, there }) => here !== there);
+    rows.sort((a, b) => a.isNoise - b.isNoise || Math.abs(b.there - b.here) - Math.abs(a.there - a.here) || a.at - b.at);
+    const cells = ({ at, here, there, isNoise }) => {
+      const sign = there > here ? "+" : "−";
+      const change = here ? `${sign}${Math.abs((100 * (there - here)) / here).toFixed(1)} %` : UNKNOWN;
+      return el("tr", {}, el("th", { scope: "row" }, link(CALLS.address[at])),
+        ...[write(unit, here), write(unit, there), sign + write(unit, Math.abs(there - here))].map((text) => el("td", { class: "n" }, text)),
+        el("td", { class: isNoise ? "n dim" : "n", title: isNoise ? change : "" }, isNoise ? "noise" : change));
+    };
+    const nothing = known.length ? "No call differs." : layers.some(isInBoth) ? `Of no call in both runs ${label} is known.` : "No call is in both runs: there is nothing to compare.";
+    body.replaceChildren(...(rows.length ? rows.slice(0, LISTED).map(cells) : [el("tr", {}, el("td", { colSpan: 5 }, nothing))]));
+    const noisy = rows.filter(({ isNoise }) => isNoise).length;
+    said.textContent = (noisy ? `${grouped(noisy)} of ${grouped(rows.length)} changes ${noisy === 1 ? "is" : "are"} noise: the middle halves of the passes of both runs meet, so nothing says that it changed. ` : "") + alone;
   }
   draw();
 }
