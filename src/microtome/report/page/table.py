@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -11,6 +12,8 @@ from microtome.units import UNKNOWN, count, shape
 
 #: A table without a script has about so many rows at most.
 _ROWS = 600
+#: Half a character has no place in a link; the script replaces it by the same.
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def shown_metrics(profile: Profile) -> list[Metric]:
@@ -60,9 +63,16 @@ def _row(row: Row, scaled: Sequence[tuple[Metric, float | None]]) -> str:
     """Without the closing tags that HTML lets one leave out: there may be hundreds of rows."""
     cells = "".join(_cell(row, metric, whole) for metric, whole in scaled)
     output = ", ".join(shape(tensor.shape) for tensor in row.outputs)
-    name = f'<th scope="row" class="d{min(row.depth, 32)}" title="{escape(row.address)}">{escape(in_tree(row))}'
+    name = f'<th scope="row" class="d{min(row.depth, 32)}" title="{escape(row.address)}">{_anchor(row)}'
     texts = "".join(f'<td title="{escape(text)}">{escape(text)}' for text in (row.type, output))
     return f"<tr>{name}{texts}{cells}"
+
+
+def _anchor(row: Row) -> str:
+    """The name of a call, where a permalink leads. Not an id: a module may be called as an element of the page is."""
+    name = escape(in_tree(row))
+    whole = _HALF.sub("\N{REPLACEMENT CHARACTER}", row.address)
+    return f'<a name="{escape(whole)}">{name}</a>' if whole else name
 
 
 def _cell(row: Row, metric: Metric, whole: float | None) -> str:

@@ -35,6 +35,17 @@ function chooser(label, options, chosen, change) {
   return el("label", {}, label, select);
 }
 
+/** Fades the right edge of a box while there is more beside, its scroll bar left out. */
+function sideways(box) {
+  const told = () => {
+    box.classList.toggle("more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+    box.style.setProperty("--gutter", `${box.offsetWidth - box.clientWidth}px`);
+  };
+  box.addEventListener("scroll", told, { passive: true });
+  const resized = new ResizeObserver(told);
+  for (const one of [box, ...box.children]) resized.observe(one);
+}
+
 /** A link to a call in the table; the root is where one begins. */
 const link = (address, text) => (address ? el("a", { href: `#${encodeURIComponent(address)}` }, text ?? address) : el("span", {}, text ?? "(root)"));
 

@@ -2,6 +2,7 @@
 function attempt(view, build) {
   try {
     build(view);
+    view.querySelectorAll(".scroll").forEach(sideways);
   } catch (error) {
     console.error(error);
     view.append(el("p", { class: "reason" }, `– This could not be drawn: ${error.message}`));
@@ -9,6 +10,7 @@ function attempt(view, build) {
 }
 
 document.documentElement.classList.add("js");
+document.querySelectorAll(".scroll").forEach(sideways);
 attempt(viewOf("tree"), icicle);
 attempt(document.getElementById("grid"), layerTable);
 for (const [name, build] of Object.entries({ memory: memoryView, roofline: rooflineView, explorer: explorerView, compare: compareView })) {

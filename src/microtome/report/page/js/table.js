@@ -23,6 +23,7 @@ function layerTable(grid) {
   let active = 0;
   let isPrinted = false;
 
+  const astray = el("p", { class: "astray", role: "alert" });
   const found = el("span", { class: "dim", role: "status" });
   const search = el("input", { type: "search", placeholder: "Search calls and kinds", "aria-label": "Search calls and kinds of modules", oninput: () => { query = search.value.trim().toLowerCase(); refresh(); } });
   const mode = chooser("Rows", [["tree", "tree"], ["layers", "layers (no calls inside)"], ["all", "all calls"]], rowsAre, (value) => { rowsAre = value; if (value === "tree") sort = null; refresh(); });
@@ -30,7 +31,7 @@ function layerTable(grid) {
     el("div", { class: "controls" }, search, mode,
       el("button", { type: "button", onclick: () => { CHILDREN.forEach((inside, at) => inside.length && open.add(at)); refresh(); } }, "Open all"),
       el("button", { type: "button", onclick: () => { open.clear(); open.add(0); refresh(); } }, "Close all"),
-      columnMenu(), found));
+      columnMenu(), found), astray);
 
   function columnMenu() {
     const boxes = columns.map((column) => {
@@ -212,14 +213,17 @@ function layerTable(grid) {
 
   /** Show the call that the address of the page names. */
   function follow() {
-    let address;
+    let address = location.hash.slice(1);
     try {
-      address = decodeURIComponent(location.hash.slice(1));
+      address = decodeURIComponent(address);
     } catch {
-      return;
+      // then it is no address of ours, and shown as it is
     }
     const at = BY_ADDRESS.get(address) ?? BY_ADDRESS.get(address.replace(/#0$/, ""));
-    if (at === undefined || !address) return;
+    const isCall = at !== undefined && address;
+    astray.textContent = isCall || !address || address.startsWith("section:") ? "" : `There is no call '${address}' in this run.`;
+    if (astray.textContent) astray.scrollIntoView({ block: "nearest" });
+    if (!isCall) return;
     if (rowsAre !== "tree" && !rows.includes(at)) rowsAre = mode.querySelector("select").value = "all";
     if (query && !rows.includes(at)) query = search.value = "";
     for (const up of pathTo(at).slice(0, -1)) open.add(up);
