@@ -55,6 +55,16 @@ def _spread(middle: float) -> Spread:
     return Spread(middle, 0.95 * middle, 1.05 * middle, 0.9 * middle, 1.1 * middle, 5, 0, "made up")
 
 
+def costing(profile: Profile, name: str, values: dict[str, float | None]) -> Profile:
+    """The profile with a quantity of some calls, by their addresses, made up; their spreads are about it."""
+    rows = (
+        replace(row, **{name: value}, spreads={name: _spread(value)} if value and row.spreads else {})
+        for row in profile
+        for value in [values.get(row.address, getattr(row, name))]
+    )
+    return replace(profile, calls=tuple(rows))
+
+
 def hostile_model() -> nn.Module:
     """One whose modules have names, and a type, that would be markup."""
     model = nn.Sequential()

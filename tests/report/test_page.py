@@ -224,6 +224,27 @@ def test_two_runs_are_shown_with_what_changed(profile: mt.Profile) -> None:
     assert data["only_here"] == len(profile) - 1  # the root alone has the same address
 
 
+def test_two_runs_of_other_conventions_are_not_comparable(profile: mt.Profile) -> None:
+    other = replace(profile, convention="<b>fvcore")
+    page = profile.to_html(compare=other)
+    assert "the counts are not comparable: they are of the conventions microtome and &lt;b&gt;fvcore" in page
+    assert "the counts are not comparable" not in profile.to_html(compare=profile)
+
+
+def test_what_is_noise_needs_passes_and_the_same_layer_in_both(profile: mt.Profile) -> None:
+    def noise(other: mt.Profile) -> list[int]:
+        data = Page(timed(profile).to_html(compare=other)).data["compare"]
+        assert isinstance(data, dict)
+        found: list[int] = data["noise"]["time_s"]
+        return found
+
+    layers = [at for at, row in enumerate(profile) if not profile.children(row)]
+    assert noise(timed(profile, speed=1.02)) == layers
+    assert noise(timed(profile, speed=3.0)) == []
+    unrepeated = (replace(row, spreads={}) for row in timed(profile, speed=1.02))
+    assert noise(replace(profile, calls=tuple(unrepeated))) == []
+
+
 def test_cuts_and_profiles_may_be_files(profile: mt.Profile, tmp_path: Path) -> None:
     cuts = mt.cuts(*zoo.build("tiny-resnet"))
     cuts.to_json(tmp_path / "cuts.json")

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import torch
+from torch import nn
 
 import microtome as mt
 from microtome import zoo
-from tests.report.pages import hostile_model, hostile_profile, large, timed
+from tests.report.pages import costing, hostile_model, hostile_profile, large, timed
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARTIFACTS = Path(__file__).parents[2] / "artifacts"
@@ -181,6 +183,61 @@ def test_the_tree_zooms_and_goes_back_by_its_breadcrumbs(opened: Open, page: str
     assert "of params" in tab.texts("[id='section:tree'] .said")[0]
 
 
+def plain(*inside: nn.Module) -> mt.Profile:
+    return mt.profile(nn.Sequential(*inside).eval(), "2x8")
+
+
+def widths(tab: Tab) -> dict[str, float]:
+    """Of the calls in the tree, by their names, in parts of the picture."""
+    told = "nodes => nodes.map(node => [node.ariaLabel, parseFloat(node.style.width) / node.parentNode.clientWidth])"
+    return {label.split(",")[0]: wide for label, wide in tab.page.locator(".icicle .node").evaluate_all(told)}
+
+
+def test_the_tree_says_what_is_not_known_and_what_costs_nothing(opened: Open) -> None:
+    model = plain(nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 8))
+    tab = opened(costing(model, "macs", {"0": None}).to_html())
+    assert set(widths(tab)) == {"(root)", "2"}
+    reason = "– MACs of 1 call not known (no formula is known for its operators): 0."  # noqa: RUF001
+    assert tab.texts(".left") == [f"{reason} 1 call costs nothing."]
+    assert "; grey: not known" in tab.texts(".ramp")[0]
+    many = plain(*(nn.Linear(8, 8) for _ in range(9)))
+    tab = opened(costing(many, "macs", {str(at): None for at in range(7)}).to_html())
+    assert tab.texts(".left")[0].endswith("0, 1, 2, 3, 4 and 2 more.")
+    tab = opened(plain(nn.Identity()).to_html())
+    tab.page.get_by_label("Size", exact=True).select_option("macs")
+    assert tab.texts(".left") == ["2 calls cost nothing."]
+
+
+def test_the_tree_counts_every_call_that_it_hides(opened: Open) -> None:
+    profile = large(10_000)
+    deep = sum(row.depth == 2 for row in profile)
+    tab = opened(profile.to_html())
+    assert tab.texts(".left") == [f"{deep:,} calls are too narrow or too deep to draw: zoom in."]
+    tab.page.locator(".icicle .node").nth(1).click()
+    assert tab.texts(".left") == [""]
+    tab = opened(
+        costing(plain(nn.Linear(8, 8), nn.Linear(8, 8)), "macs", {"": 100_001, "0": 100_000, "1": 1}).to_html()
+    )
+    assert tab.texts(".left") == ["1 call is too narrow or too deep to draw: zoom in."]
+
+
+def test_the_tree_is_as_wide_as_the_shares_that_it_says(opened: Open) -> None:
+    profile = timed(plain(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)))
+    times: dict[str, float | None] = {"": 0.010, "0": 0.005, "0.0": 0.004, "0.1": 0.004, "1": 0.004}
+    tab = opened(costing(profile, "time_s", times).to_html())
+    # Of 10 ms are 5 a half, and the two of 4 in them are drawn to fit, a quarter each.
+    expected = {"(root)": 1, "0": 0.5, "0.0": 0.25, "0.1": 0.25, "1": 0.4}
+    assert widths(tab) == pytest.approx(expected, abs=1e-3)
+    whole = (
+        "In 1 call the parts take more than the whole, by up to 60.0 % (medians of their own): they are drawn to fit."
+    )
+    assert tab.texts(".left") == [whole]
+    tab.page.locator(".icicle .node").nth(1).hover()
+    said = tab.texts("[id='section:tree'] .said")[0]
+    assert "50.0 % of time" in said
+    assert "The calls inside take 60.0 % more than the whole (medians of their own)." in said
+
+
 def test_the_tree_and_the_table_are_used_by_keyboard(opened: Open, page: str) -> None:
     tab = opened(page)
     tree = tab.page.locator(".icicle")
@@ -213,6 +270,147 @@ def test_a_permalink_shows_its_call(opened: Open, page: str) -> None:
     tab.page.evaluate("location.hash = '#layer1.0.conv1'")
     tab.page.wait_for_function("document.querySelector('#layers tr.on th')?.title === 'layer1.0.conv1'")
     assert tab.page.locator("#layers tr.on").is_visible()
+
+
+def test_a_permalink_that_no_call_has_says_so(opened: Open, page: str) -> None:
+    for at, name in {"#nope.nope": "nope.nope", "#%3Cb%3E": "<b>", "#%E0%A4%A": "%E0%A4%A"}.items():
+        tab = opened(page, at=at)
+        assert tab.texts("[role=alert]") == [f"There is no call '{name}' in this run."]
+        assert tab.page.locator("[role=alert]").is_visible()
+    for good in ("#layer1.0.conv1", "#section:memory"):
+        tab.page.evaluate("hash => { location.hash = hash }", good)
+        tab.page.wait_for_selector("[role=alert]", state="hidden")
+
+
+def test_a_permalink_leads_to_its_row_without_a_script(opened: Open, page: str) -> None:
+    tab = opened(page, at="#layer2.0.conv2", java_script_enabled=False)
+    assert tab.page.locator("#layers tr:has(:target) th").get_attribute("title") == "layer2.0.conv2"
+    assert tab.page.locator("#layers :target").bounding_box()["y"] < 900
+    hostile = hostile_profile()
+    for row in list(hostile)[1:]:
+        link = quote(row.address.replace("\ud800", "\ufffd"), safe="")
+        found = opened(hostile.to_html(), at=f"#{link}", java_script_enabled=False).page.locator(
+            "#layers tr:has(:target)"
+        )
+        assert found.count() == 1, row.address
+
+
+def test_modules_called_as_parts_of_the_page_do_not_break_it(opened: Open) -> None:
+    model = nn.Sequential()
+    for name in ("data", "grid", "layers", "controls", "section:memory", "uPlot"):
+        model.add_module(name, nn.Linear(8, 8))
+    tab = opened(timed(mt.profile(model, "2x8")).to_html(), at="#data")
+    look_at_all(tab)
+    tab.page.wait_for_selector("[id='section:memory'] canvas")
+    assert tab.page.locator("#layers tr.on th").get_attribute("title") == "data"
+
+
+def test_names_are_readable_however_deep(opened: Open) -> None:
+    model: nn.Module = nn.Linear(8, 8)
+    for _ in range(40):
+        model = nn.Sequential(model)
+    page = mt.profile(model, "2x8").to_html()
+    sides = "(name, way) => name.closest('th').getBoundingClientRect()[way] - name.getBoundingClientRect().left"
+    for width, least in ((1200, 90), (400, 40)):
+        tab = opened(page, width=width)
+        names = tab.page.locator("#layers tbody th a").all()
+        assert len(names) == 40
+        assert min(name.evaluate(sides, "right") for name in names) > least
+        steps = [name.evaluate(sides, "left") for name in names]
+        assert steps[:32] == sorted(set(steps[:32]), reverse=True)
+        assert tab.page.locator("#layers tr[data-at='40']").get_attribute("aria-level") == "41"
+        tab.shoot(f"deep-{width}")
+        still = opened(page, width=width, java_script_enabled=False)
+        clipped = "name => name.getBoundingClientRect().right > name.closest('th').getBoundingClientRect().right"
+        assert not any(name.evaluate(clipped) for name in still.page.locator("#layers tbody th a").all())
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_table_that_goes_on_to_the_right_fades_there(opened: Open, page: str, scheme: str) -> None:
+    tab = opened(page, color_scheme=scheme)
+    fades = "grid => getComputedStyle(grid).maskImage !== 'none'"
+    grid = tab.page.locator("#grid")
+    grid.scroll_into_view_if_needed()
+    tab.page.wait_for_selector("#grid.more")
+    assert grid.evaluate(fades)
+    tab.shoot(f"fade-{scheme}")
+    grid.evaluate("grid => { grid.scrollLeft = grid.scrollWidth }")
+    tab.page.wait_for_selector("#grid:not(.more)")
+    assert not grid.evaluate(fades)
+
+
+# Keeps the charts by the ids of their sections; another scheme draws all of them again.
+SPY = """() => {
+  const real = uPlot;
+  window.charts = {};
+  window.uPlot = Object.assign(function (options, data, place) {
+    return charts[place.closest("section").id.slice(8)] = new real(options, data, place);
+  }, real);
+}"""
+
+
+def spied(tab: Tab) -> Tab:
+    look_at_all(tab)
+    tab.page.evaluate(SPY)
+    tab.page.emulate_media(color_scheme="dark")
+    tab.page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return tab
+
+
+def test_the_roof_has_its_corner_and_reaches_both_ends(opened: Open, page: str) -> None:
+    tab = spied(opened(page))
+    x, one, other, roof = tab.page.evaluate("charts.roofline.data.map(series => [...series])")
+    rates = [(at, y) for at, *ys in zip(x, one, other, strict=True) for y in ys if y is not None]
+    peak, speed = max(y for _, y in rates), max(y / at for at, y in rates)
+    corner = min(range(len(x)), key=lambda at: abs(x[at] - peak / speed))
+    assert (x[corner], roof[corner]) == pytest.approx((peak / speed, peak))
+    assert x == sorted(x)
+    assert [x[0], x[-1]] == tab.page.evaluate("[charts.roofline.scales.x.min, charts.roofline.scales.x.max]")
+    assert roof == pytest.approx([min(peak, at * speed) for at in x])
+
+
+def test_every_operator_has_its_width_and_its_number_on_the_axis(opened: Open) -> None:
+    for model in (nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))):
+        profile = mt.profile(model.eval(), "2x8")
+        assert profile.timeline
+        live = list(profile.timeline.live_bytes)
+        tab = spied(opened(profile.to_html()))
+        tab.page.get_by_label("leave out what the model holds").set_checked(False)
+        x, y = tab.page.evaluate("charts.memory.data.map(series => [...series])")
+        assert x == [at + 0.5 for at in range(len(live) + 1)]
+        assert y == [*live, live[-1]]
+        assert tab.page.evaluate("charts.memory.axes[0]._values") == [str(at + 1) for at in range(len(live))]
+        chart = tab.page.locator("[id='section:memory'] .u-over")
+        box = chart.bounding_box()
+        for at in range(len(live)):
+            chart.hover(position={"x": box["width"] * (at + 0.9) / len(live), "y": 50})
+            assert tab.texts("[id='section:memory'] .said")[0].startswith(f"Operator {at + 1} of {len(live)}")
+    tab.page.locator("[id='section:memory']").screenshot(path=ARTIFACTS / "memory.png")
+
+
+def test_changes_within_noise_are_marked_as_a_diff_does(opened: Open, profile: mt.Profile) -> None:
+    near = timed(profile, speed=1.02)
+    moved = costing(near, "time_s", {"stem.0": 1.0})
+    tab = opened(profile.to_html(compare=moved))
+    look_at_all(tab)
+    rows = [text.split("\t") for text in tab.texts("[id='section:compare'] .view tbody tr")]
+    real = {layer.address for layer in profile.diff(moved).layers}
+    assert real == {"stem.0"}
+    assert [row[0] for row in rows if row[-1] != "noise"] == [rows[0][0]] == ["stem.0"]
+    assert len(rows) > 10
+    assert "changes are noise: the middle halves" in tab.texts("[id='section:compare'] .view p")[0]
+    totals = dict(text.split("\t")[::3] for text in tab.texts("[id='section:compare'] > .scroll tbody tr"))
+    assert totals["time"] == "noise"
+    tab.page.locator("[id='section:compare']").screenshot(path=ARTIFACTS / "compare.png")
+
+
+def test_runs_without_a_call_in_common_are_not_called_the_same(opened: Open, profile: mt.Profile) -> None:
+    tab = opened(profile.to_html(compare=mt.profile(*zoo.build("tiny-vit"))))
+    look_at_all(tab)
+    assert tab.texts("[id='section:compare'] .view tbody") == ["No call is in both runs: there is nothing to compare."]
+    tab = opened(profile.to_html(compare=profile))
+    look_at_all(tab)
+    assert tab.texts("[id='section:compare'] .view tbody") == ["No call differs."]
 
 
 #: Exponents of ten: bits a second, seconds, and times as fast.
@@ -252,6 +450,21 @@ def test_the_best_cut_is_the_one_that_the_plan_names(
     tab.page.wait_for_timeout(100)
     ARTIFACTS.mkdir(exist_ok=True)
     view.screenshot(path=ARTIFACTS / "explorer.png")
+
+
+def test_a_line_that_is_off_the_scale_is_said(opened: Open, page: str) -> None:
+    tab = opened(page)
+    tab.page.locator("[id='section:explorer'] .view").scroll_into_view_if_needed()
+    tab.page.wait_for_selector("input[name=cloud]")
+    legend = "[id='section:explorer'] .key span"
+    assert "all on the edge" in tab.texts(legend)
+    for name, value in {"bandwidth_bps": 10, "rtt_s": -4, "edge": -2, "cloud": 3}.items():
+        tab.slide(name, value)
+    tab.page.wait_for_timeout(100)
+    takes = re.search(r"All on the edge takes (.*?),", tab.texts(".verdict")[0])
+    assert takes
+    assert f"all on the edge: {takes[1]}, off the scale" in tab.texts(legend)
+    assert "all on the cloud" in tab.texts(legend)
 
 
 def test_without_a_script_cards_and_table_are_seen(opened: Open, page: str, profile: mt.Profile) -> None:
