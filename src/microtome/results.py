@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from functools import cache, partial
 from importlib import import_module
+from math import isfinite
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
 from microtome.errors import BadFile
 
@@ -124,6 +129,55 @@ def parse(text: str | bytes, what: str) -> Any:
     if data.get("schema") != cls.schema:
         raise BadFile(f"{what} has version {data.get('schema')!r} of a {kind}; this microtome reads {cls.schema}")
     try:
-        return cls.from_dict(data)
+        result = cls.from_dict(data)
+        wrong = _look(cls)(result)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadFile(f"{what} is not a whole {kind}: {type(error).__name__} {error}") from error
+    if wrong is not None:
+        raise BadFile(f"{what} is not a {kind}: {wrong.removeprefix('.')}")
+    return result
+
+
+@cache
+def _look(hint: Any) -> Callable[[Any], str | None]:
+    """What says where a value is not of the type that it is annotated with, and what is there; None where it is.
+
+    Made once of a type, since a profile has a hundred numbers a call. It looks for numbers and texts.
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        look, *others = [_look(part) for part in parts if part is not NoneType]
+        return _nothing if others else lambda value: None if value is None else look(value)
+    if hint in (int, float):
+        return lambda value: None if type(value) in _NUMBERS and isfinite(value) else f" is {value!r}, not a number"
+    if hint is str:
+        return lambda value: None if isinstance(value, str) else f" is {value!r}, not a text"
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return partial(_in_fields, [(field.name, _look(hints[field.name])) for field in fields(hint)])
+    if origin is tuple and parts[1:] == (...,):
+        return partial(_in_items, _look(parts[0]), enumerate)
+    if origin is dict:
+        return partial(_in_items, _look(parts[1]), dict.items)
+    return _nothing
+
+
+_NUMBERS = (int, float)
+
+
+def _nothing(value: Any) -> None:
+    return None
+
+
+def _in_fields(looks: list[tuple[str, Callable[[Any], str | None]]], value: Any) -> str | None:
+    for name, look in looks:
+        if (wrong := look(getattr(value, name))) is not None:
+            return f".{name}{wrong}"
+    return None
+
+
+def _in_items(look: Callable[[Any], str | None], pairs: Callable[[Any], Iterable[Any]], value: Any) -> str | None:
+    for key, part in pairs(value) if look is not _nothing else ():
+        if (wrong := look(part)) is not None:
+            return f"[{key!r}]{wrong}"
+    return None

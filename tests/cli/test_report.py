@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import webbrowser
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,25 @@ def test_a_page_that_cannot_be_written_is_said_in_words(tmp_path: Path) -> None:
     assert f"Error: cannot write '{tmp_path}/none/x.html': No such file or directory" in result.output
     with pytest.raises(BadFile, match=r"cannot write '.*/none/x.html': No such file or directory"):
         p.to_html(tmp_path / "none" / "x.html")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"macs": "many"}, "calls[1].macs is 'many', not a number"),
+        ({"time_s": float("nan")}, "calls[1].time_s is nan, not a number"),
+        ({"params": None}, "calls[1].params is None, not a number"),
+        ({"type": 7}, "calls[1].type is 7, not a text"),
+        ({"own": {"flops": [1]}}, "calls[1].own.flops is [1], not a number"),
+    ],
+)
+def test_a_profile_with_a_wrong_value_is_refused_with_its_file_and_field(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    data = json.loads(mt.profile(*zoo.build("tiny-resnet")).to_json())
+    data["calls"][1] |= change
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(data))
+    result = run("report", file, "-o", tmp_path / "x.html")
+    assert result.exit_code == 2
+    assert result.stderr == f"Error: '{file}' is not a profile: {message}\n"
