@@ -125,7 +125,7 @@ def parse(text: str | bytes, what: str) -> Any:
     if not isinstance(kind, str) or kind not in _KINDS:
         raise BadFile(f"{what} holds no result of microtome: its 'kind' is {kind!r}, not {' or '.join(_KINDS)}")
     module, name = _KINDS[kind]
-    cls: type[Result] = getattr(import_module(module), name)
+    cls: Any = getattr(import_module(module), name)
     if data.get("schema") != cls.schema:
         raise BadFile(f"{what} has version {data.get('schema')!r} of a {kind}; this microtome reads {cls.schema}")
     try:
