@@ -46,6 +46,7 @@ def test_json_csv_and_markdown_go_to_files_or_to_the_terminal(tmp_path: Path) ->
     rows = list(csv.DictReader(io.StringIO(names[1].read_text())))
     assert [row["at"] for row in rows] == [cut.at for cut in found]
     assert "| **`patch_embed`** |" in names[2].read_text()
+    assert f"written: {names[0]} (" in result.stderr
     assert json.loads(run("cuts", "zoo:tiny-vit", "--json", "-").stdout)["kind"] == "cuts"
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import microtome as mt
 from microtome import zoo
 from microtome.cli import main
+from microtome.units import size
 
 
 def run(*words: Any) -> Result:
@@ -48,12 +49,15 @@ def test_json_csv_and_markdown_go_to_files_or_to_the_terminal(tmp_path: Path) ->
     files = tmp_path / "p.json", tmp_path / "p.csv", tmp_path / "p.md"
     result = run("zoo:tiny-vit", "--json", files[0], "--csv", files[1], "--md", files[2], "--backward")
     assert result.exit_code == 0
-    assert "total" in result.output
+    assert "total" in result.stdout
+    told = ", ".join(f"{file} ({size(file.stat().st_size)})" for file in files)
+    assert result.stderr.endswith(f"written: {told}\n")
     assert mt.load(files[0]) == mt.profile(*zoo.build("tiny-vit"), backward=True)
     assert next(csv.DictReader(io.StringIO(files[1].read_text())))["type"] == "ViT"
     assert files[2].read_text().startswith("**ViT**")
     alone = run("zoo:tiny-vit", "--json", "-")
     assert json.loads(alone.stdout)["model"] == "ViT"
+    assert "written" not in alone.stderr
 
 
 def test_convention_columns_training_and_meta() -> None:
