@@ -56,6 +56,13 @@ def test_a_small_plan_is_drawn_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(len(line) <= 80 for line in drawn.splitlines())
 
 
+def test_columns_that_are_left_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "no room for: codec, passes/s, energy" in str(planned())
+    monkeypatch.setenv("COLUMNS", "140")
+    assert "no room for" not in str(planned())
+
+
 def test_the_winner_is_said_with_its_terms_and_what_else_there_was() -> None:
     drawn = str(planned())
     assert "all on cloud, input by zstd: 1.44 s = send to cloud 600 ms + cloud 700 ms + back from cloud 140 ms" in drawn

@@ -63,8 +63,10 @@ def renderable(plan: Plan, width: int | None = None, top: int = _ROWS) -> Any:
         style = "dim" if row.refused else "bold green" if row is plan.winner else ""
         marked = f"{'*' if row is plan.winner else ' '} {shortened(printable(row.name), _WHERE)}"
         table.add_row(Text(marked), *(Text(cells[name][at]) for name in chosen), style=style)
-    notes = Text("\n".join(map(printable, notes_of(plan, rows))), style="dim")
-    return Stack(Text(printable(title_of(plan)), style="italic"), table, Text(""), Text(_chart(plan, width)), notes)
+    left_out = ", ".join(column.header for name, column in columns.items() if name not in chosen)
+    notes = [*notes_of(plan, rows), *([f"no room for: {left_out}"] if left_out else [])]
+    below = Text("\n".join(map(printable, notes)), style="dim")
+    return Stack(Text(printable(title_of(plan)), style="italic"), table, Text(""), Text(_chart(plan, width)), below)
 
 
 def text(plan: Plan, top: int = _ROWS) -> str:
