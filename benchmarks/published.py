@@ -49,9 +49,10 @@ class Published:
     def giga_macs(self) -> float:
         return float(self.weights.meta["_ops"])
 
-    def build(self) -> nn.Module:
+    def build(self, device: str = "meta") -> nn.Module:
         """The model as it is made for the weights, with random ones; on meta tensors where it can be made there."""
-        device = "cpu" if self.kind == "detection" or self.name.startswith("regnet") else "meta"
+        if self.kind == "detection" or self.name.startswith("regnet"):
+            device = "cpu"
         weights, options = self.weights, {}
         if self.kind == "quantization":  # before it is quantised: the same layers
             weights, options = None, {"quantize": False}
