@@ -85,10 +85,27 @@ def test_a_bar_has_a_part_for_each_device_and_one_between(monkeypatch: pytest.Mo
     assert "█" not in bars["all on cloud, input by zstd"]
 
 
-def test_bars_that_are_much_longer_than_the_best_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def chart(plan: mt.Plan) -> list[str]:
+    """The lines of the chart."""
+    lines = str(plan).partition("latency in")[2].splitlines()[1:]
+    return [line for line in lines if any(ink in line for ink in "█▓░")]
+
+
+def test_a_bar_that_is_much_longer_than_most_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    drawn = str(planned(cloud=made.profile([1e-3, 1e-3, 1e-3]), link=mt.Link("1Gbps")))
-    assert any(line.endswith("█→") for line in drawn.splitlines())
+    cuts = made.cuts([400_000, 400, 40])  # the first takes 400 s to send, and nothing else as much as 10 s
+    bars = chart(mt.plan(cuts, edge=EDGE, cloud=CLOUD, link=mt.Link("8Kbps"), costs=made.costs(cuts)))
+    assert [line[2:4] for line in bars if line.endswith("░→")] == ["l0"]
+
+
+def test_where_the_best_is_far_ahead_the_others_have_all_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    fast = made.profile([0.01, 0.02, 0.04])  # 70 ms on the edge alone, and 10 s there and back
+    bars = chart(planned(edge=fast, cloud=fast, link=mt.Link("8Kbps", rtt="10s")))
+    assert all(len(line) <= 80 for line in bars)
+    assert not any("→" in line for line in bars)
+    (middle,) = [line for line in bars if line[2:4] == "l1"]
+    assert {"█", "▓", "░"} <= set(middle)
 
 
 def test_many_cuts_are_sampled_in_the_chart_with_the_winner() -> None:

@@ -20,7 +20,7 @@ from microtome.units import UNKNOWN, count, joules, rate, ratio, seconds, size
 
 #: How many candidates a table shows beside those that are always there, and how many cuts a chart.
 _ROWS, _BARS = 8, 20
-#: A bar that is longer than so many times the shortest is cut off.
+#: A bar that is longer than so many times that in the middle is cut off.
 _LONGEST = 6
 #: How a device's part of a bar is drawn, in the order of the chain, and how codecs and links are.
 _INKS, _WIRE = "█▓▒▚", "░"
@@ -160,8 +160,8 @@ def _chart(plan: Plan, width: int) -> str:
     rows = _over_cuts(plan)
     names = min(max(len(row.name) for row in rows), max(2 * width // 5, 12), _WHERE)
     room = width - names - 13
-    best = min(row.latency_s for row in rows)
-    whole = min(max(row.latency_s for row in rows), _LONGEST * best) or 1.0
+    latencies = sorted(row.latency_s for row in rows)
+    whole = min(latencies[-1], _LONGEST * latencies[len(latencies) // 2]) or 1.0
     lines = []
     for row in rows:
         mark = "*" if row is plan.winner else " "
@@ -173,13 +173,15 @@ def _chart(plan: Plan, width: int) -> str:
 
 
 def _bar(plan: Plan, row: Candidate, whole: float, room: int) -> str:
+    """The parts of a latency; that of a device that runs anything has one sign at least."""
     devices = list(plan.devices)
     drawn, at_s = "", 0.0
     for step in row.steps:
         at_s += step.seconds
-        ink = _INKS[devices.index(step.where) % len(_INKS)] if step.what == "run" else _WIRE
-        drawn += ink * max(round(room * at_s / whole) - len(drawn), 0)
-    return drawn if len(drawn) <= room else drawn[: room - 1] + _CUT_OFF
+        runs = step.what == "run"
+        ink = _INKS[devices.index(step.where) % len(_INKS)] if runs else _WIRE
+        drawn += ink * max(round(room * at_s / whole) - len(drawn), int(runs and step.seconds > 0))
+    return drawn[:room] if row.latency_s <= whole else drawn[: room - 1] + _CUT_OFF
 
 
 def _over_cuts(plan: Plan) -> list[Candidate]:
