@@ -42,14 +42,14 @@ def wide(count: int, refused: tuple[Cut, ...] = ()) -> mt.Cuts:
 
 GOLDEN = """\
 Sequential on 4x6:float32: 3 cuts
-           ┃        ┃       ┃ head ┃ tail ┃   head ┃   tail ┃
-cut        ┃ module ┃ bytes ┃ MACs ┃ MACs ┃ params ┃ params ┃ crosses
-━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━╇━━━━━━╇━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━
-  (input)  │        │  96 B │      │      │        │        │ args[0]
-* 0        │ Linear │ 128 B │  192 │   96 │     56 │     27 │ itself
-  1        │ ReLU   │ 128 B │  192 │   96 │     56 │     27 │ itself
-* 2        │ Linear │  48 B │  288 │    0 │     83 │      0 │ itself
-  (output) │        │  48 B │      │      │        │        │
+           ┃        ┃       ┃          ┃ head ┃ tail ┃   head ┃   tail ┃
+cut        ┃ module ┃ bytes ┃          ┃ MACs ┃ MACs ┃ params ┃ params ┃ crosses
+━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━╇━━━━━━━━━━╇━━━━━━╇━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━
+  (input)  │        │  96 B │ ██████   │      │      │        │        │ args[0]
+* 0        │ Linear │ 128 B │ ████████ │  192 │   96 │     56 │     27 │ itself
+  1        │ ReLU   │ 128 B │ ████████ │  192 │   96 │     56 │     27 │ itself
+* 2        │ Linear │  48 B │ ███      │  288 │    0 │     83 │      0 │ itself
+  (output) │        │  48 B │ ███      │      │      │        │        │
 fewest bytes: 2, 48 B; the first with fewer than the input's 96 B: 2
 *: sends fewer bytes than every cut before it
 read from a run on meta tensors
@@ -83,7 +83,18 @@ def test_no_line_of_the_table_wraps(unet: mt.Cuts, which: str, columns: int, mon
 def test_what_there_is_no_room_for_is_said(unet: mt.Cuts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     assert "no room for: module, tail MACs, head params" in text(unet)
+    monkeypatch.setenv("COLUMNS", "50")
     assert "itself +2" in text(unet)
+
+
+def test_a_terminal_of_80_columns_has_bars_of_what_crosses(unet: mt.Cuts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    cells = {
+        line.split("│")[0].strip("* "): line.split("│")[2].strip() for line in text(unet).splitlines() if "│" in line
+    }
+    most = max(unet, key=lambda cut: cut.nbytes)
+    assert cells[most.at] == "█" * 8
+    assert cells["head"] < cells[most.at]
 
 
 def test_of_hundreds_of_cuts_those_of_little_depth_and_those_marked_are_shown() -> None:
@@ -149,7 +160,7 @@ def test_markdown_has_every_cut_with_full_names(unet: mt.Cuts) -> None:
     assert len(rows) == 2 + len(unet)
     assert {line.count("|") for line in rows} == {9}
     assert "| `down.0`, `down.1`, `up.deep` |" in table
-    assert "| **head** |" in table
+    assert "| **`head`** |" in table
     assert "- bold: sends fewer bytes" in table
     assert len([line for line in markdown(unet, View(depth=1)).splitlines() if line.startswith("| ")]) == 2 + 10
     assert unet.to_markdown() == table

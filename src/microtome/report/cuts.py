@@ -12,7 +12,7 @@ from rich.console import Group as Stack
 from rich.table import Table
 from rich.text import Text
 
-from microtome.report.terminal import code, escaped, fitted, plain_text, printable, shortened
+from microtome.report.terminal import bar, code, escaped, fitted, plain_text, printable, shortened
 from microtome.split.data import Cut, Cuts, Live
 from microtome.units import count, shape, size
 
@@ -23,6 +23,8 @@ _REASONS, _PLACES = 4, 3
 #: The widest and the narrowest that names of what crosses are shown, and to what a single name may be shortened.
 _NAMES, _FEW, _READABLE = 48, 10, 16
 _MARK = "*"
+#: How long the bar of the most bytes is.
+_BAR = 8
 _INPUT, _OUTPUT = "(input)", "(output)"
 
 
@@ -54,7 +56,7 @@ _COLUMNS = {
     "tail_params": _Column(("tail", "params"), lambda cut: count(cut.tail_params)),
 }
 #: The first are left out last where a terminal is too narrow; the kind of module is shown where there is room to spare.
-_IMPORTANCE = ("bytes", "head_macs", "crosses", "tail_params", "tail_macs", "head_params")
+_IMPORTANCE = ("bytes", "head_macs", "crosses", "bar", "tail_params", "tail_macs", "head_params")
 
 
 def renderable(cuts: Cuts, view: View | None = None, width: int = 140) -> Any:
@@ -132,21 +134,24 @@ def _table(cuts: Cuts, rows: Sequence[Cut], layout: _Layout) -> Table:
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("\ncut", no_wrap=True, min_width=layout.where + 2)
     for name in layout.columns:
-        left: Any = "left" if name in ("type", "crosses") else "right"
-        table.add_column(_header(name, "\n"), justify=left, no_wrap=True, min_width=layout.widths[name])
+        left: Any = "left" if name in ("type", "bar", "crosses") else "right"
+        ink = "green" if name == "bar" else ""
+        table.add_column(_header(name, "\n"), justify=left, style=ink, no_wrap=True, min_width=layout.widths[name])
+    most = max(cuts.input_bytes, cuts.output_bytes, *(cut.nbytes for cut in rows))
 
-    def add(name: str, values: dict[str, str], style: str = "") -> None:
+    def add(name: str, nbytes: int, values: dict[str, str], style: str = "") -> None:
+        values |= {"bytes": size(nbytes), "bar": bar(nbytes, most, _BAR)}
         table.add_row(*map(Text, (name, *(values.get(column, "") for column in layout.columns))), style=style)
 
     room = layout.widths["crosses"]
     taken = _names([printable(live.name) for live in cuts.inputs], room)
-    add(f"  {_INPUT}", {"bytes": size(cuts.input_bytes), "crosses": taken}, "dim")
+    add(f"  {_INPUT}", cuts.input_bytes, {"crosses": taken}, "dim")
     for cut in rows:
         values = {name: column.cell(cut) for name, column in _COLUMNS.items()}
         values["crosses"] = _names(_crossing(cut), room)
         marked = f"{_MARK if cut.dominates else ' '} {shortened(printable(cut.at), layout.where)}"
-        add(marked, values, "bold" if cut.dominates else "")
-    add(f"  {_OUTPUT}", {"bytes": size(cuts.output_bytes)}, "dim")
+        add(marked, cut.nbytes, values, "bold" if cut.dominates else "")
+    add(f"  {_OUTPUT}", cuts.output_bytes, {}, "dim")
     return table
 
 
@@ -173,11 +178,11 @@ def _layout(cuts: Cuts, rows: Sequence[Cut], width: int) -> _Layout:
     widths = {name: _width(column, rows) for name, column in _COLUMNS.items()}
     widths["bytes"] = max(widths["bytes"], len(size(cuts.input_bytes)), len(size(cuts.output_bytes)))
     wanted = min(max((len(", ".join(_crossing(cut))) for cut in rows), default=0), _NAMES)
-    widths["crosses"] = _FEW
+    widths |= {"crosses": _FEW, "bar": _BAR}
     longest = max((len(cut.at) for cut in rows), default=0)
     where = max(min(longest, width * 9 // 20), len(_OUTPUT))
     room = width - where - 2
-    every = (*_COLUMNS, "crosses")
+    every = ("type", "bytes", "bar", *(name for name in _COLUMNS if name not in ("type", "bytes")), "crosses")
     columns = fitted(every, widths, _IMPORTANCE, room)
     if "crosses" in columns:
         room -= sum(widths[name] + 3 for name in columns) - _FEW
@@ -192,7 +197,7 @@ def _width(column: _Column, rows: Sequence[Cut]) -> int:
 
 
 def _header(name: str, between: str = " ") -> str:
-    words = _COLUMNS[name].header if name in _COLUMNS else ("", "crosses")
+    words = _COLUMNS[name].header if name in _COLUMNS else ("", "" if name == "bar" else name)
     return between.join(words) if between == "\n" else between.join(filter(None, words))
 
 
