@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from importlib import import_module
-from math import isfinite
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
@@ -118,7 +117,7 @@ def parse(text: str | bytes, what: str) -> Any:
         what: Where the text comes from, for errors.
     """
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_constant=str)  # NaN and Infinity, which are no numbers of JSON
     except (ValueError, RecursionError) as error:
         raise BadFile(f"{what} is not JSON: {error}") from error
     kind = data.get("kind") if isinstance(data, dict) else None
@@ -149,7 +148,7 @@ def _look(hint: Any) -> Callable[[Any], str | None]:
         look, *others = [_look(part) for part in parts if part is not NoneType]
         return _nothing if others else lambda value: None if value is None else look(value)
     if hint in (int, float):
-        return lambda value: None if type(value) in _NUMBERS and isfinite(value) else f" is {value!r}, not a number"
+        return lambda value: None if type(value) in _NUMBERS else f" is {value!r}, not a number"
     if hint is str:
         return lambda value: None if isinstance(value, str) else f" is {value!r}, not a text"
     if is_dataclass(hint):

@@ -120,7 +120,7 @@ def test_a_page_that_cannot_be_written_is_said_in_words(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"macs": "many"}, "calls[1].macs is 'many', not a number"),
-        ({"time_s": float("nan")}, "calls[1].time_s is nan, not a number"),
+        ({"time_s": float("nan")}, "calls[1].time_s is 'NaN', not a number"),
         ({"params": None}, "calls[1].params is None, not a number"),
         ({"type": 7}, "calls[1].type is 7, not a text"),
         ({"own": {"flops": [1]}}, "calls[1].own.flops is [1], not a number"),
