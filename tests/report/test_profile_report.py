@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -30,14 +31,14 @@ def rows(table: str) -> list[list[str]]:
 
 GOLDEN = """\
 Sequential on Inputs(4x6:float32)
-call   ┃ module     ┃ output ┃ params ┃ MACs ┃ FLOPs ┃ FLOPs share      ┃ moved ┃  peak
-━━━━━━━╇━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━╇━━━━━━━╇━━━━━━━━━━━━━━━━━━╇━━━━━━━╇━━━━━━
-(root) │ Sequential │ 4x3    │     83 │  288 │   652 │ ████████ 100.0 % │ 988 B │ 604 B
-  0    │ Linear     │ 4x8    │     56 │  192 │   416 │ █████▏    63.8 % │ 448 B │ 556 B
-  1    │ ReLU       │ 4x8    │      0 │    0 │    32 │ ▍          4.9 % │ 256 B │ 556 B
-  2    │ Linear     │ 4x3    │     27 │   96 │   204 │ ██▌       31.3 % │ 284 B │ 604 B
-───────┼────────────┼────────┼────────┼──────┼───────┼──────────────────┼───────┼──────
-total  │            │ 4x3    │     83 │  288 │   652 │                  │ 988 B │ 604 B
+call   ┃ module     ┃ output ┃ params ┃ MACs ┃ FLOPs ┃ FLOPs share      ┃ moved B ┃ peak B
+━━━━━━━╇━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━╇━━━━━━━╇━━━━━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━
+(root) │ Sequential │ 4x3    │     83 │  288 │   652 │ ████████ 100.0 % │     988 │    604
+  0    │ Linear     │ 4x8    │     56 │  192 │   416 │ █████▏    63.8 % │     448 │    556
+  1    │ ReLU       │ 4x8    │      0 │    0 │    32 │ ▍          4.9 % │     256 │    556
+  2    │ Linear     │ 4x3    │     27 │   96 │   204 │ ██▌       31.3 % │     284 │    604
+───────┼────────────┼────────┼────────┼──────┼───────┼──────────────────┼─────────┼───────
+total  │            │ 4x3    │     83 │  288 │   652 │                  │     988 │    604
 83 parameters (83 trainable, 332 B); 288 MACs; 652 FLOPs (microtome convention)
 counted: 100.0% of 6 operators, on meta tensors, with gradients: memory holds what a backward would need"""
 
@@ -58,7 +59,7 @@ def test_the_tree_is_indented_and_ends_with_the_total(p: mt.Profile) -> None:
 
 def test_tied_parameters_are_in_brackets(p: mt.Profile) -> None:
     (head,) = [line for line in rows(str(p)) if line[0] == "lm_head"]
-    assert "(2.05 k)" in head
+    assert "(2,048)" in head
     assert "parameters in brackets are counted elsewhere" in str(p)
 
 
@@ -180,9 +181,33 @@ def test_it_is_said_where_rows_are_without_the_layers_inside_them(p: mt.Profile)
         assert "(own): without the layers inside it, which have rows of their own" in text(p, view)
 
 
+def test_numbers_of_a_column_have_one_unit_unless_the_small_would_be_lost(
+    p: mt.Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed(*seconds: float) -> list[str]:
+        calls = tuple(replace(row, time_s=time) for row, time in zip(p.calls, seconds, strict=False))
+        table = text(replace(p, calls=calls), View(columns=("time",), depth=1))
+        lines = [line.replace("┃", "│") for line in table.splitlines()]
+        return [line.split("│")[1].strip() for line in lines if "│" in line]
+
+    monkeypatch.setenv("COLUMNS", "80")
+    assert timed(2.05e-3, 396e-6) == ["time ms", "2.05", "0.40", "2.05"]
+    assert timed(2.05e-3, 4.1e-6) == ["time us", "2,050.0", "4.1", "2,050.0"]
+    assert timed(2.05, 0.0, 4.1e-9) == ["time", "2.05 s", "0 s", "4 ns", "2.05 s"]
+
+
+def test_times_have_the_bars_where_they_were_measured(p: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    calls = tuple(replace(row, time_s=1e-3 if row.depth else 4e-3) for row in p)
+    shown = text(replace(p, calls=calls), View(depth=1))
+    assert "│ ██        25.0 %" in shown
+    assert "FLOPs share" in shown.partition("no room for")[2]
+    assert "█" not in markdown(replace(p, calls=calls))
+
+
 def test_views_choose_columns(p: mt.Profile) -> None:
     head = text(p, View(columns=("macs", "madds", "intensity", "dtype", "inputs"))).splitlines()[1]
-    assert [cell.strip() for cell in head.split("┃")] == ["call", "MACs", "MAdds", "FLOPs/B", "dtype", "input"]
+    assert [cell.strip() for cell in head.split("┃")] == ["call", "MACs k", "MAdds k", "FLOPs/B", "dtype", "input"]
     with pytest.raises(BadQuery, match="there is no column 'speed': write one of type"):
         text(p, View(columns=("speed",)))
     with pytest.raises(BadQuery, match="there is no column 'speed' to sort by"):

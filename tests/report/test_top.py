@@ -86,5 +86,5 @@ def test_the_largest_number_has_three_digits_in_the_unit_of_all() -> None:
     scale = shared([1536.0, 10 * 1024.0], "bytes")
     assert (scale.unit, scale.write(1536.0), scale.write(10240.0)) == ("KiB", "1.5", "10.0")
     assert shared([], "seconds").write(None) == "–"  # noqa: RUF001
-    assert shared([0.0], "joules").write(0.0) == "0.00"
+    assert shared([0.0], "joules").write(0.0) == "0"
     assert shared([12.0], "count") == (1.0, "", 0)

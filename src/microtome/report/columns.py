@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from microtome.errors import BadQuery, said
 from microtome.measure.spread import Spread
 from microtome.profile import Profile, Row
 from microtome.profile.files import flat
-from microtome.report.terminal import bar
+from microtome.report.scale import Kind
 from microtome.units import UNKNOWN, count, joules, ratio, seconds, shape, share, size, watts
+
+Write = Callable[[Any], str]
+
+#: How a number is written in a unit of its own.
+_EACH: dict[Kind, Write] = {"count": count, "bytes": size, "seconds": seconds, "joules": joules, "watts": watts}
+
+
+class Numbers(NamedTuple):
+    """The numbers of a column's cells, which can have a unit in common.
+
+    Attributes:
+        of: Those of a row.
+        text: A cell with its numbers written in a given way.
+    """
+
+    kind: Kind
+    of: Callable[[Any], tuple[float | None, ...]]
+    text: Callable[[Any, Write], str]
 
 
 @dataclass(frozen=True)
@@ -20,24 +38,36 @@ class Column:
 
     Attributes:
         needs: The quantity that a profile must have for the column to be shown unasked; None: any has it.
+        numbers: None where the cells hold none, or such as have no unit.
     """
 
     header: str
     cell: Callable[[Any, Profile], str]
     right: bool = True
     needs: str | None = None
+    numbers: Numbers | None = None
 
 
-def _amount(name: str, write: Callable[[Any], str], header: str, *, measured: bool = False) -> Column:
-    return Column(header, lambda row, _: write(getattr(row, name, None)), needs=name if measured else None)
+def _numbers(numbers: Numbers, header: str, needs: str | None = None) -> Column:
+    each = _EACH[numbers.kind]
+    return Column(header, lambda row, _: numbers.text(row, each), needs=needs, numbers=numbers)
+
+
+def _amount(name: str, kind: Kind, header: str, *, measured: bool = False) -> Column:
+    def of(row: Any) -> Any:
+        return getattr(row, name, None)
+
+    return _numbers(
+        Numbers(kind, lambda row: (of(row),), lambda row, write: write(of(row))), header, name if measured else None
+    )
 
 
 def _load(name: str, header: str, write: Callable[[Any], str]) -> Column:
     return Column(header, lambda row, _: write(getattr(getattr(row, "load", None), name, None)), needs="load")
 
 
-def _part(of: str, header: str) -> Column:
-    return Column(header, lambda row, profile: share(getattr(row, of), getattr(profile.total, of)), needs=of)
+def _part(of: str, header: str, needs: str | None = None) -> Column:
+    return Column(header, lambda row, profile: share(getattr(row, of), getattr(profile.total, of)), needs=needs)
 
 
 def _per_cent(part: float | None) -> str:
@@ -47,10 +77,17 @@ def _per_cent(part: float | None) -> str:
 _BOUND = {None: UNKNOWN, True: "launch", False: "device"}
 
 
-def _flops_share(row: Any, profile: Profile) -> str:
-    whole = profile.total.flops
-    return f"{bar(row.flops, whole)} {share(row.flops, whole):>7}" if whole else UNKNOWN
+def _params(row: Any, write: Write) -> str:
+    shared = getattr(row, "shared_params", 0)
+    if not shared:
+        return write(row.params)
+    return f"{write(row.params)} (+{write(shared)})" if row.params else f"({write(shared)})"
 
+
+_PARAMS = Numbers("count", lambda row: (row.params, getattr(row, "shared_params", 0)), _params)
+
+#: The quantities that columns are shares of.
+SHARES = {"share": "flops", "time_share": "time_s", "device_share": "device_s", "energy_share": "energy_j"}
 
 COLUMNS = {
     "type": Column("module", lambda row, _: getattr(row, "type", ""), right=False),
@@ -58,41 +95,41 @@ COLUMNS = {
     "inputs": Column("input", lambda row, _: _shapes(getattr(row, "inputs", ())), right=False),
     "outputs": Column("output", lambda row, _: _shapes(getattr(row, "outputs", ())), right=False),
     "dtype": Column("dtype", lambda row, _: " ".join(dict.fromkeys(t.dtype for t in row.outputs)), right=False),
-    "params": Column("params", lambda row, _: _params(row)),
-    "share": Column("FLOPs share", _flops_share, right=False),
+    "params": _numbers(_PARAMS, "params"),
+    "share": _part("flops", "FLOPs share"),
     "intensity": Column("FLOPs/B", lambda row, _: ratio(row.intensity)),
-    "output_bytes": _amount("output_bytes", size, "output"),
-    "peak_bytes": _amount("peak_bytes", size, "peak"),
-    "moved_bytes": _amount("moved_bytes", size, "moved"),
-    "trainable_params": _amount("trainable_params", count, "trainable"),
-    "param_bytes": _amount("param_bytes", size, "weights"),
-    "buffer_bytes": _amount("buffer_bytes", size, "buffers"),
-    "macs": _amount("macs", count, "MACs"),
-    "flops": _amount("flops", count, "FLOPs"),
-    "madds": _amount("madds", count, "MAdds"),
-    "read_bytes": _amount("read_bytes", size, "read"),
-    "write_bytes": _amount("write_bytes", size, "written"),
-    "backward_macs": _amount("backward_macs", count, "bwd MACs"),
-    "backward_flops": _amount("backward_flops", count, "bwd FLOPs", measured=True),
-    "saved_bytes": _amount("saved_bytes", size, "saved", measured=True),
-    "time": _amount("time_s", seconds, "time", measured=True),
-    "time_share": _part("time_s", "time share"),
+    "output_bytes": _amount("output_bytes", "bytes", "output"),
+    "peak_bytes": _amount("peak_bytes", "bytes", "peak"),
+    "moved_bytes": _amount("moved_bytes", "bytes", "moved"),
+    "trainable_params": _amount("trainable_params", "count", "trainable"),
+    "param_bytes": _amount("param_bytes", "bytes", "weights"),
+    "buffer_bytes": _amount("buffer_bytes", "bytes", "buffers"),
+    "macs": _amount("macs", "count", "MACs"),
+    "flops": _amount("flops", "count", "FLOPs"),
+    "madds": _amount("madds", "count", "MAdds"),
+    "read_bytes": _amount("read_bytes", "bytes", "read"),
+    "write_bytes": _amount("write_bytes", "bytes", "written"),
+    "backward_macs": _amount("backward_macs", "count", "bwd MACs"),
+    "backward_flops": _amount("backward_flops", "count", "bwd FLOPs", measured=True),
+    "saved_bytes": _amount("saved_bytes", "bytes", "saved", measured=True),
+    "time": _amount("time_s", "seconds", "time", measured=True),
+    "time_share": _part("time_s", "time share", needs="time_s"),
     "spread": Column("95 % interval", lambda row, _: interval(getattr(row, "spreads", {}).get("time_s"))),
-    "device_time": _amount("device_s", seconds, "device", measured=True),
-    "device_share": _part("device_s", "device share"),
+    "device_time": _amount("device_s", "seconds", "device", measured=True),
+    "device_share": _part("device_s", "device share", needs="device_s"),
     "device_spread": Column("device 95 %", lambda row, _: interval(getattr(row, "spreads", {}).get("device_s"))),
     "bound": Column(
         "bound", lambda row, _: _BOUND[getattr(row, "is_launch_bound", None)], right=False, needs="device_s"
     ),
-    "backward_time": _amount("backward_s", seconds, "bwd time", measured=True),
-    "backward_device": _amount("backward_device_s", seconds, "bwd device", measured=True),
-    "energy": _amount("energy_j", joules, "energy", measured=True),
-    "energy_share": _part("energy_j", "energy share"),
-    "net_energy": _amount("net_energy_j", joules, "net energy", measured=True),
+    "backward_time": _amount("backward_s", "seconds", "bwd time", measured=True),
+    "backward_device": _amount("backward_device_s", "seconds", "bwd device", measured=True),
+    "energy": _amount("energy_j", "joules", "energy", measured=True),
+    "energy_share": _part("energy_j", "energy share", needs="energy_j"),
+    "net_energy": _amount("net_energy_j", "joules", "net energy", measured=True),
     "energy_spread": Column(
         "energy 95 %", lambda row, _: interval(getattr(row, "spreads", {}).get("energy_j"), joules)
     ),
-    "measured_peak": _amount("measured_peak_bytes", size, "measured peak", measured=True),
+    "measured_peak": _amount("measured_peak_bytes", "bytes", "measured peak", measured=True),
     "cpu": _load("cpu", "CPU", _per_cent),
     "gpu": _load("gpu", "GPU", _per_cent),
     "memory": _load("memory", "memory", _per_cent),
@@ -162,13 +199,6 @@ def columns_of(by: str | None) -> tuple[str, ...]:
 def _shapes(tensors: Sequence[Any]) -> str:
     shown = [shape(tensor.shape) for tensor in tensors[:2]]
     return ", ".join(shown) + (", …" if len(tensors) > 2 else "")
-
-
-def _params(row: Any) -> str:
-    shared = getattr(row, "shared_params", 0)
-    if not shared:
-        return count(row.params)
-    return f"{count(row.params)} (+{count(shared)})" if row.params else f"({count(shared)})"
 
 
 def interval(spread: Spread | None, write: Callable[[float], str] = seconds) -> str:

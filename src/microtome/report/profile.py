@@ -6,7 +6,7 @@ import csv as csv_format
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Group as Stack
 from rich.table import Table
@@ -16,9 +16,10 @@ from microtome.errors import BadQuery
 from microtome.profile import Group, Profile, Row
 from microtome.profile.files import flat
 from microtome.profile.rows import AMOUNTS
-from microtome.report.columns import COLUMNS, REGISTERED, columns_of, of_registered
+from microtome.report.columns import COLUMNS, REGISTERED, SHARES, columns_of, of_registered
 from microtome.report.notes import notes_of
-from microtome.report.terminal import code, escaped, fitted, plain_text, printable, shortened
+from microtome.report.scale import spanning
+from microtome.report.terminal import bar, code, escaped, fitted, plain_text, printable, shortened
 from microtome.units import UNKNOWN
 
 #: A table that is not told how deep to go shows at most about this many rows.
@@ -51,7 +52,7 @@ class View:
 
 
 #: The first are left out last where a terminal is too narrow.
-_SHOWN = ("flops", "time", "device_time", "energy", "measured_peak", "time_share", "backward_time", "bound", "net_energy", "cpu", "gpu", "watts", "backward_flops", "params", "saved_bytes", "type", "share", "macs", "outputs", "moved_bytes", "peak_bytes", "device_share", "backward_device", "energy_share", "memory", "gpu_memory")  # fmt: skip  # noqa: E501
+_SHOWN = ("flops", "time", "device_time", "energy", "measured_peak", "device_share", "time_share", "backward_time", "bound", "net_energy", "cpu", "gpu", "watts", "backward_flops", "params", "saved_bytes", "type", "share", "macs", "outputs", "moved_bytes", "peak_bytes", "backward_device", "energy_share", "memory", "gpu_memory")  # fmt: skip  # noqa: E501
 _ORDER = ("runs", "type", "outputs", "params", "macs", "flops", "share", "time", "time_share", "device_time", "device_share", "bound", "backward_flops", "backward_time", "backward_device", "energy", "energy_share", "net_energy", "saved_bytes", "moved_bytes", "peak_bytes", "measured_peak", "cpu", "gpu", "memory", "gpu_memory", "watts")  # fmt: skip  # noqa: E501
 
 
@@ -70,9 +71,9 @@ class _Lines:
 
 def renderable(profile: Profile, view: View | None = None, width: int | None = None) -> Any:
     """What rich draws: the table, and under it what it rests on."""
-    lines = _lines(profile, view or View(), width)
+    lines = _lines(profile, view or View(), width, is_drawn=True)
     table = Table(show_edge=False, pad_edge=False)
-    styles = {"type": "cyan", "share": "green", "outputs": "dim"}
+    styles = {"type": "cyan", "outputs": "dim"} | dict.fromkeys(SHARES, "green")
     for at, (name, header, right) in enumerate(zip(("", *lines.columns), lines.headers, lines.right, strict=True)):
         width_ = max(len(header), *(len(row[at]) for row in (*lines.rows, lines.total)))
         justify: Literal["left", "right"] = "right" if right else "left"
@@ -93,8 +94,8 @@ def text(profile: Profile, view: View | None = None) -> str:
 
 def markdown(profile: Profile, view: View | None = None) -> str:
     view = _whole_tree(profile, view or View())
-    lines = _lines(profile, view, None)
-    rows = [[_span(name), *(escaped(cell.lstrip("█▏▎▍▌▋▊▉ ")) for cell in rest)] for name, *rest in lines.rows]
+    lines = _lines(profile, view, None, is_drawn=False)
+    rows = [[_span(name), *map(escaped, rest)] for name, *rest in lines.rows]
     rule = ["---:" if right else "---" for right in lines.right]
     cells = [list(map(escaped, lines.headers)), rule, *rows, list(map(escaped, lines.total))]
     table = "\n".join(f"| {' | '.join(row)} |" for row in cells)
@@ -137,7 +138,7 @@ def _chosen(row: Any, record: dict[str, Any], profile: Profile, view: View) -> d
     for column in view.columns:
         if column in REGISTERED:
             chosen[column] = of_registered(column, row)
-        elif (share := {"share": "flops"}.get(column) or _SHARES.get(column)) is not None:
+        elif (share := SHARES.get(column)) is not None:
             part, whole = getattr(row, share), getattr(profile.total, share)
             chosen[column] = None if part is None or not whole else part / whole
         elif column == "bound":
@@ -152,7 +153,6 @@ def _chosen(row: Any, record: dict[str, Any], profile: Profile, view: View) -> d
     return chosen
 
 
-_SHARES = {"time_share": "time_s", "device_share": "device_s", "energy_share": "energy_j"}
 _SPREADS = {"spread": "time_s", "device_spread": "device_s", "energy_spread": "energy_j"}
 
 #: What columns are called in files, where the unit is in the name.
@@ -267,22 +267,19 @@ def _in_tree(row: Row) -> str:
 # -- cells -------------------------------------------------------------------------------------------------------------
 
 
-def _lines(profile: Profile, view: View, width: int | None) -> _Lines:
+def _lines(profile: Profile, view: View, width: int | None, *, is_drawn: bool) -> _Lines:
+    """The cells; those that are drawn have a unit in common in each column, and one column has bars."""
     check(view)
     pairs = rows_of(profile, view)
     names = [printable(name) for _, name in pairs]
+    rows = [row for row, _ in pairs]
     wanted = view.columns or tuple(name for name in _ORDER if _has(profile, view, name))
-    table = {name: [printable(COLUMNS[name].cell(row, profile)) for row, _ in pairs] for name in wanted}
-    whole = {name: _whole(name, profile) for name in wanted}
-    for name in _COUNTED.keys() & set(wanted) if profile.coverage.unknown else ():
-        leaves_out = _leaves_out(profile, name, view.by)
-        table[name] = [
-            _at_least(cell) if leaves_out(row) else cell for cell, (row, _) in zip(table[name], pairs, strict=True)
-        ]
-        whole[name] = _at_least(whole[name]) if _leaves_out(profile, name, None)(profile.total) else whole[name]
+    table = {name: _column(profile, view, name, rows, is_drawn=is_drawn) for name in wanted}
+    if is_drawn and (heat := next((name for name in _HEAT if name in wanted), None)) is not None:
+        table[heat] = _with_bars(profile, table[heat], heat, rows)
     chosen = wanted
     if width is not None:
-        widths = {name: max(map(len, (COLUMNS[name].header, whole[name], *table[name])), default=0) for name in wanted}
+        widths = {name: max(map(len, (column.header, *column.cells))) for name, column in table.items()}
         longest = max(map(len, ("total", *names)))
         if not view.columns:
             first = min(longest, max(width * 2 // 5, _SHORTEST))
@@ -292,13 +289,48 @@ def _lines(profile: Profile, view: View, width: int | None) -> _Lines:
     what = {None: "call", "module": "module", "type": "module", "op": "operator"}[view.by]
     return _Lines(
         columns=chosen,
-        headers=[what, *(COLUMNS[name].header for name in chosen)],
-        right=[False, *(COLUMNS[name].right for name in chosen)],
-        rows=[[name, *(table[column][at] for column in chosen)] for at, name in enumerate(names)],
-        total=["total", *(whole[name] for name in chosen)],
+        headers=[what, *(table[name].header for name in chosen)],
+        right=[False, *(table[name].right for name in chosen)],
+        rows=[[name, *(table[column].cells[at] for column in chosen)] for at, name in enumerate(names)],
+        total=["total", *(table[name].cells[-1] for name in chosen)],
         left_out=tuple(name for name in wanted if name not in chosen),
         count=len(rows_of(profile, replace(view, top=None))),
     )
+
+
+#: The columns that may have bars: the first that there is.
+_HEAT = ("device_share", "time_share", "share")
+
+
+class _Column(NamedTuple):
+    """What is written in a column; the last cell is that of the total."""
+
+    header: str
+    right: bool
+    cells: list[str]
+
+
+def _column(profile: Profile, view: View, name: str, rows: list[Any], *, is_drawn: bool) -> _Column:
+    column, header = COLUMNS[name], COLUMNS[name].header
+    cells = [printable(column.cell(row, profile)) for row in (*rows, profile.total)]
+    if is_drawn and (numbers := column.numbers) is not None:
+        every = [number for row in (*rows, profile.total) for number in numbers.of(row)]
+        if (scale := spanning(every, numbers.kind)) is not None:
+            cells = [numbers.text(row, scale.write) for row in (*rows, profile.total)]
+            header = scale.head(header)
+    if name in _COUNTED and profile.coverage.unknown:
+        leave_out = [*map(_leaves_out(profile, name, view.by), rows), _leaves_out(profile, name, None)(profile.total)]
+        cells = [_at_least(cell) if leaves else cell for cell, leaves in zip(cells, leave_out, strict=True)]
+    if name in ("type", "runs", *SHARES):
+        cells[-1] = ""
+    return _Column(header, column.right, cells)
+
+
+def _with_bars(profile: Profile, column: _Column, name: str, rows: list[Any]) -> _Column:
+    whole = getattr(profile.total, SHARES[name])
+    bars = [bar(getattr(row, SHARES[name]), whole) for row in rows]
+    cells = [f"{drawn} {cell:>7}" for drawn, cell in zip(bars, column.cells, strict=False)]
+    return _Column(column.header, False, [*cells, ""])
 
 
 #: Columns of what has formulas, and the quantity of an operator that is None where it has none.
@@ -362,10 +394,6 @@ def _has(profile: Profile, view: View, column: str) -> bool:
     if needs == "load":  # a machine without a GPU has no load of one
         return column in columns_of(view.by) and getattr(total.load, column, None) is not None
     return column in columns_of(view.by) and (needs is None or getattr(total, needs) is not None)
-
-
-def _whole(column: str, profile: Profile) -> str:
-    return "" if column in ("type", "share", "runs") else COLUMNS[column].cell(profile.total, profile)
 
 
 def _notes(profile: Profile, view: View, lines: _Lines) -> list[str]:

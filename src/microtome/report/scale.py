@@ -27,8 +27,8 @@ class Scale(NamedTuple):
 
     def write(self, number: float | None) -> str:
         """A number in the unit; what is more than nothing and too small for its digits is not written as nothing."""
-        if number is None:
-            return UNKNOWN
+        if not number:
+            return UNKNOWN if number is None else "0"
         least = 10.0**-self.digits
         scaled = number / self.size
         if 0 < scaled < least / 2:
@@ -56,6 +56,40 @@ def shared(numbers: Iterable[float | None], kind: Kind) -> Scale:
         return Scale(size, unit, 0)
     scaled = most / size
     return Scale(size, unit, 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0)
+
+
+#: The widest that a number with a unit of its own is written.
+_WIDEST = 8
+
+
+def spanning(numbers: Iterable[float | None], kind: Kind) -> Scale | None:
+    """The largest unit in which the least of several numbers has two digits, or one; None where the most has no room.
+
+    >>> scale = spanning([9_355_584, 73_728, 640], "count")
+    >>> scale.head("MACs"), [scale.write(number) for number in (9_355_584, 73_728, 640)]
+    ('MACs k', ['9,355.58', '73.73', '0.64'])
+    >>> spanning([9_355_584_000, 640], "count") is None
+    True
+    """
+    known = [abs(number) for number in numbers if number]
+    first = shared(known, kind)
+    if not known or (first.size == 1.0 and kind in _UP):
+        return first
+    smaller = [Scale(*unit, digits) for unit in _units(kind) if unit[0] < first.size for digits in (0, 1, 2)]
+    fitting = [scale for scale in (first, *smaller) if len(scale.write(max(known))) <= _WIDEST]
+    for digits in (10, 1):
+        for scale in fitting:
+            if min(known) / scale.size >= digits * 10.0**-scale.digits:
+                return scale
+    return None
+
+
+def _units(kind: Kind) -> list[tuple[float, str]]:
+    """The units of a kind, the largest first."""
+    if kind in _DOWN:
+        return [(size, letter + _DOWN[kind]) for letter, size in (("", 1.0), ("m", 1e-3), ("u", 1e-6), ("n", 1e-9))]
+    step, names = _UP[kind]
+    return [(step**at, name) for at, name in reversed(list(enumerate(names)))]
 
 
 def _up(most: float, step: float, units: tuple[str, ...]) -> tuple[float, str]:
