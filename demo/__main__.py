@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import wrap
 
 import torch
 from rich.console import Console
@@ -63,7 +64,14 @@ def title(text: str) -> None:
 
 def command(*words: str) -> None:
     """Run one of microtome's commands, as a shell would."""
-    console.print(f"$ microtome {' '.join(words)}", style="bold cyan", soft_wrap=True)
+    lines = wrap(
+        f"$ microtome {' '.join(words)}",
+        console.width - 2,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    console.print(" \\\n".join(lines), style="bold cyan", soft_wrap=True)
     microtome(words, standalone_mode=False)
 
 
@@ -95,11 +103,8 @@ def is_answered_alike() -> bool:
             with mt.connect(model, x, address, at=place) as remote:
                 is_equal = torch.equal(remote(x), expected)
                 sent = remote.requests[-1]
-            console.print(
-                f"cut at {place:15}{sent.sent_bytes:8,} bytes sent, answered by the {sent.where}:"
-                f" {'the same, bit for bit' if is_equal else 'DIFFERENT'}",
-                soft_wrap=True,
-            )
+            told = "the same, bit for bit" if is_equal else "DIFFERENT"
+            console.print(f"cut at {place:15}{sent.sent_bytes:8,} bytes to the {sent.where}: {told}")
             if not is_equal or sent.where != "cloud":
                 return False
     return True
@@ -119,7 +124,7 @@ def serving(model: str) -> Iterator[str]:
         found = re.search(r"is served at (\S+),", line)
         if found is None:
             raise RuntimeError(f"the server did not begin: {line!r}")
-        console.print(line.strip(), soft_wrap=True)
+        console.print(line.strip())
         yield found[1]
     finally:
         server.terminate()

@@ -19,7 +19,7 @@ def test_the_demo_shows_everything_and_leaves_a_page_and_a_picture(tmp_path: Pat
     ran = subprocess.run(
         [sys.executable, "-m", "demo", str(tmp_path)],
         cwd=ROOT,
-        env=os.environ | {"COLUMNS": "120"},
+        env=os.environ | {"COLUMNS": "80"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -29,6 +29,9 @@ def test_the_demo_shows_everything_and_leaves_a_page_and_a_picture(tmp_path: Pat
     assert "ViT on Inputs(2x3x32x32:float32)" in ran.stdout
     assert ran.stdout.count("the same, bit for bit") == len(PLACES)
     assert ran.stdout.strip().endswith(f"Now open {tmp_path}/report.html in a browser, and {tmp_path}/attention.png.")
+    own = [line for line in ran.stdout.splitlines() if str(tmp_path) not in line]  # which may be of any length
+    assert max(map(len, own)) <= 80
+    assert " --edge " in ran.stdout
     assert "Where to cut" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
 
