@@ -26,6 +26,8 @@ from microtome.units import UNKNOWN
 _ROWS = 60
 #: The shortest that a name is cut to on a terminal.
 _SHORTEST = 16
+#: How long the longest bar is: with it, what is counted of a small model fits in 80 columns.
+_BAR = 6
 #: How the types of rows end that are of what a call runs itself.
 _OWN = "(own)"
 
@@ -328,7 +330,7 @@ def _column(profile: Profile, view: View, name: str, rows: list[Any], *, is_draw
 
 def _with_bars(profile: Profile, column: _Column, name: str, rows: list[Any]) -> _Column:
     whole = getattr(profile.total, SHARES[name])
-    bars = [bar(getattr(row, SHARES[name]), whole) for row in rows]
+    bars = [bar(getattr(row, SHARES[name]), whole, _BAR) for row in rows]
     cells = [f"{drawn} {cell:>7}" for drawn, cell in zip(bars, column.cells, strict=False)]
     return _Column(column.header, False, [*cells, ""])
 

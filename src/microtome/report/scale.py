@@ -58,16 +58,16 @@ def shared(numbers: Iterable[float | None], kind: Kind) -> Scale:
     return Scale(size, unit, 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0)
 
 
-#: The widest that a number with a unit of its own is written.
-_WIDEST = 8
+#: The widest that a number is written in a unit smaller than its own.
+_WIDEST = 7
 
 
 def spanning(numbers: Iterable[float | None], kind: Kind) -> Scale | None:
-    """The largest unit in which the least of several numbers has two digits, or one; None where the most has no room.
+    """The unit in which the least of several numbers has two digits, or one; None where the most then has no room.
 
     >>> scale = spanning([9_355_584, 73_728, 640], "count")
     >>> scale.head("MACs"), [scale.write(number) for number in (9_355_584, 73_728, 640)]
-    ('MACs k', ['9,355.58', '73.73', '0.64'])
+    ('MACs k', ['9,355.6', '73.7', '0.6'])
     >>> spanning([9_355_584_000, 640], "count") is None
     True
     """
@@ -77,9 +77,9 @@ def spanning(numbers: Iterable[float | None], kind: Kind) -> Scale | None:
         return first
     smaller = [Scale(*unit, digits) for unit in _units(kind) if unit[0] < first.size for digits in (0, 1, 2)]
     fitting = [scale for scale in (first, *smaller) if len(scale.write(max(known))) <= _WIDEST]
-    for digits in (10, 1):
+    for least in (10, 1, 0.5):
         for scale in fitting:
-            if min(known) / scale.size >= digits * 10.0**-scale.digits:
+            if min(known) / scale.size >= least * 10.0**-scale.digits:
                 return scale
     return None
 
