@@ -203,3 +203,58 @@ def _shapes(tensors: Sequence[Any]) -> str:
 
 def interval(spread: Spread | None, write: Callable[[float], str] = seconds) -> str:
     return UNKNOWN if spread is None else f"{write(spread.low)} to {write(spread.high)}"
+
+
+#: What gives a quantity that is not always there: as an option of the command, and in Python.
+_GIVEN_BY = {
+    "time_s": ("--time", 'measure=["time"]'),
+    "device_s": ("--time, on a GPU", 'measure=["time"], on a GPU'),
+    "backward_s": ("--time --backward", 'measure=["time"], backward=True'),
+    "backward_device_s": ("--time --backward, on a GPU", 'measure=["time"], backward=True, on a GPU'),
+    "energy_j": ("--energy", 'measure=["energy"]'),
+    "net_energy_j": ("--energy", 'measure=["energy"]'),
+    "backward_macs": ("--backward", "backward=True"),
+    "backward_flops": ("--backward", "backward=True"),
+    "saved_bytes": ("--backward", "backward=True"),
+    "measured_peak_bytes": ("--memory", 'measure=["memory"]'),
+    "load": ("--load", 'measure=["load"]'),
+}
+
+
+def why_unknown(profile: Profile, column: str, by: str) -> str:
+    """Why nothing is known of a column, and what to do about it."""
+    if column in REGISTERED:
+        return "the column says none"
+    if by in ("energy_j", "net_energy_j") and "energy" in profile.unavailable:
+        return profile.unavailable["energy"]
+    if by in _GIVEN_BY:
+        option, argument = _GIVEN_BY[by]
+        return f"add {option} (in Python {argument})"
+    unknown = ", ".join(op.name for op in profile.coverage.unknown)
+    return f"no formula is known for {unknown}" if unknown else f"the {profile.convention} convention counts none"
+
+
+#: Columns of what has formulas, and the quantity of an operator that is None where it has none.
+COUNTED = {"macs": "macs", "flops": "flops", "madds": "madds", "intensity": "flops", "backward_macs": "", "backward_flops": ""}  # fmt: skip  # noqa: E501
+#: How the types of rows end that are of what a call runs itself.
+OWN = "(own)"
+
+
+def leaves_out(profile: Profile, column: str, by: str | None) -> Callable[[Any], bool]:
+    """Whether the number of a row or group is of less than all that it runs: some operators have no formula."""
+    if quantity := COUNTED[column]:
+        own = {row.address for row in profile if any(getattr(op, quantity) is None for op in row.ops)}
+    else:
+        own = {address for op in profile.coverage.unknown for address in op.calls}
+    within = set(own)
+    for row in reversed(profile.calls):  # what is inside a call begins after it
+        if row.address in within and row.parent is not None:
+            within.add(row.parent)
+    if by is None:
+        return lambda row: row.address in (own if row.type.endswith(OWN) else within)
+    names = {
+        "type": {row.type for row in profile if row.address in own},
+        "module": {row.path for row in profile if row.address in within},
+        "op": set(),  # of an operator all is known, or nothing
+    }[by]
+    return lambda group: group.name in names

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv as csv_format
 import io
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +15,17 @@ from microtome.errors import BadQuery
 from microtome.profile import Group, Profile, Row
 from microtome.profile.files import flat
 from microtome.profile.rows import AMOUNTS
-from microtome.report.columns import COLUMNS, REGISTERED, SHARES, columns_of, of_registered
+from microtome.report.columns import (
+    COLUMNS,
+    COUNTED,
+    OWN,
+    REGISTERED,
+    SHARES,
+    columns_of,
+    leaves_out,
+    of_registered,
+    why_unknown,
+)
 from microtome.report.notes import notes_of
 from microtome.report.scale import spanning
 from microtome.report.terminal import bar, code, escaped, fitted, plain_text, printable, shortened
@@ -28,8 +37,6 @@ _ROWS = 60
 _SHORTEST = 16
 #: How long the longest bar is: with it, what is counted of a small model fits in 80 columns.
 _BAR = 6
-#: How the types of rows end that are of what a call runs itself.
-_OWN = "(own)"
 
 
 @dataclass(frozen=True)
@@ -203,41 +210,12 @@ def rows_of(profile: Profile, view: View) -> list[tuple[Any, str]]:
             "measured_peak_bytes",
             "load",
         ):  # which rows of their own have from the calls inside
-            rows = [pair for pair in rows if not pair[0].type.endswith(_OWN)]
+            rows = [pair for pair in rows if not pair[0].type.endswith(OWN)]
         column = view.sort
         if rows and all(_quantity(row, column, by) is None for row, _ in rows):
-            raise BadQuery(f"no row has a number of {column!r} to sort by: {_why(profile, column, by)}")
+            raise BadQuery(f"no row has a number of {column!r} to sort by: {why_unknown(profile, column, by)}")
         rows.sort(key=lambda pair: -(_quantity(pair[0], column, by) or 0))
     return rows[: view.top]
-
-
-#: What gives a quantity that is not always there: as an option of the command, and in Python.
-_GIVEN_BY = {
-    "time_s": ("--time", 'measure=["time"]'),
-    "device_s": ("--time, on a GPU", 'measure=["time"], on a GPU'),
-    "backward_s": ("--time --backward", 'measure=["time"], backward=True'),
-    "backward_device_s": ("--time --backward, on a GPU", 'measure=["time"], backward=True, on a GPU'),
-    "energy_j": ("--energy", 'measure=["energy"]'),
-    "net_energy_j": ("--energy", 'measure=["energy"]'),
-    "backward_macs": ("--backward", "backward=True"),
-    "backward_flops": ("--backward", "backward=True"),
-    "saved_bytes": ("--backward", "backward=True"),
-    "measured_peak_bytes": ("--memory", 'measure=["memory"]'),
-    "load": ("--load", 'measure=["load"]'),
-}
-
-
-def _why(profile: Profile, column: str, by: str) -> str:
-    """Why nothing is known of a column, and what to do about it."""
-    if column in REGISTERED:
-        return "the column says none"
-    if by in ("energy_j", "net_energy_j") and "energy" in profile.unavailable:
-        return profile.unavailable["energy"]
-    if by in _GIVEN_BY:
-        option, argument = _GIVEN_BY[by]
-        return f"add {option} (in Python {argument})"
-    unknown = ", ".join(op.name for op in profile.coverage.unknown)
-    return f"no formula is known for {unknown}" if unknown else f"the {profile.convention} convention counts none"
 
 
 def _quantity(row: Any, column: str, by: str) -> float | None:
@@ -320,8 +298,8 @@ def _column(profile: Profile, view: View, name: str, rows: list[Any], *, is_draw
         if (scale := spanning(every, numbers.kind)) is not None:
             cells = [numbers.text(row, scale.write) for row in (*rows, profile.total)]
             header = scale.head(header)
-    if name in _COUNTED and profile.coverage.unknown:
-        leave_out = [*map(_leaves_out(profile, name, view.by), rows), _leaves_out(profile, name, None)(profile.total)]
+    if name in COUNTED and profile.coverage.unknown:
+        leave_out = [*map(leaves_out(profile, name, view.by), rows), leaves_out(profile, name, None)(profile.total)]
         cells = [_at_least(cell) if leaves else cell for cell, leaves in zip(cells, leave_out, strict=True)]
     if name in ("type", "runs", *SHARES):
         cells[-1] = ""
@@ -335,33 +313,11 @@ def _with_bars(profile: Profile, column: _Column, name: str, rows: list[Any]) ->
     return _Column(column.header, False, [*cells, ""])
 
 
-#: Columns of what has formulas, and the quantity of an operator that is None where it has none.
-_COUNTED = {"macs": "macs", "flops": "flops", "madds": "madds", "intensity": "flops", "backward_macs": "", "backward_flops": ""}  # fmt: skip  # noqa: E501
 _AT_LEAST = "≥ "
 
 
 def _at_least(cell: str) -> str:
     return cell if cell == UNKNOWN else _AT_LEAST + cell
-
-
-def _leaves_out(profile: Profile, column: str, by: str | None) -> Callable[[Any], bool]:
-    """Whether the number of a row or group is of less than all that it runs: some operators have no formula."""
-    if quantity := _COUNTED[column]:
-        own = {row.address for row in profile if any(getattr(op, quantity) is None for op in row.ops)}
-    else:
-        own = {address for op in profile.coverage.unknown for address in op.calls}
-    within = set(own)
-    for row in reversed(profile.calls):  # what is inside a call begins after it
-        if row.address in within and row.parent is not None:
-            within.add(row.parent)
-    if by is None:
-        return lambda row: row.address in (own if row.type.endswith(_OWN) else within)
-    names = {
-        "type": {row.type for row in profile if row.address in own},
-        "module": {row.path for row in profile if row.address in within},
-        "op": set(),  # of an operator all is known, or nothing
-    }[by]
-    return lambda group: group.name in names
 
 
 def _shortened(name: str, most: int) -> str:
@@ -407,8 +363,8 @@ def _notes(profile: Profile, view: View, lines: _Lines) -> list[str]:
         notes.append(f"{_AT_LEAST.strip()}: without operators that have no formula; shares are of what is counted")
     if view.by == "type" or (view.sort is not None and (view.by, view.depth, view.granularity) == (None,) * 3):
         notes.append("a layer counts without the layers inside it")
-    elif any(cell.endswith(_OWN) for row in lines.rows for cell in row[1:]):
-        notes.append(f"{_OWN}: without the layers inside it, which have rows of their own")
+    elif any(cell.endswith(OWN) for row in lines.rows for cell in row[1:]):
+        notes.append(f"{OWN}: without the layers inside it, which have rows of their own")
     chosen = (view.depth, view.granularity, view.by, view.sort)
     if chosen == (None,) * 4 and _depth(profile) < _deepest(profile):
         notes.append(f"shown to depth {_depth(profile)} of {_deepest(profile)}")
