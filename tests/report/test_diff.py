@@ -147,7 +147,7 @@ def test_markdown_survives_hostile_names_and_folds_many_layers() -> None:
     hostile = net().diff(net(name="x|`y`<b>"))
     lines = markdown(hostile).splitlines()
     (line,) = [line for line in lines if "added" in line and line.startswith("|")]
-    assert line == "| `x\\|'y'<b>` | Linear added |  |  |  |"
+    assert line == "| `` x\\|`y`<b> `` | Linear added |  |  |  |"
     tables = [line for line in lines if line.startswith("| ")]
     assert all(line.replace("\\|", "").count("|") in (5, 6) for line in tables)
     model, x = zoo.build("tiny-resnet")

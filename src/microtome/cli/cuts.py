@@ -11,7 +11,6 @@ import torch
 
 from microtome.cli.model import model_options, resolve, running, working
 from microtome.cli.outputs import output_options, put, refuse_same
-from microtome.cli.report import say_written
 from microtome.report.cuts import View, csv, details, markdown, text
 from microtome.split.cuts import cuts as find_cuts
 from microtome.split.data import By
@@ -55,4 +54,3 @@ def cuts(
         "--md": partial(markdown, result, view),
     }
     put(outputs, make, shown)
-    say_written(outputs)

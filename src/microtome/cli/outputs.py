@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import click
 
 from microtome.results import write
+from microtome.units import size
 
 
 def output_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -42,7 +44,7 @@ def refuse_same(outputs: Mapping[str, str | None]) -> None:
 
 
 def put(outputs: Mapping[str, str | None], make: Mapping[str, Callable[[], str]], shown: Callable[[], str]) -> None:
-    """Write what options ask for; if none of it went to the terminal, show the result there."""
+    """Write what options ask for, and name the files; if nothing went to the terminal, show the result there."""
     for option, file in outputs.items():
         if file == "-":
             click.echo(make[option](), nl=False)
@@ -50,3 +52,6 @@ def put(outputs: Mapping[str, str | None], make: Mapping[str, Callable[[], str]]
             write(make[option](), file)
     if "-" not in outputs.values():
         click.echo(shown())
+    files = [Path(file) for file in outputs.values() if file is not None and file != "-"]
+    if files:
+        click.echo(f"written: {', '.join(f'{file} ({size(file.stat().st_size)})' for file in files)}", err=True)

@@ -11,7 +11,6 @@ import torch
 
 from microtome.cli.model import model_options, resolve, running, working
 from microtome.cli.outputs import output_options, put, refuse_same
-from microtome.cli.report import say_written
 from microtome.plan import Link, codec_costs
 from microtome.plan import plan as plan_cuts
 from microtome.plan.run import OBJECTIVES
@@ -105,7 +104,6 @@ def plan(
         "--measure-codecs": lambda: table.to_json() if table is not None else "",
     }
     put(outputs, make, partial(text, result, top))
-    say_written(outputs)
 
 
 def _cuts(found: Resolved, codecs: tuple[str, ...]) -> tuple[Any, Any]:

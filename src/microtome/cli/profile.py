@@ -12,7 +12,6 @@ import torch
 from microtome.cli.model import describe, model_options, placed, resolve, working
 from microtome.cli.outputs import output_options, put, refuse_same
 from microtome.cli.page import open_page, page_cuts, page_options, refuse_unseen
-from microtome.cli.report import say_written
 from microtome.count.conventions import CONVENTIONS
 from microtome.errors import BadInputs, MicrotomeError, said
 from microtome.profile import profile as profile_model
@@ -142,7 +141,6 @@ def profile(
         "--html": partial(result.to_html, cuts=places),
     }
     put(outputs, make, partial(text, result, view))
-    say_written(outputs)
     if html_file is not None and is_opened:
         open_page(html_file)
 

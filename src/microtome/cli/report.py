@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import click
 
 from microtome.cli.page import open_page, refuse_unseen
 from microtome.errors import BadFile
 from microtome.profile import Profile
 from microtome.results import load, write
-from microtome.units import size
 
 
 @click.command()
@@ -34,10 +30,3 @@ def report(profile: str, html_file: str, cuts: str | None, compare: str | None, 
     click.echo(f"{html_file}: {len(page.encode()) / 1000:,.0f} kB, {found.model} on {found.inputs}")
     if is_opened:
         open_page(html_file)
-
-
-def say_written(outputs: Mapping[str, str | None]) -> None:
-    """Name the files that options asked for, where they do not mix with what goes to the terminal."""
-    files = [file for file in outputs.values() if file is not None and file != "-"]
-    if files:
-        click.echo(f"written: {', '.join(f'{file} ({size(Path(file).stat().st_size)})' for file in files)}", err=True)

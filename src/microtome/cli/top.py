@@ -10,7 +10,6 @@ import torch
 
 from microtome.cli.model import model_options, placed, resolve, running, working
 from microtome.cli.outputs import put, refuse_same
-from microtome.cli.report import say_written
 from microtome.profile import profile as profile_model
 from microtome.report.top import as_json, text
 
@@ -43,4 +42,3 @@ def top(
     with working(f"{'measuring' if time else 'counting'} {model}") as tell, running(found), torch.no_grad():
         result = profile_model(found.model, found.inputs, measure=["time"] if time else [], progress=tell)
     put(outputs, {"--json": partial(as_json, result, n)}, partial(text, result, n))
-    say_written(outputs)

@@ -240,6 +240,14 @@ COUNTED = {"macs": "macs", "flops": "flops", "madds": "madds", "intensity": "flo
 OWN = "(own)"
 
 
+AT_LEAST = "≥ "
+
+
+def at_least(cell: str) -> str:
+    """A number of less than all that a call runs."""
+    return cell if cell == UNKNOWN else AT_LEAST + cell
+
+
 def leaves_out(profile: Profile, column: str, by: str | None) -> Callable[[Any], bool]:
     """Whether the number of a row or group is of less than all that it runs: some operators have no formula."""
     if quantity := COUNTED[column]:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from microtome.profile.difference import Change, Diff, LayerChange
-from microtome.report.terminal import plain_text, shortened
+from microtome.report.terminal import code, escaped, plain_text, printable, shortened
 from microtome.units import UNKNOWN, count, joules, seconds, size
 
 #: How many layers are shown on a terminal and in Markdown.
@@ -60,17 +60,17 @@ def markdown(diff: Diff) -> str:
     """For a pull request: the whole, and the layers, folded away where there are many."""
     head = ["| | before | after | change |", "| --- | ---: | ---: | ---: |"]
     whole = [f"| {name_of(one)} | {' | '.join(_cells(one))} |" for one in diff.totals]
-    parts = [f"**{_title(diff)}**", "\n".join([*head, *whole])]
+    parts = [f"**{escaped(_title(diff))}**", "\n".join([*head, *whole])]
     if diff.layers:
         lines = ["| layer | | before | after | change |", "| --- | --- | ---: | ---: | ---: |"]
         for layer in diff.layers[:_LAYERS]:
             lines += [
-                f"| {_code(name)} | {_safe(what)} | {' | '.join(cells)} |" for name, what, cells, _ in _lines(layer)
+                f"| {code(name)} | {escaped(what)} | {' | '.join(cells)} |" for name, what, cells, _ in _lines(layer)
             ]
         table = "\n".join(lines)
         folded = f"<details><summary>{_changed(diff)}</summary>\n\n{table}\n\n</details>"
         parts.append(folded if len(diff.layers) >= _FOLDED else table)
-    parts.append("\n".join(f"- {_safe(note)}" for note in _notes(diff)))
+    parts.append("\n".join(f"- {escaped(note)}" for note in _notes(diff)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -141,8 +141,8 @@ def _layers(diff: Diff, width: int) -> Table:
         table.add_column(header, justify="right", no_wrap=True)
     for layer in shown:
         for name, what, (before, after, grown), ink in _lines(layer):
-            where = Text(shortened(name, max(min(longest, width - 54), 16)))
-            table.add_row(where, Text(what), Text(before), Text(after), Text(grown, style=ink))
+            where = Text(shortened(printable(name), max(min(longest, width - 54), 16)))
+            table.add_row(where, Text(printable(what)), Text(before), Text(after), Text(grown, style=ink))
     return table
 
 
@@ -185,13 +185,3 @@ def _notes(diff: Diff) -> Iterator[str]:
     if any(one.is_noise and one.growth for one in diff.totals):
         yield "noise: the middle halves of the passes before and after meet, so nothing says that it changed"
     yield from diff.notes
-
-
-def _safe(text_: str) -> str:
-    """Text in a cell of Markdown: a name may hold anything."""
-    escaped = text_.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return "".join(f"\\{letter}" if letter in "\\`*_[]|" else letter for letter in escaped.replace("\n", " "))
-
-
-def _code(name: str) -> str:
-    return f"`{name.replace('`', chr(39)).replace('|', chr(92) + '|')}`" if name else ""

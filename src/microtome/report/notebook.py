@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from microtome.report import cuts as of_cuts
 from microtome.report import plan as of_plan
 from microtome.report import profile as of_profile
-from microtome.report.columns import COLUMNS
+from microtome.report.columns import COLUMNS, at_least, leaves_out
 from microtome.report.look import Bar, Cell, Parts, Side, cards, legend, page, table
 from microtome.report.notes import notes_of
 from microtome.units import UNKNOWN, count, joules, seconds, shape, share, size
@@ -35,8 +35,13 @@ def html(result: Any) -> str | None:
 def profile(result: Profile) -> str:
     """The whole in figures, and the tree as deep as there is room for."""
     total = result.total
-    figures = [("parameters", count(total.params)), ("MACs", count(total.macs)), ("FLOPs", count(total.flops))]
-    figures.append(("peak memory", size(total.peak_bytes)))
+    leaves = {name: leaves_out(result, name, None) for name in ("macs", "flops")}
+    counted = [
+        at_least(count(getattr(total, name))) if of(total) else count(getattr(total, name))
+        for name, of in leaves.items()
+    ]
+    figures = [("parameters", count(total.params)), *zip(("MACs", "FLOPs"), counted, strict=True)]
+    figures.append(("peak memory", size(result.peak_bytes)))
     figures += [("time", seconds(total.time_s))] if total.time_s is not None else []
     figures += [("device time", seconds(total.device_s))] if total.device_s is not None else []
     figures += [("energy", joules(total.energy_j))] if total.energy_j is not None else []
@@ -50,7 +55,10 @@ def profile(result: Profile) -> str:
     for row, name in shown[:_ROWS]:
         part, whole = getattr(row, by), getattr(total, by)
         bar = Bar(share(part, whole), part / whole if part is not None and whole else 0.0)
-        rows.append([name, *(COLUMNS[column].cell(row, result) for column in names), bar])
+        cells = {column: COLUMNS[column].cell(row, result) for column in names}
+        if leaves["macs"](row):
+            cells["macs"] = at_least(cells["macs"])
+        rows.append([name, *cells.values(), bar])
     return page(
         f"{result.model} on {result.inputs}",
         cards(figures),

@@ -16,11 +16,13 @@ from microtome.profile import Group, Profile, Row
 from microtome.profile.files import flat
 from microtome.profile.rows import AMOUNTS
 from microtome.report.columns import (
+    AT_LEAST,
     COLUMNS,
     COUNTED,
     OWN,
     REGISTERED,
     SHARES,
+    at_least,
     columns_of,
     leaves_out,
     of_registered,
@@ -29,7 +31,6 @@ from microtome.report.columns import (
 from microtome.report.notes import notes_of
 from microtome.report.scale import spanning
 from microtome.report.terminal import bar, code, escaped, fitted, plain_text, printable, shortened
-from microtome.units import UNKNOWN
 
 #: A table that is not told how deep to go shows at most about this many rows.
 _ROWS = 60
@@ -300,7 +301,7 @@ def _column(profile: Profile, view: View, name: str, rows: list[Any], *, is_draw
             header = scale.head(header)
     if name in COUNTED and profile.coverage.unknown:
         leave_out = [*map(leaves_out(profile, name, view.by), rows), leaves_out(profile, name, None)(profile.total)]
-        cells = [_at_least(cell) if leaves else cell for cell, leaves in zip(cells, leave_out, strict=True)]
+        cells = [at_least(cell) if leaves else cell for cell, leaves in zip(cells, leave_out, strict=True)]
     if name in ("type", "runs", *SHARES):
         cells[-1] = ""
     return _Column(header, column.right, cells)
@@ -311,13 +312,6 @@ def _with_bars(profile: Profile, column: _Column, name: str, rows: list[Any]) ->
     bars = [bar(getattr(row, SHARES[name]), whole, _BAR) for row in rows]
     cells = [f"{drawn} {cell:>7}" for drawn, cell in zip(bars, column.cells, strict=False)]
     return _Column(column.header, False, [*cells, ""])
-
-
-_AT_LEAST = "≥ "
-
-
-def _at_least(cell: str) -> str:
-    return cell if cell == UNKNOWN else _AT_LEAST + cell
 
 
 def _shortened(name: str, most: int) -> str:
@@ -359,8 +353,8 @@ def _notes(profile: Profile, view: View, lines: _Lines) -> list[str]:
     notes = notes_of(profile)
     if "params" in lines.columns and any("(" in row[1 + lines.columns.index("params")] for row in lines.rows):
         notes.append("parameters in brackets are counted elsewhere: tied weights, or a module that runs again")
-    if any(cell.startswith(_AT_LEAST) for row in (*lines.rows, lines.total) for cell in row[1:]):
-        notes.append(f"{_AT_LEAST.strip()}: without operators that have no formula; shares are of what is counted")
+    if any(cell.startswith(AT_LEAST) for row in (*lines.rows, lines.total) for cell in row[1:]):
+        notes.append(f"{AT_LEAST.strip()}: without operators that have no formula; shares are of what is counted")
     if view.by == "type" or (view.sort is not None and (view.by, view.depth, view.granularity) == (None,) * 3):
         notes.append("a layer counts without the layers inside it")
     elif any(cell.endswith(OWN) for row in lines.rows for cell in row[1:]):

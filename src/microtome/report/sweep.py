@@ -17,7 +17,7 @@ from rich.text import Text
 from microtome.remote.swept import Sweep, Timed
 from microtome.report.run import short
 from microtome.report.sweep_page import html
-from microtome.report.terminal import fitted, plain_text, shortened
+from microtome.report.terminal import fitted, plain_text, printable, shortened
 from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
 
 __all__ = ["csv", "html", "markdown", "renderable", "text"]
@@ -64,7 +64,7 @@ def renderable(sweep: Sweep, width: int | None = None) -> Any:
     for at, row in enumerate(rows):
         style = "bold green" if row is sweep.best else "dim" if row.failed else ""
         marked = f"{_mark(sweep, row):<2} {shortened(row.name, _WHERE)}"
-        table.add_row(Text(marked), *(Text(cells[name][at]) for name in chosen), style=style)
+        table.add_row(Text(printable(marked)), *(Text(cells[name][at]) for name in chosen), style=style)
     notes = Text("\n".join(_notes(sweep, rows)), style="dim")
     return Stack(Text(_title(sweep), style="italic"), table, Text(""), Text(_chart(sweep, width)), notes)
 

@@ -7,7 +7,7 @@ from html import escape
 from typing import NamedTuple
 
 from microtome.profile import Profile
-from microtome.report.columns import interval
+from microtome.report.columns import at_least, interval, leaves_out
 from microtome.report.page.metrics import BY_NAME
 from microtome.units import UNKNOWN, count, joules, seconds, share, size
 
@@ -34,7 +34,12 @@ def _cards(profile: Profile) -> Iterator[Card]:
     yield Card("parameters", count(total.params), f"{total.trainable_params:,} trainable; {size(total.param_bytes)}")
     backward = "" if total.backward_flops is None else f"; backward {count(total.backward_flops)} FLOPs"
     flops = f"{count(total.flops)} FLOPs, {profile.convention} convention{backward}"
-    yield Card("MACs", count(total.macs), flops if total.macs is not None else _why(profile, "macs"))
+    macs = count(total.macs)
+    yield Card(
+        "MACs",
+        at_least(macs) if leaves_out(profile, "macs", None)(total) else macs,
+        flops if total.macs is not None else _why(profile, "macs"),
+    )
     yield _memory(profile)
     yield _time(profile)
     yield _energy(profile)
