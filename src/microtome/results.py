@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from importlib import import_module
+from math import inf
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
@@ -87,7 +88,7 @@ def write(text: str, file: File | None) -> str:
     """
     if file is not None:
         try:
-            Path(file).write_text(text, encoding="utf-8")
+            Path(file).write_text(text, encoding="utf-8", errors="replace")  # names may hold halves of characters
         except OSError as error:
             raise BadFile(f"cannot write {str(file)!r}: {error.strerror}") from error
     return text
@@ -148,12 +149,13 @@ def _look(hint: Any) -> Callable[[Any], str | None]:
         look, *others = [_look(part) for part in parts if part is not NoneType]
         return _nothing if others else lambda value: None if value is None else look(value)
     if hint in (int, float):
-        return lambda value: None if type(value) in _NUMBERS else f" is {value!r}, not a number"
+        return lambda value: None if type(value) in _NUMBERS and abs(value) != inf else f" is {value!r}, not a number"
     if hint is str:
         return lambda value: None if isinstance(value, str) else f" is {value!r}, not a text"
-    if is_dataclass(hint):
+    if is_dataclass(hint) or hasattr(hint, "_fields"):  # or a named tuple
         hints = get_type_hints(hint)
-        return partial(_in_fields, [(field.name, _look(hints[field.name])) for field in fields(hint)])
+        names = [field.name for field in fields(hint)] if is_dataclass(hint) else hint._fields
+        return partial(_in_fields, [(name, _look(hints[name])) for name in names])
     if origin is tuple and parts[1:] == (...,):
         return partial(_in_items, _look(parts[0]), enumerate)
     if origin is dict:

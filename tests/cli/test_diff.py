@@ -40,9 +40,16 @@ def test_growth_over_a_limit_exits_with_1(files: tuple[Path, Path], limit: str, 
     assert ("Over the limit" in result.output) == bool(code)
 
 
-@pytest.mark.parametrize("again", [["--fail-over"], []])
-def test_limits_may_be_given_several_times(files: tuple[Path, Path], again: list[str]) -> None:
-    result = run("--fail-over", "macs=5%", *again, "params=6.5%", *files, "--md", "-")
+@pytest.mark.parametrize(
+    "limits",
+    [
+        ["--fail-over", "macs=5%", "--fail-over", "params=6.5%"],
+        ["--fail-over", "macs=5%", "params=6.5%"],
+        ["--fail-over=macs=5%", "params=6.5%,flops=50%"],
+    ],
+)
+def test_limits_may_be_given_several_times(files: tuple[Path, Path], limits: list[str]) -> None:
+    result = run(*limits, *files, "--md", "-")
     assert result.exit_code == 1
     assert "Over the limit: MACs +7.0 %, and 5 % are allowed" in result.stderr
     assert "Over the limit: params +7.0 %, and 6.5 % are allowed" in result.stderr

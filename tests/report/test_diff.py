@@ -14,7 +14,7 @@ from torch import nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.errors import BadQuery
+from microtome.errors import BadFile, BadQuery
 from microtome.measure.spread import Spread
 from microtome.profile import Coverage
 from microtome.profile.data import Unknown
@@ -118,6 +118,8 @@ def test_a_layer_that_cannot_be_counted_any_more_is_no_gain() -> None:
         lost.over({"macs": 0.05})
     assert after.diff(after).over({"macs": 0.05}) == ()  # as much is left out of both
     assert after.diff(before).over({"macs": 0.05}) == ()
+    often = replace(after, coverage=Coverage(3, (Unknown("mine.op.default", 2, ("b",)),), ()))
+    assert after.diff(often).uncounted == ("mine.op.default",)
 
 
 def test_the_peak_of_a_backward_counts_and_gradients_are_told() -> None:
@@ -125,9 +127,11 @@ def test_the_peak_of_a_backward_counts_and_gradients_are_told() -> None:
     with torch.no_grad():
         bare = mt.profile(model, torch.ones(1, 64))
     trained = mt.profile(model, torch.ones(1, 64), backward=True)
-    changed = bare.diff(trained)
-    assert changed["memory"].after == trained.peak_bytes == max(trained.timeline.live_bytes if trained.timeline else ())
+    changed, same = bare.diff(trained), trained.diff(trained)
+    assert same["memory"].after == trained.peak_bytes == max(trained.timeline.live_bytes if trained.timeline else ())
     assert trained.peak_bytes > trained.total.peak_bytes  # the gradients of weights are as large as the weights
+    assert changed["memory"].after == trained.total.peak_bytes
+    assert "memory is that of the forward: one of the two has no backward" in changed.notes
     assert "memory is not comparable: after, it holds what a backward needs" in changed.notes
     assert trained.diff(trained)["backward"].growth == 0.0
     with pytest.raises(BadQuery, match="backward is not known of both profiles: count both with --backward"):
@@ -154,6 +158,15 @@ def test_markdown_survives_hostile_names_and_folds_many_layers() -> None:
     many = mt.profile(model, x).diff(mt.profile(model, "1x3x32x32"))
     assert "<details><summary>" in markdown(many)
     assert "shown: the 30 layers that changed the most" in markdown(many)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", '"many"'])
+def test_numbers_that_are_none_are_refused_in_files(tmp_path: Path, number: str) -> None:
+    file = tmp_path / "diff.json"
+    text_ = net().diff(net(16)).to_json()
+    file.write_text(text_.replace('"before": 58', f'"before": {number}', 1))  # 4 x 8 + 8 and 8 x 2 + 2 parameters
+    with pytest.raises(BadFile, match=r"is not a diff: totals\[0\].before is .*, not a number"):
+        mt.load(file)
 
 
 def test_it_is_read_from_json_as_it_was(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ class _Limited(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words: list[str] = []
         for word in args:
-            follows = len(words) > 1 and words[-2] == "--fail-over" and re.fullmatch(r"[a-z_]+=[^=]*%", word)
-            words += ["--fail-over", word] if follows else [word]
+            last = words[-1].startswith("--fail-over=") or words[-2:-1] == ["--fail-over"] if words else False
+            words += ["--fail-over", word] if last and re.fullmatch(r"[a-z_]+=[^=]*%(,.*)?", word) else [word]
         return super().parse_args(ctx, words)
 
 

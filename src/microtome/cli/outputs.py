@@ -52,6 +52,6 @@ def put(outputs: Mapping[str, str | None], make: Mapping[str, Callable[[], str]]
             write(make[option](), file)
     if "-" not in outputs.values():
         click.echo(shown())
-    files = [Path(file) for file in outputs.values() if file is not None and file != "-"]
+    files = [Path(file) for file in outputs.values() if file is not None and file != "-" and Path(file).is_file()]
     if files:
         click.echo(f"written: {', '.join(f'{file} ({size(file.stat().st_size)})' for file in files)}", err=True)

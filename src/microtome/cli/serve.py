@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 from typing import Any
 
@@ -90,7 +91,7 @@ def _keep_memory() -> None:
     glibc gives large ones back, and faulting them in again takes longer than filling them. With another C library
     nothing changes.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE)
         mallopt(_M_TRIM_THRESHOLD, _KEPT)

@@ -85,8 +85,8 @@ class Diff(Result):
         unchanged: How many calls did not.
         noise: How many calls took another time, within what repeated passes spread by.
         notes: In what else the two differ: inputs, conventions, machines.
-        uncounted: Operators of the second without a formula that were not in the first, or had one: its counts leave
-            them out, and cannot be held against a limit.
+        uncounted: Operators without a formula that the second runs more often than the first: its counts leave more
+            out, and cannot be held against a limit.
     """
 
     kind: ClassVar[str] = "diff"
@@ -183,13 +183,14 @@ def diff(before: Profile, after: Profile) -> Diff:
         unchanged=len(set(old) & set(new)) - sum(layer.what == "changed" for layer in layers),
         noise=noise,
         notes=tuple(_notes(before, after)),
-        uncounted=tuple(op for op in _uncounted(after) if op not in _uncounted(before)),
+        uncounted=tuple(op for op, runs in _uncounted(after).items() if runs > _uncounted(before).get(op, 0)),
     )
 
 
 def _totals(before: Profile, after: Profile) -> Iterator[Change]:
     for word, name in QUANTITIES.items():
-        old, new = (getattr(one if word == "memory" else one.total, name) for one in (before, after))
+        run = word == "memory" and _has_backward(before) and _has_backward(after)
+        old, new = (getattr(one if run else one.total, name) for one in (before, after))
         if old is not None or new is not None:
             yield Change(word, old, new, _is_noise(before.total, after.total, name))
 
@@ -258,8 +259,13 @@ def _named(profile: Profile) -> str:
     return f"{profile.model} on {profile.inputs}"
 
 
-def _uncounted(profile: Profile) -> list[str]:
-    return [op.name for op in profile.coverage.unknown]
+def _uncounted(profile: Profile) -> dict[str, int]:
+    """The operators without a formula, and how often they ran."""
+    return {op.name: op.runs for op in profile.coverage.unknown}
+
+
+def _has_backward(profile: Profile) -> bool:
+    return profile.total.saved_bytes is not None and profile.timeline is not None
 
 
 def _notes(before: Profile, after: Profile) -> Iterator[str]:
@@ -271,6 +277,8 @@ def _notes(before: Profile, after: Profile) -> Iterator[str]:
     if None not in (before.gradients, after.gradients) and before.gradients != after.gradients:
         kept = "before" if before.gradients else "after"
         yield f"memory is not comparable: {kept}, it holds what a backward needs"
+    if _has_backward(before) != _has_backward(after):
+        yield "memory is that of the forward: one of the two has no backward"
     if before.inputs != after.inputs:
         yield f"the inputs differ: {before.inputs} and {after.inputs}"
     if before.convention != after.convention:

@@ -227,6 +227,10 @@ def why_unknown(profile: Profile, column: str, by: str) -> str:
         return "the column says none"
     if by in ("energy_j", "net_energy_j") and "energy" in profile.unavailable:
         return profile.unavailable["energy"]
+    if by.startswith("backward_") and profile.total.saved_bytes is not None and profile.total.backward_flops is None:
+        return f"the {profile.convention} convention does not say what a backward costs"
+    if by == "load" and profile.sampling is not None:
+        return "; ".join(dict.fromkeys(profile.sampling.missing.values())) or "it was not sampled"
     if by in _GIVEN_BY:
         option, argument = _GIVEN_BY[by]
         return f"add {option} (in Python {argument})"

@@ -37,7 +37,7 @@ _ROWS = 60
 #: The shortest that a name is cut to on a terminal.
 _SHORTEST = 16
 #: How long the longest bar is: with it, what is counted of a small model fits in 80 columns.
-_BAR = 6
+_BAR = 4
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Scale(NamedTuple):
             return UNKNOWN if number is None else "0"
         least = 10.0**-self.digits
         scaled = number / self.size
-        if 0 < scaled < least / 2:
+        if 0 < scaled <= least / 2:
             return f"<{least:.{self.digits}f}"
         return f"{scaled:,.{self.digits}f}"
 
@@ -48,6 +48,8 @@ def shared(numbers: Iterable[float | None], kind: Kind) -> Scale:
     ('MACs M', ['9.36', '0.07', '<0.01'])
     >>> shared([0.0023, 0.0000041], "seconds").write(0.0000041)
     '<0.01'
+    >>> Scale(1000.0, "k", 0).write(500)
+    '<1'
     """
     known = [abs(number) for number in numbers if number is not None]
     most = max(known, default=0.0)
@@ -59,7 +61,7 @@ def shared(numbers: Iterable[float | None], kind: Kind) -> Scale:
 
 
 #: The widest that a number is written in a unit smaller than its own.
-_WIDEST = 7
+_WIDEST = 8
 
 
 def spanning(numbers: Iterable[float | None], kind: Kind) -> Scale | None:
@@ -67,7 +69,9 @@ def spanning(numbers: Iterable[float | None], kind: Kind) -> Scale | None:
 
     >>> scale = spanning([9_355_584, 73_728, 640], "count")
     >>> scale.head("MACs"), [scale.write(number) for number in (9_355_584, 73_728, 640)]
-    ('MACs k', ['9,355.6', '73.7', '0.6'])
+    ('MACs k', ['9,355.58', '73.73', '0.64'])
+    >>> spanning([0.00013, 0.0000072], "seconds").write(0.0000072)
+    '7.2'
     >>> spanning([9_355_584_000, 640], "count") is None
     True
     """
@@ -75,9 +79,9 @@ def spanning(numbers: Iterable[float | None], kind: Kind) -> Scale | None:
     first = shared(known, kind)
     if not known or (first.size == 1.0 and kind in _UP):
         return first
-    smaller = [Scale(*unit, digits) for unit in _units(kind) if unit[0] < first.size for digits in (0, 1, 2)]
+    smaller = [Scale(*unit, digits) for unit in _units(kind) if unit[0] <= first.size for digits in (0, 1, 2)]
     fitting = [scale for scale in (first, *smaller) if len(scale.write(max(known))) <= _WIDEST]
-    for least in (10, 1, 0.5):
+    for least in (10, 1):
         for scale in fitting:
             if min(known) / scale.size >= least * 10.0**-scale.digits:
                 return scale

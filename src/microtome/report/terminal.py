@@ -63,8 +63,10 @@ def bar(part: float | None, whole: float | None, width: int = 8) -> str:
 
     >>> bar(1, 2, width=4) + "|", bar(1, 16, width=4) + "|"
     ('██  |', '▎   |')
+    >>> bar(-1, 2, width=4) + "|"
+    '    |'
     """
-    eighths = round(8 * width * min((part or 0) / whole, 1)) if whole else 0
+    eighths = round(8 * width * min(max((part or 0) / whole, 0), 1)) if whole else 0
     full, rest = divmod(eighths, 8)
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
 

@@ -33,7 +33,10 @@ def _cards(profile: Profile) -> Iterator[Card]:
     total, coverage = profile.total, profile.coverage
     yield Card("parameters", count(total.params), f"{total.trainable_params:,} trainable; {size(total.param_bytes)}")
     backward = "" if total.backward_flops is None else f"; backward {count(total.backward_flops)} FLOPs"
-    flops = f"{count(total.flops)} FLOPs, {profile.convention} convention{backward}"
+    counted = count(total.flops)
+    if leaves_out(profile, "flops", None)(total):
+        counted = at_least(counted)
+    flops = f"{counted} FLOPs, {profile.convention} convention{backward}"
     macs = count(total.macs)
     yield Card(
         "MACs",

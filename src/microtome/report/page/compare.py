@@ -51,7 +51,10 @@ def compare_table(profile: Profile, other: Profile) -> str:
     found = diff(profile, other)
     noise = {QUANTITIES[one.quantity] for one in found.totals if one.is_noise}
     known = [metric for metric in METRICS if _is_known(metric, profile, other)]
-    rows = "".join(_row(metric, profile, other, is_noise=metric.name in noise) for metric in known)
+    whole = {QUANTITIES[one.quantity]: (one.before, one.after) for one in found.totals}
+    rows = "".join(
+        _row(metric, profile, other, whole.get(metric.name), is_noise=metric.name in noise) for metric in known
+    )
     notes = "".join(f"<li>{escape(note)}</li>" for note in found.notes)
     machines = [
         one.environment.get("gpu") or one.environment.get("cpu") or "nothing measured" for one in (profile, other)
@@ -69,8 +72,15 @@ def _is_known(metric: Metric, *profiles: Profile) -> bool:
     return any(metric.missing(profile) is None for profile in profiles)
 
 
-def _row(metric: Metric, profile: Profile, other: Profile, *, is_noise: bool) -> str:
-    here, there = metric.of(profile.total), metric.of(other.total)
+def _row(
+    metric: Metric,
+    profile: Profile,
+    other: Profile,
+    whole: tuple[float | None, float | None] | None,
+    *,
+    is_noise: bool,
+) -> str:
+    here, there = whole or (metric.of(profile.total), metric.of(other.total))
     cells = [(metric.write(value), metric.missing(one) or "") for value, one in ((here, profile), (there, other))]
     told = "".join(f'<td class="n" title="{escape(why)}">{text}' for text, why in cells)
     grown = change(here, there)
