@@ -16,7 +16,7 @@ from microtome.cli.part import part_of
 
 #: Numbers of glibc's malloc.h, and bytes: blocks up to the one come from memory that is kept, up to the other.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT, _LARGE = 256 << 20, 32 << 20
+_KEPT, _LARGE = 64 << 20, 32 << 20
 
 
 @click.command()
