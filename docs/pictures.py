@@ -19,6 +19,7 @@ from microtome.report import cuts as cut_report
 from microtome.report import plan as plan_report
 from microtome.report import profile as profile_report
 from microtome.report import top as top_report
+from microtome.report.view import View
 
 FOLDER = Path(__file__).parent / "pictures"
 WIDTH = 112
@@ -39,7 +40,7 @@ def draw_tables() -> None:
         counted, cuts = mt.profile(model, x), mt.cuts(model, x)
         timed = mt.profile(model, "8x3x64x64", measure="time", repeat=20)
         mt.trace(model, x).to_svg(FOLDER / "graph.svg", depth=1, cut=cuts["layer1.0.conv1"])
-    two = profile_report.View(depth=2)
+    two = View(depth=2)
     terminal(
         "profile", "microtome profile zoo:tiny-resnet --depth 2", lambda w: profile_report.renderable(counted, two, w)
     )

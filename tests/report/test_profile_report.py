@@ -14,8 +14,9 @@ import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
 from microtome.report.cuts import details
-from microtome.report.profile import View, csv, markdown, text
+from microtome.report.profile import csv, markdown, text
 from microtome.report.top import text as of_top
+from microtome.report.view import View
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from microtome.errors import BadInputs, MicrotomeError, said
 from microtome.profile import profile as profile_model
 from microtome.profile.device import METHODS, Way
 from microtome.profile.energy import EnergyModel
-from microtome.report.profile import View, check, csv, markdown, text
+from microtome.report.profile import csv, markdown, text
+from microtome.report.view import View, check
 from microtome.zoo.sources import SOURCES
 
 if TYPE_CHECKING:

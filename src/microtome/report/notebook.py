@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from microtome.report import cuts as of_cuts
 from microtome.report import plan as of_plan
-from microtome.report import profile as of_profile
 from microtome.report.columns import COLUMNS, at_least, leaves_out
 from microtome.report.look import Bar, Cell, Parts, Side, cards, legend, page, table
 from microtome.report.notes import notes_of
+from microtome.report.view import View, rows_of
 from microtome.units import UNKNOWN, count, joules, seconds, shape, share, size
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def profile(result: Profile) -> str:
     headers = ["call", *(COLUMNS[name].header for name in names), f"share of {'FLOPs' if by == 'flops' else 'time'}"]
     sides: list[Side] = ["left", *("right" if COLUMNS[name].right else "left" for name in names), "left"]
     rows: list[list[Cell]] = []
-    shown = of_profile.rows_of(result, of_profile.View())
+    shown = rows_of(result, View())
     for row, name in shown[:_ROWS]:
         part, whole = getattr(row, by), getattr(total, by)
         bar = Bar(share(part, whole), part / whole if part is not None and whole else 0.0)

@@ -11,7 +11,6 @@ from rich.console import Group as Stack
 from rich.table import Table
 from rich.text import Text
 
-from microtome.errors import BadQuery
 from microtome.profile import Group, Profile, Row
 from microtome.profile.files import flat
 from microtome.profile.rows import AMOUNTS
@@ -26,39 +25,16 @@ from microtome.report.columns import (
     columns_of,
     leaves_out,
     of_registered,
-    why_unknown,
 )
 from microtome.report.notes import notes_of
 from microtome.report.scale import spanning
 from microtome.report.terminal import bar, code, escaped, fitted, plain_text, printable, shortened
+from microtome.report.view import View, check, deepest, depth_of, rows_of, whole_tree
 
-#: A table that is not told how deep to go shows at most about this many rows.
-_ROWS = 60
 #: The shortest that a name is cut to on a terminal.
 _SHORTEST = 16
 #: How long the longest bar is: with it, what is counted of a small model fits in 80 columns.
 _BAR = 4
-
-
-@dataclass(frozen=True)
-class View:
-    """Which rows of a profile are shown, and what of them.
-
-    Attributes:
-        depth: Show the tree down to here.
-        granularity: Show calls of this height, not the tree.
-        by: Show groups, `"module"`, `"type"` or `"op"`, not calls.
-        sort: Order by this quantity, the largest first, and show no tree.
-        top: Show the first so many.
-        columns: The names of the columns; () for those that fit the profile and the terminal.
-    """
-
-    depth: int | None = None
-    granularity: int | None = None
-    by: str | None = None
-    sort: str | None = None
-    top: int | None = None
-    columns: tuple[str, ...] = ()
 
 
 #: The first are left out last where a terminal is too narrow.
@@ -103,7 +79,7 @@ def text(profile: Profile, view: View | None = None) -> str:
 
 
 def markdown(profile: Profile, view: View | None = None) -> str:
-    view = _whole_tree(profile, view or View())
+    view = whole_tree(profile, view or View())
     lines = _lines(profile, view, None, is_drawn=False)
     rows = [[_span(name), *map(escaped, rest)] for name, *rest in lines.rows]
     rule = ["---:" if right else "---" for right in lines.right]
@@ -121,7 +97,7 @@ def _span(name: str) -> str:
 
 def csv(profile: Profile, view: View | None = None) -> str:
     """Every row of the view, all calls if it does not say which, with all their numbers."""
-    view = _whole_tree(profile, view or View())
+    view = whole_tree(profile, view or View())
     check(view)
     file = io.StringIO()
     records = [flat(row) if isinstance(row, Row) else _flat_group(row) for row, _ in rows_of(profile, view)]
@@ -134,12 +110,6 @@ def csv(profile: Profile, view: View | None = None) -> str:
     writer.writeheader()
     writer.writerows(records)
     return file.getvalue()
-
-
-def _whole_tree(profile: Profile, view: View) -> View:
-    """The view as it is in a file, which has room for every call."""
-    chosen = (view.depth, view.granularity, view.by, view.sort)
-    return view if chosen != (None,) * 4 else replace(view, depth=_deepest(profile))
 
 
 def _chosen(row: Any, record: dict[str, Any], profile: Profile, view: View) -> dict[str, Any]:
@@ -184,65 +154,6 @@ _FIELDS = {
 
 def _flat_group(group: Group) -> dict[str, Any]:
     return {"name": group.name, "runs": group.runs} | {name: getattr(group, name) for name in AMOUNTS}
-
-
-# -- rows --------------------------------------------------------------------------------------------------------------
-
-
-def rows_of(profile: Profile, view: View) -> list[tuple[Any, str]]:
-    """The rows or groups of a view, each with its name."""
-    if view.by is not None:
-        groups = {"module": profile.by_module, "type": profile.by_type, "op": profile.by_op}[view.by]()
-        rows: list[tuple[Any, str]] = [(group, name or "(root)") for name, group in groups.items()]
-    elif view.granularity is not None:
-        rows = [(row, _name(row)) for row in profile.rows(granularity=view.granularity)]
-    elif view.sort is not None and view.depth is not None:
-        rows = [(row, _name(row)) for row in profile.rows(depth=view.depth)]
-    elif view.sort is not None:
-        rows = [(row, _name(row)) for row in profile.rows(granularity=1)]
-    else:
-        depth = _depth(profile) if view.depth is None else view.depth
-        rows = [(row, _in_tree(row)) for row in profile if row.depth <= depth]
-    if view.sort is not None:
-        by = "flops" if view.sort == "share" else COLUMNS[view.sort].needs or view.sort
-        if by in (
-            "peak_bytes",
-            "output_bytes",
-            "measured_peak_bytes",
-            "load",
-        ):  # which rows of their own have from the calls inside
-            rows = [pair for pair in rows if not pair[0].type.endswith(OWN)]
-        column = view.sort
-        if rows and all(_quantity(row, column, by) is None for row, _ in rows):
-            raise BadQuery(f"no row has a number of {column!r} to sort by: {why_unknown(profile, column, by)}")
-        rows.sort(key=lambda pair: -(_quantity(pair[0], column, by) or 0))
-    return rows[: view.top]
-
-
-def _quantity(row: Any, column: str, by: str) -> float | None:
-    if column in REGISTERED:
-        value = of_registered(column, row)
-        return value if isinstance(value, int | float) else None
-    number: float | None = getattr(row.load, column, None) if by == "load" else getattr(row, by, None)
-    return number
-
-
-def _depth(profile: Profile) -> int:
-    """As deep as there is room for."""
-    depths = [row.depth for row in profile]
-    return next((d for d in range(max(depths), 0, -1) if sum(depth <= d for depth in depths) <= _ROWS), 1)
-
-
-def _name(row: Row) -> str:
-    return row.address or "(root)"
-
-
-def _in_tree(row: Row) -> str:
-    if row.parent is None:
-        return "(root)"
-    above = row.parent.partition("#")[0]
-    name = row.address.removeprefix(f"{above}.") if above else row.address
-    return "  " * row.depth + name
 
 
 # -- cells -------------------------------------------------------------------------------------------------------------
@@ -325,21 +236,6 @@ def _shortened(name: str, most: int) -> str:
     return begin + shortened(bare, most - len(begin))
 
 
-def check(view: View) -> None:
-    """Raise where a view asks for what there is not."""
-    known = columns_of(view.by)
-    for name in view.columns:
-        if name not in known:
-            raise BadQuery(f"there is no column {name!r}{_OF[view.by]}: write one of {', '.join(known)}")
-    if view.sort is not None and view.sort not in known:
-        raise BadQuery(f"there is no column {view.sort!r}{_OF[view.by]} to sort by: write one of {', '.join(known)}")
-    if view.sort in ("type", "inputs", "outputs", "dtype", "bound", "spread", "device_spread", "energy_spread"):
-        raise BadQuery(f"rows are sorted by a quantity, such as flops or params, not by {view.sort}")
-
-
-_OF = {None: "", "module": " of modules", "type": " of types", "op": " of operators"}
-
-
 def _has(profile: Profile, view: View, column: str) -> bool:
     needs = COLUMNS[column].needs
     total = profile.total
@@ -360,14 +256,10 @@ def _notes(profile: Profile, view: View, lines: _Lines) -> list[str]:
     elif any(cell.endswith(OWN) for row in lines.rows for cell in row[1:]):
         notes.append(f"{OWN}: without the layers inside it, which have rows of their own")
     chosen = (view.depth, view.granularity, view.by, view.sort)
-    if chosen == (None,) * 4 and _depth(profile) < _deepest(profile):
-        notes.append(f"shown to depth {_depth(profile)} of {_deepest(profile)}")
+    if chosen == (None,) * 4 and depth_of(profile) < deepest(profile):
+        notes.append(f"shown to depth {depth_of(profile)} of {deepest(profile)}")
     if view.top is not None and len(lines.rows) < lines.count:
         notes.append(f"shown: {len(lines.rows)} of {lines.count} rows; the total is of all")
     if lines.left_out:
         notes.append(f"no room for: {', '.join(COLUMNS[name].header for name in lines.left_out)}")
     return notes
-
-
-def _deepest(profile: Profile) -> int:
-    return max(row.depth for row in profile)
