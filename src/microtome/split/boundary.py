@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from microtome.split.memory import moved
 from microtome.split.reading import decode
 from microtome.split.wire import encode
 from microtome.units import parse_size, size
@@ -58,7 +59,7 @@ class Boundary:
 
     def to(self, device: torch.device | str) -> Self:
         """The same with its tensors there."""
-        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
+        return replace(self, tensors={name: moved(tensor, device) for name, tensor in self.tensors.items()})
 
     def to_bytes(self, codec: str = "raw") -> bytes:
         """As bytes that say of themselves what they are; `split/wire.py` describes how they lie.
@@ -76,9 +77,9 @@ class Boundary:
     def from_bytes(cls, data: bytes | bytearray | memoryview, *, limit: int | str = "4GB") -> Self:
         """What `to_bytes` made bytes of.
 
-        The tensors are on the CPU, in memory of their own. Those without gaps and overlaps have the strides they had,
-        in whatever order; others are dense. No code is run for what the bytes say, and damage is found out; who can
-        forge bytes can forge a boundary.
+        The tensors are on the CPU, in memory of their own, with the strides and the alignment they had: kernels round
+        by these. No code is run for what the bytes say, and damage is found out; who can forge bytes can forge a
+        boundary.
 
         Args:
             limit: The most memory that reading may take, in bytes or such as "256MB", the header's objects included and

@@ -19,6 +19,9 @@ BLOCK = 1 << 18
 #: Of each width, a dtype that torch can copy: it cannot copy all of them, but can look at each as another.
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
+#: Where torch begins memory: at multiples of so many bytes. Kernels round by how a tensor lies to these.
+ALIGNED = 64
+
 _WRITE = 0x200  # PyBUF_WRITE
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -66,6 +69,73 @@ def dense(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
         return tensor
     return tensor.detach().view(_PLAIN[tensor.itemsize]).clone().view(tensor.dtype)
+
+
+def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The number of elements from the first that a tensor has to the last.
+
+    >>> span_of((2, 3), (4, 1)), span_of((5, 3), (0, 1)), span_of((0, 3), (4, 1))
+    (7, 3, 0)
+    """
+    pairs = zip(shape, strides, strict=True)
+    return 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in pairs)
+
+
+def offset_of(tensor: Tensor) -> int:
+    """The number of elements between the last multiple of 64 bytes and the first element."""
+    apart = 0 if tensor.is_meta or not tensor.numel() else tensor.data_ptr() % ALIGNED
+    return 0 if apart % tensor.itemsize else apart // tensor.itemsize
+
+
+def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may lie in one place, expanded dimensions (of stride 0) apart.
+
+    >>> overlaps((4, 3), (1, 1)), overlaps((4, 3), (0, 1)), overlaps((4, 3), (5, 1))
+    (True, False, False)
+    """
+    end = 1
+    for stride, size in sorted(pair for pair in zip(strides, shape, strict=True) if pair[1] > 1 and pair[0]):
+        if stride < end:
+            return True
+        end = stride * (size - 1) + end
+    return False
+
+
+def lay_out(
+    values: Tensor, strides: Sequence[int], offset: int = 0, device: torch.device | str | None = None
+) -> Tensor:
+    """Copy values to memory of their own where they have these strides, and begin `offset` elements after its start."""
+    plain = values.detach().view(_PLAIN[values.itemsize])
+    room = torch.empty(offset + span_of(values.shape, strides), dtype=plain.dtype, device=device or values.device)
+    made = room.as_strided(values.shape, strides, offset)
+    target = made
+    for dim, (size, stride) in enumerate(zip(values.shape, strides, strict=True)):
+        if size > 1 and stride == 0:
+            target, plain = target.narrow(dim, 0, 1), plain.narrow(dim, 0, 1)
+    if overlaps(target.shape, target.stride()):
+        places = torch.full((), offset, device=room.device)
+        for size, stride in zip(target.shape, target.stride(), strict=True):
+            places = places.unsqueeze(-1) + torch.arange(size, device=room.device) * stride
+        room[places] = plain.to(room.device)
+    else:
+        target.copy_(plain)
+    return made.view(values.dtype)
+
+
+def duplicate(tensor: Tensor, device: torch.device | str | None = None) -> Tensor:
+    """Copy a tensor with its strides and its alignment, which `clone` and `to` keep of dense ones alone."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return tensor.detach().clone() if device is None else tensor.detach().to(device)
+    return lay_out(dense(tensor.detach()), tensor.stride(), offset_of(tensor), device)
+
+
+def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on a device, with its strides and its alignment; the tensor itself where it is there."""
+    there = torch.device(device)
+    here = tensor.device
+    if here.type == there.type and there.index in (None, here.index):
+        return tensor.to(there)
+    return duplicate(tensor, there)
 
 
 def on_cpu(tensor: Tensor) -> Tensor:

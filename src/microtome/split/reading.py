@@ -15,7 +15,7 @@ from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from microtome.errors import BadBoundary, NotInstalled, said
 from microtome.split.codecs import PACKERS, Coded, can_be, restore, scale_dtype
-from microtome.split.memory import copy_hashed, hashed, is_dense, view_of
+from microtome.split.memory import ALIGNED, copy_hashed, hashed, is_dense, lay_out, span_of, view_of
 from microtome.split.wire import CHECKSUM_BYTES, DTYPES, HEADER_AT, MAGIC, PREFIX, VERSION, gap
 from microtome.units import size
 
@@ -24,6 +24,9 @@ JSON_COST = 40
 
 #: What undoing a lossy step may take for an element beside the values and the result, for a moment.
 UNDO_COST = 8
+
+#: What laying a tensor out with strides that overlap may take for an element beside it, for a moment.
+LAYOUT_COST = 16
 
 _DAMAGED = "it was changed on its way, have it sent again"
 
@@ -58,13 +61,18 @@ class Piece:
 
 @dataclass
 class Entry:
-    """A tensor that is to be read."""
+    """A tensor that is to be read.
+
+    Attributes:
+        layout: Its strides, and where it begins in its memory; None: as the values.
+    """
 
     name: str
     dtype: torch.dtype
     values: Piece
     scales: Piece | None = None
     coded: bool = False
+    layout: tuple[list[int], int] | None = None
 
     @property
     def pieces(self) -> list[Piece]:
@@ -73,8 +81,14 @@ class Entry:
     @property
     def needs_bytes(self) -> int:
         """What reading it takes at most."""
-        stored = sum(piece.nbytes for piece in self.pieces)
-        return stored + (self.dtype.itemsize + UNDO_COST) * self.values.elements if self.coded else stored
+        need = sum(piece.nbytes for piece in self.pieces)
+        if self.coded:
+            need += (self.dtype.itemsize + UNDO_COST) * self.values.elements
+        if self.layout is not None:
+            strides, offset = self.layout
+            need += (offset + span_of(self.values.shape, strides)) * self.dtype.itemsize
+            need += LAYOUT_COST * self.values.elements
+        return need
 
 
 def decode(data: Any, limit: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -156,7 +170,15 @@ def _entry(number: int, fields: Any) -> Entry:
 
 
 def _read_entry(
-    *, name: Any, dtype: Any, shape: Any, strides: Any, parts: Any, coded: Any = None, channel: Any = None
+    *,
+    name: Any,
+    dtype: Any,
+    shape: Any,
+    strides: Any,
+    parts: Any,
+    coded: Any = None,
+    channel: Any = None,
+    layout: Any = None,
 ) -> Entry:
     if type(name) is not str:
         raise ValueError(f"its name is {name!r:.80}")
@@ -171,11 +193,23 @@ def _read_entry(
     values = _piece(parts[0], stored, shape, strides)
     if channel is not None and not (scaled and type(channel) is int and 0 <= channel < len(shape)):
         raise ValueError(f"its channel is {channel!r:.80}")
+    lies = _layout(layout, shape, own)
     if not scaled:
-        return Entry(name, own, values, coded=coded is not None)
+        return Entry(name, own, values, coded=coded is not None, layout=lies)
     scales_shape = [extent if dim == channel else 1 for dim, extent in enumerate(shape)]
     scales = _piece(parts[1], scale_dtype(own), scales_shape, [1] * len(shape))
-    return Entry(name, own, values, scales, coded=True)
+    return Entry(name, own, values, scales, coded=True, layout=lies)
+
+
+def _layout(layout: Any, shape: list[int], dtype: torch.dtype) -> tuple[list[int], int] | None:
+    if layout is None:
+        return None
+    if type(layout) is not list or len(layout) != 2 or not _are_sizes(layout[0]) or not _are_sizes(layout[1:]):
+        raise ValueError(f"its layout is {layout!r:.80}")
+    strides, offset = layout
+    if len(strides) != len(shape) or offset * dtype.itemsize >= ALIGNED:
+        raise ValueError(f"its layout is {layout!r:.80}, its shape {shape!r:.80}")
+    return strides, offset
 
 
 def _check_shape(shape: Any, strides: Any) -> None:
@@ -254,8 +288,12 @@ def _restored(entry: Entry) -> Tensor:
     values = entry.values.tensor
     if entry.dtype == torch.bool and values.numel() and values.view(torch.uint8).max() > 1:
         raise BadBoundary(f"tensor {entry.name!r} is bool and holds other bytes than 0 and 1")
-    if not entry.coded:
-        return values
+    if entry.coded:
+        values = _decoded(entry, values)
+    return values if entry.layout is None else lay_out(values, *entry.layout)
+
+
+def _decoded(entry: Entry, values: Tensor) -> Tensor:
     scales = entry.scales.tensor if entry.scales is not None else None
     if scales is not None and not (scales.isfinite() & (scales > 0)).all():
         raise BadBoundary(f"tensor {entry.name!r} has a scale that is no positive number")

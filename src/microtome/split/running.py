@@ -17,6 +17,7 @@ from microtome.split.boundary import Boundary
 from microtome.split.crossing import Place
 from microtome.split.ghost import Ghost, GhostRead, awake
 from microtome.split.given import Given, given, holders_in, version_of
+from microtome.split.memory import duplicate, moved
 from microtome.split.templates import Template, check_same, take_apart
 from microtome.split.told import (
     as_ghost,
@@ -179,7 +180,7 @@ class Run(Probe):
         while (known := self._tensors.get(name)) is not None and (sent.copied or not is_same(known, tensor)):
             name += "'"
         if known is None:
-            self._tensors[name] = tensor = tensor.clone() if sent.copied else tensor
+            self._tensors[name] = tensor = duplicate(tensor) if sent.copied else tensor
             if not tensor.is_inference():
                 self._versions[name] = tensor._version
         return name
@@ -260,10 +261,10 @@ class Run(Probe):
             sent = self._received.tensors.get(name)
             if sent is None:
                 raise BadBoundary(f"the boundary lacks {name!r}: have it sent again")
-            tensor = sent if self._device is None else sent.to(self._device)
+            tensor = sent if self._device is None else moved(sent, self._device)
             written = name.rstrip("'") in self._begins.written
             if tensor is sent and (written or (sent.is_inference() and not torch.is_inference_mode_enabled())):
-                tensor = tensor.clone()
+                tensor = duplicate(tensor)
             self._given[name] = tensor
             if not written and (self._uses is None or name in self._shared):
                 self._still.append((name, tensor, version_of(tensor)))

@@ -33,6 +33,8 @@ from microtome.split.weights import digest_of, stripped, structure_of, weights_o
 
 BIT_EQUAL = "bit-equal"
 
+_NO_LIMIT = 1 << 62  # the example is the user's own
+
 
 class CodecTrial(NamedTuple):
     """What a codec did to what crosses on the example, and so to the model's output.
@@ -212,7 +214,7 @@ class Splitter:
         ]
 
     def _verify(self, chosen: Sequence[Cut], more: list[set[Place]]) -> str:
-        """Compare with the whole model; what the model's code turns out to read goes into `more`."""
+        """Compare with the whole model, through bytes; what the model's code turns out to read goes into `more`."""
         whole = copied(self.given).run(self.model)
         while True:
             stages = self.stages(chosen, more)
@@ -220,8 +222,9 @@ class Splitter:
             try:
                 value: Any = _run(stage, copied(self.given))
                 for stage, cut in zip(stages[1:], chosen, strict=True):
+                    sent = Boundary.from_bytes(value.to_bytes(), limit=_NO_LIMIT)
                     with _without(self.model, self._kept_before(cut)):
-                        value = stage(value)
+                        value = stage(sent)
                 break
             except GhostRead as error:  # the model's code looks at values where it has some
                 place = error.ghost.source

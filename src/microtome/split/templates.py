@@ -125,7 +125,7 @@ def take_apart(value: Any, arguments: Any = ()) -> tuple[Template, list[Tensor],
     strange: list[str] = []
 
     def other(leaf: Any) -> Any:
-        if isinstance(leaf, _PLAIN):
+        if type(leaf) in _PLAIN:  # others would not arrive as what they are
             plain.append(leaf)
             return PlainSlot(len(plain) - 1)
         if isinstance(leaf, torch.Size):
@@ -149,7 +149,7 @@ def strange_in(value: Any) -> list[Any]:
 
 
 def _strange_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, (*_PLAIN, Tensor)):
+    if type(value) in _PLAIN or isinstance(value, Tensor):
         return
     if isinstance(value, list | tuple | set | frozenset):
         for item in value:

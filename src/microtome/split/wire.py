@@ -10,7 +10,9 @@
     32     the header: JSON in ASCII, filled up with spaces so that what follows begins at a multiple of 64
            {"at", "fingerprint", "facts", "tensors": [{"name", "dtype", "shape", "strides", "parts"}, …]}
            the parts of a tensor lie one after the other: its values, then its scales if it has some; each is said as
-           [bytes, None or the compression]; after a lossy step also "coded", the dtype of the values, and "channel"
+           [bytes, None or the compression]; after a lossy step also "coded", the dtype of the values, and "channel";
+           the values are dense, and "layout" is there if the tensor is not, or does not begin at a multiple of 64
+           bytes: its own strides, and how many elements lie between such a multiple and its first one
            parts, each from a multiple of 64 on, with zeros between them
     -16    xxh3_128 of the digests: that of the header, then the xxh3_128 of every 256 KiB of each part
 
@@ -32,10 +34,10 @@ from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from microtome.errors import BadBoundary, said
 from microtome.split.codecs import PACKERS, Codec, codec_of
-from microtome.split.memory import copy_hashed, dense, new_bytes, on_cpu, view_of
+from microtome.split.memory import copy_hashed, dense, new_bytes, offset_of, on_cpu, view_of
 
 MAGIC = b"\x89MTBOUND"
-VERSION = 1
+VERSION = 2
 ALIGN = 64
 
 PREFIX = struct.Struct("<8sIIQ")
@@ -106,6 +108,7 @@ def _described(name: str, tensor: Tensor, steps: Codec) -> tuple[dict[str, Any],
         raise BadBoundary(f"tensor {name!r} is {kind} and cannot be sent: only strided ones with values can")
     if tensor.dtype not in _NAMES:
         raise BadBoundary(f"tensor {name!r} is {tensor.dtype} and cannot be sent: dequantize it first")
+    own, offset = tensor.stride(), offset_of(tensor)
     tensor = dense(tensor)
     coded = steps.lossy(tensor.detach()) if steps.lossy else None
     stored = [tensor] if coded is None else [part for part in (coded.values, coded.scales) if part is not None]
@@ -119,6 +122,8 @@ def _described(name: str, tensor: Tensor, steps: Codec) -> tuple[dict[str, Any],
     }
     if coded is not None:
         entry |= {"coded": _NAMES[coded.values.dtype], "channel": coded.channel}
+    if own != tensor.stride() or offset:
+        entry["layout"] = [own, offset]
     return entry, parts
 
 
