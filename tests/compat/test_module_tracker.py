@@ -121,7 +121,7 @@ def test_torchs_own_tracker_is_wrong_on_that_model() -> None:
 def test_flops_of_the_leaves_make_the_whole(name: str) -> None:
     model, inputs = zoo.build(name)
     counter = FlopCounterMode(display=False)
-    counter.mod_tracker = ModuleTracker()  # type: ignore[assignment]
+    counter.mod_tracker = ModuleTracker()
     with counter:
         output = Inputs.of(inputs).run(model)
         (output["logits"] if isinstance(output, dict) else output).sum().backward()

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from microtome.track import Tracker, track
+from torch import nn
+from torch.utils import module_tracker
+
+from microtome.engine import Call, Probe, Session
+
+__all__ = ["ModuleTracker"]
+
+#: The methods of torch's tracker that keep `parents`; a subclass that overrides one keeps `parents` itself.
+_KEEP_PARENTS = ("_fw_pre_hook", "_fw_post_hook", "_get_append_fn", "_get_pop_fn", "_maybe_set_engine_callback")
 
 
-class ModuleTracker:
+class ModuleTracker(module_tracker.ModuleTracker):
     """Which modules run now, as a set of names: the root's class name and the attribute path, and always `"Global"`.
 
-    Unlike torch's, it is exact for keyword arguments, for inputs that need no gradient, in `autograd.grad`, after an
-    exception and with threads; and `FlopCounterMode` can use it:
+    A subclass of torch's. Unlike torch's, it is exact for keyword arguments, for inputs that need no gradient, in
+    `autograd.grad`, after an exception and with threads; and `FlopCounterMode` can use it:
 
     >>> import torch
     >>> from torch.utils.flop_counter import FlopCounterMode
@@ -24,11 +33,29 @@ class ModuleTracker:
     48
     """
 
+    _keeps_parents = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._keeps_parents = any(getattr(cls, name) is not getattr(ModuleTracker, name) for name in _KEEP_PARENTS)
+        overridden = [name for name in _KEEP_PARENTS if name in vars(cls)]
+        if overridden:
+            warnings.warn(
+                f"{cls.__name__} overrides {', '.join(overridden)}, so it runs on torch's own hooks: its parents are "
+                "wrong in the backward after keyword arguments or inputs that need no gradient, and with threads. "
+                "microtome.track(on_enter=..., on_exit=...) calls back exactly",
+                stacklevel=2,
+            )
+
     def __init__(self) -> None:
-        self._tracker: Tracker = track()
+        self._order = _HookOrder()
+        self._session = Session(None, [self._order], backward=True)
+        super().__init__()
 
     def __enter__(self) -> Self:
-        self._tracker.__enter__()
+        if not self._keeps_parents:
+            self._session.__enter__()
+        super().__enter__()
         return self
 
     def __exit__(
@@ -37,17 +64,66 @@ class ModuleTracker:
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        self._tracker.__exit__(kind, error, trace)
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            if not self._keeps_parents:
+                self._session.__exit__(kind, error, trace)
 
     @property
     def parents(self) -> set[str]:
-        """The names of the modules whose forward or backward runs now in this thread, and `"Global"`."""
-        return {"Global", *(_torch_name(call.path) for call in self._tracker.stack)}
+        """The names of the modules whose forward or backward runs now in this thread, and `"Global"`; a new set."""
+        if not self._session.is_open:
+            return self._parents
+        return {"Global", *(self._name(call) for call in self._session.stack if call not in self._order.outside)}
 
-    @property
-    def is_bw(self) -> bool:
-        """Whether a backward runs now in this thread."""
-        return self._tracker.is_backward
+    @parents.setter
+    def parents(self, names: set[str]) -> None:
+        if self._session.is_open:
+            raise AttributeError("parents cannot be set while modules are tracked: it says what runs")
+        self._parents = names
+
+    def _name(self, call: Call) -> str:
+        module = call.module
+        return _torch_name(call.path) if module is None else self._get_mod_name(module)
+
+    def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:  # noqa: A002  torch's name
+        if not self._session.is_open:
+            super()._fw_pre_hook(mod, input)
+            return
+        self._get_mod_name(mod)  # names follow the order in which modules run
+        self._order.outside.discard(self._session.current)
+
+    def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:  # noqa: A002  torch's name
+        if not self._session.is_open:
+            super()._fw_post_hook(mod, input, output)
+            return
+        call = self._session.current
+        if call is not None and call.module is mod:
+            self._order.outside.add(call)
+
+
+class _HookOrder(Probe):
+    """Which calls run hooks that torch's tracker does not enclose.
+
+    torch's tracker enters a module after the global hooks that were registered before it, and leaves the module before
+    the module's own forward hooks.
+
+    Attributes:
+        outside: The open calls that are not yet entered, or left already.
+    """
+
+    def __init__(self) -> None:
+        self.outside: set[Call | None] = set()
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.outside.add(call)
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self.outside.discard(call)
+
+    def fail(self, call: Call, error: BaseException) -> None:
+        self.outside.discard(call)
 
 
 def _torch_name(path: str) -> str:
