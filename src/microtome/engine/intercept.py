@@ -6,18 +6,23 @@ every module call through the open sessions. That encloses the module's own hook
 call can end, adds nothing to any module, and costs less than one hook. A data descriptor goes before what an instance
 holds, so a module compiled in place runs as Python too.
 
+Torch reads the attribute twice in each call: once to compare it with None, and again to call it. Other threads may be
+between the two reads when a session opens or closes, so a slot never answers None for a module, and the last session
+leaves a `_PassThrough` behind as long as some thread is between them.
+
 `backward()` and `autograd.grad` both go through `torch.autograd._engine_run_backward`, which is wrapped in the same
 way.
 """
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Container
 from functools import partial
-from types import MethodType
+from types import CodeType, FrameType, MethodType
 from typing import Any, Protocol
 
 import torch
@@ -68,7 +73,7 @@ class Chain:
             if not self._open:
                 self._backward = vars(torch.autograd)[_BACKWARD]
                 self._undo.append(partial(setattr, torch.autograd, _BACKWARD, self._backward))
-                self._undo.append(partial(setattr, nn.Module, _CALL, vars(nn.Module)[_CALL]))
+                self._undo.append(partial(_leave, _found()))
             self._open.append(session)
             self._rebuild()
 
@@ -140,8 +145,10 @@ class _Slot:
         self._others = others
 
     def __get__(self, module: nn.Module | None, kind: type) -> AnyCall | None:
-        # Torch asks twice if it is not None: what nobody looks at runs faster this way than through the sessions.
-        return None if module is None or id(module) in self._others else MethodType(self._call, module)
+        if module is None:
+            return None
+        # What nobody looks at runs faster this way than through the sessions.
+        return module._call_impl if id(module) in self._others else MethodType(self._call, module)
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         module.__dict__[_CALL] = value
@@ -149,6 +156,83 @@ class _Slot:
     def __delete__(self, module: nn.Module) -> None:
         if module.__dict__.pop(_CALL, None) is None:
             raise AttributeError(_CALL)
+
+
+class _PassThrough(_Slot):
+    """Replaces the slot of the last session until no thread is between torch's two reads of the attribute.
+
+    It answers a first read as torch would, so that no further thread comes to depend on it, and a second read with
+    something to call. Each read tries to remove it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(nn.Module._call_impl, ())
+
+    def __get__(self, module: nn.Module | None, kind: type) -> AnyCall | None:
+        caller = sys._getframe(1)
+        if not _is_read_anywhere(but=caller):
+            self.remove()
+        compiled: AnyCall | None = None if module is None else module.__dict__.get(_CALL)
+        if module is None or compiled is not None or not _is_at(caller, _SECOND_READ):
+            return compiled
+        return module._call_impl
+
+    def remove(self) -> None:
+        with chain._lock:
+            if vars(nn.Module)[_CALL] is self:
+                setattr(nn.Module, _CALL, None)
+
+
+def _found() -> Any:
+    """The attribute as torch or somebody else set it."""
+    held = vars(nn.Module)[_CALL]
+    return None if isinstance(held, _PassThrough) else held
+
+
+def _leave(found: Any) -> None:
+    """Give the attribute back what it held, at once if no thread is about to call what it read as not None."""
+    if found is None and _is_installed():
+        passing = _PassThrough()
+        setattr(nn.Module, _CALL, passing)  # from now on, only those who are between the reads can need it
+        if _is_read_anywhere():
+            return
+    setattr(nn.Module, _CALL, found)
+
+
+def _is_installed() -> bool:
+    return isinstance(vars(nn.Module)[_CALL], _Slot)
+
+
+_WRAPPED: CodeType = nn.Module._wrapped_call_impl.__code__
+
+
+def _reads() -> tuple[range, range]:
+    """The offsets in the bytecode of `nn.Module.__call__` from its first read to its second, and of the second."""
+    offsets = [step.offset for step in dis.get_instructions(_WRAPPED)] + [len(_WRAPPED.co_code)]
+    reads = [step.offset for step in dis.get_instructions(_WRAPPED) if step.argval == _CALL]
+    if len(reads) < 2:  # one read cannot disagree with itself
+        return range(0), range(0)
+    end = offsets[offsets.index(reads[-1]) + 1]
+    return range(reads[0], end), range(reads[-1], end)
+
+
+_BOTH_READS, _SECOND_READ = _reads()
+
+
+def _is_at(frame: FrameType, offsets: range) -> bool:
+    return frame.f_code is _WRAPPED and frame.f_lasti in offsets
+
+
+def _is_read_anywhere(*, but: FrameType | None = None) -> bool:
+    """Whether any thread is at one of the two reads or between them; in the midst of it, other code may run."""
+    frames: dict[int, FrameType | None] = {**sys._current_frames()}
+    frames[threading.get_ident()] = sys._getframe(1)  # a frame that refers to itself would outlive the call
+    for frame in frames.values():
+        while frame is not None:
+            if frame is not but and _is_at(frame, _BOTH_READS):
+                return True
+            frame = frame.f_back
+    return False
 
 
 chain = Chain()
