@@ -6,6 +6,8 @@ no names in the model's `state_dict`.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,22 +16,45 @@ from torch import Tensor, nn
 from microtome.capture.attention import ATTENTION, AttentionProbe
 from microtome.capture.attention_known import KnownAttention
 from microtome.capture.extract import extract
+from microtome.compat.overrides import refuse_overrides
 from microtome.engine import Session, select, tensors_in
 from microtome.engine.select import check_model
+from microtome.engine.structure import map_tensors
 from microtome.errors import BadQuery, NoMatch, SessionError
 from microtome.inputs import Inputs
 
 __all__ = ["Extractor", "Recorder"]
 
 
+class Ejected(SessionError, AssertionError):
+    """A wrapper was called after `eject`; vit-pytorch raises an AssertionError."""
+
+
+class LayerNotFound(NoMatch, AssertionError):
+    """The layer is not in the model; vit-pytorch raises an AssertionError."""
+
+
 class _Wrapper(nn.Module):
-    """A model that is looked at whenever it is called, until it is ejected."""
+    """A model that is looked at whenever it is called, until it is ejected.
+
+    Attributes:
+        hooks: Always empty: vit-pytorch keeps the handles of its hooks here.
+        hook_registered: Whether it has been called.
+        data: None, as in vit-pytorch.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        refuse_overrides(cls, ("_hook", "_register_hook"), "override forward, or use mt.extract or mt.attention")
 
     def __init__(self, vit: nn.Module, device: torch.device | str | None) -> None:
         super().__init__()
         self.vit = check_model(vit)
-        self.device = device
+        self.data: Any = None
+        self.hooks: list[Any] = []
+        self.hook_registered = False
         self.ejected = False
+        self.device = device
 
     def eject(self) -> nn.Module:
         """Retire the wrapper and return the model."""
@@ -40,12 +65,19 @@ class _Wrapper(nn.Module):
         """Drop what is held of the last call."""
         raise NotImplementedError
 
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        """The arguments for the model. vit-pytorch's wrappers name the first `img`, whatever the model calls it."""
+        if not args and kwargs.keys() == {"img"} and "img" not in inspect.signature(self.vit.forward).parameters:
+            return Inputs(kwargs["img"])
+        return Inputs(*args, **kwargs)
+
     def _begin(self, inputs: Inputs) -> torch.device | str | None:
         """Forget the call before; return where what is seen in this one is to lie: by default, where its inputs do."""
         if self.ejected:
             name = type(self).__name__
-            raise SessionError(f"this {name} has been ejected and cannot be used anymore: make a new {name}(vit)")
+            raise Ejected(f"this {name} has been ejected and cannot be used anymore: make a new {name}(vit)")
         self.clear()
+        self.hook_registered = True
         if self.device is not None:
             return self.device
         return next((tensor.device for tensor in tensors_in((inputs.args, inputs.kwargs))), None)
@@ -54,7 +86,8 @@ class _Wrapper(nn.Module):
 class Extractor(_Wrapper):
     """Returns `(prediction, latents)` when it is called: what the model returns, and what one of its layers does.
 
-    It is called as the model is, with any arguments, and `return_embeddings_only=True` to have the latents alone.
+    It is called as the model is, with any arguments, and `return_embeddings_only=True` to have the latents alone. That
+    may be given by position too, as a bool after the image; a bool is the model's if `return_embeddings_only` is named.
 
     Args:
         device: Where the latents are moved; None: where the first tensor of the inputs lies.
@@ -84,47 +117,53 @@ class Extractor(_Wrapper):
         detach: bool = True,
     ) -> None:
         super().__init__(vit, device)
-        # In a tuple and a list, for an attribute that is a module or a parameter would be in `state_dict`.
-        self._layer = (layer,)
-        self._latents: list[Any] = []
+        self.layer = layer
         self.layer_name = layer_name
         self.layer_save_input = layer_save_input
         self.return_embeddings_only = return_embeddings_only
-        self.detach = detach
+        self.detach_fn: Callable[[Tensor], Any] = clone_and_detach if detach else identity
+        self.latents: Any = None
         self._find()
 
-    @property
-    def layer(self) -> nn.Module | None:
-        return self._layer[0]
-
-    @property
-    def latents(self) -> Any:
-        """The latents of the last call; None: it was cleared since, or failed."""
-        return self._latents[0] if self._latents else None
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("layer", "latents"):  # nn.Module would add a module or a parameter to `state_dict`
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def clear(self) -> None:
-        self._latents.clear()
+        self.latents = None
 
-    def forward(self, *args: Any, return_embeddings_only: bool = False, **kwargs: Any) -> Any:
-        given = Inputs(*args, **kwargs)
+    def forward(self, *args: Any, return_embeddings_only: bool | None = None, **kwargs: Any) -> Any:
+        if return_embeddings_only is None and len(args) == 2 and isinstance(args[1], bool):
+            args, return_embeddings_only = args[:1], args[1]
+        given = self._inputs(args, kwargs)
         device = self._begin(given)
         path, layer = self._find()
+        detach, own = self.detach_fn is clone_and_detach, self.detach_fn not in (clone_and_detach, identity)
         feats = extract(
             self.vit,
             given,
             layer,
             stop=False,
             inputs=self.layer_save_input,
-            detach=self.detach,
-            clone=self.detach,
-            device=device,
+            detach=detach,
+            clone=detach or own,
+            device=None if own else device,
         )
         latents = _flat(feats.inputs(path)) if self.layer_save_input else feats[path]
-        self._latents.append(latents)
+        if own:
+            latents = map_tensors(lambda tensor: _moved(self.detach_fn(tensor), device), latents)
+        self.latents = latents
         return latents if return_embeddings_only or self.return_embeddings_only else (feats.output, latents)
 
     def _find(self) -> tuple[str, nn.Module]:
-        found = select(self.vit, self.layer_name if self.layer is None else self.layer)
+        # An attribute may be an alias, such as a property, that is no path in the model.
+        layer = getattr(self.vit, self.layer_name, None) if self.layer is None else self.layer
+        try:
+            found = select(self.vit, layer if isinstance(layer, nn.Module) else self.layer_name)
+        except NoMatch as error:
+            raise LayerNotFound(str(error)) from None
         if len(found) > 1:
             raise BadQuery(f"an Extractor takes one layer, {self.layer_name!r} names {len(found)}: use mt.extract")
         return next(iter(found.items()))
@@ -175,7 +214,7 @@ class Recorder(_Wrapper):
         self.recordings.append(attn.detach().clone())
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | list[Tensor]]:
-        given = Inputs(*args, **kwargs)
+        given = self._inputs(args, kwargs)
         self._device = device = self._begin(given)
         try:
             prediction = self._run_known(given) if self._known is not None else self._run(given)
@@ -186,7 +225,9 @@ class Recorder(_Wrapper):
 
     def _run(self, given: Inputs) -> Any:
         """Look at everything that runs."""
-        probe = AttentionProbe(self._keep, at=["transformer"] if "transformer" in self.vit._modules else None)
+        transformer = getattr(self.vit, "transformer", None)
+        at = select(self.vit, transformer) if isinstance(transformer, nn.Module) else None
+        probe = AttentionProbe(self._keep, at=at)
         with Session(self.vit, [probe], whole=ATTENTION):
             prediction = given.run(self.vit)
         if not self.recordings:
@@ -213,6 +254,18 @@ class Recorder(_Wrapper):
 
     def _keep(self, _: str, weights: Tensor) -> None:
         self.recordings.append(weights if self._device is None else weights.to(self._device))
+
+
+def identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def clone_and_detach(tensor: Tensor) -> Tensor:
+    return tensor.clone().detach()
+
+
+def _moved(latent: Any, device: torch.device | str | None) -> Any:
+    return latent.to(device) if isinstance(latent, Tensor) and device is not None else latent
 
 
 def _flat(inputs: Inputs) -> tuple[Any, ...]:
