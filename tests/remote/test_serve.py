@@ -23,6 +23,7 @@ from microtome.errors import BadInputs, BadQuery, NoMatch, RemoteError
 from microtome.remote import messages
 from microtome.remote.client import Remote
 from microtome.remote.server import Server
+from tests.split.test_aliases import Both, runs
 from tests.split.test_stages import same
 
 
@@ -92,6 +93,17 @@ def images(count: int) -> list[Tensor]:
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("example", [0, 1])
+@torch.no_grad()
+def test_requests_may_differ_from_the_example_in_which_arguments_are_one_tensor(example: int) -> None:
+    torch.manual_seed(0)
+    model, given = Both().eval(), runs((2, 4))
+    with serving(model, given[example]) as server:
+        for at in exactly(server):
+            with connected(model, given[example], server, at) as remote:
+                assert all(same(remote(*pair), model(*pair)) for pair in given), at
 
 
 @pytest.mark.parametrize(

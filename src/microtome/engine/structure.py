@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import Size, Tensor
+from torch import Size, Tensor, UntypedStorage, strided
 
 from microtome.errors import Unsupported
 
@@ -28,6 +28,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         elif (parts := parts_of(item)) and id(item) not in seen:  # a structure may hold itself
             seen.add(id(item))
             pending.extend(reversed(parts))
+
+
+def occurrences_in(value: Any, above: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """Every tensor in a value, as often as it is there, in the order in which `map_tensors` changes them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in above:
+        for part in parts_of(value):
+            yield from occurrences_in(part, (*above, id(value)))
 
 
 def gpus_in(value: Any) -> list[int]:
@@ -85,6 +94,32 @@ def _mapped(
             object.__setattr__(instance, field.name, _mapped(change, getattr(value, field.name), other, inside))
         return instance
     return value if other is None else other(value)
+
+
+def clone_tensors(value: Any) -> Any:
+    """A copy of the structure with tensors of its own, which are one tensor, or share memory, where those did."""
+    holders: dict[int, set[int]] = {}
+    for tensor in tensors_in(value):
+        if tensor.layout is strided and not tensor.is_nested:
+            holders.setdefault(tensor.untyped_storage()._cdata, set()).add(id(tensor))
+    memories: dict[int, UntypedStorage] = {}
+    made: dict[int, Tensor] = {}
+
+    def clone(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage() if tensor.layout is strided and not tensor.is_nested else None
+        if storage is None or len(holders[storage._cdata]) == 1:
+            return tensor.clone()
+        if storage._cdata not in memories:
+            memories[storage._cdata] = storage.clone()
+        empty = tensor.detach().new_empty(0)
+        return empty.set_(memories[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = clone(tensor)
+        return made[id(tensor)]
+
+    return map_tensors(once, value)
 
 
 def _inside(value: Any, above: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from microtome.engine import Call, Probe
-from microtome.engine.structure import map_tensors
+from microtome.engine.structure import clone_tensors
 from microtome.errors import BadQuery, SensorFailed, Unsupported, said
 from microtome.inputs import Inputs
 from microtome.measure.energy import Meter, Part, metered
@@ -158,12 +158,9 @@ class _Capture(Probe):
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kind = self._kinds.get(call.address)
         if kind is not None and kind not in self.layers and call.module is not None:
-            copied = map_tensors(_copy, (args, kwargs))
+            with torch.no_grad():
+                copied = clone_tensors((args, kwargs))
             self.layers[kind] = (call.module, *copied)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def replay(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Sequence[float]) -> Energies:

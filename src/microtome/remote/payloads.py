@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microtome.engine.structure import map_tensors
 from microtome.errors import BadBoundary, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
+from microtome.split.memory import moved
 from microtome.split.templates import Plain, Template, check_same, take_apart
 
 #: The address that stands for the model's inputs: all of it runs where they are sent to.
@@ -49,20 +49,24 @@ def to_output(boundary: Boundary, template: Template, device: torch.device | Non
 
 
 def _packed(at: str, fingerprint: str, tensors: list[Tensor], plain: list[Plain]) -> Boundary:
-    named = {str(index): tensor.detach() for index, tensor in enumerate(tensors)}
-    return Boundary(at, fingerprint, named, {"plain": plain})
+    names: dict[int, str] = {}
+    order = [names.setdefault(id(tensor), str(index)) for index, tensor in enumerate(tensors)]
+    named = {name: tensors[int(name)].detach() for name in names.values()}
+    return Boundary(at, fingerprint, named, {"plain": plain, "tensors": order})
 
 
 def _unpacked(boundary: Boundary, template: Template, device: torch.device | None, what: str) -> Any:
-    tensors, plain = list(boundary.tensors.values()), boundary.facts.get("plain")
-    fits = list(boundary.tensors) == [str(index) for index in range(template.tensors)]
+    plain, order = boundary.facts.get("plain"), boundary.facts.get("tensors")
+    fits = isinstance(order, list) and len(order) == template.tensors and set(boundary.tensors) == {*map(str, order)}
     fits = fits and isinstance(plain, list) and len(plain) == template.plain
     fits = fits and all(isinstance(value, bool | int | float | str | None) for value in plain or ())
     if not fits:
+        count = len(order) if isinstance(order, list) else len(boundary.tensors)
         raise BadBoundary(
-            f"{what} that came have {len(tensors)} tensors, and {template.tensors} with {template.plain} other values "
-            "were expected: have both sides the same model"
+            f"{what} that came have {count} tensors, and {template.tensors} with {template.plain} other values were "
+            "expected: have both sides the same model"
         )
     assert isinstance(plain, list)
-    value = template.fill(tensors, plain)
-    return value if device is None else map_tensors(lambda tensor: tensor.to(device), value)
+    assert isinstance(order, list)
+    there = {name: tensor if device is None else moved(tensor, device) for name, tensor in boundary.tensors.items()}
+    return template.fill([there[str(name)] for name in order], plain)

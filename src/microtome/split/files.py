@@ -28,9 +28,10 @@ def save_stages(
     folder: File, stages: Sequence[Stage], given: Inputs, at: Sequence[str], fingerprint: str, more: Any
 ) -> None:
     """Write what `load_stage` reads."""
+    known: dict[int, int] = {}
     inputs = {
-        "args": [_described(value, f"args[{at}]") for at, value in enumerate(given.args)],
-        "kwargs": {name: _described(value, name) for name, value in given.kwargs.items()},
+        "args": [_described(value, f"args[{at}]", known) for at, value in enumerate(given.args)],
+        "kwargs": {name: _described(value, name, known) for name, value in given.kwargs.items()},
     }
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -98,7 +99,9 @@ def load_stage(
         raise BadWeights(f"the folder is of a {plan['model']}, and a {type(built).__qualname__} was made")
     built.eval()
     inputs = plan["inputs"]
-    given = Inputs(*map(_remade, inputs["args"]), **{name: _remade(value) for name, value in inputs["kwargs"].items()})
+    made: list[Tensor] = []
+    args = [_remade(value, made) for value in inputs["args"]]
+    given = Inputs(*args, **{name: _remade(value, made) for name, value in inputs["kwargs"].items()})
     load_stages = import_module("microtome.split.stages").load_stages  # which imports this
     stages: list[Stage] = load_stages(built, given, plan["at"], plan["fingerprint"], plan["more"])
     for name, tensor in weights.items():  # after it was looked at, for which it must lie in one place
@@ -193,24 +196,31 @@ def _check(name: str, held: Tensor | None, tensor: Tensor) -> None:
         raise BadWeights(f"{name!r} is {tuple(tensor.shape)} {tensor.dtype} in the folder and {got} in the model")
 
 
-def _described(value: Any, place: str) -> Any:
+def _described(value: Any, place: str, known: dict[int, int]) -> Any:
+    """A value as JSON; a tensor that is there again by how many different ones came before it."""
     if isinstance(value, Tensor):
+        if id(value) in known:
+            return {"repeats": known[id(value)]}
+        known[id(value)] = len(known)
         return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, bool | int | float | str | None):
         return {"value": value}
     if type(value) in (list, tuple):
-        return {type(value).__name__: [_described(item, f"{place}[{at}]") for at, item in enumerate(value)]}
+        return {type(value).__name__: [_described(item, f"{place}[{at}]", known) for at, item in enumerate(value)]}
     if type(value) is dict:
-        return {"dict": [[key, _described(item, f"{place}[{key!r}]")] for key, item in value.items()]}
+        return {"dict": [[key, _described(item, f"{place}[{key!r}]", known)] for key, item in value.items()]}
     raise Unsupported(f"the example's {place} is a {type(value).__name__}, which a folder cannot describe")
 
 
-def _remade(value: dict[str, Any]) -> Any:
+def _remade(value: dict[str, Any], made: list[Tensor]) -> Any:
+    if "repeats" in value:
+        return made[value["repeats"]]
     if "shape" in value:
-        return torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device="meta")
+        made.append(torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device="meta"))
+        return made[-1]
     if "value" in value:
         return value["value"]
     if "dict" in value:
-        return {key: _remade(item) for key, item in value["dict"]}
+        return {key: _remade(item, made) for key, item in value["dict"]}
     kind, items = next(iter(value.items()))
-    return {"list": list, "tuple": tuple}[kind](map(_remade, items))
+    return {"list": list, "tuple": tuple}[kind](_remade(item, made) for item in items)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from microtome.engine.structure import parts_of, tensors_in
+from microtome.engine.structure import occurrences_in, parts_of
 from microtome.split.templates import strange_in
 
 
@@ -17,7 +17,7 @@ class Given(NamedTuple):
     """What a call is given, as it was when the call began.
 
     Attributes:
-        tensors: The tensors, each once.
+        tensors: The tensors, each as often as it is given.
         versions: What torch counts of each as it is written into.
         holders: What holds something and can be changed where it is: lists, dicts, sets, dataclasses.
         held: What each of these held.
@@ -51,7 +51,7 @@ def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     """What a call is given, as it is now."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # by far the most frequent
         return Given([args[0]], [version_of(args[0])], [], [], [], [])
-    tensors = list(tensors_in((args, kwargs)))
+    tensors = list(occurrences_in((args, kwargs)))
     holders = holders_in((args, tuple(kwargs.values())))
     objects = strange_in((args, kwargs))
     return Given(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine import Call, Probe
-from microtome.engine.structure import map_tensors, tensors_in
+from microtome.engine.structure import map_tensors, occurrences_in, tensors_in
 from microtome.errors import BadBoundary, Unsupported, said
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
@@ -20,14 +20,19 @@ from microtome.split.given import Given, given, holders_in, version_of
 from microtome.split.memory import duplicate, moved
 from microtome.split.templates import Template, check_same, take_apart
 from microtome.split.told import (
+    argument_of,
     as_ghost,
+    as_other,
     check_way,
+    choose_sent,
     contents,
     dtype_of,
+    first_places,
     is_argument,
     is_entry,
     is_same,
     listed,
+    repeated,
     revive,
     shared,
     sharing,
@@ -94,14 +99,19 @@ class Run(Probe):
         assert self._replay is not None
         step = self._skip[1]
         entry = next(self._entries)
-        arguments = list(tensors_in((args, kwargs))) if step.uses_arguments else []
+        arguments = list(occurrences_in((args, kwargs))) if step.uses_arguments else []
         for at, item in entry["a"].items():
-            revive(arguments[int(at)], self._tensor(item, step.address, Place(step.call, int(at), is_argument=True)))
+            place = Place(step.call, step.taken[int(at)], is_argument=True)
+            revive(arguments[int(at)], self._tensor(item, step.address, place))
         tensors: list[Tensor] = []
         for at, (item, same) in enumerate(zip(entry["t"], step.same, strict=True)):
-            place = Place(step.call, at)
-            if at in step.views:
+            place = Place(step.call, step.given[at])
+            if (first := repeated(item)) is not None:
+                tensors.append(tensors[first])
+            elif at in step.views:
                 tensors.append(view(arguments[step.views[at]], item, step))
+            elif isinstance(item, dict) and "argument" in item:
+                tensors.append(argument_of(step, item, arguments))
             elif same is None or isinstance(item, dict):  # or it went another way than on the example
                 tensors.append(self._tensor(item, step.address, place))
             elif item is not None:
@@ -128,7 +138,7 @@ class Run(Probe):
         arguments, lists = had.tensors, had.holders  # those that it was given, whatever they hold now
         self._calls.append(
             {
-                "t": [self._item(step, at, tensor, arguments) for at, tensor in enumerate(tensors)],
+                "t": self._items(step, tensors, arguments),
                 "p": plain,
                 "a": {str(at): self._send(sent, arguments[at]) for at, sent in step.arguments.items()},
             }
@@ -148,7 +158,13 @@ class Run(Probe):
             return
         _, tensors, plain = take_apart((inputs.args, inputs.kwargs))
         sent = self._ends.inputs
-        items = [self._send(sent[at], t) if at in sent else as_ghost(t) for at, t in enumerate(tensors)]
+        items: list[Any] = []
+        for at, (tensor, first) in enumerate(zip(tensors, first_places(tensors), strict=True)):
+            chosen = choose_sent(sent, first_places(tensors), at, "an input")
+            if first != at:
+                items.append({"repeats": first})
+            else:
+                items.append(as_ghost(tensor) if chosen is None else self._send(chosen, tensor))
         self._facts["inputs"] = {"t": items, "p": plain}
 
     def boundary(self, fingerprint: str) -> Boundary:
@@ -160,14 +176,23 @@ class Run(Probe):
         facts = {**self._facts, "calls": self._calls, "shared": sharing(self._tensors)}
         return Boundary(self._ends.at, fingerprint, self._tensors, facts)
 
-    def _item(self, step: Step, at: int, tensor: Tensor, arguments: list[Tensor]) -> Any:
+    def _items(self, step: Step, tensors: list[Tensor], arguments: list[Tensor]) -> list[Any]:
+        firsts = first_places(tensors)
+        return [
+            self._item(step, at, tensor, arguments, choose_sent(step.outputs, firsts, at, step.address))
+            if firsts[at] == at
+            else {"repeats": firsts[at]}
+            for at, tensor in enumerate(tensors)
+        ]
+
+    def _item(self, step: Step, at: int, tensor: Tensor, arguments: list[Tensor], sent: Sent | None) -> Any:
         if at in step.views:
             of = arguments[step.views[at]]
             offset = tensor.storage_offset() - of.storage_offset()
             return [list(of.stride()), list(tensor.shape), list(tensor.stride()), offset]
-        if at in step.outputs:
-            return self._send(step.outputs[at], tensor)
-        return None if is_argument(step, at, tensor, arguments) else as_ghost(tensor)
+        if sent is not None:
+            return self._send(sent, tensor)
+        return None if is_argument(step, at, tensor, arguments) else as_other(step, at, tensor, arguments)
 
     def _send(self, sent: Sent, tensor: Tensor) -> Any:
         tensor = awake(tensor)
@@ -209,7 +234,11 @@ class Run(Probe):
                 f"the head was given {len(entry['t'])} tensors and {len(entry['p'])} other values, and the example has "
                 f"{template.tensors} and {template.plain}: split both sides on examples of one structure"
             )
-        tensors = [self._tensor(item, "an input", Place(None, at)) for at, item in enumerate(entry["t"])]
+        assert self._begins is not None
+        tensors: list[Tensor] = []
+        for item, rank in zip(entry["t"], self._begins.taken, strict=True):
+            first = repeated(item)
+            tensors.append(self._tensor(item, "an input", Place(None, rank)) if first is None else tensors[first])
         args, kwargs = template.fill(tensors, entry["p"])
         return Inputs(*args, **kwargs)
 

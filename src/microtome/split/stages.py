@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from microtome.engine.select import check_model
 from microtome.engine.standin import LOOKING
-from microtome.engine.structure import map_tensors
+from microtome.engine.structure import clone_tensors, map_tensors
 from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs, device_of
 from microtome.results import File
@@ -316,8 +316,8 @@ def _is_whole(model: nn.Module) -> bool:
 
 
 def copied(given: Inputs) -> Inputs:
-    """The same inputs in tensors of their own."""
-    args, kwargs = map_tensors(Tensor.clone, (given.args, given.kwargs))
+    """The same inputs in tensors of their own, which alias each other where those do."""
+    args, kwargs = clone_tensors((given.args, given.kwargs))
     return Inputs(*args, **kwargs)
 
 

@@ -31,6 +31,8 @@ class Shape:
     Attributes:
         output: The structure of what it returned.
         same: Of each tensor that it returned, which tensor among its arguments it is; None: none of them.
+        taken: Of each place of a tensor in its arguments, which of the different tensors is there.
+        given: The same of what it returned.
         effect: What it did that tensors do not tell, in words; None: nothing that was seen.
         sets: The attributes of its module that it changed.
         counts: Whether one of these was a number and is another.
@@ -43,6 +45,8 @@ class Shape:
     sets: tuple[str, ...] = ()
     counts: bool = False
     changes: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
 
 
 @dataclass
@@ -51,6 +55,7 @@ class Study:
 
     Attributes:
         inputs: The structure of the model's arguments.
+        taken: Of each place of a tensor in these, which of the different tensors is there.
         fused: Which calls run as one operator with all that is in them, where no gradient is wanted.
         chance: What in the run depends on random numbers; None: nothing.
     """
@@ -60,6 +65,7 @@ class Study:
     inputs: Template
     fused: frozenset[int]
     chance: str | None
+    taken: tuple[int, ...] = ()
     _touched: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -168,11 +174,12 @@ class _Watch(Probe):
         own = _own(call.module)
         sets = tuple(sorted(name for name, state in own.items() if before.own.get(name, _NOTHING) != state))
         counts = any(type(own[name]) in _COUNTS and type(before.own.get(name)) in _COUNTS for name in sets)
-        arguments = {id(tensor): at for at, tensor in enumerate(before.given.tensors)}
-        same = tuple(arguments.get(id(tensor)) for tensor in tensors)
+        arguments = {id(tensor): at for at, tensor in enumerate(_different(before.given.tensors))}
+        same = tuple(arguments.get(id(tensor)) for tensor in _different(tensors))
         if self._drawn and self.chance is None and call.parent is None:
             self._look_for_drawn(tensors)
-        self.shapes[call] = Shape(template, same, effect, sets, counts, changes)
+        taken, returned = ranks(before.given.tensors), ranks(tensors)
+        self.shapes[call] = Shape(template, same, effect, sets, counts, changes, taken, returned)
 
     def fail(self, call: Call, error: BaseException) -> None:  # which the model may catch
         self._before.pop(call, None)
@@ -198,6 +205,16 @@ class _Watch(Probe):
         for tensor in tensors_in(value):
             if id(tensor) in self._drawn:
                 self.chance = self._drawn[id(tensor)][1]
+
+
+def _different(tensors: list[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def ranks(tensors: list[Tensor]) -> tuple[int, ...]:
+    """Of each, which of the different tensors among them it is, in the order in which they appear."""
+    rank = {id(tensor): at for at, tensor in enumerate(_different(tensors))}
+    return tuple(rank[id(tensor)] for tensor in tensors)
 
 
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
@@ -282,5 +299,6 @@ def study(model: nn.Module, inputs: Any) -> Study:
 
     trace, _ = record(model, example, beside=beside)
     watch = watches[-1]
-    template, _, _ = take_apart((example.args, example.kwargs))
-    return Study(trace, list(watch.shapes.values()), template, frozenset(watch.fused), watch.chance)
+    template, tensors, _ = take_apart((example.args, example.kwargs))
+    shapes = list(watch.shapes.values())
+    return Study(trace, shapes, template, frozenset(watch.fused), watch.chance, ranks(tensors))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from microtome.engine.structure import map_tensors, tensors_in
+from microtome.engine.structure import map_tensors
 from microtome.errors import BadInputs
 
 #: What travels beside tensors.
@@ -112,15 +112,14 @@ class Templates(NamedTuple):
 
 
 def take_apart(value: Any, arguments: Any = ()) -> tuple[Template, list[Tensor], list[Plain]]:
-    """The template of a value, its tensors and its plain values, in order.
+    """The template of a value, its tensors, each as often as it is there, and its plain values, in order.
 
     Args:
         arguments: What the module was given: an object of these that it returns is known again.
     """
     if isinstance(value, Tensor):  # by far the most frequent
         return _TENSOR, [value], []
-    tensors = list(tensors_in(value))
-    at = {id(tensor): index for index, tensor in enumerate(tensors)}
+    tensors: list[Tensor] = []
     plain: list[Plain] = []
     strange: list[str] = []
 
@@ -139,7 +138,11 @@ def take_apart(value: Any, arguments: Any = ()) -> tuple[Template, list[Tensor],
         strange.append(type(leaf).__name__)
         return None
 
-    made = map_tensors(lambda tensor: Slot(at[id(tensor)]), value, other)
+    def slot(tensor: Tensor) -> Slot:
+        tensors.append(tensor)
+        return Slot(len(tensors) - 1)
+
+    made = map_tensors(slot, value, other)
     return Template(made, len(tensors), len(plain), strange[0] if strange else None), tensors, plain
 
 
@@ -199,8 +202,6 @@ def check_same(what: str, expected: Template, got: Template) -> None:
     """Raise where two values have not the same structure."""
     if expected.text != got.text:
         told = [_told(template.text) for template in (got, expected)]
-        if told[0] == told[1]:  # they differ in which tensors are the same one
-            told = [_told(re.sub(r"T(\d+)", r"tensor \1", template.text)) for template in (got, expected)]
         raise BadInputs(
             f"{what} is {told[0]} in this run and was {told[1]} in the example: split the model on an example of the "
             "same structure"

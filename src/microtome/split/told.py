@@ -13,7 +13,7 @@ from microtome.errors import BadBoundary, Unsupported, said
 from microtome.split.boundary import Boundary
 from microtome.split.ghost import Ghost, awake
 from microtome.split.given import Given
-from microtome.split.trail import Step, Trail
+from microtome.split.trail import Sent, Step, Trail
 
 
 def listed(boundary: Boundary, trail: Trail | None) -> list[dict[str, Any]]:
@@ -61,7 +61,33 @@ def is_entry(entry: Any) -> bool:
     """Whether something says of a call, or of the model's arguments, what there is to say."""
     if not isinstance(entry, dict) or not isinstance(entry.get("t"), list) or not isinstance(entry.get("p"), list):
         return False
-    return all(isinstance(value, bool | int | float | str | None) for value in entry["p"])
+    if not all(isinstance(value, bool | int | float | str | None) for value in entry["p"]):
+        return False
+    repeats = [(at, repeated(item)) for at, item in enumerate(entry["t"])]
+    return all(first is None or (type(first) is int and 0 <= first < at) for at, first in repeats)
+
+
+def repeated(item: Any) -> int | None:
+    """The place of the first of several that are one tensor, if this is a later one; None: it is the first."""
+    return item.get("repeats") if isinstance(item, dict) else None
+
+
+def first_places(tensors: list[Tensor]) -> list[int]:
+    """Of each, the first place at which that tensor is."""
+    places: dict[int, int] = {}
+    return [places.setdefault(id(awake(tensor)), at) for at, tensor in enumerate(tensors)]
+
+
+def choose_sent(sent: dict[int, Sent], firsts: list[int], at: int, of: str) -> Sent | None:
+    """How a tensor crosses that may be at several places, though it was not on the example; None: it does not."""
+    wanted = [sent[other] for other, first in enumerate(firsts) if first == firsts[at] and other in sent]
+    if len({(one.copied, one.joined) for one in wanted}) > 1:
+        names = " and ".join(dict.fromkeys(repr(one.name) for one in wanted))
+        raise Unsupported(
+            f"expected {names} to be different tensors, as on the example, got one tensor ({of}), which the model "
+            "changes in place. Split it on an example where they are one"
+        )
+    return wanted[0] if wanted else None
 
 
 def dtype_of(name: Any) -> torch.dtype:
@@ -127,6 +153,23 @@ def is_argument(step: Step, at: int, tensor: Tensor, arguments: list[Tensor]) ->
     """Whether what a call returns is the argument that it was on the example."""
     of = step.same[at]
     return of is not None and of < len(arguments) and awake(arguments[of]) is awake(tensor)
+
+
+def as_other(step: Step, at: int, tensor: Tensor, arguments: list[Tensor]) -> dict[str, Any]:
+    """What is said of a tensor that is not sent: which argument it is, if that was the same tensor on the example."""
+    of = step.same[at]
+    for other, argument in enumerate(arguments[: len(step.taken)]):
+        if of is not None and step.taken[other] == step.taken[of] and awake(argument) is awake(tensor):
+            return {"argument": other}
+    return as_ghost(tensor)
+
+
+def argument_of(step: Step, item: dict[str, Any], arguments: list[Tensor]) -> Tensor:
+    """The argument that a call returns."""
+    at = item["argument"]
+    if type(at) is not int or not 0 <= at < len(arguments):
+        raise BadBoundary(f"the boundary says that {step.address!r} returns argument {at!r:.80} of {len(arguments)}")
+    return arguments[at]
 
 
 def _share(tensor: Tensor, others: list[Tensor]) -> bool | None:

@@ -36,6 +36,9 @@ class Step:
 
     Attributes:
         call: Which call it was on the example.
+        taken: Of each place of a tensor in its arguments, which of the different tensors it had there on the example.
+        given: The same of what it returns. All other attributes speak of places, too, not of different tensors: whether
+            two are one tensor may differ from run to run.
         output: The structure of what it returns.
         same: Of each tensor that it returns, which of its arguments it is.
         outputs: Those that cross, by their place in what it returns.
@@ -51,6 +54,8 @@ class Step:
     call: int
     path: str
     address: str
+    taken: tuple[int, ...]
+    given: tuple[int, ...]
     output: Template
     same: tuple[int | None, ...]
     outputs: dict[int, Sent]
@@ -75,13 +80,15 @@ class Trail:
     Attributes:
         at: The address of the cut.
         levels: For each call around the cut, outermost first: the steps inside it, and the path of the next around.
-        inputs: What crosses of the model's arguments.
+        inputs: What crosses of the model's arguments, by its place among them.
+        taken: Of each place of a tensor in these, which of the different tensors it had there on the example.
         written: The names of what the tail writes into.
     """
 
     at: str
     levels: tuple[tuple[tuple[Step, ...], str | None], ...]
     inputs: dict[int, Sent]
+    taken: tuple[int, ...]
     written: frozenset[str]
 
     @property
@@ -113,32 +120,47 @@ def trail_to(seen: Study, crossing: Crossing) -> Trail:
     def step(call: TracedCall) -> Step:
         shape = seen.shapes[call.index]
         here = places.get(call.index, [])
+        first = {rank: shape.taken.index(rank) for rank in shape.taken}
+        outputs = {place.at: place for place in here if not place.is_argument}
+        arguments = {place.at: place for place in here if place.is_argument}
+        views = {place.at: of for place, of in crossing.views.items() if place.call == call.index}
         given, returned = ([values[at].memory for at in listed] for listed in (call.inputs, call.outputs))
         own = {at: memory for at, memory in enumerate(returned) if shape.same[at] is None}
         later = {memory for memory in (*given, *returned) if seen.writes_after(memory, call.ends)}
         sent_apart = {own[place.at] for place in here if not place.is_argument and place.at in own}
+        writes = {at for at, memory in enumerate(given) if seen.writes(memory, call.begins, call.ends)}
+        apart = {at for at, memory in own.items() if memory not in given and later & {memory, *given}}
+        shares = {at for at, memory in enumerate(given) if memory in sent_apart - later}
+        same = (shape.same[rank] for rank in shape.given)
         return Step(
             call.index,
             call.path,
             call.address,
+            shape.taken,
+            shape.given,
             shape.output,
-            shape.same,
-            {place.at: sent(place) for place in here if not place.is_argument},
-            {place.at: of for place, of in crossing.views.items() if place.call == call.index},
-            {place.at: sent(place) for place in here if place.is_argument},
+            tuple(None if of is None else first[of] for of in same),
+            {at: sent(outputs[rank]) for at, rank in enumerate(shape.given) if rank in outputs},
+            {at: first[views[rank]] for at, rank in enumerate(shape.given) if rank in views},
+            {at: sent(arguments[rank]) for at, rank in enumerate(shape.taken) if rank in arguments},
             shape.changes,
-            frozenset(at for at, memory in enumerate(given) if seen.writes(memory, call.begins, call.ends)),
-            frozenset(at for at, memory in own.items() if memory not in given and later & {memory, *given}),
-            frozenset(at for at, memory in enumerate(given) if memory in sent_apart - later),
+            _places(shape.taken, writes),
+            _places(shape.given, apart),
+            _places(shape.taken, shares),
         )
 
-    inputs = {place.at: sent(place) for place in places.get(None, [])}
+    crossed = {place.at: sent(place) for place in places.get(None, [])}
+    inputs = {at: crossed[rank] for at, rank in enumerate(seen.taken) if rank in crossed}
     levels = tuple(
         (tuple(map(step, level.skipped)), None if level.onward is None else level.onward.path)
         for level in crossing.levels
     )
     written = frozenset(sent(place).name for place in crossing.written)
-    return Trail(crossing.cut.address, levels, inputs, written)
+    return Trail(crossing.cut.address, levels, inputs, seen.taken, written)
+
+
+def _places(ranks: tuple[int, ...], among: set[int]) -> frozenset[int]:
+    return frozenset(at for at, rank in enumerate(ranks) if rank in among)
 
 
 class Follower:

@@ -10,7 +10,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from microtome.compat.tracr.bank import Bank
 from microtome.compat.tracr.cutting import LayerCuts
@@ -19,7 +19,7 @@ from microtome.compat.tracr.layers import exact, layers_in, metrics
 from microtome.compat.tracr.settings import quantities, settle, whole_number
 from microtome.engine import Session
 from microtome.engine.select import check_model
-from microtome.engine.structure import map_tensors
+from microtome.engine.structure import clone_tensors
 from microtome.errors import BadBoundary, BadInputs, BadQuery
 from microtome.inputs import Inputs, device_of
 from microtome.profile import Profile, profile
@@ -243,5 +243,5 @@ class WrappedModel(nn.Module):
 
 def _copied(inputs: Any, device: str) -> Inputs:
     given = Inputs.of(inputs, device=device)
-    args, kwargs = map_tensors(Tensor.clone, (given.args, given.kwargs))
+    args, kwargs = clone_tensors((given.args, given.kwargs))
     return Inputs(*args, **kwargs)
