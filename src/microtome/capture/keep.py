@@ -58,15 +58,20 @@ class Keeping:
     def _place(self, tensor: Tensor) -> Tensor:
         if self.device is not None and (moved := tensor.to(self.device)) is not tensor:
             return moved
-        if self.clone is True or (self.clone == "auto" and (not self.detach or _pins_more(tensor))):
+        if self.clone is True or (self.clone == "auto" and (not self.detach or _must_copy(tensor))):
             return tensor.clone()
         return tensor
 
 
-def _pins_more(tensor: Tensor) -> bool:
-    """Whether it is a view of something larger."""
-    plain = tensor.layout is torch.strided and not tensor.is_meta
-    return plain and tensor.untyped_storage().nbytes() > tensor.nbytes
+def _must_copy(tensor: Tensor) -> bool:
+    """Whether it is a view of something larger, or `CopyOnWrite` cannot watch its memory."""
+    if not _has_one_memory(tensor):
+        return True
+    return not tensor.is_meta and tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def _has_one_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 class CopyOnWrite(Probe):
@@ -81,7 +86,7 @@ class CopyOnWrite(Probe):
     def hold(self, value: Any) -> None:
         """Watch over the memory of the tensors in a value."""
         for tensor in tensors_in(value):
-            if tensor.layout is torch.strided and not tensor.is_nested:
+            if _has_one_memory(tensor):
                 self._held.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
 
     def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -92,7 +97,7 @@ class CopyOnWrite(Probe):
 
     def release(self, tensor: Tensor) -> None:
         """Have what was captured lie elsewhere than this tensor from now on."""
-        if tensor.layout is not torch.strided or tensor.is_nested:
+        if not _has_one_memory(tensor):
             return
         for held in self._held.pop(tensor.untyped_storage()._cdata, ()):
             with torch.no_grad():

@@ -101,6 +101,8 @@ def _described(value: Any, depth: int = 0) -> Any:
     if isinstance(value, int | bool | str | float | None):
         return value.__class__, value
     if isinstance(value, Tensor):
+        if value.is_nested:  # it has several shapes
+            raise _Unknown
         return "tensor", tuple(value.shape), value.dtype, value.device
     if isinstance(value, nn.Module | type) or callable(value):
         return id(value)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from microtome.engine.structure import map_tensors
+from microtome.engine.structure import map_tensors, tensors_in
 
 #: Takes where it runs, the operator, its arguments and, when it ran, its output.
 Tell = Callable[..., None]
@@ -56,11 +56,11 @@ class OpMode(TorchDispatchMode):
         if self.silent:
             self.ran = True
             return _compute(kind, func, args, kwargs)
-        if kind is _COMPOSED:  # reaches us whole in inference mode only
-            with self:
-                return func.decompose(*args, **kwargs)
-        if kind is _ASKED:
+        if kind is _QUERY:
             return func(*args, **kwargs)
+        if kind.__class__ is _Composite and not _has_kernels_of_its_own(types, args, kwargs):
+            with self:  # it reaches us whole in inference mode
+                return func.decompose(*args, **kwargs)
         where = self._where()
         for tell in self._begins:
             tell(where, func, args, kwargs)
@@ -85,8 +85,22 @@ class _Functional(_Kind):
     __slots__ = ()
 
 
-_COMPOSED = _Kind()
-_ASKED = _Kind()  # by torch itself, not known to its dispatcher
+class _Composite(_Kind):
+    """One that torch makes of others, unless a kind of tensor has a kernel of its own for it."""
+
+    __slots__ = ()
+
+
+#: Asks a tensor for its metadata. Torch may ask in the middle of C++ code that cannot pass an exception on, so running
+#: one must not raise: the process would abort.
+_QUERY = _Kind()
+_QUERIES = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("dim", "is_contiguous", "is_non_overlapping_and_dense", "is_strides_like_format", "numel", "size", "stride"),
+        *("storage_offset", "sym_is_contiguous", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride"),
+    )
+)
 _kinds: dict[int, _Kind] = {}
 
 
@@ -98,15 +112,22 @@ def _kind_of(func: Any) -> _Kind:
 def _find_kind(func: Any) -> _Kind:
     if not isinstance(func, OpOverload):  # an operator on functions, such as flex_attention
         return _Kind(func)
-    if func.namespace == "prim":
-        return _ASKED
+    if func._schema.name in _QUERIES or not torch._C._dispatch_has_kernel(func.name()):
+        return _QUERY
     composed = "CompositeImplicitAutograd"
     if func._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composed):
-        return _COMPOSED
+        return _Composite(func)
     schema = func._schema
     aliases = any(item.alias_info is not None for item in (*schema.arguments, *schema.returns))
     fresh = not aliases and bool(schema.returns) and all(str(item.type) == "Tensor" for item in schema.returns)
     return _Functional(func) if fresh else _Kind(func)
+
+
+def _has_kernels_of_its_own(types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a composite operator on these arguments is not made of others: nested tensors and subclasses decide."""
+    if any(cls.__name__ != "FakeTensor" for cls in types):
+        return True
+    return any(tensor.is_nested for tensor in tensors_in((args, kwargs)))
 
 
 def _compute(kind: _Kind, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -128,6 +128,8 @@ def _maker(stand: Stand) -> Iterator[Callable[[Tensor], Tensor]]:
 
     def once(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def maker(tensor: Tensor) -> Tensor:
+            if tensor.is_nested:
+                raise Unsupported("a nested tensor cannot be traced: expected one shape and one memory; pad it")
             if stand != "real" and type(tensor) not in _PLAIN:
                 raise CannotStand(f"a {type(tensor).__name__} may act otherwise than a tensor")
             if id(tensor) not in made:
@@ -137,7 +139,7 @@ def _maker(stand: Stand) -> Iterator[Callable[[Tensor], Tensor]]:
         return maker
 
     def copy(tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided or tensor.is_nested or type(tensor) not in _PLAIN:
+        if tensor.layout is not torch.strided or type(tensor) not in _PLAIN:
             if stand == "meta":
                 raise CannotStand(f"a tensor of layout {tensor.layout} does not lie in one place")
             return tensor.detach().clone()
