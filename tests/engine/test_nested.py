@@ -193,6 +193,7 @@ def test_a_trace_says_that_it_refuses_nested_tensors() -> None:
         mt.trace(net, inputs)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_nested_tensors_are_kept_as_they_were_captured(layout: torch.layout) -> None:
     net, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), nested(layout)
