@@ -214,10 +214,13 @@ def test_importing_the_zoo_imports_no_source() -> None:
 def test_weights_are_loaded_from_a_file(net: str, tmp_path: Path) -> None:
     state = {"weight": torch.full((2, 3), 2.0), "bias": torch.ones(2)}
     save_file(state, tmp_path / "w.safetensors")
-    for meta in (False, True):
-        found = zoo.resolve(f"{net}:Net", weights=tmp_path / "w.safetensors", meta=meta)
-        # Each output is 3 times 2 plus 1.
-        assert found.model(torch.ones(1, 3)).tolist() == [[7.0, 7.0]]
+    torch.save(state, tmp_path / "w.pt")
+    torch.save(state, tmp_path / "w.pth")
+    for name in ("w.safetensors", "w.pt", "w.pth"):
+        for meta in (False, True):
+            found = zoo.resolve(f"{net}:Net", weights=tmp_path / name, meta=meta)
+            # Each output is 3 times 2 plus 1.
+            assert found.model(torch.ones(1, 3)).tolist() == [[7.0, 7.0]]
 
 
 @pytest.mark.parametrize("meta", [False, True])
@@ -248,13 +251,43 @@ def test_weights_that_do_not_fit(net: str, tmp_path: Path, state: dict[str, tupl
 
 
 def test_a_file_that_is_no_weights(net: str, tmp_path: Path) -> None:
-    with pytest.raises(BadWeights, match="w.pth is not a .safetensors file: other formats of weights are not read"):
-        zoo.resolve(f"{net}:Net", weights="w.pth")
+    with pytest.raises(BadWeights, match=r"expected a .safetensors, .pt or .pth file of weights, got w.onnx"):
+        zoo.resolve(f"{net}:Net", weights="w.onnx")
     with pytest.raises(BadWeights, match="there is no file nowhere.safetensors"):
         zoo.resolve(f"{net}:Net", weights="nowhere.safetensors")
     (tmp_path / "w.safetensors").write_bytes(b"not at all")
     with pytest.raises(BadWeights, match="w.safetensors cannot be read: SafetensorError"):
         zoo.resolve(f"{net}:Net", weights=tmp_path / "w.safetensors")
+
+
+class Ran(Exception):
+    """Raised by code in a file of weights."""
+
+
+class RunsCode:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("import tests.zoo.test_resolve as t; raise t.Ran",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (nn.Linear(3, 2), r"w.pt cannot be read as tensors alone \(.*write torch.save\(model.state_dict\(\), "),
+        (RunsCode(), r"w.pt cannot be read as tensors alone \("),
+        (
+            {"epoch": 3, "state_dict": {}},
+            "expected a dict of tensors in .*, got a dict of 'epoch', 'state_dict'",
+        ),
+        ([torch.ones(1)], "expected a dict of tensors in .*w.pt, .* got a list"),
+    ],
+)
+def test_a_pt_file_that_is_no_state_dict(net: str, tmp_path: Path, content: Any, message: str) -> None:
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(BadWeights, match=message):
+        zoo.resolve(f"{net}:Net", weights=tmp_path / "w.pt")
+    (tmp_path / "w.pt").write_bytes((tmp_path / "w.pt").read_bytes()[:40])
+    with pytest.raises(BadWeights, match="w.pt cannot be read as tensors alone"):
+        zoo.resolve(f"{net}:Net", weights=tmp_path / "w.pt")
 
 
 def test_a_buffer_that_no_file_holds_would_have_no_values_on_meta(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ _ENERGY_MODEL = "Estimate energy, from such as flop=0.5e-12,byte=20e-12,watts=3,
 @click.option("--backward", is_flag=True, help="Count the backward too, and what is kept for it.")
 @click.option("--train", is_flag=True, help="Count the model in training mode.")
 @click.option("--meta", is_flag=True, help="Build the model without allocating its weights.")
-@click.option("--weights", type=click.Path(dir_okay=False), metavar="F.safetensors", help="Load these weights.")
+@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load these weights.")
 @click.option("--device", metavar="D", help="Put the model and its inputs on this device, such as cuda.")
 @click.option("--time", is_flag=True, help="Measure the time of each call too.")
 @click.option("--memory", is_flag=True, help="Measure how much memory is in use at most.")

@@ -31,7 +31,7 @@ from microtome.units import seconds, size
 @click.option("--keep", type=click.Choice(["all", "stats"]), default="all", help="Keep tensors, or statistics alone.")
 @click.option("--append", is_flag=True, help="Go on with what the folder holds.")
 @click.option("--device", metavar="D", help="Run on this device, such as cuda.")
-@click.option("--weights", type=click.Path(dir_okay=False), metavar="F.safetensors", help="Load these weights.")
+@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load these weights.")
 def record(
     model: str,
     inputs: str | None,

@@ -42,7 +42,7 @@ _AT = "Where to cut: an address of `microtome cuts`; auto: where it is the faste
 @click.option("--window", type=click.IntRange(min=1), default=8, metavar="N", help="Requests on their way at most.")
 @click.option("--warmup", type=click.IntRange(min=0), default=1, metavar="N", help="Requests before, not counted.")
 @click.option("--stages", metavar="FOLDER", help="Run the first stage that `microtome split` wrote there.")
-@click.option("--weights", type=click.Path(dir_okay=False), metavar="F.safetensors", help="Load these weights.")
+@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load these weights.")
 @click.option("--device", metavar="D", help="Compute the head on this device, such as cuda.")
 @click.option("--perfetto", metavar="F", help="Write every request for https://ui.perfetto.dev.")
 @click.option("--to", metavar="FOLDER", help="Write what the model returns: a file a request, or one F.safetensors.")

@@ -22,7 +22,7 @@ _KEPT, _LARGE = 64 << 20, 32 << 20
 @click.command()
 @model_options
 @click.option("--listen", default="127.0.0.1:7070", metavar="HOST:PORT", help="Where; port 0 takes a free one.")
-@click.option("--weights", type=click.Path(dir_okay=False), metavar="F.safetensors", help="Load these weights.")
+@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load these weights.")
 @click.option("--stages", metavar="FOLDER", help="Serve the last stage that `microtome split` wrote there, alone.")
 @click.option("--device", metavar="D", help="Compute on this device, such as cuda.")
 @click.option("--tls-cert", metavar="F", help="The server's certificate, PEM.")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @model_options
 @click.option("--at", multiple=True, required=True, metavar="ADDRESS", help="Cut at the exit of this call; repeatable.")
 @click.option("--to", required=True, type=click.Path(file_okay=False), metavar="FOLDER", help="Write to this folder.")
-@click.option("--weights", type=click.Path(dir_okay=False), metavar="F.safetensors", help="Load these weights.")
+@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load these weights.")
 def split(
     model: str, inputs: str | None, args: dict[str, Any], *, at: tuple[str, ...], to: str, weights: str | None
 ) -> None:

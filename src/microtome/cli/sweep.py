@@ -22,7 +22,7 @@ _CUTS = "all; dominating: those that send less than all before them; or addresse
 @click.option("--cuts", default="dominating", metavar="WHICH", help=_CUTS)
 @click.option("--repeat", type=click.IntRange(min=1), default=10, metavar="N", help="Requests that count at each cut.")
 @click.option("--codec", default="raw", metavar="NAME", help="How what crosses is encoded, such as raw, zstd or fp16.")
-@click.option("--weights", type=click.Path(dir_okay=False), metavar="F.safetensors", help="Load these weights.")
+@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load these weights.")
 @click.option("--device", metavar="D", help="Compute the heads on this device, such as cuda.")
 @click.option("--perfetto", metavar="F", help="Write a request at each cut for https://ui.perfetto.dev.")
 @click.option("--html", "html_file", metavar="F", help="Write a page with bars and a table; - for the terminal.")

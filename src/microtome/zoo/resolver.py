@@ -57,7 +57,7 @@ def resolve(
         inputs: What to run it with, anything that `Inputs.of` takes; None to take what the model's source tells.
         args: Keyword arguments for what builds the model; for `hf`, values of its configuration.
         meta: Build it on the meta device, and the inputs too: a model of any size, to be traced and not run.
-        weights: A .safetensors file with all the weights, and no others.
+        weights: A .safetensors file, or a .pt file of a state_dict, with all the weights, and no others.
 
     >>> resolve("zoo:tiny-vit").inputs
     Inputs(2x3x32x32:float32)

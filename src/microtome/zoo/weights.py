@@ -1,15 +1,18 @@
-"""Weights from a .safetensors file, all of them or none."""
+"""Weights from a file, all of them or none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from microtome.errors import BadWeights, Unsupported, said
+
+_PICKLED = (".pt", ".pth")
 
 
 def load_weights(model: nn.Module, file: str | Path, name: str, *, meta: bool) -> None:
@@ -26,14 +29,31 @@ def load_weights(model: nn.Module, file: str | Path, name: str, *, meta: bool) -
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    if file.suffix != ".safetensors":
-        raise BadWeights(f"{file} is not a .safetensors file: other formats of weights are not read")
+    if file.suffix not in (".safetensors", *_PICKLED):
+        raise BadWeights(f"expected a .safetensors, .pt or .pth file of weights, got {file}")
     if not file.is_file():
         raise BadWeights(f"there is no file {file}")
+    if file.suffix in _PICKLED:
+        return _read_pickled(file)
     try:
         return load_file(file)
     except SafetensorError as error:
         raise BadWeights(f"{file} cannot be read: {said(error)}") from error
+
+
+def _read_pickled(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file of `torch.save`, read by torch's loader that runs no code."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file raises all kinds
+        raise BadWeights(
+            f"{file} cannot be read as tensors alone ({said(error).splitlines()[0]}): where you trust it, load it with "
+            f"torch and write torch.save(model.state_dict(), {str(file)!r})"
+        ) from error
+    if isinstance(state, Mapping) and all(isinstance(value, Tensor) for value in state.values()):
+        return dict(state)
+    held = f"a dict of {_some(map(repr, state))}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+    raise BadWeights(f"expected a dict of tensors in {file}, such as model.state_dict(), got {held}")
 
 
 def _share(model: nn.Module, state: dict[str, Tensor]) -> None:
