@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -390,7 +391,7 @@ def test_a_wrapper_that_makes_no_sense(resnet: Any) -> None:
     with pytest.raises(BadQuery, match="made of an nn.Module or a configuration, got a int"):
         WrappedModel(3)  # type: ignore[arg-type]
     with pytest.raises(BadQuery, match="'power' cannot be measured"):
-        WrappedModel(model, x, collect_metrics=["power"]).get_layer_metrics()
+        WrappedModel(model, x, collect_metrics=["power"])
 
 
 def test_bytes_that_are_no_early_output(resnet: Any, wrapped: WrappedModel) -> None:
@@ -477,31 +478,130 @@ def test_it_warms_up_in_eval_mode_as_often_as_it_is_told() -> None:
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
-NAMES = {
-    *("layer_id", "layer_name", "layer_type", "output_bytes", "inference_time", "processing_energy", "power_reading"),
-    *("communication_energy", "gpu_utilization", "memory_utilization", "cpu_utilization", "total_energy"),
-}
+#: Of tracr's record, what cannot be taken of one layer in one run.
+NOT_MEASURED = (
+    "processing_energy",
+    "communication_energy",
+    "total_energy",
+    "power_reading",
+    "gpu_utilization",
+    "memory_utilization",
+    "cpu_utilization",
+    "host_battery_energy_mwh",
+)
 
 
-def test_metrics_have_the_names_of_tracr_and_the_numbers_of_the_layers(resnet: Any) -> None:
+class Hooked:
+    """What plain hooks see of modules: for each call, when it began and ended, and what it returned."""
+
+    def __init__(self, model: nn.Module, layers: tuple[str, ...]) -> None:
+        self._seen: dict[str, list[dict[str, Any]]] = {}
+        for path in dict.fromkeys(layer.partition("#")[0] for layer in layers):
+            self._hook(model.get_submodule(path), self._seen.setdefault(path, []))
+
+    def _hook(self, module: nn.Module, calls: list[dict[str, Any]]) -> None:
+        def note(_: nn.Module, __: Any, output: Tensor) -> None:
+            if calls and "end" not in calls[-1]:  # of a call that a cloud skips, only this hook runs
+                calls[-1]["end"] = perf_counter()
+                calls[-1]["output_bytes"] = output.numel() * output.element_size()
+                calls[-1]["output_shape"] = list(output.shape)
+                calls[-1]["output_dtype"] = str(output.dtype)
+
+        module.register_forward_pre_hook(lambda *_: calls.append({"begin": perf_counter()}))
+        module.register_forward_hook(note)
+
+    def take(self) -> dict[str, list[dict[str, Any]]]:
+        """What was seen since this was called last."""
+        seen = {path: list(calls) for path, calls in self._seen.items()}
+        for calls in self._seen.values():
+            calls.clear()
+        return seen
+
+
+def check_records(wrapped: WrappedModel, expected: range, hooked: dict[str, list[dict[str, Any]]]) -> None:
+    """All fields of the records of a run are what hooks saw of it."""
+    records = wrapped.get_layer_metrics()
+    assert list(records) == list(expected)
+    for at, record in records.items():
+        path, _, index = wrapped.layers[at].partition("#")
+        truth = hooked[path][int(index or 0)]
+        assert record["layer_id"] == at
+        assert record["layer_name"] == wrapped.layers[at]
+        assert record["layer_type"] == type(wrapped.model.get_submodule(path)).__name__
+        for name in ("output_bytes", "output_shape", "output_dtype"):
+            assert record[name] == truth[name], (name, wrapped.layers[at])
+        # A layer's hooks run inside its call, so that its time contains the time between them.
+        assert record["inference_time"] >= truth["end"] - truth["begin"], wrapped.layers[at]
+        assert all(record[name] is None for name in NOT_MEASURED)
+    written = wrapped.master_dict["run"]
+    assert written["layer_information"] == records
+    assert sum(record["inference_time"] for record in records.values()) <= written["total_time"] / 1e9
+
+
+class Reusing(nn.Module):
+    """Runs one module in several places, some of them inside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+        self.first = nn.Sequential(nn.Conv2d(3, 4, 1), self.act)
+        self.second = nn.Sequential(self.act, nn.Conv2d(4, 4, 1, stride=2))
+        self.third = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.act(self.first(x)))
+        return self.third(self.act(x)) + self.act(x)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("make", [lambda: zoo.build("tiny-resnet")[0], Reusing])
+def test_every_number_of_a_run_is_of_that_run(make: Callable[[], nn.Module], depth: int) -> None:
+    # The example has batch 1 and 16 x 16 pixels; the runs have other batches, resolutions and a new input each.
+    torch.manual_seed(0)
+    model = make().eval()
+    wrapped = WrappedModel(model, "1x3x16x16", depth=depth, master_dict={}, warmup_iterations=1)
+    hooks = Hooked(model, wrapped.layers)
+    count = wrapped.layer_count
+    for batch, pixels in ((1, 16), (8, 16), (1, 32), (8, 32)):
+        x = torch.randn(batch, 3, pixels, pixels)
+        for cut in range(count):
+            wrapped(x, end=cut)  # looks at the model
+            hooks.take()
+            early = wrapped(x, "run", end=cut)
+            head = hooks.take()
+            check_records(wrapped, range(cut + 1), head)
+            wrapped(early, "run", start=cut)
+            tail = hooks.take()
+            check_records(wrapped, range(cut + 1, count), {path: head[path] + tail[path] for path in head})
+        wrapped(x, "run")
+        check_records(wrapped, range(count), hooks.take())
+
+
+def test_bytes_are_those_of_the_batch_that_ran() -> None:
+    # 8 images of 64 channels at 32 x 32 places, 4 bytes each, and one image.
+    model = nn.Sequential(nn.Conv2d(3, 64, 1), nn.ReLU())
+    wrapped = WrappedModel(model, torch.ones(1, 3, 32, 32))
+    wrapped(torch.ones(8, 3, 32, 32))
+    assert [record["output_bytes"] for record in wrapped.get_layer_metrics().values()] == [2_097_152, 2_097_152]
+    wrapped(torch.ones(1, 3, 32, 32))
+    assert [record["output_bytes"] for record in wrapped.get_layer_metrics().values()] == [262_144, 262_144]
+
+
+def test_before_a_run_and_after_one_that_raised_there_are_no_numbers(resnet: Any) -> None:
     model, x = resnet
-    wrapped = WrappedModel(model, x, collect_metrics="time")
-    metrics = wrapped.get_layer_metrics()
-    assert list(metrics) == list(range(9))
-    for layer, record in metrics.items():
-        assert set(record) == NAMES
-        assert record["layer_id"] == layer
-        assert record["layer_name"] == wrapped.layers[layer]
-        assert record["inference_time"] > 0
-        assert record["total_energy"] is None
-    # 2 images of 8 channels, 32 x 32 places, 4 bytes each
-    assert metrics[3]["layer_type"] == "ResidualBlock"
-    assert metrics[3]["output_bytes"] == 2 * 8 * 32 * 32 * 4
+    wrapped = WrappedModel(model, x)
+    assert wrapped.get_layer_metrics() == {}
+    assert wrapped.forward_info[3] == {"layer_id": 3, "layer_name": "layer1.0", "layer_type": "ResidualBlock"}
+    wrapped(x)
+    with pytest.raises(RuntimeError, match="expected input"):
+        wrapped(torch.ones(1, 4, 8, 8))
+    assert wrapped.get_layer_metrics() == {}
+    assert wrapped.forward_info[3]["output_bytes"] is None
 
 
 def test_metrics_are_of_the_layers_that_ran(resnet: Any) -> None:
     _, x = resnet
-    wrapped = WrappedModel(*resnet, collect_metrics=False)
+    wrapped = WrappedModel(*resnet, collect_metrics="time")
     early = wrapped(x, end=3)
     assert list(wrapped.get_layer_metrics()) == [0, 1, 2, 3]
     wrapped(early, start=3)
@@ -512,20 +612,58 @@ def test_metrics_are_of_the_layers_that_ran(resnet: Any) -> None:
     assert list(wrapped.get_layer_metrics()) == list(range(9))
 
 
-def test_what_is_not_collected_is_none(resnet: Any) -> None:
-    wrapped = WrappedModel(*resnet, collect_metrics=False)
-    (record, *_) = wrapped.get_layer_metrics().values()
-    assert record["output_bytes"] > 0
-    assert record["inference_time"] is record["cpu_utilization"] is record["total_energy"] is None
+def test_layers_that_a_fused_operator_hides_have_no_numbers() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    wrapped = WrappedModel(nn.Sequential(layer, nn.Linear(8, 8)).eval(), torch.ones(1, 3, 8), depth=2)
+    wrapped(torch.ones(2, 3, 8))
+    last = wrapped.layer_count - 1
+    assert list(wrapped.get_layer_metrics()) == [last]
+    assert wrapped.forward_info[last]["output_bytes"] == 2 * 3 * 8 * 4
+    assert wrapped.forward_info[0]["output_bytes"] is None
+
+
+def test_a_hook_that_ends_a_run_leaves_the_layers_before_it(resnet: Any, wrapped: WrappedModel) -> None:
+    model, x = resnet
+
+    def leave(_: nn.Module, __: Any, output: Tensor) -> None:
+        raise HookExitException(output)
+
+    hook = model.layer1[1].register_forward_hook(leave)
+    wrapped(x)
+    assert list(wrapped.get_layer_metrics()) == [0, 1, 2, 3]
+    with pytest.raises(Unsupported, match="after layer 5: a hook or a layer raises HookExitException before"):
+        wrapped(x, end=5)  # what the hook gives there is the example's
+    hook.remove()
+
+
+def test_times_are_of_the_device_that_computed(resnet: Any, device: str) -> None:
+    model, x = resnet
+    wrapped = WrappedModel(model.to(device), x.to(device), collect_metrics="time", master_dict={})
+    wrapped(x.to(device), "run")
+    times = [record["inference_time"] for record in wrapped.get_layer_metrics().values()]
+    assert min(times) > 0
+    assert sum(times) <= wrapped.master_dict["run"]["total_time"] / 1e9
+
+
+def test_without_metrics_there_are_none(resnet: Any) -> None:
+    model, x = resnet
+    wrapped = WrappedModel(model, x, collect_metrics=False, master_dict={})
+    wrapped(x, "run")
+    assert wrapped.get_layer_metrics() == {}
+    assert wrapped.metrics_collector is None
+    record = wrapped.master_dict["run"]["layer_information"][3]
+    assert record["output_bytes"] == 2 * 8 * 32 * 32 * 4
+    assert record["inference_time"] is None
     assert wrapped.profile.timing is None
 
 
-def test_by_default_time_energy_and_load_are_asked_for(resnet: Any) -> None:
+def test_the_profile_is_of_the_example(resnet: Any) -> None:
     model, x = resnet
     wrapped = WrappedModel(model, x, depth=1)
-    (record, *_) = wrapped.get_layer_metrics().values()
-    assert record["inference_time"] > 0
-    assert record["total_energy"] is not None or "energy" in wrapped.profile.unavailable
+    wrapped(x[:1])
+    assert wrapped.profile["layer1"].output_bytes == 2 * 8 * 32 * 32 * 4
+    assert wrapped.profile["layer1"].time_s > 0
+    assert wrapped.profile.energy is not None or "energy" in wrapped.profile.unavailable
     assert wrapped.profile.sampling is not None or "load" in wrapped.profile.unavailable
 
 
@@ -606,7 +744,11 @@ def test_a_configuration_may_be_a_file(tmp_path: Path) -> None:
     [
         ({"model_name": None}, BadQuery, "lacks 'model_name'"),
         ({"input_size": None}, BadQuery, "lacks 'input_size'"),
-        ({"pretrained": True}, BadQuery, "microtome downloads nothing: give a `weight_path`"),
+        (
+            {"pretrained": True},
+            BadQuery,
+            "downloads nothing: give a `weight_path`.*get_model.'squeezenet1_1'",
+        ),
         ({"mode": "test"}, BadQuery, "'eval' or 'train', got 'test'"),
         ({"model_name": "yolov8s"}, NoMatch, "torchvision has no model 'yolov8s'"),
         ({"depth": "two"}, BadQuery, "depth is a whole number from 1 on, got 'two'"),

@@ -5,6 +5,13 @@ and together they give what the model gives, bit for bit; where that cannot be, 
 """
 
 from microtome.compat.tracr.early import EarlyOutput, HookExitException
+from microtome.compat.tracr.hooks import create_forward_posthook, create_forward_prehook
 from microtome.compat.tracr.wrapped import WrappedModel
 
-__all__ = ["EarlyOutput", "HookExitException", "WrappedModel"]
+__all__ = [
+    "EarlyOutput",
+    "HookExitException",
+    "WrappedModel",
+    "create_forward_posthook",
+    "create_forward_prehook",
+]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from microtome.compat.tracr.early import HookExitException
 from microtome.compat.tracr.layers import exact
 from microtome.errors import NoMatch, Unsupported
 from microtome.inputs import Inputs
@@ -31,7 +32,13 @@ class LayerCuts:
         """The model cut after a layer. It is looked at again if its weights, or its mode, are others than before."""
         if self._splitter is None or self._state != _state(self._parts):
             self._stages.clear()
-            self._splitter = Splitter(model, example())
+            try:
+                self._splitter = Splitter(model, example())
+            except HookExitException as error:  # its result is the example's
+                raise Unsupported(
+                    f"a run cannot be stopped after layer {layer}: a hook or a layer raises HookExitException before "
+                    "the model ends. Remove it, or run the whole model"
+                ) from error
             self._parts = tuple(model.modules())
             self._state = _state(self._parts)
         if layer not in self._stages:

@@ -7,24 +7,38 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from microtome.errors import BadFile, BadInputs, BadQuery, said
+from microtome.errors import BadFile, BadInputs, BadQuery, Unsupported, said
+from microtome.profile.measured import QUANTITIES
 from microtome.zoo.packages import need
 from microtome.zoo.resolver import resolve
 
 _DEFAULTS: dict[str, Any] = {"depth": 2, "save_layers": (), "warmup_iterations": 2, "collect_metrics": True}
 
 
-def settle(config: Any, **given: Any) -> dict[str, Any]:
+def settle(config: Any, second: tuple[Any, ...], **given: Any) -> dict[str, Any]:
     """The model, its inputs and the settings: those that are given, else those of a configuration, else the defaults.
 
     Args:
         config: The model, or the configuration.
+        second: The positional argument after it, if there is one: tracr's `master_dict` after a configuration, and the
+            inputs after a model.
         given: Of these, None is not given.
     """
     known = _DEFAULTS | ({"model": config} if isinstance(config, nn.Module) else _configured(config))
     known |= {name: value for name, value in given.items() if value is not None}
+    if len(second) > 1:
+        raise TypeError(f"WrappedModel takes 1 or 2 positional arguments, got {1 + len(second)}")
+    for value in second:
+        # A dict of named inputs is a mapping too, so that the first argument decides; a tensor is no master_dict.
+        is_master = not isinstance(config, nn.Module) and hasattr(value, "update")
+        name = "master_dict" if is_master else "inputs"
+        if given.get(name) is not None:
+            raise TypeError(f"WrappedModel got two values for {name!r}: the second positional argument is one")
+        if value is not None:
+            known[name] = value
     if "inputs" not in known:
         raise BadInputs('say what the model is given: WrappedModel(model, x), or inputs="1x3x224x224"')
     return known
@@ -41,11 +55,22 @@ def whole_number(name: str, value: Any, least: int) -> int:
     return number
 
 
+def training_of(mode: str) -> bool:
+    """Whether a mode of tracr's is that of training."""
+    if mode not in ("eval", "train"):
+        raise BadQuery(f"the mode of a model is 'eval' or 'train', got {mode!r}")
+    return mode == "train"
+
+
 def quantities(collect: bool | Collection[str]) -> tuple[str, ...]:
     """What to measure, by name; True for time, energy and load."""
     if isinstance(collect, bool):
         return ("time", "energy", "load") if collect else ()
-    return (collect,) if isinstance(collect, str) else tuple(collect)
+    names = (collect,) if isinstance(collect, str) else tuple(collect)
+    for name in names:
+        if name not in QUANTITIES:
+            raise BadQuery(f"{name!r} cannot be measured: write {', '.join(map(repr, QUANTITIES))}")
+    return names
 
 
 def _configured(config: Any) -> dict[str, Any]:
@@ -68,19 +93,28 @@ def _built(section: Mapping[str, Any], device: str) -> dict[str, Any]:
     name, weights, classes = section["model_name"], section.get("weight_path"), section.get("num_classes")
     if section.get("pretrained") and weights is None:
         raise BadQuery(
-            f"`pretrained` would download the weights of {name}, and microtome downloads nothing: give a `weight_path` "
-            "of a .safetensors file, or the model itself: WrappedModel(model, inputs)"
+            f"`pretrained: true` would download the weights of {name}, and microtome downloads nothing: give a "
+            "`weight_path`, a .safetensors or .pt file of its state_dict, or give the model: "
+            f"WrappedModel(torchvision.models.get_model({name!r}, weights='IMAGENET1K_V1'), inputs)"
         )
-    mode = section.get("mode", "eval")
-    if mode not in ("eval", "train"):
-        raise BadQuery(f"the mode of a model is 'eval' or 'train', got {mode!r}")
+    _check_device(device)
+    training = training_of(section.get("mode", "eval"))
     found = resolve(
         name if ":" in name else f"torchvision:{name}",
         inputs="x".join(map(str, (1, *section["input_size"]))),
         args=None if classes is None else {"num_classes": classes},
         weights=weights,
     )
-    return {"model": found.model.to(device).train(mode == "train"), "inputs": found.inputs.to(device)}
+    return {"model": found.model.to(device).train(training), "inputs": found.inputs.to(device)}
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise BadQuery(f"expected a device such as 'cpu' or 'cuda:0', got `device: {device}`") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise Unsupported(f"the configuration has `device: {device}`, and torch finds no CUDA GPU: write `device: cpu`")
 
 
 def _read(file: Path) -> Any:

@@ -1,0 +1,124 @@
+"""Times and outputs of the layers of one run, taken while it runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from microtome.compat.tracr.layers import exact
+from microtome.engine import Call, Probe, Stopped
+from microtome.engine.structure import tensors_in
+from microtome.inputs import device_of
+from microtome.profile import Profile, Row
+
+
+class LayerRun(NamedTuple):
+    """One run of a layer.
+
+    Attributes:
+        begin: A time stamp in nanoseconds; on a GPU, an event.
+        facts: What is known of its output, under tracr's names.
+        is_timed: Whether its work was done on the device whose time was taken.
+    """
+
+    begin: Any
+    end: Any
+    facts: dict[str, Any]
+    is_timed: bool
+
+    @property
+    def seconds(self) -> float | None:
+        if not self.is_timed:
+            return None
+        if isinstance(self.begin, int):
+            return float(self.end - self.begin) / 1e9
+        return float(self.begin.elapsed_time(self.end)) / 1e3
+
+
+class LayerObserver(Probe):
+    """Notes when each call of the layers' modules began and ended in this thread, and what it returned."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._device = torch.device(device_of(model))
+        self._thread = get_ident()
+        self._open: dict[Call, Any] = {}
+        self._runs: dict[str, list[LayerRun | None]] = {}
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if call.phase == "forward" and get_ident() == self._thread:
+            self._open[call] = self._stamp()
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if call in self._open:
+            end = self._stamp()
+            tensors = list(tensors_in(output))
+            is_timed = self._device.type in ("cpu", "cuda") and all(one.device == self._device for one in tensors)
+            run = LayerRun(self._open.pop(call), end, _facts(output, tensors), is_timed)
+            self._runs.setdefault(call.path, []).append(run)
+
+    def fail(self, call: Call, error: BaseException) -> None:
+        if isinstance(error, Stopped) and error.call.module is call.module:  # an edge ends here
+            self.exit(call, (), {}, error.output)
+        elif self._open.pop(call, None) is not None:
+            self._runs.setdefault(call.path, []).append(None)
+
+    def by_address(self, profile: Profile, resumed_after: str | None) -> dict[str, LayerRun]:
+        """The runs of modules by the addresses that they have in a run of the whole model.
+
+        Args:
+            profile: Of the whole model.
+            resumed_after: The address of the call after which the run was resumed: the calls before it that were seen
+                were skipped, and those inside them were not seen.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        addresses: dict[str, list[str]] = {}
+        for row in profile:
+            addresses.setdefault(row.path, []).append(row.address)
+        skipped = [] if resumed_after is None else list(_skipped(profile, resumed_after))
+        seen = Counter(row.path for row in skipped)
+        before = Counter(inside.path for row in skipped for inside in _with_calls_inside(profile, row))
+        found: dict[str, LayerRun] = {}
+        for path, runs in self._runs.items():
+            real = zip(addresses.get(path, ())[before[path] :], runs[seen[path] :], strict=False)
+            found |= {address: run for address, run in real if run is not None}
+        return found
+
+    def _stamp(self) -> Any:
+        if self._device.type != "cuda":
+            return perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def _facts(output: Any, tensors: list[Tensor]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"output_bytes": sum(tensor.nbytes for tensor in tensors)}
+    if isinstance(output, Tensor):
+        facts |= {"output_shape": list(output.shape), "output_dtype": str(output.dtype)}
+    return facts
+
+
+def _skipped(profile: Profile, address: str) -> Iterator[Row]:
+    """The largest calls that end with or before a call and do not contain it: those that a resumed run skips."""
+    row: Row = profile[exact(address)]
+    yield row
+    while row.parent is not None:
+        parent: Row = profile[exact(row.parent)]
+        for sibling in profile.children(parent):
+            if sibling is row:
+                break
+            yield sibling
+        row = parent
+
+
+def _with_calls_inside(profile: Profile, row: Row) -> Iterator[Row]:
+    yield row
+    for child in profile.children(row):
+        yield from _with_calls_inside(profile, child)
