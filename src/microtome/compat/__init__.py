@@ -1,1 +1,1 @@
-"""Drop-in faces of the tools that microtome succeeds: same names and meaning, right answers."""
+"""Drop-in faces of the tools that microtome succeeds: the same names, right answers. Their how-to pages list what differs."""

@@ -136,7 +136,8 @@ class Extractor(_Wrapper):
 
     def forward(self, *args: Any, return_embeddings_only: bool | None = None, **kwargs: Any) -> Any:
         if return_embeddings_only is None and len(args) == 2 and isinstance(args[1], bool):
-            args, return_embeddings_only = args[:1], args[1]
+            image, return_embeddings_only = args
+            args = (image,)
         given = self._inputs(args, kwargs)
         device = self._begin(given)
         path, layer = self._find()

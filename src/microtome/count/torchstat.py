@@ -13,20 +13,21 @@ from torch import Tensor, nn
 
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.PReLU, nn.ELU, nn.LeakyReLU)
 _POOLS = (nn.MaxPool2d, nn.AvgPool2d)
+_POOLS_3D = (nn.MaxPool3d, nn.AvgPool3d)
 
 
 def flops(module: nn.Module, x: Any, out: Any) -> int | None:
     """Multiply-accumulates of the whole batch, a bias as one each."""
     match module:
-        case nn.Conv2d():
+        case nn.Conv2d() | nn.Conv3d():
             return out.numel() * (prod(module.weight.shape[1:]) + (module.bias is not None))
-        case nn.BatchNorm2d():
+        case nn.BatchNorm2d() | nn.BatchNorm3d():
             return x.numel() * (2 if module.affine else 1)
         case nn.Linear():
             return out.numel() * x.shape[-1]
         case nn.Upsample():
             return out.numel() // out.shape[1]  # each pixel once, whatever its channels
-    return x.numel() if isinstance(module, (*_ACTIVATIONS, *_POOLS)) else None
+    return x.numel() if isinstance(module, (*_ACTIVATIONS, *_POOLS, *_POOLS_3D)) else None
 
 
 def madds(module: nn.Module, x: Any, out: Any, *, batch: int | None = None) -> int | None:
@@ -34,18 +35,18 @@ def madds(module: nn.Module, x: Any, out: Any, *, batch: int | None = None) -> i
     images = _images(module, out, batch) or 1
     each = out.numel() // images if isinstance(out, Tensor) else 0
     match module:
-        case nn.Conv2d():
+        case nn.Conv2d() | nn.Conv3d():
             return each * (2 * prod(module.weight.shape[1:]) - 1 + (module.bias is not None))
-        case nn.ConvTranspose2d():
+        case nn.ConvTranspose2d() | nn.ConvTranspose3d():
             kernel = prod(module.kernel_size) * (module.in_channels // module.groups)
             places = x.numel() // module.in_channels // images
             return places * module.out_channels * (2 * kernel - 1 + (module.bias is not None))
-        case nn.BatchNorm2d():
+        case nn.BatchNorm2d() | nn.BatchNorm3d():
             return 4 * each
-        case nn.MaxPool2d():
-            return each * (_kernel(module.kernel_size) - 1)
-        case nn.AvgPool2d():
-            return each * _kernel(module.kernel_size)
+        case nn.MaxPool2d() | nn.MaxPool3d():
+            return each * (_kernel(module) - 1)
+        case nn.AvgPool2d() | nn.AvgPool3d():
+            return each * _kernel(module)
         case nn.ReLU() | nn.ReLU6():
             return each
         case nn.Softmax():
@@ -73,8 +74,11 @@ def _images(module: nn.Module, tensor: Any, batch: int | None) -> int:
     if batch is not None or not isinstance(tensor, Tensor):
         return batch or 1
     one = 3 if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d, *_POOLS)) else 1
+    if isinstance(module, (nn.Conv3d, nn.ConvTranspose3d, *_POOLS_3D)):
+        one = 4
     return tensor.shape[0] if tensor.dim() > one else 1
 
 
-def _kernel(size: Any) -> int:
-    return int(prod(size)) if isinstance(size, tuple | list) else int(size) ** 2
+def _kernel(pool: Any) -> int:
+    size = pool.kernel_size
+    return int(prod(size)) if isinstance(size, tuple | list) else int(size) ** (3 if isinstance(pool, _POOLS_3D) else 2)

@@ -4,11 +4,16 @@ Unlike torchstat's, the report is right for models that run a layer several time
 sizes to a Linear, at every granularity; and model and process are afterwards as they were.
 """
 
-from microtome.compat.torchstat.compute import compute_flops, compute_madd, compute_memory
-from microtome.compat.torchstat.hook import ModelHook
-from microtome.compat.torchstat.report import report_format
+from microtome.compat.torchstat.compute_flops import compute_flops
+from microtome.compat.torchstat.compute_madd import compute_madd
+from microtome.compat.torchstat.compute_memory import compute_memory
+from microtome.compat.torchstat.model_hook import ModelHook
+from microtome.compat.torchstat.reporter import report_format
+from microtome.compat.torchstat.stat_tree import StatNode, StatTree
 from microtome.compat.torchstat.statistics import ModelStat, stat
-from microtome.compat.torchstat.tree import StatNode, StatTree
+
+#: The release of torchstat whose names and numbers these are.
+__version__ = "0.0.7"
 
 __all__ = [
     "ModelHook",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from microtome.compat.torchstat.hook import ModelHook, ModuleStat
-from microtome.compat.torchstat.report import report_format
-from microtome.compat.torchstat.tree import StatNode, StatTree
+from microtome.compat.torchstat.kinds import Misuse
+from microtome.compat.torchstat.model_hook import ModelHook, ModuleStat
+from microtome.compat.torchstat.reporter import report_format
+from microtome.compat.torchstat.stat_tree import StatNode, StatTree
 
 
 def stat(model: nn.Module, input_size: Sequence[int], query_granularity: int = 1) -> None:
@@ -38,31 +39,54 @@ class ModelStat:
 
     def tree(self) -> StatTree:
         """Run the model, and give all its modules as nodes."""
-        nodes: dict[str, StatNode] = {}
-        for path, module in ModelHook(self._model, self._input_size).modules.items():
-            parent = nodes[path.rpartition(".")[0]] if path else None
-            nodes[path] = _node(path or "root", module, parent)
-        return StatTree(nodes[""])
+        return convert_leaf_modules_to_stat_tree(ModelHook(self._model, self._input_size).modules)
+
+    def _analyze_model(self) -> list[StatNode]:
+        """Run the model, and give the nodes of the report."""
+        return self.tree().get_collected_stat_nodes(self._query_granularity)
 
     def show_report(self) -> None:
         """Run the model and print the report."""
-        nodes = self.tree().get_collected_stat_nodes(self._query_granularity)
-        print(report_format(nodes))  # noqa: T201  it is asked to
+        print(report_format(self._analyze_model()))  # noqa: T201  it is asked to
 
 
-def _node(name: str, module: ModuleStat, parent: StatNode | None) -> StatNode:
-    node = StatNode(name, parent)
-    if parent is not None:
-        parent.add_child(node)
-    if module.input_shape is not None and module.output_shape is not None:
-        node.input_shape, node.output_shape = module.input_shape, module.output_shape
+def convert_leaf_modules_to_stat_tree(leaf_modules: Mapping[str, ModuleStat]) -> StatTree:
+    """The tree of modules by their paths; modules above them that are not given have no shapes of their own."""
+    root = StatNode("root")
+    for path, module in leaf_modules.items():
+        node = root
+        for end in [at for at, letter in enumerate(f"{path}.") if letter == "."] if path else []:
+            node = _child(node, path[:end])
+        _fill(node, module)
+    return StatTree(root)
+
+
+def get_parent_node(root_node: StatNode, stat_node_name: str) -> StatNode:
+    """The node under which the node of this path is, or is to be."""
+    node = root_node
+    names = stat_node_name.split(".")
+    for end in range(1, len(names)):
+        name = ".".join(names[:end])
+        at = node.find_child_index(name)
+        if at == -1:
+            raise Misuse(f"expected a node {name!r} above {stat_node_name!r}, got none under {node.name!r}")
+        node = node.children[at]
+    return node
+
+
+def _child(node: StatNode, name: str) -> StatNode:
+    node.add_child(StatNode(name, node))
+    return node.children[node.find_child_index(name)]
+
+
+def _fill(node: StatNode, module: ModuleStat) -> None:
+    if module.leaf or module.runs:  # a container that does not run itself has the shapes of its children
+        node.input_shape, node.output_shape = list(module.input_shape), list(module.output_shape)
     if module.leaf:
         node.inference_memory, node.duration = module.inference_memory, module.duration
-        node.MAdd, node.Flops, node.Memory = module.MAdd, module.Flops, module.Memory
+        node.MAdd, node.Flops, node.Memory = module.MAdd, module.Flops, list(module.Memory)
     # Parameters beside children have a row of their own, or the rows of the leaves would not add up to the model.
-    holder = node if module.leaf or not module.parameter_quantity else StatNode(f"{name} (own)", node)
+    holder = node if module.leaf or not module.parameter_quantity else _child(node, f"{node.name} (own)")
     holder.parameter_quantity = module.parameter_quantity
     if holder is not node:
-        holder.input_shape = holder.output_shape = ()
-        node.add_child(holder)
-    return node
+        holder.input_shape = holder.output_shape = []

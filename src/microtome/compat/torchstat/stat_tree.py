@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -34,8 +35,8 @@ def _number(a: Any, b: Any) -> Any:
     return a + b
 
 
-def _pair(a: Sequence[int], b: Sequence[int]) -> tuple[int, int]:
-    return a[0] + b[0], a[1] + b[1]
+def _pair(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    return [a[0] + b[0], a[1] + b[1]]
 
 
 class StatNode:
@@ -48,6 +49,7 @@ class StatNode:
         Flops: Multiply-accumulates.
         Memory: Bytes read, bytes written.
         duration: Seconds.
+        granularity: The largest query that returns it, 0 for the root; set by `StatTree.update_stat_nodes_granularity`.
     """
 
     parameter_quantity = _Summed[int](0, _number)
@@ -61,12 +63,16 @@ class StatNode:
         self.name = name
         self.parent = parent
         self.children: list[StatNode] = []
+        self.granularity = 1
+        self.parameter_quantity = self.MAdd = self.Flops = 0
+        self.inference_memory = self.duration = 0.0
+        self.Memory = (0, 0)
         self._input_shape: Sequence[int] | None = None
         self._output_shape: Sequence[int] | None = None
 
     @property
     def input_shape(self) -> Sequence[int] | None:
-        """Without the batch; if it was not set, that of the first child that has one; None if it never ran."""
+        """Without the batch; if it was not set, that of the first child that ran; None if there is none."""
         return _shape(self._input_shape, (child.input_shape for child in self.children))
 
     @input_shape.setter
@@ -75,7 +81,7 @@ class StatNode:
 
     @property
     def output_shape(self) -> Sequence[int] | None:
-        """Without the batch; if it was not set, that of the last child that has one; None if it never ran."""
+        """Without the batch; if it was not set, that of the last child that ran; None if there is none."""
         return _shape(self._output_shape, (child.output_shape for child in reversed(self.children)))
 
     @output_shape.setter
@@ -86,11 +92,6 @@ class StatNode:
     def depth(self) -> int:
         """Its height: 1 for a leaf, and one more than its tallest child otherwise."""
         return 1 + max((child.depth for child in self.children), default=0)
-
-    @property
-    def granularity(self) -> int:
-        """The largest query that returns it; the root is returned by all larger ones too."""
-        return self.depth if self.parent is None else self.parent.depth - 1
 
     def find_child_index(self, child_name: str) -> int:
         """Where in `children` the child of this name is; -1 if there is none."""
@@ -106,7 +107,10 @@ class StatNode:
 
 
 def _shape(own: Sequence[int] | None, below: Iterator[Sequence[int] | None]) -> Sequence[int] | None:
-    return own if own is not None else next((shape for shape in below if shape), None)
+    if own is not None:
+        return own
+    shapes = [shape for shape in below if shape]
+    return next((shape for shape in shapes if any(shape)), shapes[0] if shapes else None)
 
 
 class StatTree:
@@ -125,11 +129,28 @@ class StatTree:
     def __init__(self, root_node: StatNode) -> None:
         self.root_node = root_node
 
+    def get_same_level_max_node_depth(self, query_node: StatNode) -> int:
+        """The height of the tallest child of the node's parent; 0 for the root."""
+        parent = query_node.parent
+        return 0 if query_node is self.root_node or parent is None else parent.depth - 1
+
+    def update_stat_nodes_granularity(self) -> None:
+        """Set the `granularity` of every node."""
+        nodes = [self.root_node]
+        for node in nodes:
+            node.granularity = self.get_same_level_max_node_depth(node)
+            nodes.extend(node.children)
+
     def get_collected_stat_nodes(self, query_granularity: int) -> list[StatNode]:
         """The nodes that cover every leaf once, each by the highest node above it of at most this height."""
-        if not isinstance(query_granularity, int) or query_granularity < 1:
+        try:
+            height = operator.index(query_granularity)
+        except TypeError:
+            height = 0
+        if height < 1:
             raise BadQuery(f"query_granularity is a number from 1 (the leaves) on, got {query_granularity!r}")
-        return list(_cover(self.root_node, query_granularity))
+        self.update_stat_nodes_granularity()
+        return list(_cover(self.root_node, height))
 
 
 def _cover(node: StatNode, height: int) -> Iterator[StatNode]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from microtome.compat.torchstat.tree import StatNode
+from microtome.compat.torchstat.stat_tree import StatNode
 
 _COLUMNS = ("module name", "input shape", "output shape", "params", "memory(MB)", "MAdd", "Flops", "MemRead(B)", "MemWrite(B)", "duration[%]", "MemR+W(B)")  # fmt: skip  # noqa: E501
-_NOT_RUN = "not run"
 
 
 def report_format(collected_nodes: Iterable[StatNode]) -> str:
@@ -36,9 +35,9 @@ def report_format(collected_nodes: Iterable[StatNode]) -> str:
             f"Total params: {total.parameter_quantity:,}",
             "-" * width,
             f"Total memory: {total.inference_memory:.2f}MB",
-            f"Total MAdd: {_scaled(total.MAdd, 1000)}MAdd",
-            f"Total Flops: {_scaled(total.Flops, 1000)}Flops",
-            f"Total MemR+W: {_scaled(sum(total.Memory), 1024)}B",
+            f"Total MAdd: {round_value(total.MAdd)}MAdd",
+            f"Total Flops: {round_value(total.Flops)}Flops",
+            f"Total MemR+W: {round_value(sum(total.Memory), binary=True)}B",
             "",
         ]
     )
@@ -59,7 +58,7 @@ def _numbers(node: StatNode, duration: float) -> list[str]:
 
 
 def _shape(shape: Sequence[int] | None) -> str:
-    return _NOT_RUN if shape is None else " ".join(f"{size:>3d}" for size in shape)
+    return " ".join(f"{size:>3d}" for size in shape or ())
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
@@ -73,14 +72,18 @@ def _aligned(rows: list[list[str]]) -> list[str]:
     ]
 
 
-def _scaled(number: float, step: int) -> str:
-    """With two digits behind the point and a letter, as torchstat writes its totals.
+def round_value(value: float, binary: bool = False) -> str:
+    """A number with two digits behind the point and a letter.
 
-    >>> _scaled(190_578_940, 1000), _scaled(95_998_220, 1000), _scaled(2048, 1024), _scaled(999, 1000)
+    Args:
+        binary: Whether a K is 1024, as for bytes.
+
+    >>> round_value(190_578_940), round_value(95_998_220), round_value(2048, True), round_value(999)
     ('190.58M', '96.0M', '2.0K', '999')
     """
+    step = 1024 if binary else 1000
     letters = ["", "K", "M", "G", "T"]
     power = 0
-    while power < len(letters) - 1 and number >= step ** (power + 1):
+    while power < len(letters) - 1 and value >= step ** (power + 1):
         power += 1
-    return f"{round(number / step**power, 2)}{letters[power]}" if power else str(number)
+    return f"{round(value / step**power, 2)}{letters[power]}" if power else str(value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import operator
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,16 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from microtome.compat.torchstat.compute import first
+from microtome.compat.overrides import refuse_overrides
+from microtome.compat.torchstat.kinds import Misuse, first, warn_caller
 from microtome.count import torchstat
 from microtome.engine import Call, Probe, Session, tensors_in
 from microtome.engine.select import check_model, named
 from microtome.engine.standin import stand_in
-from microtome.errors import BadInputs
 from microtome.inputs import Inputs
 from microtome.units import shape
 
 _MB = 1024**2
+#: The shape of a layer that never ran.
+_NOT_RUN = (0, 0, 0)
 
 
 class _Run(NamedTuple):
@@ -43,8 +45,8 @@ class ModuleStat:
     Attributes:
         leaf: Whether it has no children. What a module with children costs is what they cost.
         runs: How many times it ran.
-        input_shape: Of the first tensor it was given first, without the batch; None if it never ran.
-        output_shape: Of the first tensor it returned last, without the batch; None if it never ran.
+        input_shape: Of the first tensor it was given first, without the batch; (0, 0, 0) if it never ran.
+        output_shape: Of the first tensor it returned last, without the batch; (0, 0, 0) if it never ran.
         parameter_quantity: How many parameters it holds itself, those left out that a module before it holds too.
         inference_memory: The size of its outputs, in MB.
         MAdd: Multiplications and additions.
@@ -55,8 +57,8 @@ class ModuleStat:
 
     leaf: bool
     runs: int
-    input_shape: tuple[int, ...] | None
-    output_shape: tuple[int, ...] | None
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
     parameter_quantity: int
     inference_memory: float
     MAdd: int
@@ -79,7 +81,14 @@ class ModelHook:
     [('0', (3, 224, 224), 36784000, (605152, 1936000)), ('1', (10, 220, 220), 484000, (1936000, 1936000))]
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        names = ("_hook_model", "_register_buffer", "_retrieve_leaf_modules", "_sub_module_call_hook")
+        refuse_overrides(cls, names, "override retrieve_leaf_modules, or use mt.profile")
+
     def __init__(self, model: nn.Module, input_size: Sequence[int]) -> None:
+        self._model = model
+        self._input_size = input_size
         image = _image(check_model(model), input_size)
         counter, clock = _Counter(), _Clock(image.args[0].device)
         with stand_in(model, image, "real") as given, torch.no_grad():
@@ -98,11 +107,19 @@ class ModelHook:
 
 
 def _image(model: nn.Module, input_size: Sequence[int]) -> Inputs:
-    sizes = tuple(input_size) if isinstance(input_size, list | tuple) else ()
-    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise BadInputs(f"input_size is the sizes of one image without the batch, as (3, 224, 224), got {input_size!r}")
+    sizes = _sizes(input_size)
     weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     return Inputs.of(f"{shape((1, *sizes))}:{str(weight.dtype).removeprefix('torch.')}").to(weight.device)
+
+
+def _sizes(input_size: Any) -> tuple[int, ...]:
+    try:
+        sizes = tuple(map(operator.index, input_size)) if isinstance(input_size, list | tuple) else ()
+    except TypeError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise Misuse(f"input_size is the sizes of one image without the batch, as (3, 224, 224), got {input_size!r}")
+    return sizes
 
 
 def _modules(model: nn.Module, runs: dict[str, list[_Run]], seconds: dict[str, float]) -> OrderedDict[str, ModuleStat]:
@@ -115,8 +132,8 @@ def _modules(model: nn.Module, runs: dict[str, list[_Run]], seconds: dict[str, f
         modules[path] = ModuleStat(
             leaf=_is_leaf(module),
             runs=len(did),
-            input_shape=did[0].input_shape if did else None,
-            output_shape=did[-1].output_shape if did else None,
+            input_shape=did[0].input_shape if did else _NOT_RUN,
+            output_shape=did[-1].output_shape if did else _NOT_RUN,
             parameter_quantity=sum(p.numel() for p in own.values()),
             inference_memory=sum(run.output_bytes for run in did) / _MB,
             MAdd=sum(run.madds for run in did),
@@ -172,8 +189,9 @@ class _Counter(Probe):
             kinds.setdefault(unknown, []).append(kind)
         listed = "; ".join(f"{', '.join(unknown)} of {', '.join(names)}" for unknown, names in kinds.items())
         if listed:
-            text = f"torchstat has no formula for these, so they count as 0: {listed}. microtome.profile counts them"
-            warnings.warn(text, stacklevel=3)
+            warn_caller(
+                f"torchstat has no formula for these, so they count as 0: {listed}. microtome.profile counts them"
+            )
 
 
 @dataclass
