@@ -1,1 +1,4 @@
-"""Drop-in faces of the tools that microtome succeeds: the same names, right answers. Their how-to pages list what differs."""
+"""Drop-in faces of the tools that microtome succeeds: the same names, right answers.
+
+The how-to page of each tool lists what differs.
+"""
