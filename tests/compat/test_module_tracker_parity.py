@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import module_tracker as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
+from microtome import Inputs, zoo
 from microtome.compat.module_tracker import ModuleTracker
 from microtome.errors import SessionError
 
@@ -277,6 +280,59 @@ def test_a_model_that_is_gone_keeps_its_names_in_the_backward() -> None:
     assert seen == [{"Global", "Sequential", "Sequential.0"}] * 2
 
 
+@pytest.mark.parametrize("name", zoo.names())
+def test_the_flops_of_a_forward_are_counted_under_torchs_names(name: str) -> None:
+    counts = []
+    for kind in (ModuleTracker, torchs.ModuleTracker):
+        model, inputs = zoo.build(name)
+        counter = FlopCounterMode(display=False)
+        counter.mod_tracker = kind()
+        with counter:
+            Inputs.of(inputs).run(model)
+        counts.append({module: dict(ops) for module, ops in counter.get_flop_counts().items()})
+    assert counts[0] == counts[1]
+    assert len(counts[0]) > 2
+
+
+def test_each_thread_has_its_own_parents() -> None:
+    seen: dict[str, set[str]] = {}
+    together = threading.Barrier(2, timeout=60)
+
+    def run(model: nn.Module, layer: Marked, name: str) -> None:
+        def report(*_: Any) -> None:
+            together.wait()  # both run now
+            seen[name] = tracker.parents
+            together.wait()
+
+        layer.report = report
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+
+    one, two = Marked(), Marked()
+    with ModuleTracker() as tracker:
+        threads = [
+            threading.Thread(target=run, args=(nn.Sequential(one), one, "one")),
+            threading.Thread(target=run, args=(Pair(nn.Tanh(), two), two, "two")),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert seen == {"one": {"Global", "Sequential", "Sequential.0"}, "two": {"Global", "Pair", "Pair.b"}}
+
+
+def test_nothing_is_left_after_an_exception_and_autograd_grad_works() -> None:
+    model = nn.Sequential(Marked(), nn.Linear(4, 4))
+    x = torch.ones(2, 4, requires_grad=True)
+    with ModuleTracker() as tracker:
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            nn.Sequential(Marked(), nn.Linear(3, 3))(x)
+        assert tracker.parents == {"Global"}
+        assert torch.autograd.grad(model(x).sum(), x)[0].shape == (2, 4)
+        assert tracker.parents == {"Global"}
+        assert tracker._hooks == []
+
+
 # -- attributes --------------------------------------------------------------------------------------------------------
 
 
@@ -359,6 +415,55 @@ def test_methods_that_a_subclass_overrides_are_called_as_torch_calls_them(net: s
         events.append((tracker.events, seen))
     assert events[0] == events[1]
     assert events[0][0]
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_a_subclass_may_give_its_methods_other_arguments(net: str) -> None:
+    def made(base: Tracker) -> Any:
+        class Running(base):  # type: ignore[valid-type, misc]
+            """Knows the kinds of the modules that run in the forward."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.running: list[str] = []
+
+            def _get_append_fn(self, module: nn.Module, name: str, is_bw: bool) -> Any:
+                def enter(*_: Any) -> None:
+                    self.running.append(type(module).__name__)
+                    self.parents.add(name)
+
+                return enter
+
+            def _get_pop_fn(self, module: nn.Module, name: str, is_bw: bool) -> Any:
+                def leave(*_: Any) -> None:
+                    self.running.remove(type(module).__name__)
+                    self.parents.discard(name)
+
+                return leave
+
+            def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:  # noqa: A002
+                self._get_append_fn(mod, self._get_mod_name(mod), False)()
+
+            def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:  # noqa: A002
+                self._get_pop_fn(mod, self._get_mod_name(mod), False)()
+
+        return Running()
+
+    found = []
+    for base in (ModuleTracker, torchs.ModuleTracker):
+        model = NETS[net]()
+        seen: list[tuple[list[str], set[str]]] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tracker = made(base)
+        with tracker:
+            for module in model.modules():
+                if isinstance(module, Marked):
+                    module.report = lambda *_, t=tracker, s=seen: s.append((t.running.copy(), set(t.parents)))
+            model(torch.ones(2, 4)).sum().backward()
+        found.append(seen)
+    assert found[0] == found[1]
+    assert any(running[-1:] == ["Marked"] for running, _ in found[0])
 
 
 def test_a_subclass_that_keeps_parents_is_warned_of_torchs_errors() -> None:
