@@ -344,6 +344,11 @@ def test_an_operator_without_a_formula_is_listed_and_strict_raises() -> None:
     (unknown,) = p.coverage.unknown
     assert (unknown.name, unknown.runs, unknown.calls) == ("microtome_tests.scan.default", 1, ("1",))
     assert p.coverage.fraction == pytest.approx(1 - 1 / p.coverage.ops)
+    assert p.coverage.work is None  # one operator may do most of it
+    assert p.as_dict()["coverage"]["work"] is None
+    counted = f"counted: {p.coverage.ops - 1} of {p.coverage.ops} operators, an unknown share of the work"
+    assert counted in " ".join(str(p).split())
+    assert "share of the work" in p.to_html()
     assert p["1"].flops is None
     assert p.total.flops == p["0"].flops  # what is known
     with pytest.raises(

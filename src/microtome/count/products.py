@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from microtome.count.work import Work, formula
@@ -13,7 +15,7 @@ from microtome.count.work import Work, formula
 # Matrix products. A product of an m x k and a k x n matrix makes m * n sums of k products each.
 
 
-@formula("mm", "bmm", "mv", "dot", "vdot", "_int_mm")
+@formula("mm", "bmm", "mv", "dot", "vdot", "_int_mm", "_weight_int8pack_mm", "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu", "_weight_int4pack_mm_with_scales_and_zeros", "_dyn_quant_matmul_4bit")  # fmt: skip  # noqa: E501
 def _product(a: Tensor, b: Tensor, *_: Any, out: Tensor, **__: Any) -> Work:
     sums = out.numel()
     return Work(sums * a.shape[-1], sums)
@@ -23,6 +25,61 @@ def _product(a: Tensor, b: Tensor, *_: Any, out: Tensor, **__: Any) -> Work:
 def _add_product(bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor, beta: float = 1, **_: Any) -> Work:
     sums = out.numel()
     return Work(sums * a.shape[-1], sums, sums if beta else 0)
+
+
+@formula("_foreach_mm")
+def _products(a: Sequence[Tensor], b: Sequence[Tensor], *, out: Sequence[Tensor]) -> Work:
+    works = (_product(*matrices, out=made) for *matrices, made in zip(a, b, out, strict=True))
+    return reduce(Work.plus, works, Work())
+
+
+# The scales of quantised products are not counted: kernels apply them to blocks of sizes of their own.
+
+
+@formula("_scaled_mm")
+def _scaled_product(a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, bias: Tensor | None = None, *_: Any, out: Tensor, **__: Any) -> Work:  # fmt: skip  # noqa: E501
+    sums = out.numel()
+    return Work(sums * a.shape[-1] * _packed(a), sums, 0 if bias is None else sums)
+
+
+@formula("_scaled_mm_v2")
+def _scaled_product_v2(a: Tensor, b: Tensor, *args: Any, bias: Tensor | None = None, out: Tensor, **_: Any) -> Work:
+    # args: scale, recipe and swizzle of the first, those of the second, then the bias.
+    return _scaled_product(a, b, None, None, args[6] if len(args) > 6 else bias, out=out)
+
+
+@formula("_grouped_mm", "transformers::grouped_mm_fallback")
+def _grouped_product(a: Tensor, b: Tensor, offs: Any = None, bias: Tensor | None = None, *_: Any, out: Tensor, **__: Any) -> Work:  # fmt: skip  # noqa: E501
+    """Products of groups of rows, of columns or of a part of the contracted dimension, each with a matrix of its own.
+
+    In all layouts the groups share out one dimension, so that the whole of it takes part once:
+
+    - (m, k) by (g, k, n): groups of rows; m * n sums of k products.
+    - (g, m, k) by (k, n): groups of columns; m * n sums of k products.
+    - (m, k) by (k, n): groups of the k; g * m * n sums that have m * n * k products together.
+    - (g, m, k) by (g, k, n): a batch; g * m * n sums of k products.
+
+    What lies beyond the last offset is not computed, but counted: offsets are values, and counts go by shapes.
+    """
+    sums = out.numel()
+    made = a.shape[0] * b.shape[-1] if a.dim() == b.dim() == 2 else sums
+    return Work(made * a.shape[-1] * _packed(a), sums, 0 if bias is None else sums)
+
+
+@formula("_scaled_grouped_mm")
+def _scaled_grouped(a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, offs: Any = None, bias: Tensor | None = None, *_: Any, out: Tensor, **__: Any) -> Work:  # fmt: skip  # noqa: E501
+    return _grouped_product(a, b, offs, bias, out=out)
+
+
+@formula("_scaled_grouped_mm_v2")
+def _scaled_grouped_v2(a: Tensor, b: Tensor, *args: Any, bias: Tensor | None = None, out: Tensor, **_: Any) -> Work:
+    # args: scale, recipe and swizzle of the first, those of the second, the offsets, then the bias.
+    return _grouped_product(a, b, None, args[7] if len(args) > 7 else bias, out=out)
+
+
+def _packed(a: Tensor) -> int:
+    """How many numbers an element holds."""
+    return 2 if a.dtype is torch.float4_e2m1fn_x2 else 1
 
 
 @formula("_addmm_activation")
@@ -81,6 +138,16 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, pa
     sums = out.numel()
     spread = x if transposed else out
     return Work(spread.numel() * prod(weight.shape[1:]), sums, 0 if bias is None else sums)
+
+
+@formula("slow_conv_transpose2d", "slow_conv_transpose3d")
+def _slow_transposed(x: Tensor, weight: Tensor, size: Any, bias: Tensor | None = None, *_: Any, out: Tensor, **__: Any) -> Work:  # fmt: skip  # noqa: E501
+    return Work(x.numel() * prod(weight.shape[1:]), out.numel(), 0 if bias is None else out.numel())
+
+
+@formula("conv_tbc")
+def _time_first_convolution(x: Tensor, weight: Tensor, bias: Tensor, pad: int = 0, *, out: Tensor) -> Work:
+    return Work(out.numel() * prod(weight.shape[:2]), out.numel(), out.numel())
 
 
 @formula("cudnn_convolution", "mkldnn_convolution", "_slow_conv2d_forward", "_conv_depthwise2d", "conv_depthwise3d", "slow_conv3d_forward", "slow_conv_dilated2d", "slow_conv_dilated3d")  # fmt: skip  # noqa: E501

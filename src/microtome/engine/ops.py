@@ -79,6 +79,12 @@ class _Kind:
         self.func = func
 
 
+class _GroupedProduct(_Kind):
+    """`_grouped_mm`, whose kernel for meta tensors takes bfloat16 alone, while those of devices take other dtypes."""
+
+    __slots__ = ()
+
+
 class _Functional(_Kind):
     """One whose outputs are fresh tensors, one for each that the schema names."""
 
@@ -112,6 +118,8 @@ def _kind_of(func: Any) -> _Kind:
 def _find_kind(func: Any) -> _Kind:
     if not isinstance(func, OpOverload):  # an operator on functions, such as flex_attention
         return _Kind(func)
+    if func is torch.ops.aten._grouped_mm.default:
+        return _GroupedProduct(func)
     if func._schema.name in _QUERIES or not torch._C._dispatch_has_kernel(func.name()):
         return _QUERY
     composed = "CompositeImplicitAutograd"
@@ -125,15 +133,32 @@ def _find_kind(func: Any) -> _Kind:
 
 def _has_kernels_of_its_own(types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a composite operator on these arguments is not made of others: nested tensors and subclasses decide."""
-    if any(cls.__name__ != "FakeTensor" for cls in types):
+    if not all(map(_is_fake, types)):
         return True
     return any(tensor.is_nested for tensor in tensors_in((args, kwargs)))
+
+
+def _is_fake(cls: type) -> bool:
+    return cls.__name__ == "FakeTensor"  # slow to import, seldom needed
+
+
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, dtype: Any = None) -> Tensor:
+    """An output of `_grouped_mm` without values, as torch's kernel for meta tensors makes it, for any dtype."""
+    if a.dtype is torch.bfloat16 or a.dtype is not b.dtype or bias is not None or dtype is not None:
+        return torch.ops.aten._grouped_mm.default(a, b, offs, bias, dtype)
+    from torch._meta_registrations import _create_grouped_mm_output_tensor  # slow to import, seldom needed
+
+    if (a.dim(), b.dim()) != (2, 2) and a.shape[-1] != b.shape[-2]:  # else the groups are of the contracted dimension
+        raise RuntimeError(f"expected matrices that can be multiplied, got {tuple(a.shape)} and {tuple(b.shape)}")
+    return _create_grouped_mm_output_tensor(a, b, offs, dtype)
 
 
 def _compute(kind: _Kind, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
     if first.__class__ is list and first:
         first = first[0]
+    if kind.__class__ is _GroupedProduct and isinstance(first, Tensor) and (first.is_meta or _is_fake(type(first))):
+        return _grouped_product(*args, **kwargs)
     if kind.__class__ is not _Functional or not isinstance(first, Tensor) or not first.is_meta:
         return func(*args, **kwargs)
     tensors: list[Tensor] = []

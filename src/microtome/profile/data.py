@@ -49,8 +49,18 @@ class Coverage:
 
     @property
     def fraction(self) -> float:
-        """The part of the operators that are counted or known to cost nothing."""
-        return 1 - sum(op.runs for op in self.unknown) / self.ops if self.ops else 1.0
+        """The part of the operators that are counted or known to cost nothing. It says nothing of their work."""
+        return self.counted / self.ops if self.ops else 1.0
+
+    @property
+    def counted(self) -> int:
+        """How many operators are counted or known to cost nothing."""
+        return self.ops - sum(op.runs for op in self.unknown)
+
+    @property
+    def work(self) -> float | None:
+        """The part of the work that is counted: all of it or, where an operator has no formula, None: not known."""
+        return None if self.unknown else 1.0
 
 
 @dataclass(frozen=True)
@@ -259,7 +269,7 @@ class Profile(Result):
 
     def as_dict(self) -> dict[str, Any]:
         data = asdict(self)
-        data["coverage"]["fraction"] = self.coverage.fraction
+        data["coverage"] |= {"fraction": self.coverage.fraction, "work": self.coverage.work}
         return data
 
     @classmethod

@@ -271,9 +271,8 @@ def _has_backward(profile: Profile) -> bool:
 def _notes(before: Profile, after: Profile) -> Iterator[str]:
     for when, one in (("before", before), ("after", after)):
         if one.coverage.unknown:
-            yield f"{when}, {one.coverage.fraction:.1%} of the operators are counted: no formula for " + ", ".join(
-                _uncounted(one)
-            )
+            part = f"{one.coverage.counted:,} of {one.coverage.ops:,} operators, an unknown share of the work"
+            yield f"{when}, {part}, are counted: no formula for {', '.join(_uncounted(one))}"
     if None not in (before.gradients, after.gradients) and before.gradients != after.gradients:
         kept = "before" if before.gradients else "after"
         yield f"memory is not comparable: {kept}, it holds what a backward needs"

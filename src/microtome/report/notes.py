@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from microtome.profile import Amounts, Profile
+from microtome.profile import Amounts, Coverage, Profile
 from microtome.profile.how import EnergyUse, Timing
 from microtome.report.columns import interval
 from microtome.units import joules, seconds, size, watts
@@ -21,7 +21,7 @@ def notes_of(profile: Profile) -> list[str]:
     counted = f"{_known(total, 'macs', 'MACs')}; {_known(total, 'flops', 'FLOPs')} ({profile.convention} convention)"
     notes = [
         f"{total.params:,} parameters ({total.trainable_params:,} trainable, {size(total.param_bytes)}); {counted}",
-        f"counted: {coverage.fraction:.1%} of {coverage.ops:,} operators, on {profile.how}{_kept(profile)}",
+        f"counted: {_share(coverage)}, on {profile.how}{_kept(profile)}",
     ]
     if total.backward_flops is not None:
         peak = f"at most {size(profile.peak_bytes)} live, {size(total.peak_bytes)} in the forward"
@@ -36,6 +36,12 @@ def notes_of(profile: Profile) -> list[str]:
             f"never ran: {_some(_folded(coverage.never_ran))}; parameters they hold count in the call above them"
         )
     return notes
+
+
+def _share(coverage: Coverage) -> str:
+    if coverage.work is None:
+        return f"{coverage.counted:,} of {coverage.ops:,} operators, an unknown share of the work"
+    return f"{coverage.work:.1%} of {coverage.ops:,} operators"
 
 
 def _measured(profile: Profile) -> Iterator[str]:

@@ -46,9 +46,11 @@ def _cards(profile: Profile) -> Iterator[Card]:
     yield _memory(profile)
     yield _time(profile)
     yield _energy(profile)
-    unknown = len(coverage.unknown)
-    told = f"of {coverage.ops:,} operators" + (f"; no formula for {unknown}" if unknown else "")
-    yield Card("coverage", f"{coverage.fraction:.1%}", told)
+    if coverage.work is None:
+        part = f"{coverage.counted:,} of {coverage.ops:,} operators; no formula for {len(coverage.unknown)}"
+        yield Card("coverage", "unknown", f"share of the work; {part}")
+    else:
+        yield Card("coverage", f"{coverage.work:.1%}", f"of {coverage.ops:,} operators")
     yield Card("method", profile.how.partition(" (")[0], _methods(profile))
 
 
