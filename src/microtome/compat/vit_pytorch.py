@@ -18,6 +18,7 @@ from microtome.capture.attention_known import KnownAttention
 from microtome.capture.extract import extract
 from microtome.compat.overrides import refuse_overrides
 from microtome.engine import Session, select, tensors_in
+from microtome.engine.compiled import run_uncompiled
 from microtome.engine.select import check_model
 from microtome.engine.structure import map_tensors
 from microtome.errors import BadQuery, NoMatch, SessionError
@@ -134,6 +135,7 @@ class Extractor(_Wrapper):
     def clear(self) -> None:
         self.latents = None
 
+    @run_uncompiled
     def forward(self, *args: Any, return_embeddings_only: bool | None = None, **kwargs: Any) -> Any:
         if return_embeddings_only is None and len(args) == 2 and isinstance(args[1], bool):
             image, return_embeddings_only = args
@@ -214,6 +216,7 @@ class Recorder(_Wrapper):
         """Add attention that microtome cannot see, while the model runs; it is copied."""
         self.recordings.append(attn.detach().clone())
 
+    @run_uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | list[Tensor]]:
         given = self._inputs(args, kwargs)
         self._device = device = self._begin(given)

@@ -20,6 +20,7 @@ from microtome.compat.tracr.layers import LayerRecord, MetricsCollector, exact, 
 from microtome.compat.tracr.observer import LayerObserver
 from microtome.compat.tracr.settings import quantities, settle, training_of, whole_number
 from microtome.engine import Session
+from microtome.engine.compiled import run_uncompiled
 from microtome.engine.select import check_model
 from microtome.engine.structure import clone_tensors, tensors_in
 from microtome.errors import BadBoundary, BadInputs, BadQuery
@@ -108,6 +109,7 @@ class WrappedModel(nn.Module):
     def layer_count(self) -> int:
         return len(self.layers)
 
+    @run_uncompiled
     def forward(
         self,
         x: Any,
