@@ -10,13 +10,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import microtome as mt
 from microtome import zoo
 
 zoo.import_torchvision()
-from torchvision import models, ops  # noqa: E402
+from torchvision import models  # noqa: E402
+
+from benchmarks.detection import detection_runs  # noqa: E402
 
 #: The table was made with trained weights on noise. Detectors look again at what they find, and most of them found
 #: nothing there; these did, as the table tells: each thing found adds what their last head costs.
@@ -76,7 +78,7 @@ class Published:
         return ([transform(image)],) if self.kind == "detection" else (transform(image),)
 
     def profile(self) -> mt.Profile:
-        with torch.no_grad(), _detection_runs(), warnings.catch_warnings():
+        with torch.no_grad(), detection_runs(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which detectors use
             return mt.profile(self.build(), self.inputs(), convention="torchvision")
 
@@ -114,21 +116,3 @@ def _find(model: nn.Module, count: int) -> None:
         model.roi_heads.detections_per_img = count  # type: ignore[union-attr]
     if hasattr(model, "rpn"):
         model.rpn.nms_thresh = 1.0  # type: ignore[union-attr]  # as many places to look at as it takes, as a trained one finds
-
-
-@contextmanager
-def _detection_runs() -> Iterator[None]:
-    """Detection needs one compiled operator that the installed torchvision may lack; here it is in Python."""
-    with patch.object(ops.boxes, "nms", _suppress), patch.object(ops, "nms", _suppress):
-        yield
-
-
-def _suppress(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """The best boxes that do not overlap a better one by more than the threshold."""
-    left = scores.argsort(descending=True)
-    kept = []
-    while left.numel():
-        kept.append(left[0])
-        overlap = ops.box_iou(boxes[left[:1]], boxes[left[1:]])[0]
-        left = left[1:][overlap <= iou_threshold]
-    return torch.stack(kept) if kept else torch.empty(0, dtype=torch.int64)

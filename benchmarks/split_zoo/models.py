@@ -101,6 +101,34 @@ TORCHVISION_VIDEO = {
 }
 
 
+#: Detectors, made to look at few candidates: the operator that compares these is in Python here.
+DETECTORS: dict[str, dict[str, Any]] = {
+    "fasterrcnn_mobilenet_v3_large_320_fpn": {
+        "min_size": 64,
+        "max_size": 64,
+        "rpn_pre_nms_top_n_test": 20,
+        "rpn_post_nms_top_n_test": 8,
+    },
+    "retinanet_resnet50_fpn": {
+        "min_size": 64,
+        "max_size": 64,
+        "topk_candidates": 10,
+        "detections_per_img": 5,
+        "score_thresh": 0.0,
+    },
+    "ssdlite320_mobilenet_v3_large": {"topk_candidates": 10, "detections_per_img": 5},
+}
+
+
+def detector(name: str) -> Made:
+    """A detector with random weights, and images of two sizes; it runs in `benchmarks.detection.detection_runs`."""
+    build = zoo.import_torchvision().models.get_model_builder(name)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = build(weights=None, weights_backbone=None, num_classes=4, **DETECTORS[name]).eval()
+        return model, [([torch.rand(3, 60, 64)],), ([torch.rand(3, 48, 64)],)]
+
+
 def _torchvision(name: str, size: Any, options: dict[str, Any]) -> Made:
     models = zoo.import_torchvision().models
     found = models.get_model_builder(name)
@@ -470,6 +498,8 @@ def entries() -> Iterator[Entry]:
         yield Entry("torchvision", name, partial(_torchvision, name, side, options))
     for name, (frames, side) in TORCHVISION_VIDEO.items():
         yield Entry("torchvision", name, partial(_torchvision, name, (frames, side, side), {}), 8)
+    for name in DETECTORS:
+        yield Entry("torchvision", name, partial(detector, name))
     for file, (name, side, options) in TIMM.items():
         yield Entry("timm", f"{file}/{name}", partial(_timm, name, side, options))
     for kinds, own in TRANSFORMERS.items():

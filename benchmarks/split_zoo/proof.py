@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import microtome as mt
+from benchmarks.detection import detection_runs
 from microtome.errors import MicrotomeError
 from microtome.split.compare import differences
 from microtome.split.data import Cut
@@ -57,7 +58,7 @@ def prove(name: str, model: nn.Module, inputs: list[Any], most: int | None = Non
     tally = Tally(name)
     model.eval()
     examples = [mt.Inputs.of(one) for one in inputs]
-    with torch.no_grad(), warnings.catch_warnings():
+    with torch.no_grad(), detection_runs(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wholes = [_copy(one).run(model) for one in examples]
         splitter = Splitter(model, examples[0])

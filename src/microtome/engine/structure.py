@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import cache
+from types import MemberDescriptorType
 from typing import Any
 
-from torch import Size, Tensor, UntypedStorage, strided
+from torch import Size, Tensor, UntypedStorage, dtype, layout, memory_format, nn, strided
 
 from microtome.errors import Unsupported
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in a value, once. Tuples, lists, sets, mappings and dataclasses are looked into, nothing else is."""
+    """Every tensor in a value, once. Tuples, lists, sets, mappings, dataclasses and records are looked into."""
     if isinstance(value, Tensor):  # by far the most frequent
         yield value
         return
@@ -45,7 +49,7 @@ def gpus_in(value: Any) -> list[int]:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """What a tuple, list, set, mapping or dataclass holds; of anything else, nothing."""
+    """What a tuple, list, set, mapping, dataclass or record holds; of anything else, nothing."""
     if value is None or isinstance(value, int | float | str | Size):
         return []
     if isinstance(value, list | tuple | set | frozenset):
@@ -54,7 +58,73 @@ def parts_of(value: Any) -> list[Any]:
         return list(value.values())
     if is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name, None) for field in fields(value)]
-    return []
+    return list(attributes_of(value).values()) if is_record(value) else []
+
+
+def is_record(value: Any, above: tuple[int, ...] = ()) -> bool:
+    """Whether all that an object of a plain Python class holds are tensors, numbers, strings and structures of these.
+
+    >>> from types import SimpleNamespace
+    >>> class Boxes:
+    ...     def __init__(self, held):
+    ...         self.held = held
+    >>> is_record(Boxes([1, Boxes("a")])), is_record(Boxes(open)), is_record(SimpleNamespace())
+    (True, False, False)
+    """
+    if not _is_plain_class(type(value)) or id(value) in above:
+        return False
+    held = attributes_of(value)  # one that holds nothing is known by its identity
+    return bool(held) and all(_is_data(item, (*above, id(value))) for item in held.values())
+
+
+def _is_data(value: Any, above: tuple[int, ...]) -> bool:
+    if value is None or isinstance(value, _DATA):
+        return True
+    if id(value) in above:
+        return False
+    if isinstance(value, list | tuple | set | frozenset | Mapping) or is_dataclass(value):
+        return all(_is_data(item, (*above, id(value))) for item in parts_of(value))
+    return is_record(value, above)
+
+
+_DATA = (Tensor, int, float, str, Size, dtype, layout, memory_format, enum.Enum, type)
+_HEAP_TYPE = 1 << 9  # of a class that was made by a class statement
+
+
+@cache
+def _is_plain_class(cls: type) -> bool:
+    """Whether instances are no more than their attributes: no class of C is among the bases, and none is in charge."""
+    if issubclass(cls, nn.Module | enum.Enum | BaseException | type) or is_dataclass(cls):
+        return False
+    made = cls.__new__ is object.__new__ and cls.__reduce__ is object.__reduce__
+    return (
+        made
+        and cls.__reduce_ex__ is object.__reduce_ex__
+        and all(base.__flags__ & _HEAP_TYPE for base in cls.__mro__ if base is not object)
+    )
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object holds, in its `__dict__` and in slots, by name, in the order of the names."""
+    found: dict[str, Any] = dict(getattr(value, "__dict__", ()))
+    for cls in type(value).__mro__:
+        for name, member in vars(cls).items():
+            if isinstance(member, MemberDescriptorType):
+                with suppress(AttributeError):  # it has not been set
+                    found[name] = member.__get__(value)
+    return dict(sorted(found.items()))
+
+
+def _rebuilt(value: Any, attributes: dict[str, Any]) -> Any:
+    """An object of the class with these attributes; none of its code is run."""
+    made = object.__new__(type(value))
+    held = getattr(made, "__dict__", {})
+    for name, item in attributes.items():
+        if name in getattr(value, "__dict__", ()):
+            held[name] = item
+        else:
+            object.__setattr__(made, name, item)
+    return made
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any, other: Callable[[Any], Any] | None = None) -> Any:
@@ -93,6 +163,9 @@ def _mapped(
         for field in fields(value):
             object.__setattr__(instance, field.name, _mapped(change, getattr(value, field.name), other, inside))
         return instance
+    if is_record(value):
+        held = attributes_of(value).items()
+        return _rebuilt(value, {name: _mapped(change, item, other, inside) for name, item in held})
     return value if other is None else other(value)
 
 
@@ -143,6 +216,8 @@ def places_in(value: Any, place: str = "", above: tuple[int, ...] = ()) -> Itera
         items = enumerate(value)
     elif is_dataclass(value) and not isinstance(value, type):
         items = [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+    elif is_record(value):
+        items = attributes_of(value).items()
     else:
         return
     inside = _inside(value, above)

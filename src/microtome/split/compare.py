@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from microtome.engine.structure import attributes_of
+
 _DEEPEST = 12
 
 
@@ -53,8 +55,8 @@ def differences(one: Any, other: Any, place: str = "", depth: int = 0) -> Iterat
     elif isinstance(one, bool | int | float | str | bytes):
         if one != other and (one == one or other == other):
             yield Difference(place, f"{one!r} in place of {other!r}")
-    elif hasattr(one, "__dict__") and not isinstance(one, nn.Module | type) and not callable(one):
-        yield from differences(vars(one), vars(other), place, depth + 1)
+    elif not isinstance(one, nn.Module | type) and not callable(one):
+        yield from differences(attributes_of(one), attributes_of(other), place, depth + 1)
 
 
 def _tensors(one: Tensor, other: Tensor, place: str) -> Iterator[Difference]:

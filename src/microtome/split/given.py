@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from microtome.engine.structure import occurrences_in, parts_of
+from microtome.engine.structure import is_record, occurrences_in, parts_of
 from microtome.split.templates import strange_in
 
 
@@ -70,7 +70,8 @@ def holders_in(value: Any) -> list[Any]:
     pending = [value]
     while pending:
         item = pending.pop()
-        if isinstance(item, list | set | Mapping) or (is_dataclass(item) and not isinstance(item, type)):
+        is_object = is_dataclass(item) and not isinstance(item, type)
+        if isinstance(item, list | set | Mapping) or is_object or is_record(item):
             if id(item) in found:
                 continue
             found[id(item)] = item

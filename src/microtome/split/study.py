@@ -167,8 +167,8 @@ class _Watch(Probe):
             effect = f"it changes a {other[0] if other else 'list or a dict'} that it is given"
         for item in before.given.altered():
             effect = f"it changes a {type(item).__name__} that it is given"
-            if "Cache" in type(item).__name__:
-                effect += ": call the model with use_cache=False"
+        if effect is not None and "Cache" in effect:
+            effect += ": call the model with use_cache=False"
         if effect is None and template.strange is not None:
             effect = f"it returns a {template.strange}, which is no tensor, number, text or structure of these"
         own = _own(call.module)

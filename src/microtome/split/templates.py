@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from microtome.engine.structure import map_tensors
+from microtome.engine.structure import attributes_of, is_record, map_tensors
 from microtome.errors import BadInputs
 
 #: What travels beside tensors.
@@ -23,43 +23,39 @@ _PLAIN = (bool, int, float, str, type(None))
 _FIXED = (torch.dtype, torch.layout, torch.memory_format, enum.Enum, type, FunctionType, BuiltinFunctionType, MethodType, nn.Module)  # fmt: skip  # noqa: E501
 
 
-class Slot:
+class Slot(int):
     """Stands for a tensor in a template: the n-th of those in the value."""
 
-    __slots__ = ("at",)
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
     def __repr__(self) -> str:
-        return f"T{self.at}"
+        return f"T{int(self)}"
 
 
 class PlainSlot(Slot):
     """Stands for a number, a text or None."""
 
     def __repr__(self) -> str:
-        return f"S{self.at}"
+        return f"S{int(self)}"
 
 
 class SizeSlot(Slot):
     """Stands for a `torch.Size`: so many numbers, from the n-th plain value on."""
 
-    __slots__ = ("count",)
+    count: int
 
-    def __init__(self, at: int, count: int) -> None:
-        super().__init__(at)
-        self.count = count
+    def __new__(cls, at: int, count: int) -> Self:
+        made = super().__new__(cls, at)
+        made.count = count
+        return made
 
     def __repr__(self) -> str:
-        return f"Z{self.at}:{self.count}"
+        return f"Z{int(self)}:{self.count}"
 
 
 class Same(Slot):
     """Stands for an object that is also among the arguments: the n-th of those that are neither tensor nor plain."""
 
     def __repr__(self) -> str:
-        return f"A{self.at}"
+        return f"A{int(self)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,17 +82,17 @@ class Template:
     def fill(self, tensors: list[Any], plain: list[Any], arguments: Any = ()) -> Any:
         """The value with these in the slots."""
         if type(self.value) is Slot:
-            return tensors[self.value.at]
+            return tensors[self.value]
         strange = list(_strange_in(arguments))
 
         def put(leaf: Any) -> Any:
             if type(leaf) is Slot:
-                return tensors[leaf.at]
+                return tensors[leaf]
             if type(leaf) is PlainSlot:
-                return plain[leaf.at]
+                return plain[leaf]
             if type(leaf) is SizeSlot:
-                return torch.Size(plain[leaf.at : leaf.at + leaf.count])
-            return strange[leaf.at] if type(leaf) is Same else leaf
+                return torch.Size(plain[leaf : leaf + leaf.count])
+            return strange[leaf] if type(leaf) is Same else leaf
 
         return map_tensors(_no_tensor, self.value, put)
 
@@ -163,6 +159,9 @@ def _strange_in(value: Any) -> Iterator[Any]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from _strange_in(getattr(value, field.name, None))
+    elif is_record(value):
+        for item in attributes_of(value).values():
+            yield from _strange_in(item)
     elif not isinstance(value, _FIXED):
         yield value
 
@@ -192,6 +191,13 @@ def _letters(value: Any) -> Iterator[str]:
         for field in fields(value):
             yield f"{field.name}="
             yield from _letters(getattr(value, field.name, None))
+            yield ","
+        yield ")"
+    elif is_record(value):
+        yield f"{type(value).__module__}.{type(value).__qualname__}("
+        for name, item in attributes_of(value).items():
+            yield f"{name}="
+            yield from _letters(item)
             yield ","
         yield ")"
     else:
