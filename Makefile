@@ -18,6 +18,7 @@ test-gpu: $(VENV)/.dev    ## the tests that need a CUDA device
 zoo: $(VENV)/.dev         ## published figures of every torchvision model, and cuts of some 480 models: half an hour; SAVE=1 as below
 	$(BIN)/python -m benchmarks.zoo $(if $(SAVE),--save)
 	$(BIN)/python -m benchmarks.split_zoo $(if $(SAVE),--save)
+	$(BIN)/python -m benchmarks.split_zoo.seeds
 	$(BIN)/python -m pytest -m zoo
 
 soak: $(VENV)/.dev        ## 20,000 requests over lines that break, and 100,000 mutated messages: a quarter of an hour

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -371,11 +373,28 @@ TRANSFORMERS: dict[tuple[str, ...], dict[str, Any]] = {
 _IDS = ("input_ids", "decoder_input_ids")
 
 
+_mixed: ContextVar[bool] = ContextVar("mixed", default=False)
+
+
+@contextmanager
+def mixed() -> Iterator[None]:
+    """Make models of transformers with one layer of each kind that they have."""
+    token = _mixed.set(True)
+    try:
+        yield
+    finally:
+        _mixed.reset(token)
+
+
 def _transformers(kind: str, own: dict[str, Any]) -> Made:
     zoo.import_torchvision()
     transformers = import_module("transformers")
     default = transformers.CONFIG_MAPPING[kind]()
     values = {key: value for key, value in _SMALL.items() if hasattr(default, key)} | own
+    kinds = sorted(set(getattr(default, "layer_types", None) or ()))
+    if _mixed.get() and len(kinds) > 1 and "num_hidden_layers" in values:
+        values["layer_types"] = [kinds[at % len(kinds)] for at in range(len(kinds))]
+        values["num_hidden_layers"] = len(kinds)
     config = transformers.CONFIG_MAPPING[kind](**{key: value for key, value in values.items() if value is not None})
     for part in (config, *vars(config).values()):
         if hasattr(part, "use_cache"):

@@ -21,7 +21,7 @@ from microtome.split.stage import Stage
 from microtome.split.weights import strip, tensor_at
 
 _PLAN = "plan.json"
-_SCHEMA = 1
+_SCHEMA = 2  # since calls are numbered by rank
 
 
 def save_stages(

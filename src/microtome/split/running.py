@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import Call, Probe
 from microtome.engine.structure import map_tensors, occurrences_in, tensors_in
@@ -18,11 +18,14 @@ from microtome.split.crossing import Place
 from microtome.split.ghost import Ghost, GhostRead, awake
 from microtome.split.given import Given, given, holders_in, version_of
 from microtome.split.memory import duplicate, moved
+from microtome.split.signature import check_same_call, describe, find_call, sign
 from microtome.split.templates import Template, check_same, take_apart
 from microtome.split.told import (
     argument_of,
+    around_of,
     as_ghost,
     as_other,
+    check_entry,
     check_way,
     choose_sent,
     contents,
@@ -34,6 +37,7 @@ from microtome.split.told import (
     listed,
     repeated,
     revive,
+    run_hooks,
     shared,
     sharing,
     uses,
@@ -67,13 +71,16 @@ class Run(Probe):
         self._bank = None if self._ends is None else Follower(self._ends)
         self._received = boundary
         entries = [] if boundary is None else listed(boundary, self._begins)
-        self._entries = iter(entries)
+        self._entries = entries
+        self._taken: set[int] = set()
+        self._expected = iter(() if boundary is None else around_of(boundary))
         self._uses = None if boundary is None or not release else uses([boundary.facts.get("inputs"), *entries])
         self._shared = frozenset() if boundary is None else shared(boundary)
         self._given: dict[str, Tensor] = {}
         self._still: list[tuple[str, Tensor, int]] = []
         self._skip: tuple[Call, Step] | None = None
-        self._open: dict[Call, tuple[Step, Given]] = {}
+        self._open: dict[Call, tuple[Step, Given, dict[str, Any]]] = {}
+        self._around: list[dict[str, Any]] = []
         self._tensors: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         self._calls: list[dict[str, Any]] = []
@@ -85,10 +92,17 @@ class Run(Probe):
         if call.phase != "forward" or get_ident() != self._thread:
             return
         self._skip = None
-        if self._replay is not None and (step := self._replay.enter(call)) is not None:
-            self._skip = call, step
-        if self._bank is not None and (step := self._bank.enter(call)) is not None:
-            self._open[call] = step, given(args, kwargs)
+        found = None if self._replay is None else self._replay.enter(call, args, kwargs)
+        if isinstance(found, Step):
+            self._skip = call, found
+        elif found is not None:
+            check_same_call(next(self._expected, None), found, describe(args, kwargs))
+        found = None if self._bank is None else self._bank.enter(call, args, kwargs)
+        if isinstance(found, Step):
+            arguments = describe(args, kwargs, in_order=found.uses_arguments)
+            self._open[call] = found, given(args, kwargs), sign(found.key, arguments, found.flow)
+        elif found is not None:
+            self._around.append(sign(found.key, describe(args, kwargs), found.flow))
 
     def is_skipped(self, call: Call) -> bool:
         return self._skip is not None and self._skip[0] is call and get_ident() == self._thread
@@ -98,7 +112,7 @@ class Run(Probe):
         assert self._skip is not None
         assert self._replay is not None
         step = self._skip[1]
-        entry = next(self._entries)
+        entry = self._entry(step, args, kwargs)
         arguments = list(occurrences_in((args, kwargs))) if step.uses_arguments else []
         for at, item in entry["a"].items():
             place = Place(step.call, step.taken[int(at)], is_argument=True)
@@ -121,16 +135,16 @@ class Run(Probe):
         if step.changes:
             self._refill(step, entry["c"], holders_in((args, tuple(kwargs.values()))), tensors, arguments)
         self._still += [(step.address, arguments[at], version_of(arguments[at])) for at in step.shares]
-        self._replay.exit(call, step)
+        self._replay.exit()
         output = step.output.fill(tensors, entry["p"], (args, kwargs))
         if call.module is not None and call.module._forward_hooks:
-            _run_hooks(call.module, args, kwargs, output)
+            run_hooks(call.module, args, kwargs, output)
         return output
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._bank is None or (opened := self._open.pop(call, None)) is None:
             return
-        step, had = opened
+        step, had, signature = opened
         template, tensors, plain = take_apart(output, (args, kwargs))
         check_same(f"what {step.address!r} returns", step.output, template)
         if not self.is_skipped(call):
@@ -141,11 +155,12 @@ class Run(Probe):
                 "t": self._items(step, tensors, arguments),
                 "p": plain,
                 "a": {str(at): self._send(sent, arguments[at]) for at, sent in step.arguments.items()},
+                **signature,
             }
         )
         if step.changes:
             self._calls[-1]["c"] = [contents(step, lists[at], tensors, arguments) for at in step.changes]
-        self._bank.exit(call, step)
+        self._bank.exit()
 
     def is_over(self, call: Call) -> bool:
         return self._bank is not None and self._bank.is_there and get_ident() == self._thread
@@ -156,7 +171,7 @@ class Run(Probe):
         """Keep what the next stage needs of the model's arguments."""
         if self._ends is None:
             return
-        _, tensors, plain = take_apart((inputs.args, inputs.kwargs))
+        template, tensors, plain = take_apart((inputs.args, inputs.kwargs))
         sent = self._ends.inputs
         items: list[Any] = []
         for at, (tensor, first) in enumerate(zip(tensors, first_places(tensors), strict=True)):
@@ -165,7 +180,7 @@ class Run(Probe):
                 items.append({"repeats": first})
             else:
                 items.append(as_ghost(tensor) if chosen is None else self._send(chosen, tensor))
-        self._facts["inputs"] = {"t": items, "p": plain}
+        self._facts["inputs"] = {"t": items, "p": plain, "k": xxh3_64_hexdigest(template.text.encode())}
 
     def boundary(self, fingerprint: str) -> Boundary:
         self._check_still()
@@ -173,7 +188,7 @@ class Run(Probe):
             if self._tensors[name]._version != version:
                 raise Unsupported(f"{name!r} was changed in place before the cut, which it was not on the example")
         assert self._ends is not None
-        facts = {**self._facts, "calls": self._calls, "shared": sharing(self._tensors)}
+        facts = {**self._facts, "calls": self._calls, "around": self._around, "shared": sharing(self._tensors)}
         return Boundary(self._ends.at, fingerprint, self._tensors, facts)
 
     def _items(self, step: Step, tensors: list[Tensor], arguments: list[Tensor]) -> list[Any]:
@@ -224,6 +239,13 @@ class Run(Probe):
 
     # -- what has crossed from the one before --------------------------------------------------------------------------
 
+    def _entry(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The boundary's entry for a call that is left out."""
+        at = find_call(self._entries, self._taken, step, describe(args, kwargs, in_order=step.uses_arguments))
+        self._taken.add(at)
+        check_entry(step, self._entries[at])
+        return self._entries[at]
+
     def inputs(self, boundary: Boundary) -> Inputs:
         """The model's arguments: those that were sent, and ghosts of the others."""
         template, entry = self._inputs, boundary.facts.get("inputs", {})
@@ -233,6 +255,11 @@ class Run(Probe):
             raise BadBoundary(
                 f"the head was given {len(entry['t'])} tensors and {len(entry['p'])} other values, and the example has "
                 f"{template.tensors} and {template.plain}: split both sides on examples of one structure"
+            )
+        if entry.get("k") != xxh3_64_hexdigest(template.text.encode()):
+            raise BadBoundary(
+                f"the head was given inputs of another structure than the example on this side, which is "
+                f"{template.text}: split both sides on examples of one structure, with the same order of names"
             )
         assert self._begins is not None
         tensors: list[Tensor] = []
@@ -244,7 +271,7 @@ class Run(Probe):
 
     def _tensor(self, item: Any, of: str, place: Place | None) -> Tensor:
         if isinstance(item, str):
-            return self._get(item)
+            return self._get(item, place)
         try:
             if isinstance(item, dict):
                 meta = torch.empty(item["shape"], dtype=dtype_of(item["dtype"]), device="meta")
@@ -252,7 +279,7 @@ class Run(Probe):
                     meta = torch.empty_strided(item["shape"], item["strides"], dtype=meta.dtype, device="meta")
                 return Ghost(meta, self._device or torch.device("cpu"), of, place)
             name, shape, strides, offset = item
-            return self._get(name).as_strided(shape, strides, offset)
+            return self._get(name, place).as_strided(shape, strides, offset)
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
             raise BadBoundary(f"what the boundary says of {of!r} makes no tensor: {said(error)}") from error
 
@@ -282,7 +309,7 @@ class Run(Probe):
             return tensors[item["output"]]
         return arguments[item["argument"]] if "argument" in item else self._tensor(item, step.address, None)
 
-    def _get(self, name: str) -> Tensor:
+    def _get(self, name: str, place: Place | None) -> Tensor:
         """A tensor that was sent; a copy, if the model writes into it."""
         if name not in self._given:
             assert self._received is not None
@@ -291,7 +318,7 @@ class Run(Probe):
             if sent is None:
                 raise BadBoundary(f"the boundary lacks {name!r}: have it sent again")
             tensor = sent if self._device is None else moved(sent, self._device)
-            written = name.rstrip("'") in self._begins.written
+            written = place in self._begins.written
             if tensor is sent and (written or (sent.is_inference() and not torch.is_inference_mode_enabled())):
                 tensor = duplicate(tensor)
             self._given[name] = tensor
@@ -322,13 +349,3 @@ class Run(Probe):
             if one.alive is None:
                 raise GhostRead(f"the model returns a value of {one.of!r}, which did not cross the cut", one)
         return map_tensors(awake, output) if ghosts else output
-
-
-def _run_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Run a module's forward hooks for what they do; what they return is part of the output that was sent."""
-    for key, hook in list(module._forward_hooks.items()):
-        with suppress(GhostRead):  # what it wanted to see was there in the head
-            if key in module._forward_hooks_with_kwargs:
-                hook(module, args, kwargs, output)
-            else:
-                hook(module, args, output)

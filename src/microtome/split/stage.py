@@ -58,8 +58,7 @@ class Stage:
         self._skipped = (
             [] if begins is None else list({step.path: modules[step.path] for step in begins.steps}.values())
         )
-        around = [] if begins is None else ["", *(onward for _, onward in begins.levels if onward is not None)]
-        self._around = [modules[path] for path in around]
+        self._around = [] if begins is None else [modules[path] for path in begins.around]
         self._cut = None if ends is None else modules[ends.levels[-1][0][-1].path]
 
     @property

@@ -130,7 +130,11 @@ class Stages(Sequence[Stage]):
 
     def save(self, folder: File) -> None:
         """Write `stage0.safetensors`, `stage1.safetensors`, … and `plan.json`, which `mt.load_stage` reads."""
-        more = [[list(place) for place in sorted(places, key=str)] for places in self._more]
+        ranks = self._splitter.ranks
+        more = [
+            [[None if place.call is None else ranks[place.call], *place[1:]] for place in sorted(places, key=str)]
+            for places in self._more
+        ]
         save_stages(folder, self._stages, self._splitter.given, self.at, self.fingerprint, more)
 
     def __repr__(self) -> str:
@@ -158,6 +162,11 @@ class Splitter:
         self.fingerprint = fingerprint or f"{structure_of(self._seen, model)}-{digest or 'unknown'}"
 
     @property
+    def ranks(self) -> dict[int, int]:
+        """For the index of each call, its rank in an order that other processes know too."""
+        return {call.index: rank for rank, call in enumerate(self._seen.canonical)}
+
+    @property
     def templates(self) -> Templates:
         return Templates(self._seen.inputs, self._seen.shapes[0].output)
 
@@ -179,11 +188,11 @@ class Splitter:
         kept = None if load is None else _stage_index(load, len(chosen) + 1)
         more: list[set[Place]] = [set() for _ in chosen]
         verified = "not verified: it was not asked for"
-        if verify and _is_whole(self.model):
-            with LOOKING:
+        with LOOKING:  # or another thread may have put stand-ins into the model
+            if verify and _is_whole(self.model):
                 verified = self._verify(chosen, more)
-        elif verify:
-            verified = "not verified: some of the weights are not here"
+            elif verify:
+                verified = "not verified: some of the weights are not here"
         stages = Stages(self, chosen, more, verified)
         return stages if kept is None else stages.keeping(kept)
 
@@ -344,5 +353,9 @@ def _greatest(output: Any) -> float:
 def load_stages(model: nn.Module, inputs: Any, at: Sequence[str], fingerprint: str, more: Any) -> list[Stage]:
     """The stages of a model of which not all weights are here."""
     splitter = Splitter(model, inputs, fingerprint)
-    places = [{Place(call, index, bool(is_argument)) for call, index, is_argument in listed} for listed in more]
+    calls = {rank: call for call, rank in splitter.ranks.items()}
+    places = [
+        {Place(None if rank is None else calls[rank], index, bool(is_argument)) for rank, index, is_argument in listed}
+        for listed in more
+    ]
     return splitter.stages([splitter.exactly(one) for one in at], places)

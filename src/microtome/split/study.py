@@ -16,7 +16,9 @@ from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.structure import tensors_in
 from microtome.inputs import Inputs
+from microtome.split.dataflow import Dataflow, Scalars, scalars_of
 from microtome.split.given import Given, given, holders_in, state_of
+from microtome.split.signature import Arguments, describe
 from microtome.split.templates import Slot, Template, take_apart
 from microtome.trace.data import Trace, TracedCall
 from microtome.trace.run import record
@@ -37,6 +39,7 @@ class Shape:
         sets: The attributes of its module that it changed.
         counts: Whether one of these was a number and is another.
         changes: Which of the lists and dicts among its arguments hold something else when it ends.
+        called: The arguments that it was called with.
     """
 
     output: Template
@@ -47,6 +50,7 @@ class Shape:
     changes: tuple[int, ...] = ()
     taken: tuple[int, ...] = ()
     given: tuple[int, ...] = ()
+    called: Arguments | None = None
 
 
 @dataclass
@@ -58,6 +62,7 @@ class Study:
         taken: Of each place of a tensor in these, which of the different tensors is there.
         fused: Which calls run as one operator with all that is in them, where no gradient is wanted.
         chance: What in the run depends on random numbers; None: nothing.
+        scalars: Of each operator, the arguments that are no tensors, where it runs between calls.
     """
 
     trace: Trace
@@ -66,12 +71,37 @@ class Study:
     fused: frozenset[int]
     chance: str | None
     taken: tuple[int, ...] = ()
+    scalars: list[Scalars] = field(default_factory=list, repr=False)
     _touched: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def is_noisy(self) -> bool:
         """Whether any call changes attributes of its module."""
         return any(shape.sets for shape in self.shapes)
+
+    @cached_property
+    def dataflow(self) -> Dataflow:
+        """Where the arguments of each call come from."""
+        given = [() if shape.called is None else shape.called.plain for shape in self.shapes]
+        return Dataflow(self.trace, given, self.scalars)
+
+    @cached_property
+    def canonical(self) -> list[TracedCall]:
+        """The calls in an order that is the same in every process: those in one call sorted by their signatures."""
+        order: list[TracedCall] = []
+
+        def rank(call: TracedCall) -> tuple[str, ...]:
+            called = self.shapes[call.index].called
+            flow = self.dataflow.of(call.index)
+            return call.path, repr(called and (called.structure, called.plain)), flow[0] if flow else ""
+
+        def walk(call: TracedCall) -> None:
+            order.append(call)
+            for child in sorted((self.trace.calls[at] for at in call.children), key=rank):
+                walk(child)
+
+        walk(self.trace.calls[0])
+        return order
 
     @cached_property
     def ending(self) -> list[TracedCall]:
@@ -135,6 +165,7 @@ class _Before(NamedTuple):
 
     given: Given
     own: dict[str, Any]
+    arguments: Arguments
 
 
 class _Watch(Probe):
@@ -147,12 +178,13 @@ class _Watch(Probe):
         # Random numbers that nobody has read so far: some models draw them in eval mode too, and leave them at that.
         self._drawn: dict[int, tuple[Tensor, str]] = {}
         self._before: dict[Call, _Before] = {}
+        self.scalars: list[Scalars] = []
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_fused(call.module, args, kwargs):
             self.fused.add(len(self.shapes))
         self.shapes[call] = _OPEN
-        self._before[call] = _Before(given(args, kwargs), _own(call.module))
+        self._before[call] = _Before(given(args, kwargs), _own(call.module), describe(args, kwargs))
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         before = self._before.pop(call)
@@ -179,13 +211,16 @@ class _Watch(Probe):
         if self._drawn and self.chance is None and call.parent is None:
             self._look_for_drawn(tensors)
         taken, returned = ranks(before.given.tensors), ranks(tensors)
-        self.shapes[call] = Shape(template, same, effect, sets, counts, changes, taken, returned)
+        self.shapes[call] = Shape(template, same, effect, sets, counts, changes, taken, returned, before.arguments)
 
     def fail(self, call: Call, error: BaseException) -> None:  # which the model may catch
         self._before.pop(call, None)
         self.shapes[call] = Shape(Template(None, 0, 0), (), f"it raises a {type(error).__name__}")
 
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        module = None if where.call is None else where.call.module
+        between = module is None or module._modules  # no call can be made of what a leaf computes
+        self.scalars.append(scalars_of(args, kwargs) if between else _NO_SCALARS)
         if self.chance is not None:
             return
         if func is torch.ops.aten.detach.default and id(args[0]) in self._drawn:  # as torch does of itself
@@ -219,6 +254,7 @@ def ranks(tensors: list[Tensor]) -> tuple[int, ...]:
 
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _NOTHING = object()
+_NO_SCALARS = "", ""
 _ONE = Template(Slot(0), 1, 0)
 _OPEN = Shape(Template(None, 0, 0), ())
 _random: dict[Any, bool] = {}
@@ -301,4 +337,4 @@ def study(model: nn.Module, inputs: Any) -> Study:
     watch = watches[-1]
     template, tensors, _ = take_apart((example.args, example.kwargs))
     shapes = list(watch.shapes.values())
-    return Study(trace, shapes, template, frozenset(watch.fused), watch.chance, ranks(tensors))
+    return Study(trace, shapes, template, frozenset(watch.fused), watch.chance, ranks(tensors), watch.scalars)

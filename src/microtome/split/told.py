@@ -4,26 +4,39 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from microtome.errors import BadBoundary, Unsupported, said
 from microtome.split.boundary import Boundary
-from microtome.split.ghost import Ghost, awake
+from microtome.split.ghost import Ghost, GhostRead, awake
 from microtome.split.given import Given
 from microtome.split.trail import Sent, Step, Trail
 
 
 def listed(boundary: Boundary, trail: Trail | None) -> list[dict[str, Any]]:
-    """What is said of each step; checked, since it comes from elsewhere."""
+    """The entries for the calls before the cut, in the order in which the head ran them."""
     assert trail is not None
     steps = list(trail.steps)
     calls = boundary.facts.get("calls")
     if not isinstance(calls, list) or len(calls) != len(steps):
-        raise BadBoundary(f"the boundary does not fit: the cut at {trail.at!r} has {len(steps)} calls before it")
-    return [_checked(boundary, step, entry) for step, entry in zip(steps, calls, strict=True)]
+        got = len(calls) if isinstance(calls, list) else type(calls).__name__
+        raise BadBoundary(
+            f"the boundary does not fit: the cut at {trail.at!r} has {len(steps)} calls before it on this side, got "
+            f"{got}. Split both sides on the same example, with the same PYTHONHASHSEED"
+        )
+    if not all(is_entry(entry) and isinstance(entry.get("a"), dict) for entry in calls):
+        raise BadBoundary("what the boundary says of the calls before the cut makes no sense: have it sent again")
+    return calls
+
+
+def around_of(boundary: Boundary) -> list[Any]:
+    """The signatures of the calls that contained the cut in the head."""
+    around = boundary.facts.get("around")
+    return around if isinstance(around, list) else []
 
 
 def uses(entries: Iterable[Any]) -> Counter[str]:
@@ -48,13 +61,13 @@ def shared(boundary: Boundary) -> frozenset[str]:
     return frozenset(said_ if known and isinstance(said_, list) else boundary.tensors)
 
 
-def _checked(boundary: Boundary, step: Step, entry: Any) -> dict[str, Any]:
-    fits = is_entry(entry) and len(entry["t"]) == step.output.tensors and len(entry["p"]) == step.output.plain
-    fits = fits and isinstance(entry.get("a"), dict) and set(entry["a"]) <= set(map(str, step.arguments))
+def check_entry(step: Step, entry: dict[str, Any]) -> None:
+    """Raise if an entry cannot be of a call, since it comes from elsewhere."""
+    fits = len(entry["t"]) == step.output.tensors and len(entry["p"]) == step.output.plain
+    fits = fits and set(entry["a"]) <= set(map(str, step.arguments))
     fits = fits and (not step.changes or isinstance(entry.get("c"), list))
     if not fits:
         raise BadBoundary(f"the boundary says of {step.address!r} what does not fit what it returns on this side")
-    return entry
 
 
 def is_entry(entry: Any) -> bool:
@@ -215,3 +228,13 @@ def revive(argument: Tensor, tensor: Tensor) -> Tensor:
         with torch.no_grad():
             held.copy_(tensor)
     return held
+
+
+def run_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Run a module's forward hooks for what they do; what they return is part of the output that was sent."""
+    for key, hook in list(module._forward_hooks.items()):
+        with suppress(GhostRead):  # what it wanted to see was there in the head
+            if key in module._forward_hooks_with_kwargs:
+                hook(module, args, kwargs, output)
+            else:
+                hook(module, args, output)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from microtome.engine import Call
 from microtome.errors import Unsupported
 from microtome.split.crossing import Crossing, Place
 from microtome.split.cuts import place_name
+from microtome.split.signature import Arguments, Flow, describe
 from microtome.split.study import Study
 from microtome.split.templates import Template
 from microtome.trace.data import TracedCall
@@ -36,6 +38,9 @@ class Step:
 
     Attributes:
         call: Which call it was on the example.
+        depth: How many calls contain it.
+        called: Its arguments on the example.
+        flow: Where these come from, if its module runs several times in the call around it.
         taken: Of each place of a tensor in its arguments, which of the different tensors it had there on the example.
         given: The same of what it returns. All other attributes speak of places, too, not of different tensors: whether
             two are one tensor may differ from run to run.
@@ -54,6 +59,9 @@ class Step:
     call: int
     path: str
     address: str
+    depth: int
+    called: Arguments | None
+    flow: Flow | None
     taken: tuple[int, ...]
     given: tuple[int, ...]
     output: Template
@@ -66,11 +74,30 @@ class Step:
     apart: frozenset[int]
     shares: frozenset[int]
 
-    @property
+    @cached_property
+    def key(self) -> str:
+        """The module that it runs, and the structure of what that returns."""
+        return f"{self.depth}|{self.path}|{self.output.text}"
+
+    @cached_property
     def uses_arguments(self) -> bool:
         """Whether what it returns depends on the very tensors it is given."""
         used = self.arguments or self.views or self.changes or self.shares
         return bool(used) or any(at is not None for at in self.same)
+
+
+@dataclass(frozen=True, eq=False)
+class Around:
+    """A call that contains the cut, and that both sides run; the attributes are those of a `Step`."""
+
+    path: str
+    address: str
+    depth: int
+    flow: Flow | None
+
+    @cached_property
+    def key(self) -> str:
+        return f"{self.depth}|{self.path}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,23 +106,27 @@ class Trail:
 
     Attributes:
         at: The address of the cut.
-        levels: For each call around the cut, outermost first: the steps inside it, and the path of the next around.
+        levels: For each call around the cut, outermost first: the steps inside it, and the next around.
         inputs: What crosses of the model's arguments, by its place among them.
         taken: Of each place of a tensor in these, which of the different tensors it had there on the example.
-        written: The names of what the tail writes into.
+        written: Where those values are found that the tail writes into.
     """
 
     at: str
-    levels: tuple[tuple[tuple[Step, ...], str | None], ...]
+    levels: tuple[tuple[tuple[Step, ...], Around | None], ...]
     inputs: dict[int, Sent]
     taken: tuple[int, ...]
-    written: frozenset[str]
+    written: frozenset[Place]
 
     @property
     def paths(self) -> list[str]:
         """The modules of all steps and of the calls around them."""
-        around = [onward for _, onward in self.levels if onward is not None]
-        return list(dict.fromkeys(["", *around, *(step.path for step in self.steps)]))
+        return list(dict.fromkeys([*self.around, *(step.path for step in self.steps)]))
+
+    @property
+    def around(self) -> list[str]:
+        """The modules of the calls that contain the cut."""
+        return ["", *(onward.path for _, onward in self.levels if onward is not None)]
 
     @property
     def steps(self) -> Iterable[Step]:
@@ -136,6 +167,9 @@ def trail_to(seen: Study, crossing: Crossing) -> Trail:
             call.index,
             call.path,
             call.address,
+            call.depth,
+            shape.called,
+            seen.dataflow.of(call.index),
             shape.taken,
             shape.given,
             shape.output,
@@ -149,13 +183,17 @@ def trail_to(seen: Study, crossing: Crossing) -> Trail:
             _places(shape.taken, shares),
         )
 
+    def around(call: TracedCall) -> Around:
+        return Around(call.path, call.address, call.depth, seen.dataflow.of(call.index))
+
     crossed = {place.at: sent(place) for place in places.get(None, [])}
     inputs = {at: crossed[rank] for at, rank in enumerate(seen.taken) if rank in crossed}
     levels = tuple(
-        (tuple(map(step, level.skipped)), None if level.onward is None else level.onward.path)
+        (tuple(map(step, level.skipped)), None if level.onward is None else around(level.onward))
         for level in crossing.levels
     )
-    written = frozenset(sent(place).name for place in crossing.written)
+    names_written = {sent(place).name for place in crossing.written}
+    written = frozenset(place for place in crossing.values if sent(place).name in names_written)
     return Trail(crossing.cut.address, levels, inputs, seen.taken, written)
 
 
@@ -173,35 +211,47 @@ class Follower:
     def __init__(self, trail: Trail) -> None:
         self._trail = trail
         self._around: list[Call] = []
-        self._counts: list[int] = []
+        self._left: list[list[Step]] = []
         self.is_there = False
 
-    def enter(self, call: Call) -> Step | None:
-        """The step that a call is; None: it is around the cut, inside a step, or after the cut."""
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | Around | None:
+        """The step that a call is, or the call around the cut; None: it is the model, inside a step, or later."""
         if self.is_there:
             return None
         if call.parent is None:
-            self._around, self._counts = [call], [0]
+            self._go_into(call)
             return None
         if call.parent is not self._around[-1]:
             return None
-        steps, onward = self._trail.levels[len(self._around) - 1]
-        at = self._counts[-1]
-        self._counts[-1] = at + 1
-        expected = steps[at].path if at < len(steps) else onward
-        if call.path != expected:
+        onward = self._trail.levels[len(self._around) - 1][1]
+        left = self._left[-1]
+        expected = left[0] if left else onward
+        if expected is None or call.path != expected.path:
             raise Unsupported(
-                f"the model takes another way than on the example: {call.path!r} runs where {expected!r} did, before "
-                f"the cut at {self._trail.at!r}. Split it on an example that takes this way"
+                f"the model takes another way than on the example: {call.path!r} runs where "
+                f"{None if expected is None else expected.path!r} did, before the cut at {self._trail.at!r}. Split it "
+                "on an example that takes this way"
             )
-        if at < len(steps):
-            return steps[at]
-        self._around.append(call)
-        self._counts.append(0)
-        return None
+        if isinstance(expected, Around):
+            self._go_into(call)
+            return expected
+        alike = [step for step in left if step.path == call.path]
+        if len(alike) > 1:  # as many plain arguments as possible are those of the example
+            plain = describe(args, kwargs).plain
+            expected = max(alike, key=lambda step: _count_same(step, plain))
+        left.remove(expected)
+        return expected
 
-    def exit(self, call: Call, step: Step) -> None:
+    def _go_into(self, call: Call) -> None:
+        self._left.append(list(self._trail.levels[len(self._around)][0]))
+        self._around.append(call)
+
+    def exit(self) -> None:
         """A step ended."""
-        steps, onward = self._trail.levels[-1]
-        if onward is None and len(self._around) == len(self._trail.levels) and step is steps[-1]:
+        if len(self._around) == len(self._trail.levels) and not self._left[-1]:
             self.is_there = True
+
+
+def _count_same(step: Step, plain: list[Any]) -> int:
+    known = [] if step.called is None else step.called.plain
+    return sum(repr(one) == repr(other) for one, other in zip(known, plain, strict=False))

@@ -11,6 +11,7 @@ import xxhash
 from torch import Tensor, nn
 
 from microtome.split.crossing import Crossing
+from microtome.split.signature import describe
 from microtome.split.study import Study
 
 
@@ -30,8 +31,10 @@ def weights_of(seen: Study, begins: Crossing | None, ends: Crossing | None) -> l
 def structure_of(seen: Study, model: nn.Module) -> str:
     """A few letters for the calls of a model and the shapes of its weights: another model has others."""
     digest = xxhash.xxh3_64()
-    for call, shape in zip(seen.trace.calls, seen.shapes, strict=True):
-        digest.update(f"{call.address}:{call.type}:{call.parent}:{shape.output.text};".encode())
+    for call in seen.canonical:  # whatever order this process runs them in
+        parent = None if call.parent is None else seen.trace.calls[call.parent].path
+        output = describe((seen.shapes[call.index].output.value,), {}).structure
+        digest.update(f"{call.path}:{call.type}:{call.depth}:{parent}:{output};".encode())
     for name, tensor in _held(model):
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
     return str(digest.hexdigest())
