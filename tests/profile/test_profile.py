@@ -278,6 +278,14 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str, message
         mt.load(file)
 
 
+def test_a_profile_whose_calls_lie_inside_each_other_is_refused(tmp_path: Path) -> None:
+    data = json.loads(mt.profile(*zoo.build("tiny-resnet")).to_json(tmp_path / "p.json"))
+    data["calls"][0]["parent"] = data["calls"][1]["address"]
+    (tmp_path / "p.json").write_text(json.dumps(data))
+    with pytest.raises(BadFile, match="expected the call 'stem' before '', which is inside it"):
+        mt.load(tmp_path / "p.json")
+
+
 def test_csv_and_pandas_have_a_line_for_each_call(p: mt.Profile, tmp_path: Path) -> None:
     lines = list(csv.DictReader(io.StringIO(p.to_csv(tmp_path / "p.csv"))))
     assert [line["address"] for line in lines] == [row.address for row in p]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -410,6 +412,108 @@ def test_inputs_changed_in_place_are_not_the_users() -> None:
     x = -torch.ones(2)
     mt.trace(model, x, fake=False)
     assert torch.equal(x, -torch.ones(2))
+
+
+# -- models that override __call__ -------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x))
+        return y
+
+
+class Through(Pair):
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x + 1)
+
+
+class Direct(Pair):
+    def __call__(self, x: Tensor) -> Any:
+        return self.forward(x)
+
+
+class Alone(nn.Module):
+    """Its one child is the first call of the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.a(x)
+
+
+class Leaf(nn.Module):
+    """No call at all is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Compiled(Pair):
+    _compiled_call_impl = None
+
+
+class Twice(Pair):
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(super().__call__(x))
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.last = inner, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.inner(x))
+        return y
+
+
+LOOKS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "trace": mt.trace,
+    "profile": mt.profile,
+    "profile-backward": partial(mt.profile, backward=True),
+    "profile-time": partial(mt.profile, measure=("time", "memory"), repeat=3, warmup=0),
+    "cuts": mt.cuts,
+    "split": partial(mt.split, at="a"),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Direct, "expected a model that runs through nn.Module.__call__, got Direct, which overrides __call__"),
+        (Alone, "got Alone, which overrides __call__"),
+        (Leaf, "got Leaf, which overrides __call__"),
+        (Compiled, "got Compiled, which overrides _compiled_call_impl"),
+        (Twice, "expected one run of the model, got a second: Twice.__call__ runs it again"),
+    ],
+)
+def test_a_root_whose_own_call_is_not_seen_once_is_refused(kind: type[nn.Module], message: str, look: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        LOOKS[look](kind(), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("kind", [Through, Direct, Alone, Leaf, Compiled, Twice])
+def test_a_child_that_overrides_call_counts_with_the_model(kind: type[nn.Module]) -> None:
+    inner = kind()
+    params = sum(p.numel() for p in inner.parameters())
+    macs = {Leaf: 0, Alone: 32, Twice: 128}.get(kind, 64)  # 2 x 4 x 4 for each Linear
+    p = mt.profile(Around(inner), torch.ones(2, 4))
+    assert (p.total.params, p.total.macs) == (params + 20, macs + 32)
+    assert "last" in {cut.at for cut in mt.cuts(Around(inner), torch.ones(2, 4))}
+    if kind is Through:
+        assert mt.profile(inner, torch.ones(2, 4)).total.macs == macs
 
 
 # -- how ---------------------------------------------------------------------------------------------------------------

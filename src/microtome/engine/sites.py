@@ -290,6 +290,16 @@ def _module_at(top: nn.Module, path: str, given: str) -> nn.Module:
     return module
 
 
+def unseen_root(kind: type[nn.Module]) -> Unsupported:
+    """The error for a model of a class whose calls no session sees."""
+    overrides = "__call__" if kind.__call__ is not nn.Module.__call__ else "_compiled_call_impl"
+    return Unsupported(
+        f"expected a model that runs through nn.Module.__call__, got {kind.__name__}, which overrides {overrides} and "
+        "does not call that of nn.Module: its run is not seen. Call it there, or give a module that holds the model "
+        "and calls it, such as nn.Sequential(model)"
+    )
+
+
 def refuse_script(modules: Iterable[tuple[str, nn.Module]]) -> None:
     for path, module in modules:
         if isinstance(module, torch.jit.ScriptModule):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import random
 import sys
 import threading
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
 from functools import cache
@@ -21,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from microtome.engine.arguments import CannotStand, as_result, copy_arguments, modules_in
 from microtome.engine.select import named
 from microtome.engine.sites import refuse_script
-from microtome.engine.structure import map_tensors, tensors_in
+from microtome.engine.structure import tensors_in
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 
@@ -33,10 +33,6 @@ Stand = Literal["meta", "fake", "real"]
 
 #: Held while a model has stand-ins: two threads that look at one model would take the other's for what it holds.
 LOOKING = threading.RLock()
-
-
-class CannotStand(Exception):
-    """These stand-ins will not do for this model; others may."""
 
 
 class Originals:
@@ -78,7 +74,8 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
     if stand != "real":
         _import_shapes()
     with LOOKING, ExitStack() as stack:
-        modules = [module for _, module in named(model)]
+        found = [module for _, module in named(model)] + modules_in(inputs)
+        modules = list({id(module): module for module in found}.values())
         if gc.isenabled():  # so many small objects would set it off, with little for it to free
             gc.disable()
             stack.callback(gc.enable)
@@ -93,18 +90,37 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
                 for name, tensor in list(space.items()):
                     if tensor is not None and (stand != "real" or space is module._buffers):
                         space[name] = make(tensor)
-        given = map_tensors(make, (inputs.args, inputs.kwargs), _copied)
-        yield Inputs(*given[0], **given[1])
+        yield copy_arguments(inputs, make, modules)
 
 
-def _copied(value: Any) -> Any:
-    """A copy of an object that holds tensors in a way of its own, such as a cache of keys, which a run may change."""
-    if isinstance(value, nn.Module | type | FunctionType) or not hasattr(value, "__dict__"):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # noqa: BLE001  what cannot be copied is used as it is
-        return value
+def copy_inputs(inputs: Inputs, model: nn.Module, shared: Iterable[Tensor] = ()) -> Inputs:
+    """Copy inputs deeply, the tensors inside objects included; tensors that share memory share it in the copy.
+
+    Args:
+        model: Its modules are not copied where inputs refer to them.
+        shared: Tensors that are not copied either.
+    """
+    made = {id(tensor): tensor for tensor in shared}
+    tensors = tensors_in((inputs.args, inputs.kwargs))
+    given = [t for t in tensors if t.layout is torch.strided and not t.is_nested and type(t) in _PLAIN]
+    storages = Counter(id(tensor.untyped_storage()) for tensor in given)
+    for tensor in given:
+        if id(tensor) not in made and storages[id(tensor.untyped_storage())] == 1:
+            made[id(tensor)] = _dressed(_clone_span(tensor), tensor)
+    with _maker("real") as make:
+
+        def copy_tensor(tensor: Tensor) -> Tensor:
+            return made[id(tensor)] if id(tensor) in made else make(tensor)
+
+        return copy_arguments(inputs, copy_tensor, [module for _, module in named(model)])
+
+
+def _clone_span(tensor: Tensor) -> Tensor:
+    """Clone a tensor with its strides, and of its memory only what lies between its first element and its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    span = tensor.detach().as_strided((last + 1 if tensor.numel() else 0,), (1,)).clone()
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(span.untyped_storage(), 0, tensor.size(), tensor.stride())
 
 
 @cache
@@ -161,6 +177,7 @@ def _maker(stand: Stand) -> Iterator[Callable[[Tensor], Tensor]]:
     try:
         with warnings.catch_warnings(), mode:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which recurrent layers do
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # from_tensor does
             yield once(mode.from_tensor)
     finally:
         logger.disabled = quiet
@@ -173,10 +190,12 @@ def _dressed(made: Tensor, original: Tensor) -> Tensor:
     """The stand-in as a parameter if the original is one, with whatever was attached to it."""
     if isinstance(original, nn.Parameter):
         made = nn.Parameter(made.detach(), requires_grad=original.requires_grad)
+    elif original.requires_grad and not original.is_leaf:
+        made = as_result(made.detach())  # a leaf could not be written in place
     elif made.is_leaf:
         made.requires_grad_(original.requires_grad)
     made.__dict__.update(original.__dict__)
-    if made.grad is not None:
+    if made.is_leaf and made.grad is not None:
         made.grad = None
     return made
 

@@ -152,7 +152,7 @@ def _mapped(
         named: Any = type(value)
         return named._make(_mapped(change, item, other, inside) for item in value)
     if isinstance(value, list | tuple | set | frozenset):
-        return type(value)(_mapped(change, item, other, inside) for item in value)
+        return _rebuilt(value, [_mapped(change, item, other, inside) for item in value])
     if isinstance(value, dict):
         mapping = copy.copy(value)
         for key, item in value.items():  # not by `update`, which outputs of transformers refuse
@@ -193,6 +193,16 @@ def clone_tensors(value: Any) -> Any:
         return made[id(tensor)]
 
     return map_tensors(once, value)
+
+
+def _rebuilt(value: Any, parts: list[Any]) -> Any:
+    """A list, tuple or set of the same type with these parts; not by its constructor, which may be of its own."""
+    if isinstance(value, list | set) and type(value) not in (list, set):
+        made = copy.copy(value)
+        made.clear()
+        made.extend(parts) if isinstance(value, list) else made.update(parts)
+        return made
+    return tuple.__new__(type(value), parts) if isinstance(value, tuple) else type(value)(parts)
 
 
 def _inside(value: Any, above: tuple[int, ...]) -> tuple[int, ...]:

@@ -184,7 +184,7 @@ class _Holdings:
         seen: set[int] = set()
         for path, module in named(model):
             owner = path
-            while owner not in first:
+            while owner and owner not in first:  # at the latest the root ran: a trace begins with it
                 owner = owner.rpartition(".")[0]
             index = first[owner].index
             params = [tensor for tensor in module._parameters.values() if tensor is not None]

@@ -283,6 +283,7 @@ def _captured(runs: Passes) -> torch.cuda.CUDAGraph:
     """The forward as a graph."""
     graph = torch.cuda.CUDAGraph()
     try:
+        runs.renew()
         with torch.cuda.graph(graph):
             runs.inputs.run(runs.model)
     except Exception as error:

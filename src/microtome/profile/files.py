@@ -71,6 +71,7 @@ def profile_from(data: dict[str, Any]) -> dict[str, Any]:
     """The fields of a profile, from those that `Profile.as_dict` gave."""
     if not data["calls"]:
         raise ValueError("it has no calls")
+    _check_parents(data["calls"])
     coverage = data["coverage"]
     unknown = tuple(Unknown(op["name"], op["runs"], tuple(op["calls"])) for op in coverage["unknown"])
     return {
@@ -83,6 +84,15 @@ def profile_from(data: dict[str, Any]) -> dict[str, Any]:
         "timeline": Timeline.from_dict(data["timeline"]) if data.get("timeline") else None,
         "gradients": data.get("gradients"),
     }
+
+
+def _check_parents(calls: list[dict[str, Any]]) -> None:
+    """Raise if a call is not after the one around it: whoever walks up from there would not come to an end."""
+    seen: set[str] = set()
+    for row in calls:
+        if row["parent"] is not None and row["parent"] not in seen:
+            raise ValueError(f"expected the call {row['parent']!r} before {row['address']!r}, which is inside it")
+        seen.add(row["address"])
 
 
 _HOW = {"energy": EnergyUse, "memory": MemoryUse, "sampling": Sampling}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Session, tensors_in
-from microtome.engine.standin import stand_in
+from microtome.engine.standin import copy_inputs, stand_in
 from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs
 from microtome.profile.tree import Tree
@@ -84,10 +84,11 @@ class Lap(NamedTuple):
     whole_s: float
 
 
-def _given(inputs: Inputs) -> list[Tensor]:
+def _restorable(inputs: Inputs) -> list[Tensor]:
     """The tensors of inputs whose writes can be seen and undone."""
     tensors = tensors_in((inputs.args, inputs.kwargs))
-    return [tensor for tensor in tensors if not tensor.is_inference() and tensor.layout is torch.strided]
+    strided = (tensor for tensor in tensors if not tensor.is_inference() and tensor.layout is torch.strided)
+    return [tensor for tensor in strided if tensor.is_leaf]  # a write makes another the result of that write
 
 
 class _Order(Probe):
@@ -123,11 +124,11 @@ class Passes:
     def __init__(self, model: nn.Module, inputs: Inputs, *, backward: bool) -> None:
         self.fast_paths = True
         self.model = model
-        self.inputs = inputs
+        self.inputs = self._given = inputs
         self.backward = backward
         self._tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
         self.devices = sorted({tensor.device.index for tensor in self._tensors if tensor.is_cuda})
-        self._versions = [(tensor, tensor._version, tensor.detach().clone()) for tensor in _given(inputs)]
+        self._versions = [(tensor, tensor._version, tensor.detach().clone()) for tensor in _restorable(inputs)]
         self._leaves = [tensor for tensor in self._tensors if tensor.is_leaf and tensor.requires_grad]
 
     def once(self, told: Callable[[str], object] = _nobody) -> Lap:
@@ -136,7 +137,7 @@ class Passes:
         Args:
             told: Told `"forward"` and `"backward"` when these begin, and `"none"` when they have ended.
         """
-        self._renew()
+        self.renew()
         self.wait()
         grad = torch.is_grad_enabled() or self.backward
         with torch.set_grad_enabled(grad):
@@ -188,17 +189,18 @@ class Passes:
         }
         return sum(-(-size // _BLOCK) * _BLOCK for size in storages.values())
 
-    def _renew(self) -> None:
-        """Have the inputs as they were given, where the last pass wrote to them."""
+    def renew(self) -> None:
+        """Restore the inputs as they were given: the last pass may have written to them, or to objects among them."""
         for at, (tensor, version, before) in enumerate(self._versions):
             if tensor._version != version:
                 with torch.no_grad():
                     tensor.copy_(before)
                 self._versions[at] = tensor, tensor._version, before
+        self.inputs = copy_inputs(self._given, self.model, shared=[tensor for tensor, _, _ in self._versions])
 
     def again(self) -> None:
         """One pass, without waiting for devices."""
-        self._renew()
+        self.renew()
         with torch.set_grad_enabled(torch.is_grad_enabled() or self.backward):
             output = self.inputs.run(self.model)
             if self.backward:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, overload
 from torch import Tensor, nn
 
 from microtome.engine.select import check_model
-from microtome.engine.standin import LOOKING
+from microtome.engine.standin import LOOKING, copy_inputs
 from microtome.engine.structure import clone_tensors, map_tensors
 from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs, device_of
@@ -153,8 +153,9 @@ class Splitter:
 
     def __init__(self, model: nn.Module, inputs: Any, fingerprint: str | None = None) -> None:
         self.model = check_model(model)
-        self.given = Inputs.of(inputs, device=device_of(model))
         with LOOKING:
+            given = Inputs.of(inputs, device=device_of(model))
+            self.given = copy_inputs(given, model)  # whoever gave them may write into them
             self._seen: Study = study(model, self.given)
             digest = digest_of(model) if fingerprint is None else None
         self.cuts: Cuts = list_cuts(type(model).__name__, self._seen)

@@ -15,6 +15,7 @@ from microtome.count.conventions import Convention, Cost
 from microtome.engine import Call, Probe, tensors_in
 from microtome.engine.functions import Whole, is_stand_in, plain
 from microtome.engine.probes import AnyOp, Where
+from microtome.engine.sites import unseen_root
 from microtome.engine.standin import CannotStand, Originals, Stand
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
@@ -65,6 +66,7 @@ class Recorder(Probe):
 
     def __init__(self, stand: Stand, device: str | None, convention: Convention) -> None:
         self._convention = convention
+        self._model: type[nn.Module] = nn.Module
         self.by_module: dict[int, Cost] = {}
         self.originals = Originals()
         self._stand = stand
@@ -79,6 +81,7 @@ class Recorder(Probe):
 
     def name(self, model: nn.Module, inputs: Inputs) -> None:
         """Know the tensors that are there before the run begins."""
+        self._model = type(model)
         for name, parameter in model.named_parameters():
             self._values.of(parameter, "parameter", name)
         for name, buffer in model.named_buffers():
@@ -93,8 +96,8 @@ class Recorder(Probe):
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._stand == "meta" and torch._C._is_any_autocast_enabled():
             raise CannotStand("autocast chooses dtypes by the device")
-        if call.parent is None and self._calls and call.phase == "forward":
-            raise Unsupported(f"{call.address!r} runs in another thread than the model: its operators cannot be seen")
+        if call.parent is None and call.phase == "forward":
+            self._check_root(call)
         with plain():
             parent = None if call.parent is None else self._calls[call.parent]
             index = None if parent is None else parent.index
@@ -105,6 +108,18 @@ class Recorder(Probe):
         self._calls[call] = record
         if parent is not None:
             parent.children.append(record.index)
+
+    def _check_root(self, call: Call) -> None:
+        """Raise if a call that is inside no other is not the one run of the model."""
+        if call.path and not self._calls:
+            raise unseen_root(self._model)
+        if self._calls and not call.path:
+            raise Unsupported(
+                f"expected one run of the model, got a second: {self._model.__name__}.__call__ runs it again. Run it "
+                "once there, or give a module that holds the model and calls it, such as nn.Sequential(model)"
+            )
+        if self._calls:
+            raise Unsupported(f"{call.address!r} runs in another thread than the model: its operators cannot be seen")
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         record = self._calls[call]
@@ -274,6 +289,8 @@ class Recorder(Probe):
     # -- the result ----------------------------------------------------------------------------------------------------
 
     def trace(self, how: How) -> Trace:
+        if not self._calls:
+            raise unseen_root(self._model)
         if self._fold is not None:
             self._unfold()
         calls = (

@@ -10,7 +10,7 @@ from torch import nn
 
 from microtome.engine import Probe, Session, tensors_in
 from microtome.engine.select import check_model
-from microtome.engine.standin import CannotStand, Stand, stand_in
+from microtome.engine.standin import LOOKING, CannotStand, Stand, stand_in
 from microtome.errors import BadInputs, MicrotomeError, Unsupported, said
 from microtome.inputs import Inputs
 
@@ -70,7 +70,8 @@ def record(
         raise BadInputs(f"fake is True, False or None, got {fake!r}")
     check_model(model)
     inputs = Inputs.of(inputs)
-    device, empty = _devices(model, inputs)
+    with LOOKING:  # while another thread looks at it, its weights are on meta
+        device, empty = _devices(model, inputs)
     stands: tuple[Stand, ...] = ("real",) if fake is False else ("fake",) if fake else _STANDS[:2] if empty else _STANDS
     why: list[str] = []
     for stand in stands:

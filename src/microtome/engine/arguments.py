@@ -1,0 +1,141 @@
+"""Copy the arguments of a run, so that the run changes nothing that the caller passed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from microtome.engine.select import named
+from microtome.engine.structure import parts_of
+from microtome.errors import Unsupported, said
+from microtome.inputs import Inputs
+
+#: Types whose instances a run cannot change, so that they are passed on.
+_IMMUTABLE = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device))
+#: Handles of something outside Python's heap: they cannot be copied, and using them does not change them.
+_HANDLES = (nn.Module, ModuleType, torch.Stream, torch.Event)
+
+
+class CannotStand(Exception):
+    """These stand-ins will not do for this model; others may."""
+
+
+def copy_arguments(
+    inputs: Inputs, copy_tensor: Callable[[Tensor], Tensor], modules: Iterable[nn.Module] = ()
+) -> Inputs:
+    """Copy arguments deeply, with each tensor copied by `copy_tensor`, those inside objects included.
+
+    Args:
+        modules: Modules of the model, which an object may refer to: they are not copied. Nor are modules that are
+            arguments themselves.
+
+    Raises:
+        Unsupported: An argument cannot be copied.
+    """
+    kept = [*modules, *modules_in(inputs)]
+    copier = _Copier(copy_tensor, {id(module): module for module in kept})
+    args = [copier.copy(value, f"args[{at}]") for at, value in enumerate(inputs.args)]
+    return Inputs(*args, **{name: copier.copy(value, name) for name, value in inputs.kwargs.items()})
+
+
+def modules_in(inputs: Inputs) -> list[nn.Module]:
+    """Every module among arguments, and the modules inside those."""
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+    pending: list[Any] = [inputs.args, inputs.kwargs]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, nn.Module):
+            found.update((id(module), module) for _, module in named(value))
+        elif (parts := parts_of(value)) and id(value) not in seen:
+            seen.add(id(value))
+            pending.extend(parts)
+    return list(found.values())
+
+
+class _Copier:
+    def __init__(self, copy_tensor: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> None:
+        self._copy_tensor = copy_tensor
+        self._memo = memo
+        self._open: set[int] = set()
+
+    def copy(self, value: Any, place: str) -> Any:
+        """Copy one argument. Builtin containers are copied here, and all else by `copy.deepcopy`."""
+        kind = value.__class__
+        if isinstance(value, Tensor):
+            return self._copy_tensor(value)
+        if kind in _IMMUTABLE or isinstance(value, _HANDLES):
+            return value
+        is_named_tuple = isinstance(value, tuple) and hasattr(value, "_make")
+        if kind not in (list, tuple, dict, set, frozenset) and not is_named_tuple:
+            return self._copy_object(value, place)
+        if id(value) in self._open:
+            raise Unsupported(f"expected arguments that end, got a {kind.__name__} in {place} that holds itself")
+        if id(value) not in self._memo:
+            self._open.add(id(value))
+            if kind is dict:
+                made = {self.copy(key, place): self.copy(item, place) for key, item in value.items()}
+            else:
+                parts = [self.copy(item, place) for item in value]
+                # A named tuple not by its `__new__`, which may check its arguments: that of a PackedSequence does.
+                made = value._make(parts) if is_named_tuple else kind(parts)
+            self._open.remove(id(value))
+            self._memo[id(value)] = made
+        return self._memo[id(value)]
+
+    def _copy_object(self, value: Any, place: str) -> Any:
+        try:
+            # No mode may see it: a FakeTensorMode would take the copies of real tensors for its own.
+            with _disable_current_modes(), _CopyTensors(self._copy_tensor):
+                return copy.deepcopy(value, self._memo)
+        except (CannotStand, Unsupported):
+            raise
+        except Exception as error:  # `__deepcopy__` and the like are somebody else's code
+            kind = type(value).__name__
+            raise Unsupported(
+                f"expected arguments that can be copied, got a {kind} in {place} that cannot be: {said(error)}. The "
+                f"run may change it, and what the caller passes must stay as it is: define {kind}.__deepcopy__, or "
+                "pass what the model needs of it"
+            ) from error
+
+
+class _CopyTensors(TorchFunctionMode):
+    """Have `copy.deepcopy` copy tensors by a function of ours, those that autograd made included."""
+
+    def __init__(self, copy_tensor: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._copy_tensor = copy_tensor
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            memo[id(tensor)] = made = self._copy_tensor(tensor)
+            return made
+        return func(*args, **(kwargs or {}))
+
+
+def as_result(tensor: Tensor) -> Tensor:
+    """Make a tensor the result of an autograd function with nothing behind it, as a non-leaf argument is to a model."""
+    with torch.inference_mode(False), torch.enable_grad():
+        anchor = torch.empty(0, requires_grad=True)
+        made: Tensor = _Result.apply(anchor, [tensor])
+        return made
+
+
+class _Result(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, made: list[Tensor]) -> Tensor:
+        return made[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None
