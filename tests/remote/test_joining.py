@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import microtome as mt
@@ -197,3 +201,125 @@ def test_an_example_of_which_no_other_is_known_is_not_joined() -> None:
     for example, joins in ((torch.tensor([[0, 1, 2]]), True), (torch.tensor([[1, 1, 1]]), False)):
         served = Served(model, example)
         assert (served.key(served._whole_head(example)) is not None) is joins
+
+
+Function = Callable[[Tensor], Tensor]
+
+
+class Between(nn.Module):
+    """Two layers with functions between."""
+
+    def __init__(self, *functions: Function) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.functions = functions
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for function in self.functions:
+            y = function(y)
+        return self.last(y)
+
+
+#: Those after which a row still depends on itself alone.
+APART: dict[str, Function] = {
+    "relu": torch.relu,
+    "softmax": lambda y: y.softmax(-1),
+    "own peak": lambda y: y / y.abs().amax(-1, keepdim=True),
+    "turned": lambda y: y.flip(-1),
+    "merged": lambda y: y.view(-1, 2).tanh().view(-1, 4),
+    "in place": lambda y: y.clone().add_(1).mul_(2),
+    "masked": lambda y: y.masked_fill(y > 0, 0.5),
+    "sorted": lambda y: y.sort(-1)[0],
+    "outer": lambda y: (y[:, :, None] @ y[:, None]).sum(-1),
+}
+#: Those that let a request reach another.
+MIXING: dict[str, Function] = {
+    "peak": lambda y: y / y.abs().max(),
+    "norm": lambda y: y / y.norm(),
+    "mean": lambda y: y - y.mean(0),
+    "cumulative": lambda y: y.cumsum(0),
+    "sorted": lambda y: y.sort(0)[0],
+    "flipped": lambda y: y.flip(0),
+    "batch norm": lambda y: nn.functional.batch_norm(torch.cat([y, -y]), None, None, training=True)[: len(y)],
+    "branch": lambda y: y if y.max() < 1e6 else -y,
+    "tolist": lambda y: y if max(y[:, 0].tolist()) < 1e6 else -y,
+    "threshold": lambda y: torch.where(y.max() > 1e6, -y, y),
+    "any": lambda y: y + (y > 1e30).any(),
+    "unique": lambda y: y * (1.0 + len(y.round().unique()) // 100),
+    "quantised": lambda y: (y / (y.abs().max() / 127)).round() * (y.abs().max() / 127),
+    "weights of the batch": lambda y: y.softmax(0),
+    "batch size": lambda y: y / len(y),
+}
+
+
+def joins(model: nn.Module, x: Tensor, at: str = "first") -> bool:
+    served = Served(model.eval(), x)
+    with torch.no_grad():
+        boundary = served._whole_head(x) if not at else mt.split(model, x, at=at)[0](x)
+    return served.key(boundary) is not None
+
+
+@pytest.mark.parametrize("at", ["first", ""])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", MIXING)
+def test_a_model_that_lets_requests_reach_each_other_is_not_joined(name: str, rows: int, at: str) -> None:
+    x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(0))
+    assert not joins(Between(MIXING[name]), x, at)
+
+
+@settings(max_examples=25)
+@given(
+    names=st.lists(st.sampled_from([*APART, *(f"mixes: {name}" for name in MIXING)]), min_size=1, max_size=4),
+    rows=st.integers(1, 3),
+    scale=st.sampled_from([1e-3, 1.0, 1e3, torch.inf, torch.nan]),
+)
+def test_a_model_is_joined_if_and_only_if_no_request_reaches_another(names: list[str], rows: int, scale: float) -> None:
+    table = {**APART, **{f"mixes: {name}": function for name, function in MIXING.items()}}
+    model = Between(*(table[name] for name in names)).eval()
+    x, own, stranger = torch.randn(3, rows, 4, generator=torch.Generator().manual_seed(0))
+    served = Served(model, x)
+    joined = served.key(served._whole_head(x)) is not None
+    assert joined is not any(name.startswith("mixes") for name in names)
+    if joined:
+        beside = [served._whole_head(own), served._whole_head(stranger * scale)]
+        calm = [served._whole_head(own), served._whole_head(stranger)]
+        assert served.compute(beside)[0].equal(served.compute(calm)[0])
+
+
+def test_a_stranger_neither_moves_an_answer_nor_reads_from_it() -> None:
+    model, x = Between(MIXING["peak"]).eval(), torch.randn(1, 4)
+    with (
+        mt.serve(model, x, listen="127.0.0.1:0", batch=4, batch_window="50ms") as server,
+        mt.connect(model, x, server.address, at="first", codec="raw") as remote,
+        torch.no_grad(),
+    ):
+        items = [x * scale for scale in (1.0, 100.0, 0.01, 1.0)]
+        for own, result in zip(items, remote.stream(items, window=4), strict=True):
+            assert result.equal(model(own))
+
+
+def test_a_number_of_rows_at_which_the_model_does_something_else_is_not_joined() -> None:
+    model, x = Between(lambda y: y if len(y) < 4 else y - y.mean(0)).eval(), torch.randn(1, 4)
+    served = Served(model, x)
+    requests = [served._whole_head(torch.randn(1, 4)) for _ in range(5)]
+    assert len({served.key(request) for request in requests}) == 1
+    assert len(served.compute(requests[:3])) == 3
+    with pytest.raises(CannotJoin, match="5 rows computed together"):
+        served.compute(requests)
+
+
+def test_rows_that_belong_together_are_joined_in_whole_groups() -> None:
+    pairs = Between(lambda y: y.view(-1, 2, 4).sub(y.view(-1, 2, 4).mean(1, keepdim=True)).view(-1, 4)).eval()
+    served = Served(pairs, torch.randn(2, 4))
+    assert served.key(served._whole_head(torch.randn(4, 4))) is not None
+    assert served.key(served._whole_head(torch.randn(3, 4))) is None
+
+
+def test_why_requests_are_computed_one_by_one_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "microtome.remote"):
+        joins(Between(MIXING["mean"]), torch.randn(1, 4))
+        joins(Between(MIXING["branch"]), torch.randn(1, 4))
+    assert "does not depend on that request alone" in caplog.text
+    assert "reads values into Python" in caplog.text

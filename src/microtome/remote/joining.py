@@ -1,27 +1,38 @@
 """Several requests at one cut computed together: learned from the example what of a boundary grows with the batch.
 
-A boundary of twice the example is compared with one of the example. Tensors whose first dimension doubles are laid end
-to end, numbers that double are added up, and all else must be the same in requests that are joined. The tail must give
-the same for two requests joined as for each alone, to the kernels' precision, or that cut is not joined at all.
+A boundary of twice the example is compared with one of the example. Tensors whose first dimension doubles are
+concatenated, numbers that double are added up, and all else must be the same in requests that are joined.
+
+An answer must not depend on what a request is joined with. So a cut is joined only if, on the example and variants of
+it, (1) no operator of the tail combines values of different requests, and no value of a request is read into Python:
+`engine/dependence.py` follows each element; (2) an answer is the same, bit for bit, whatever is beside it, also numbers
+far larger, infinite or NaN; (3) it is what the request gives alone, to the precision of the kernels, for every number
+of rows that is computed at once.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from microtome.engine.dependence import Dependence
 from microtome.engine.structure import map_tensors
-from microtome.errors import MicrotomeError
+from microtome.errors import MicrotomeError, said
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
 from microtome.split.compare import differences
+from microtome.split.ghost import awake
 from microtome.split.stages import copied
 from microtome.split.templates import take_apart
+
+log = logging.getLogger("microtome.remote")
 
 #: By how much results may differ from those of each alone, relative to the largest number in them.
 _PRECISION = 1e-4
@@ -43,11 +54,16 @@ class Joiner:
         grows: The tensors that grow with the batch, by name, and how many rows of each the example has.
         adds: Where in the facts numbers do, and how much each row of the batch adds.
         outputs: Which tensors of the model's output do.
+        unit: Requests have a multiple of this many rows; fewer may depend on each other.
+        sizes: Whether requests of that many rows in all gave what each gives alone.
     """
 
     grows: dict[str, int]
     adds: dict[tuple[Any, ...], float]
     outputs: frozenset[int]
+    unit: int = 1
+    sizes: dict[int, bool] = field(default_factory=dict)
+    rehearsed: list[tuple[Boundary, Any]] = field(default_factory=list)
 
     def key(self, boundary: Boundary) -> str | None:
         """The same for requests that can be joined, but for the values of tensors that do not grow.
@@ -56,6 +72,8 @@ class Joiner:
         """
         try:
             rows = self.rows(boundary)
+            if not rows or rows % self.unit:
+                return None
             if any(len(boundary.tensors[name]) * self._rows != rows * share for name, share in self.grows.items()):
                 return None  # one that is spread over the rows of another would be spread over those of others
             if any(_at(boundary.facts, path) != share * rows for path, share in self.adds.items()):
@@ -86,7 +104,7 @@ class Joiner:
             if name in self.grows:
                 tensors[name] = torch.cat(others)
             elif all(tensor.equal(other) for other in others):
-                tensors[name] = tensor
+                tensors[name] = tensor.clone()  # the model may write into it, and fail, and each is then computed alone
             else:
                 raise CannotJoin(f"requests differ in {name!r}, which does not grow with the batch")
 
@@ -105,35 +123,121 @@ class Joiner:
                 held.append(piece)
         return [template.fill(held, plain) for held in parts]
 
+    def resize(self, boundary: Boundary, rows: int) -> Boundary:
+        """The first rows of a boundary, repeated where it has fewer."""
+        tensors = dict(boundary.tensors)
+        for name, share in self.grows.items():
+            if rows * share % self._rows:
+                raise CannotJoin(
+                    f"{name!r} has {share} rows in a batch of {self._rows}: none for each row of the batch"
+                )
+            count = rows * share // self._rows
+            tensor = tensors[name]
+            tensors[name] = torch.cat([tensor] * -(-count // len(tensor)))[:count]
+
+        def sized(path: tuple[Any, ...], leaf: Any) -> Any:
+            return round(self.adds[path] * rows) if path in self.adds else leaf
+
+        return replace(boundary, tensors=tensors, facts=_map_leaves(boundary.facts, sized))
+
+    def check(self, tail: Tail, rows: int) -> None:
+        """Raise if requests of that many rows in all do not give what each gives alone."""
+        if rows not in self.sizes:
+            several = list(islice(cycle(self.rehearsed), rows // self.unit))
+            output = tail(self.join([boundary for boundary, _ in several]))
+            parts = self.part(output, [self.unit] * len(several))
+            self.sizes[rows] = all(_is_near(part, alone) for part, (_, alone) in zip(parts, several, strict=True))
+        if not self.sizes[rows]:
+            raise CannotJoin(f"{rows} rows computed together do not give what each gives alone")
+
 
 def learn(head: Head, tail: Tail, given: Inputs) -> Joiner | None:
-    """How requests between these stages are joined; None: they cannot be."""
+    """How requests between these stages are joined; None: they cannot be, and why is logged."""
     try:
         with torch.no_grad():
             return _learn(head, tail, given)
-    except (MicrotomeError, RuntimeError, IndexError, StopIteration):  # other shapes than the model takes
+    except (MicrotomeError, RuntimeError, IndexError, StopIteration) as error:  # or other shapes than the model takes
+        log.info("requests are computed one by one: %s", said(error))
         return None
 
 
-def _learn(head: Head, tail: Tail, given: Inputs) -> Joiner | None:
+def _learn(head: Head, tail: Tail, given: Inputs) -> Joiner:
     given = copied(given)  # the model may write into it
     other = _map(given, _another)
     both = Inputs(*_cat(given.args, other.args), **_cat(given.kwargs, other.kwargs))
     one, two, twice = (head(*inputs.args, **inputs.kwargs) for inputs in (given, other, both))
     if all(tensor.equal(two.tensors[name]) for name, tensor in one.tensors.items()):
-        return None  # two that are the same do not show whether one has an effect on the other
+        raise CannotJoin("no other values than those of the example are known")
     grows = {name: len(tensor) for name, tensor in one.tensors.items() if _doubles(tensor, twice.tensors[name])}
     fits = all(name in grows or tensor.shape == twice.tensors[name].shape for name, tensor in one.tensors.items())
     adds = _adding(one.facts, twice.facts)
     if not (fits and grows) or adds is None:
-        return None
-    alone = [tail(boundary) for boundary in (one, two)]
-    of_one, of_twice = (take_apart(output)[1] for output in (alone[0], tail(twice)))
+        raise CannotJoin("twice the batch is not twice the boundary")
+    of_one, of_twice = (take_apart(tail(boundary))[1] for boundary in (one, twice))
     outputs = frozenset(at for at, tensor in enumerate(of_one) if _doubles(tensor, of_twice[at]))
     rows = next(iter(grows.values()))
     joiner = Joiner(grows, {path: _at(one.facts, path) / rows for path in adds}, outputs)
-    joined = joiner.part(tail(joiner.join([one, two])), [joiner.rows(one), joiner.rows(two)])
-    return joiner if outputs and all(map(_is_near, joined, alone)) else None
+    try:
+        return _rehearse(joiner, tail, one, two)
+    except (MicrotomeError, RuntimeError, IndexError):
+        if rows == 1:
+            raise
+        return _rehearse(replace(joiner, unit=rows, sizes={}, rehearsed=[]), tail, one, two)
+
+
+# -- rehearsal ---------------------------------------------------------------------------------------------------------
+
+
+def _rehearse(joiner: Joiner, tail: Tail, one: Boundary, two: Boundary) -> Joiner:
+    """The joiner, if answers are shown not to depend on what is computed beside them."""
+    one, two = (joiner.resize(boundary, joiner.unit) for boundary in (one, two))
+    several = [one, two, *_variants(joiner, one)]
+    _check_dependence(joiner, tail, several[:3])
+    joiner.rehearsed.extend((boundary, tail(joiner.join([boundary]))) for boundary in several[:3])
+    joiner.check(tail, 2 * joiner.unit)
+    joiner.check(tail, 3 * joiner.unit)
+    expected = None
+    for beside in several:
+        output = tail(joiner.join([one, beside, two]))
+        first, _, last = joiner.part(output, [joiner.unit] * 3)
+        expected = expected or (first, last)
+        if next(differences((first, last), expected), None) is not None:
+            raise CannotJoin("an answer depends on the request beside it")
+    return joiner
+
+
+def _check_dependence(joiner: Joiner, tail: Tail, several: Sequence[Boundary]) -> None:
+    """Raise if an element of an answer depends on another request, or what the model does on any."""
+    joined = joiner.join(several)
+    with Dependence(awake) as dependence:
+        for name in joiner.grows:
+            for at, part in enumerate(joined.tensors[name].chunk(len(several))):
+                dependence.mark(part, 1 << at)
+        output = tail(joined)
+    for at, tensor in enumerate(take_apart(output)[1]):
+        label = dependence.of(tensor)
+        if at not in joiner.outputs:
+            if label.any():
+                raise CannotJoin(f"output {at} does not grow with the batch, and depends on it")
+            continue
+        for number, part in enumerate(label.chunk(len(several))):
+            if not (part == 1 << number).any() or (part & ~(1 << number) & 255).any():
+                raise CannotJoin(f"output {at} of a request does not depend on that request alone")
+
+
+def _variants(joiner: Joiner, boundary: Boundary) -> Iterator[Boundary]:
+    """Other requests of the same shape: other sizes, signs and orders of the values, and values that are no numbers."""
+    for number, (scale, offset) in enumerate(_VARIANTS, 1):
+
+        def changed(tensor: Tensor, at: int = number, scale: float = scale, offset: float = offset) -> Tensor:
+            other = tensor.reshape(-1).roll(at).view(tensor.shape)  # integers may be indices: they keep their range
+            return other * scale + offset if tensor.is_floating_point() else other
+
+        tensors = {name: changed(one) if name in joiner.grows else one for name, one in boundary.tensors.items()}
+        yield replace(boundary, tensors=tensors)
+
+
+_VARIANTS = ((-37.0, 5.0), (1e4, 0.0), (1e-4, -1e3), (1.0, torch.inf), (1.0, -torch.inf), (1.0, torch.nan))
 
 
 def _is_near(joined: Any, alone: Any) -> bool:

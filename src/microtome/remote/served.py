@@ -103,8 +103,10 @@ class Served:
                 return [self._run(several[0])]
             joiner = self._joiner(at)
             assert joiner is not None
-            output = self._run(joiner.join(several))
-            return joiner.part(output, [joiner.rows(boundary) for boundary in several])
+            rows = [joiner.rows(boundary) for boundary in several]
+            with self._lock:
+                joiner.check(self._run, sum(rows))
+            return joiner.part(self._run(joiner.join(several)), rows)
 
     def encode(self, output: Any, at: str, codec: str) -> bytes:
         return of_output(output, self._templates.output, at, self.fingerprint).to_bytes(codec)
