@@ -23,7 +23,7 @@ from microtome.remote.client import Remote
 from microtome.remote.server import Server
 from tests.remote.process import ServerProcess
 from tests.remote.proxy import Pair, Proxy, Weather, until
-from tests.remote.slow import Slow, asking
+from tests.remote.slow import Gate, Slow, asking
 
 SLOW = "tests.remote.slow:Slow", "--input", "1x8"
 
@@ -59,7 +59,7 @@ def in_background(call: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     threads = ThreadPoolExecutor(1)
     future = threads.submit(call, *args)
     threads.shutdown(wait=False)
-    return lambda: future.result(60)
+    return lambda: future.result(300)
 
 
 def alive(proxy: Proxy) -> Pair:
@@ -91,12 +91,14 @@ def test_a_server_that_is_killed_in_the_middle_of_a_tensor_and_started_again_ans
 
 
 def test_where_the_edge_can_finish_it_does_while_the_server_is_away(server: ServerProcess) -> None:
-    x = asking(0.2)
-    with connected(server.address, fallback="local") as remote:
+    gate = Gate()
+    x = asking(gate)
+    with gate, connected(server.address, fallback="local") as remote:
         assert remote(asking()) is not None
         answer = in_background(remote, x)
         until(lambda: not remote._connection.is_idle())
         server.kill()
+        gate.open()
         assert answer().equal(truth(x))
         assert remote.requests[-1].where == "edge"
         assert server.address in (remote.requests[-1].reason or "")
@@ -147,6 +149,7 @@ def test_when_the_server_hangs_the_edge_finishes_before_the_deadline(server: Ser
                 assert remote.requests[-1].where == "edge"
         finally:
             server.go_on()
+        remote._deadline = None
 
         def comes_from_the_cloud() -> bool:
             x = asking()
@@ -171,9 +174,10 @@ def test_when_the_server_hangs_and_the_edge_cannot_finish_the_deadline_is_an_err
 
 
 def test_an_answer_that_comes_too_late_is_nobodys(here: Server) -> None:
-    with connected(here.address, deadline=0.3) as remote:
+    with Gate() as gate, connected(here.address, deadline=0.3) as remote:
         with pytest.raises(RemoteError, match="did not answer in 0.3 s"):
-            remote(asking(0.6))
+            remote(asking(gate))
+        gate.open()
         until(lambda: counted(here, "requests", cut="head") == 2)  # the rehearsal, and that one
         remote._deadline = None
         for _ in range(5):
@@ -182,15 +186,36 @@ def test_an_answer_that_comes_too_late_is_nobodys(here: Server) -> None:
 
 
 def test_a_request_whose_client_has_given_up_is_not_computed(here: Server) -> None:
-    with connected(here.address) as busy, connected(here.address, deadline=0.2) as remote:
-        x = asking(1.0)
+    with Gate() as gate, connected(here.address) as busy, connected(here.address, deadline=0.2) as remote:
+        x = asking(gate)
         answer = in_background(busy, x)
         until(lambda: here.metrics.queue._value.get() == 1)
         with pytest.raises(RemoteError, match="did not answer in 0.2 s"):
             remote(asking())
+        gate.open()
         assert answer().equal(truth(x))
         until(lambda: counted(here, "errors", kind="DEADLINE") == 1)
     until(lambda: counted(here, "requests", cut="head") == 3)  # two rehearsals, and the one that waited
+
+
+def test_the_server_bears_the_pings_of_a_client_that_waits_for_a_long_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("microtome.remote.server._PING_MS", 0)  # a client pings every 10 s, this one at once
+
+    def frame(kind: int, data: bytes) -> bytes:
+        return len(data).to_bytes(3, "big") + bytes([kind, 0]) + bytes(4) + data
+
+    settings, ping, goaway = 4, 6, 7
+    with mt.serve(Slow().eval(), asking(), listen="127.0.0.1:0") as server:
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port))) as line, line.makefile("rb") as replies:
+            line.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(settings, b""))
+            for _ in range(12):
+                line.sendall(frame(ping, b"microtom"))
+                kind = None
+                while kind != ping:
+                    head = replies.read(9)
+                    kind, data = head[3], replies.read(int.from_bytes(head[:3], "big"))
+                    assert kind != goaway, data
 
 
 def test_over_a_slow_line_the_edge_finishes_in_time(server: ServerProcess) -> None:
@@ -375,13 +400,15 @@ def request(id_: str, x: Tensor) -> bytes:
 
 def test_what_a_client_asked_that_is_gone_is_not_computed(here: Server) -> None:
     sent: SimpleQueue[bytes | None] = SimpleQueue()
-    with grpc.insecure_channel(here.address) as channel:
+    gate = Gate()
+    with gate, grpc.insecure_channel(here.address) as channel:
         call = streamed(channel, sent)
         for number in range(10):
-            sent.put(request(str(number), asking(0.4)))
+            sent.put(request(str(number), asking(gate)))
         until(lambda: here.metrics.queue._value.get() == 10)
         call.cancel()
         sent.put(None)
+        until(lambda: here.metrics.streams._value.get() == 0)
     until(lambda: here.metrics.queue._value.get() == 0)
     with connected(here.address) as remote:
         x = asking()
@@ -421,14 +448,16 @@ def test_what_was_taken_before_sigterm_is_answered_and_the_exit_code_is_0() -> N
             return b"\nmicrotome_queue 8.0" in reply.read()
 
     sent: SimpleQueue[bytes | None] = SimpleQueue()
-    given = {str(number): asking(0.15) for number in range(8)}
-    with ServerProcess(*SLOW, "--metrics", f":{port}", "--grace", "20") as server:
+    gate = Gate()
+    given = {str(number): asking(gate) for number in range(8)}
+    with gate, ServerProcess(*SLOW, "--metrics", f":{port}", "--grace", "300") as server:
         with grpc.insecure_channel(server.address) as channel:
             replies = streamed(channel, sent)
             for id_, x in given.items():
                 sent.put(request(id_, x))
             until(queued)
             server.terminate()
+            gate.open()
             got = {reply.id: reply for reply in replies}
             assert replies.code() == grpc.StatusCode.OK
             sent.put(None)
@@ -445,7 +474,7 @@ def test_sigterm_under_load_loses_nothing_and_a_second_server_goes_on() -> None:
 
     def ask(remote: Remote) -> None:
         for _ in range(60):
-            x = asking(0.002)
+            x = asking()
             try:
                 assert remote(x).equal(truth(x))
                 answered.append(1)
@@ -461,15 +490,15 @@ def test_sigterm_under_load_loses_nothing_and_a_second_server_goes_on() -> None:
             assert server.end() == 0
             server.start()
             for one in done:
-                one.result(60)
+                one.result(300)
         for remote in remotes:
             remote.close()
     assert (len(answered), failed) == (240, [])
 
 
 def test_a_server_that_is_stopped_ends_after_its_grace_whatever_runs(here: Server) -> None:
-    with connected(here.address, deadline=1.5) as remote:
-        answer = in_background(remote, asking(1.0))
+    with Gate() as gate, connected(here.address, deadline=1.5) as remote:
+        answer = in_background(remote, asking(gate))
         until(lambda: here.metrics.queue._value.get() == 1)
         here.stop(grace=0.1)
         assert here.wait(0)

@@ -31,6 +31,8 @@ ENVELOPE = 64 << 10
 MOST = (2 << 30) - 1 - ENVELOPE
 #: Streams and calls at once; those beyond are told to come again.
 STREAMS = 256
+#: A client that waits for a long request pings every 10 s; one that does so more often than this is disconnected.
+_PING_MS = 5_000
 #: What the health service knows of: all, and the one service.
 _NAMES = "", messages.SERVICE
 
@@ -122,7 +124,7 @@ class Server:
                 ("grpc.so_reuseport", 0),
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS),
                 ("grpc.keepalive_permit_without_calls", 1),
             ),
         )
