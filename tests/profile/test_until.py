@@ -16,28 +16,7 @@ from microtome.measure.activity import Activity, Launch
 from microtome.profile import Row, timing
 from microtome.profile.device import _until
 from microtome.profile.tree import Tree
-
-
-class Clock:
-    """Stands in for the clock: time passes where a model says so."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __call__(self) -> int:
-        return self.now
-
-
-class Takes(nn.Module):
-    """A layer of so many nanoseconds."""
-
-    def __init__(self, clock: Clock, nanoseconds: int) -> None:
-        super().__init__()
-        self.clock, self.nanoseconds = clock, nanoseconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.clock.now += self.nanoseconds
-        return x + 1
+from tests.profile.clock import Clock, Takes
 
 
 class Block(nn.Module):
@@ -53,14 +32,6 @@ class Block(nn.Module):
         x = self.b(x)
         self.clock.now += 7
         return x
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(timing, "perf_counter_ns", clock)
-    monkeypatch.setattr(timing, "_stamp_cost", lambda: 0.0)
-    return clock
 
 
 def nanoseconds(p: Any) -> dict[str, int]:
@@ -112,8 +83,7 @@ def test_real_ends_are_in_the_order_in_which_calls_end() -> None:
 
     p: Any = mt.profile(Uneven(), "64x256", measure="time", repeat=3)
     assert 0 < p["little"].until_s < p["much.50"].until_s < p["much.99"].until_s
-    assert p["much"].until_s == pytest.approx(p.total.until_s, rel=0.2)
-    assert p["much"].until_s > 10 * p["little"].until_s
+    assert p["much.99"].until_s < p["much"].until_s < p.total.until_s
 
 
 def test_files_hold_it_and_those_of_before_can_be_read(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def _is_over(pair: Pair) -> bool:
     return pair.ended.is_set()
 
 
-def until(holds: Callable[[], bool], timeout: float = 30.0) -> None:
+def until(holds: Callable[[], bool], timeout: float = 300.0) -> None:
     """Wait for something that nobody tells of."""
     ends = time.monotonic() + timeout
     while not holds():

@@ -48,7 +48,7 @@ class Tab:
 
     def until(self, holds: str) -> None:
         """Wait for what a script says; the page's policy refuses playwright's own way."""
-        ends = perf_counter() + 10
+        ends = perf_counter() + 120
         while not self.page.evaluate(holds):
             assert perf_counter() < ends, holds
             self.page.wait_for_timeout(10)

@@ -102,7 +102,8 @@ def _mean(samples: list[Sample], name: str, begins: torch.Tensor, ends: torch.Te
         return sums[after - 1] + part * steps[after - 1]
 
     sampled = (ends.clamp(edges[0], edges[-1]) - begins.clamp(edges[0], edges[-1])).sum(0)
-    means = (until(ends) - until(begins)).sum(0) / sampled
+    values = [value for _, _, value in read]
+    means = ((until(ends) - until(begins)).sum(0) / sampled).clamp(min(values), max(values))  # but for rounding
     return [float(mean) if time > 0 else None for mean, time in zip(means, sampled, strict=True)]
 
 

@@ -1,0 +1,43 @@
+"""A clock that stands in for the real one: time passes where a model says so, so that what is measured is exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Clock:
+    """Nanoseconds that pass when somebody adds them."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+class Takes(nn.Module):
+    """A layer that squares, whose forward takes so many nanoseconds and its backward twice as many."""
+
+    def __init__(self, clock: Clock, nanoseconds: int) -> None:
+        super().__init__()
+        self.clock, self.nanoseconds = clock, nanoseconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.now += self.nanoseconds
+        return _Square.apply(x, self.clock, 2 * self.nanoseconds)  # type: ignore[no-any-return]
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, backward: int) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.clock, ctx.backward_ns = clock, backward
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.clock.now += ctx.backward_ns
+        return 2 * ctx.saved_tensors[0] * grads[0], None, None
