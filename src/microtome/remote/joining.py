@@ -237,7 +237,7 @@ def _variants(joiner: Joiner, boundary: Boundary) -> Iterator[Boundary]:
         yield replace(boundary, tensors=tensors)
 
 
-_VARIANTS = ((-37.0, 5.0), (1e4, 0.0), (1e-4, -1e3), (1.0, torch.inf), (1.0, -torch.inf), (1.0, torch.nan))
+_VARIANTS = ((1.0, 0.0), (-37.0, 5.0), (1e4, 0.0), (1e-4, -1e3), (1.0, torch.inf), (1.0, -torch.inf), (1.0, torch.nan))
 
 
 def _is_near(joined: Any, alone: Any) -> bool:
