@@ -229,6 +229,19 @@ def test_questions_without_an_answer_say_so(p: mt.Profile) -> None:
         mt.profile(Net(), IDS, fake="meta")  # type: ignore[arg-type]
 
 
+def test_the_top_by_what_no_call_knows_says_what_to_add() -> None:
+    p = mt.profile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "2x4")
+    unknown = [name for name in AMOUNTS if all(getattr(row.own, name) is None for row in p.calls)]
+    assert {"time_s", "device_s", "energy_j", "backward_flops", "saved_bytes"} <= {*unknown}
+    for name in unknown:
+        with pytest.raises(BadQuery, match=f"no call has a number of '{name}' to order by: add --"):
+            p.top(by=name)
+    for name in {*AMOUNTS} - {*unknown}:
+        assert all(getattr(row.own, name) is not None for row in p.top(by=name))
+    with pytest.raises(BadQuery, match=r"'time_s' to order by: add --time \(in Python measure=\[\"time\"\]\)"):
+        p.top(by="time_s")
+
+
 def test_groups_by_type_and_by_operator(p: mt.Profile) -> None:
     types = p.by_type()
     assert list(types) == ["Linear", "ReLU", "Net", "Embedding", "Sequential"]

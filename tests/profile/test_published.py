@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks.published import Published, table
+from benchmarks.published import FOUND, Published, table
+from benchmarks.zoo import Found, report
 
 TABLE = table()
 #: Every family, small and large, images, videos, segmentation, flow; what needs no real run.
@@ -32,6 +35,19 @@ def check(entry: Published) -> None:
 @pytest.mark.parametrize("entry", one_of_each(), ids=str)
 def test_a_spread_of_torchvision_models_costs_what_is_published(entry: Published) -> None:
     check(entry)
+
+
+def test_results_name_the_detectors_whose_findings_are_chosen_to_agree() -> None:
+    chosen = [entry for entry in TABLE if str(entry.weights) in FOUND]
+    assert len(chosen) == len(FOUND)
+    found = [Found(str(entry), (1, 1.0), (1, 1.0), True, FOUND.get(str(entry.weights))) for entry in TABLE]
+    told = "\n".join(report(found)).partition("|")[0]
+    saved = Path("benchmarks/results/zoo.md").read_text().partition("|")[0]
+    readme = Path("README.md").read_text()
+    for text in (told, saved):
+        assert all(f"{FOUND[str(entry.weights)]} in {entry}" in text for entry in chosen)
+        assert f"Without those {len(chosen)}, {len(TABLE) - len(chosen)} agree." in text
+    assert f"microtome has {len(TABLE) - len(chosen)}\nof the {len(TABLE)} entries" in readme
 
 
 def test_the_table_is_whole() -> None:

@@ -212,12 +212,20 @@ class Profile(Result):
         return _groups({name: (list(ops), sum(op.runs for op in ops)) for name, ops in names.items()})
 
     def top(self, n: int = 10, *, by: str = "flops") -> tuple[Row, ...]:
-        """The calls that themselves cost the most, without the calls inside them."""
+        """The calls that themselves cost the most, without the calls inside them; those of unknown cost left out.
+
+        Raises:
+            BadQuery: No call has a number of that quantity.
+        """
         if by not in AMOUNTS:
             raise BadQuery(f"there is no quantity {by!r} to order by: write one of {', '.join(AMOUNTS)}")
         if n < 1:
             raise BadQuery(f"the top are 1 or more, got {n}")
-        return tuple(sorted(self.calls, key=lambda row: -(getattr(row.own, by) or 0))[:n])
+        known = [row for row in self.calls if getattr(row.own, by) is not None]
+        if not known:
+            why = import_module("microtome.report.columns").why_unknown(self, by, by)
+            raise BadQuery(f"no call has a number of {by!r} to order by: {why}")
+        return tuple(sorted(known, key=lambda row: -getattr(row.own, by))[:n])
 
     def layer_metrics(self, depth: int | None = None) -> list[dict[str, Any]]:
         """What is known of each layer, under the names that tracr gave it; None for what was not measured.
