@@ -66,3 +66,28 @@ def test_structures_keep_their_kinds() -> None:
     value = OrderedDict(a=Pair(ONE), b=Both(TWO, 3), c=[True, "x", None, {1, 2}])
     assert map_tensors(float, value) == OrderedDict(a=Pair(1.0), b=Both(2.0, 3), c=[True, "x", None, {1, 2}])
     assert map_tensors(float, [ONE, "x"], other=str.upper) == [1.0, "X"]
+
+
+class Record:
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+class Rows(list[object]):
+    def __init__(self, *, like: object) -> None:
+        super().__init__([like])
+        self.like = like
+
+
+class Marked(tuple[object, ...]):
+    __slots__ = ()
+
+    def __new__(cls, *, only: object) -> Marked:
+        return super().__new__(cls, (only,))
+
+
+def test_classes_with_constructors_of_their_own_keep_their_kinds() -> None:
+    record, rows, marked = map_tensors(float, (Record(ONE), Rows(like=ONE), Marked(only=TWO)))
+    assert (type(record), record.held) == (Record, 1.0)
+    assert (type(rows), [*rows]) == (Rows, [1.0])
+    assert (type(marked), [*marked]) == (Marked, [2.0])

@@ -152,7 +152,7 @@ def _mapped(
         named: Any = type(value)
         return named._make(_mapped(change, item, other, inside) for item in value)
     if isinstance(value, list | tuple | set | frozenset):
-        return _rebuilt(value, [_mapped(change, item, other, inside) for item in value])
+        return _with_parts(value, [_mapped(change, item, other, inside) for item in value])
     if isinstance(value, dict):
         mapping = copy.copy(value)
         for key, item in value.items():  # not by `update`, which outputs of transformers refuse
@@ -195,7 +195,7 @@ def clone_tensors(value: Any) -> Any:
     return map_tensors(once, value)
 
 
-def _rebuilt(value: Any, parts: list[Any]) -> Any:
+def _with_parts(value: Any, parts: list[Any]) -> Any:
     """A list, tuple or set of the same type with these parts; not by its constructor, which may be of its own."""
     if isinstance(value, list | set) and type(value) not in (list, set):
         made = copy.copy(value)
