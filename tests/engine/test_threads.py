@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import microtome as mt
+from microtome.errors import Unsupported
 from tests.engine.test_calls import Log, X
 
 CALL = "_compiled_call_impl"
@@ -32,9 +35,12 @@ class InThread:
         except BaseException as error:  # noqa: BLE001  raised by `join`
             self._error = error
 
-    def join(self) -> None:
+    def wait(self) -> None:
         self._thread.join(timeout=60)
         assert not self._thread.is_alive()
+
+    def join(self) -> None:
+        self.wait()
         if self._error is not None:
             raise self._error
 
@@ -124,7 +130,7 @@ def test_calls_go_on_while_sessions_open_and_close(eager_switches: None) -> None
 
     callers = [InThread(call) for _ in range(3)]
     try:
-        for turn in range(600):
+        for turn in range(200):
             with mt.Session(model, at=None if turn % 2 else "0"):
                 pass
     finally:
@@ -133,3 +139,163 @@ def test_calls_go_on_while_sessions_open_and_close(eager_switches: None) -> None
             caller.join()
     model(X)
     assert vars(nn.Module)[CALL] is None
+
+
+# -- actions of one thread, and calls of another -----------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """Waits in the middle of its forward, in the one thread that is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(4, 4), nn.Identity()
+        self.last = nn.TransformerEncoderLayer(4, 1, 4, 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = Beside.of(self)
+        if beside is not None:
+            beside.meet()
+        x = self.middle(self.first(x))
+        if beside is not None:
+            beside.wait()
+        y: Tensor = self.last(x)
+        return y
+
+
+class Beside:
+    """Runs a model in another thread while an action runs it in this one.
+
+    The other thread calls the model once the action is inside the model, or has called it before and goes on then.
+    """
+
+    _of: ClassVar[dict[int, Beside]] = {}
+
+    def __init__(self, model: nn.Module, x: Tensor, *, began_before: bool) -> None:
+        self._model, self._x = model, x
+        self._wanted = model(x)
+        self._inside, self._go_on = threading.Event(), threading.Event()
+        self._here, self._there = threading.get_ident(), 0
+        self._thread: InThread | None = None
+        Beside._of[id(model)] = self
+        if began_before:
+            self._thread = InThread(self._run)
+            assert self._inside.wait(timeout=60)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Beside | None:
+        return cls._of.get(id(model))
+
+    def _run(self) -> None:
+        self._there = threading.get_ident()
+        assert self._model(self._x).equal(self._wanted)
+
+    def meet(self) -> None:
+        if threading.get_ident() != self._here or self._go_on.is_set():
+            return
+        self._thread = self._thread or InThread(self._run)
+        self._go_on.set()
+        self._thread.wait()
+
+    def wait(self) -> None:
+        if threading.get_ident() == self._there:
+            self._inside.set()
+            assert self._go_on.wait(timeout=60)
+
+    def end(self) -> None:
+        self.meet()
+        assert self._thread is not None
+        self._thread.join()
+        del Beside._of[id(self._model)]
+
+
+def extract(model: nn.Module, x: Tensor, _: Any) -> Any:
+    feats = mt.extract(model, x, "first")
+    return list(feats), feats.stopped
+
+
+def extract_all(model: nn.Module, x: Tensor, _: Any) -> Any:
+    return list(mt.extract(model, x, "*", stop=False))
+
+
+def attend(model: nn.Module, x: Tensor, _: Any) -> Any:
+    return mt.attention(model, x).layers
+
+
+def run_head(model: nn.Module, x: Tensor, stages: Any) -> Any:
+    return [tensor.shape for tensor in stages[0](x).tensors.values()]
+
+
+def run_tail(model: nn.Module, x: Tensor, stages: Any) -> Any:
+    return stages[1](stages[0](x)).shape
+
+
+@pytest.mark.parametrize("action", [extract, extract_all, attend, run_head, run_tail])
+@pytest.mark.parametrize("began_before", [False, True])
+def test_an_action_neither_sees_nor_changes_the_calls_of_another_thread(
+    action: Callable[..., Any], began_before: bool
+) -> None:
+    model, x = Gated().eval(), torch.rand(3, 1, 4)
+    stages = mt.split(model, x, at="middle")
+    alone = action(model, x, stages)
+    beside = Beside(model, x, began_before=began_before)
+    assert action(model, x, stages) == alone
+    beside.end()
+
+
+def test_extract_has_no_stand_ins_while_another_thread_runs_the_model() -> None:
+    model, x = Gated().eval(), torch.rand(3, 1, 4)
+    beside = Beside(model, x, began_before=True)
+    feats = mt.extract(model, x, "first")
+    assert not feats.stopped  # where to stop is learned with stand-ins
+    beside.end()
+    assert mt.extract(model, x, "first").stopped
+
+
+@pytest.mark.parametrize("action", [mt.trace, mt.cuts, mt.profile])
+def test_a_call_that_would_find_stand_ins_is_refused(action: Callable[..., Any]) -> None:
+    model, x = Gated().eval(), torch.rand(3, 1, 4)
+    beside = Beside(model, x, began_before=False)
+    action(model, x)
+    with pytest.raises(Unsupported, match=r"the model \(Gated\) is called in thread 'Thread-.*' while another thread"):
+        beside.end()
+
+
+class Delegates(nn.Module):
+    """Has a worker call its submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        done: list[Tensor] = []
+        InThread(lambda: done.append(self.inner(x))).join()
+        return done[0]
+
+
+def test_the_workers_of_a_forward_are_part_of_it() -> None:
+    model, x = Delegates(), torch.rand(1, 4)
+    assert set(mt.extract(model, x, ["inner.0", "inner"], stop=False)) == {"inner.0", "inner"}
+
+
+def test_recording_editing_and_tracking_are_of_all_threads() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Identity()), torch.rand(1, 4)
+    entered: list[str] = []
+    with (
+        mt.record(model, "1") as rec,
+        mt.edit(model, {"0": mt.zero()}),
+        mt.track(model, on_enter=lambda call, phase: entered.append(call.address)),
+    ):
+        InThread(lambda: model(x)).join()
+    assert entered == ["", "0", "1"]
+    assert rec["1"][0].equal(torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_recording_ends_while_another_thread_runs_the_model(folder: bool, tmp_path: Path) -> None:
+    model, x = Gated().eval(), torch.rand(3, 1, 4)
+    with mt.record(model, ["first", "last"], to=tmp_path / "a" if folder else None) as rec:
+        beside = Beside(model, x, began_before=True)  # which runs it once in this thread
+    beside.end()
+    assert len(rec["last"]) == 1

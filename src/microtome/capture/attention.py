@@ -65,7 +65,7 @@ def attention(
         kept[address] = weights if device is None else weights.to(device)
 
     probe = AttentionProbe(keep, at=wanted, heads=part.heads, rows=part.rows)
-    with Session(model, [probe], whole=ATTENTION):
+    with Session(model, [probe], whole=ATTENTION, other_threads="unseen"):
         given.run(model)
     if not kept:
         raise nothing_seen(model, probe)

@@ -78,7 +78,14 @@ def extract(
     enabled = torch.is_grad_enabled() or grad
     try:
         with (
-            Session(model, [*guards, capture], capture.stops, whole=whole, fast_paths=targets.fast_paths),
+            Session(
+                model,
+                [*guards, capture],
+                capture.stops,
+                whole=whole,
+                fast_paths=targets.fast_paths,
+                other_threads="unseen",
+            ),
             torch.set_grad_enabled(enabled),
         ):
             feats._output.append(run.run(model))

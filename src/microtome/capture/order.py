@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Session
+from microtome.engine.frames import runs_elsewhere
 from microtome.engine.select import named
 from microtome.engine.standin import Stand, stand_in
 from microtome.inputs import Inputs
@@ -28,13 +29,15 @@ def order_of(model: nn.Module, inputs: Inputs, *, fast_paths: bool) -> tuple[str
 
     The model is run on tensors without values: one that runs so cannot branch on them, unless its code catches the
     error or asks whether it has values. The answer is remembered for these shapes, as long as the model and what its
-    modules hold stay as they are.
+    modules hold stay as they are. None, too, while another thread runs the model.
     """
     key = _key(model, inputs, fast_paths)
     orders = _orders(model)
     if key is not None and key in orders:
         orders.move_to_end(key)
         return orders[key]
+    if runs_elsewhere(module for _, module in named(model)):  # it must not find stand-ins in place of weights
+        return None
     order = _find(model, inputs, fast_paths)
     if key is not None:
         orders[key] = order
@@ -63,7 +66,10 @@ def _find(model: nn.Module, inputs: Inputs, fast_paths: bool) -> tuple[str, ...]
     for stand in _STANDS:
         ends = _Ends()
         try:
-            with stand_in(model, inputs, stand) as standing, Session(model, [ends], fast_paths=fast_paths):
+            with (
+                stand_in(model, inputs, stand) as standing,
+                Session(model, [ends], fast_paths=fast_paths, other_threads="refused"),
+            ):
                 before = _random_states()
                 standing.run(model)
                 if _random_states() != before:

@@ -294,6 +294,10 @@ class _Outputs(Probe):
     def _add(self, call: Call, output: Any) -> bool:
         try:
             return self._recorder.add(call.address, output)
+        except BadQuery:
+            if self._recorder._is_done:  # closed in another thread meanwhile
+                return False
+            raise
         except Unsupported as error:
             error.add_note(f"in what {call.address!r} gave")
             raise

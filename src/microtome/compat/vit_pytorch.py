@@ -232,13 +232,15 @@ class Recorder(_Wrapper):
         transformer = getattr(self.vit, "transformer", None)
         at = select(self.vit, transformer) if isinstance(transformer, nn.Module) else None
         probe = AttentionProbe(self._keep, at=at)
-        with Session(self.vit, [probe], whole=ATTENTION):
+        with Session(self.vit, [probe], whole=ATTENTION, other_threads="unseen"):
             prediction = given.run(self.vit)
         if not self.recordings:
             raise _nothing_seen(self.vit, probe)
         known = KnownAttention.after(probe, self._keep)
         if known is not None:
-            self._known = _Known(known, Session(self.vit, [known], at=known.paths), list(self.vit.modules()))
+            self._known = _Known(
+                known, Session(self.vit, [known], at=known.paths, other_threads="unseen"), list(self.vit.modules())
+            )
         return prediction
 
     def _run_known(self, given: Inputs) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from microtome.engine.calls import Call
-from microtome.engine.owners import DEEPEST, AccumulateGrad, Node, Owners, current_node, graph_task, next_number
-from microtome.engine.threads import Thread, Threads
+from microtome.engine.owners import DEEPEST, AccumulateGrad, Node, Owners, current_node, next_number
+from microtome.engine.threads import Thread, Threads, graph_task
 from microtome.errors import ProbeError, Unsupported
 
 

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from microtome.engine.frames import stacks, walk
 from microtome.errors import Unsupported
 
 _CALL = "_compiled_call_impl"
@@ -225,14 +226,7 @@ def _is_at(frame: FrameType, offsets: range) -> bool:
 
 def _is_read_anywhere(*, but: FrameType | None = None) -> bool:
     """Whether any thread is at one of the two reads or between them; in the midst of it, other code may run."""
-    frames: dict[int, FrameType | None] = {**sys._current_frames()}
-    frames[threading.get_ident()] = sys._getframe(1)  # a frame that refers to itself would outlive the call
-    for frame in frames.values():
-        while frame is not None:
-            if frame is not but and _is_at(frame, _BOTH_READS):
-                return True
-            frame = frame.f_back
-    return False
+    return any(frame is not but and _is_at(frame, _BOTH_READS) for top in stacks().values() for frame in walk(top))
 
 
 chain = Chain()

@@ -14,13 +14,12 @@ from microtome.engine.calls import Call, Run, Site
 from microtome.engine.functions import Whole
 from microtome.engine.sites import Sites
 from microtome.engine.structure import tensors_in
-from microtome.engine.threads import Thread, Threads
+from microtome.engine.threads import Thread, Threads, graph_task
 
 #: An autograd node: a `torch.autograd.graph.Node`, whose stub lacks much.
 Node = Any
 
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-graph_task: Callable[[], int] = torch._C._current_graph_task_id
 current_node: Callable[[], Node] = torch._C._current_autograd_node
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 

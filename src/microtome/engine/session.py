@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Container, Iterable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,14 @@ from microtome.engine.changes import Change
 from microtome.engine.functions import Function, FunctionMode, Whole, is_stand_in, outcome, run_standing
 from microtome.engine.intercept import AnyCall, chain
 from microtome.engine.ops import OpMode
-from microtome.engine.owners import Owners, graph_task, next_number, nodes_of
+from microtome.engine.owners import Owners, next_number, nodes_of
 from microtome.engine.probes import Feed, Intervention, Probe, Replace, Skip, Stop, Stopped, Where
 from microtome.engine.select import Selector, check_model, select
 from microtome.engine.sites import ModelSites, ProcessSites, Sites
 from microtome.engine.structure import tensors_in
 from microtome.engine.telling import methods_of, tell, tell_moves
-from microtome.engine.threads import Thread, Threads
-from microtome.errors import MicrotomeError, SessionError
+from microtome.engine.threads import Thread, Threads, graph_task
+from microtome.errors import MicrotomeError, SessionError, Unsupported
 
 
 class Session:
@@ -44,6 +45,9 @@ class Session:
         whole: Functions of torch that probes are told of as of one operator, in place of those inside.
         fast_paths: Whether TransformerEncoderLayer and MultiheadAttention may run as one fused operator, as they do
             without a session, and so without the calls inside them.
+        other_threads: Calls in other threads than the one that opens the session are `"seen"` and changed like its own;
+            or they run `"unseen"` and unchanged, or are `"refused"`, unless the thread works for a call of its own: see
+            `Threads.joins`.
 
     >>> from torch import nn, ones
     >>> class Show(Probe):
@@ -65,8 +69,10 @@ class Session:
         backward: bool = False,
         whole: Collection[Function] = (),
         fast_paths: bool = False,
+        other_threads: Literal["seen", "unseen", "refused"] = "seen",
     ) -> None:
         self.fast_paths = fast_paths
+        self._other_threads = other_threads
         self.model = None if model is None else check_model(model)
         probes = _several(probes, "probes", Probe)
         self._interventions = _several(interventions, "interventions", Replace, Feed, Skip, Stop)
@@ -100,7 +106,7 @@ class Session:
         if self._open is not None:
             raise SessionError("this session is already open: use a new one for each `with` that lies inside another")
         chain.run_eagerly()
-        self._threads = Threads()
+        self._threads = Threads(everywhere=self._other_threads == "seen")
         self._opener = self._threads.here()
         self._owners = Owners(self._threads, self._sites) if self._backward else None
         self._resolve_interventions()
@@ -179,7 +185,7 @@ class Session:
         owners, changes = self._owners, self._changes
         owned = owners is not None
         enter, exit_, feeds = self._enter, self._exit, self.feeds
-        onward = inner or _run_module
+        onward, all_threads = inner or _run_module, self._other_threads == "seen"
 
         def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             key = id(module)
@@ -189,6 +195,8 @@ class Session:
             try:
                 thread = local.state
             except AttributeError:
+                if not all_threads:
+                    return self._run_elsewhere(inner, site, module, args, kwargs)
                 thread = self._threads.here()
             run = thread.run
             task = graph_task()
@@ -210,7 +218,7 @@ class Session:
                     change = changes.get(site) if changes else None
                     if change is not None:
                         args, kwargs = change.feed(call, args, kwargs)
-                    if enter:
+                    if enter and self._open is not None:
                         tell(enter, "enter", call, args, kwargs)
                     if change is not None:
                         if feeds:
@@ -225,7 +233,7 @@ class Session:
                 except BaseException as error:
                     self._tell_failure(call, error)
                     raise
-                if exit_:
+                if exit_ and self._open is not None:
                     tell(exit_, "exit", call, args, kwargs, output)
             finally:
                 stack.pop()
@@ -243,6 +251,22 @@ class Session:
             return output
 
         return call_module
+
+    def _run_elsewhere(
+        self, inner: AnyCall | None, site: Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call of another thread than the session's: as one of the session's, or past it."""
+        if self._threads.joins(site):
+            with self._threads.joined():
+                return self.wrap_call(inner)(module, *args, **kwargs)
+        if self._other_threads == "refused" and self._open is not None:
+            raise Unsupported(
+                f"{site.path or 'the model'} ({type(module).__name__}) is called in thread "
+                f"{threading.current_thread().name!r} while another thread runs the model on stand-ins for its "
+                "weights, as mt.trace, mt.profile and mt.split do: call it when that has ended"
+            )
+        with self._threads.set_apart():
+            return (inner or _run_module)(module, *args, **kwargs)
 
     def wrap_change(self, inner: AnyCall | None) -> AnyCall:
         """The innermost part of the way through a session that feeds, where outputs are changed.
@@ -266,6 +290,8 @@ class Session:
     def wrap_backward(self, inner: AnyCall) -> AnyCall:
         """The way of a backward through this session; node by node only if probes are told or it makes a graph."""
         owners, threads = self._owners, self._threads
+        if self._other_threads != "seen":
+            inner = threads.watch_backward(inner)
         if owners is None:
             return self._wrap_functions(inner)
         probes = BackwardProbes(
@@ -380,6 +406,8 @@ class Session:
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
         self._threads.here().changing = None
+        if self._open is None:
+            return
         try:
             tell(self._fail, "fail", call, error)
         except MicrotomeError as second:  # what the model raised goes first

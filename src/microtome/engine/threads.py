@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter, itemgetter
+from typing import Any
 
+import torch
 from torch import nn
 
-from microtome.engine.calls import Call, Run
+from microtome.engine.calls import Call, Run, Site
 from microtome.engine.changes import Change
+from microtome.engine.frames import is_in_module
 from microtome.engine.functions import Whole
+
+#: The backward that runs in this thread, by a number; -1: none does.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 _keys = itertools.count()
 _start = itemgetter(0)
@@ -106,23 +115,86 @@ class Thread:
 
 
 class Threads:
-    """The threads that run modules of the session; each is forgotten when it ends."""
+    """The threads that run modules of the session; each is forgotten when it ends.
 
-    def __init__(self) -> None:
+    Args:
+        everywhere: Whether the session is for all threads, or for the one that opens it and those that join it.
+    """
+
+    def __init__(self, *, everywhere: bool = True) -> None:
+        self._everywhere = everywhere
         self.local = threading.local()
         #: By key.
         self.living: weakref.WeakValueDictionary[int, Thread] = weakref.WeakValueDictionary()
-        self.local.state = self._new(tags=False)  # the thread that opens the session
+        #: Of the thread that opens the session.
+        self.opener = self.local.state = self._new(tags=False)
+        # How many backwards run that it called.
+        self._backwards = 0
 
     def here(self) -> Thread:
         """This thread's share."""
         try:
             state: Thread = self.local.state
         except AttributeError:
-            state = self.local.state = self._new(tags=True)
+            state = self._new(tags=True)
+            if self._everywhere:
+                self.local.state = state
         return state
 
     def _new(self, *, tags: bool) -> Thread:
         thread = Thread(tags=tags)
         self.living[thread.key] = thread
         return thread
+
+    # -- sessions that are for one thread ------------------------------------------------------------------------------
+
+    def joins(self, site: Site) -> bool:
+        """Whether a call of this module, in another thread than the opener's, is part of what the opener runs.
+
+        A call of a module below the one that the opener runs at the moment is: a forward that has workers call its
+        submodules, as DataParallel's does, waits for them. Unless it is inside a call that the other thread made before
+        the session was opened. And so is a recomputation in a backward that the opener called.
+        """
+        if getattr(self.local, "apart", False):
+            return False
+        if graph_task() != -1:
+            return self._backwards > 0
+        run = self.opener.run
+        calls = [] if run is None else run.open[-1:]
+        return any(call._site.contains(site) for call in calls) and not is_in_module(sys._getframe())
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Have this thread be one of the session's while a call of it runs."""
+        self.local.state = self._new(tags=True)
+        try:
+            yield
+        finally:
+            del self.local.state
+
+    @contextmanager
+    def set_apart(self) -> Iterator[None]:
+        """Have this thread be none of the session's while a call of it runs, with all calls inside."""
+        before, self.local.apart = getattr(self.local, "apart", False), True
+        try:
+            yield
+        finally:
+            self.local.apart = before
+
+    def watch_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that runs a backward, and for whom: autograd has threads of its own, which do not tell."""
+
+        def run_watched(*args: Any, **kwargs: Any) -> Any:
+            thread = getattr(self.local, "state", None)
+            if thread is None:
+                with self.set_apart():
+                    return run(*args, **kwargs)
+            if thread is not self.opener:
+                return run(*args, **kwargs)
+            self._backwards += 1
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._backwards -= 1
+
+        return run_watched

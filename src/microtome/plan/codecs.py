@@ -166,7 +166,7 @@ def _run(model: nn.Module, inputs: Inputs, wanted: dict[str, Live], measure: Any
     for value in wanted.values():
         if value.source is None:
             measure(value.name, _find(value, (inputs.args, inputs.kwargs)))
-    with torch.no_grad(), Session(model, [_Values(wanted.values(), measure)]):
+    with torch.no_grad(), Session(model, [_Values(wanted.values(), measure)], other_threads="unseen"):
         inputs.run(model)
 
 

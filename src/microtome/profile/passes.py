@@ -168,7 +168,7 @@ class Passes:
 
     def session(self, probe: Probe, tree: Tree) -> Session:
         """What shows a probe the calls of a tree."""
-        return Session(self.model, [probe], at=tree.selector(), fast_paths=self.fast_paths)
+        return Session(self.model, [probe], at=tree.selector(), fast_paths=self.fast_paths, other_threads="unseen")
 
     def look(self, tree: Tree) -> None:
         """Find out whether fast paths hide calls, and whether a pass makes the calls that it is to make."""

@@ -155,7 +155,8 @@ class Stage:
             interventions.append(Stop(self._cut, when=run.is_over))
         # In one session with the run, or the probes would not see the exit of the call at which it stops.
         at = None if probes else self._seen
-        return Session(self.model, [run, *probes], interventions, at=at, fast_paths=True), run
+        session = Session(self.model, [run, *probes], interventions, at=at, fast_paths=True, other_threads="unseen")
+        return session, run
 
     def _missing(self) -> list[str]:
         held = {name: tensor_at(self.model, name) for name in self._needed}

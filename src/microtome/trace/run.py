@@ -114,7 +114,8 @@ def _run(model: nn.Module, inputs: Inputs, how: How, probes: list[Any], *, backw
     with stand_in(model, inputs, how.stand, recorder.originals) as standing:
         recorder.name(model, standing)
         grad = torch.is_grad_enabled() or backward
-        with Session(model, probes, backward=backward, whole=WHOLE), torch.set_grad_enabled(grad):
+        session = Session(model, probes, backward=backward, whole=WHOLE, other_threads="refused")
+        with session, torch.set_grad_enabled(grad):
             output = standing.run(model)
             if backward:
                 _backward(recorder, output)

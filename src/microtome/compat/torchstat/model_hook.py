@@ -95,7 +95,7 @@ class ModelHook:
             model.eval()
             # On meta tensors nothing is computed, so there is no time to take.
             for probe in (counter,) if clock.device.type == "meta" else (counter, clock):
-                with Session(model, [probe]):
+                with Session(model, [probe], other_threads="unseen"):
                     given.run(model)
         counter.warn()
         #: Every module by its path, the root's being `""`.

@@ -277,7 +277,7 @@ class WrappedModel(nn.Module):
     def _whole(self, given: Inputs, bank: Bank) -> Any:
         if not bank.wanted:
             return given.run(self.model)
-        with Session(self.model, [bank], fast_paths=True):
+        with Session(self.model, [bank], fast_paths=True, other_threads="unseen"):
             return given.run(self.model)
 
     def _gradients(self) -> AbstractContextManager[Any]:
@@ -313,7 +313,7 @@ class WrappedModel(nn.Module):
         at = [modules[path] for path in paths if path in modules]
         if observer is None or not at:
             return nullcontext()
-        return Session(self.model, [observer], at=at, fast_paths=True)
+        return Session(self.model, [observer], at=at, fast_paths=True, other_threads="unseen")
 
     def _note(self, observer: LayerObserver, resumed_after: int | None) -> None:
         """Write what was seen of the layers into their records."""

@@ -1,0 +1,51 @@
+"""The Python stacks of all threads."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from types import FrameType
+
+from torch import nn
+
+_CALL_IMPL = nn.Module._call_impl.__code__
+_lock = threading.RLock()
+
+
+def stacks() -> dict[int, FrameType]:
+    """The innermost frame of each thread; of this one, the caller's.
+
+    `sys._current_frames` allocates while it holds a lock of the interpreter. A garbage collection that this starts may
+    run Python code, and switch to a thread that waits for that lock: before 3.11.9 and 3.12.3, CPython hangs then.
+    """
+    with _lock:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            frames = sys._current_frames()
+        finally:
+            if enabled:
+                gc.enable()
+    frames[threading.get_ident()] = sys._getframe(1)  # a frame that refers to itself would outlive its call
+    return frames
+
+
+def walk(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those outside it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def is_in_module(frame: FrameType) -> bool:
+    """Whether a stack is inside the call of a module."""
+    return any(outer.f_code is _CALL_IMPL for outer in walk(frame))
+
+
+def runs_elsewhere(modules: Iterable[nn.Module]) -> bool:
+    """Whether another thread is inside a call of one of these modules."""
+    wanted, here = set(map(id, modules)), threading.get_ident()
+    outside = [frame for thread, top in stacks().items() if thread != here for frame in walk(top)]
+    return any(frame.f_code is _CALL_IMPL and id(frame.f_locals["self"]) in wanted for frame in outside)
