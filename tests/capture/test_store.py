@@ -452,7 +452,7 @@ def test_a_large_borrowed_tensor_is_not_copied(tmp_path: Path, monkeypatch: pyte
     large, small = torch.zeros(LARGE), torch.zeros(2)
     with DiskStore(tmp_path, MANIFEST) as store:
         store.add("fc", large, borrowed=True)
-        assert (written, store.queued_bytes, store.written) == ([large.data_ptr()], 0, 0)
+        assert ({*written}, store.queued_bytes, store.written) == ({large.data_ptr()}, 0, 0)
         store.add("fc", small, borrowed=True)
     assert small.data_ptr() not in written
     assert (tmp_path / "shard-00000.safetensors").stat().st_size <= large.nbytes + small.nbytes + 16384
@@ -929,8 +929,8 @@ def test_a_damaged_shard_is_named_and_the_others_load(tmp_path: Path) -> None:
             series[3]
 
 
-@pytest.mark.parametrize("garbage", [b'{"file": "shard-0', b"\0\0\0\0", b"\0\0\n", b"[]\n"])
-def test_a_last_line_that_is_not_whole_is_ignored(tmp_path: Path, garbage: bytes) -> None:
+@pytest.mark.parametrize("garbage", [b'{"file": "shard-0', b"\0\0\0\0"])
+def test_a_last_line_without_its_newline_is_ignored(tmp_path: Path, garbage: bytes) -> None:
     recorded(tmp_path, 2)
     with (tmp_path / "index.jsonl").open("ab") as index:
         index.write(garbage)
@@ -940,6 +940,19 @@ def test_a_last_line_that_is_not_whole_is_ignored(tmp_path: Path, garbage: bytes
         store.add("fc", torch.zeros(4))
     with open_folder(tmp_path) as recording:
         assert len(recording["fc"]) == 3
+
+
+@pytest.mark.parametrize("garbage", [b"\0\0\n", b"[]\n"])
+def test_a_last_line_that_is_damaged_is_named_and_kept(tmp_path: Path, garbage: bytes) -> None:
+    recorded(tmp_path, 2)
+    with (tmp_path / "index.jsonl").open("ab") as index:
+        index.write(garbage)
+    before = (tmp_path / "index.jsonl").read_bytes()
+    with pytest.raises(BadFile, match="line 3 of .*index.jsonl' is not one of a recording's index"):
+        open_folder(tmp_path)
+    with pytest.raises(BadFile, match="line 3 of .*index.jsonl' is not one of a recording's index"):
+        DiskStore(tmp_path, MANIFEST, append=True)
+    assert (tmp_path / "index.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("change", ["garbage", "../shard", "F99", "no file"])

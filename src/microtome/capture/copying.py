@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +20,18 @@ class Add(Protocol):
     def __call__(self, name: str, tensor: Tensor, *, borrowed: bool = False) -> None: ...
 
 
+class _Waiting(NamedTuple):
+    """Something to be done in its turn, once a copy has arrived."""
+
+    do: Callable[[], None]
+    arrived: torch.cuda.Event | None = None
+    nbytes: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.arrived is None or self.arrived.query()
+
+
 class Copier:
     """Hands on tensors in the machine's memory.
 
@@ -30,7 +44,7 @@ class Copier:
 
     def __init__(self, add: Add) -> None:
         self._add = add
-        self._waiting: deque[tuple[torch.cuda.Event, str, Tensor]] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._bytes = 0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -47,6 +61,13 @@ class Copier:
         while self._waiting and self._bytes + tensor.nbytes > _ON_THE_WAY:
             self._hand_on_one()
         self._send(name, tensor, fresh=fresh)
+
+    def after_these(self, do: Callable[[], None]) -> None:
+        """Call a function once everything that was added before is handed on."""
+        if self._waiting:
+            self._waiting.append(_Waiting(do))
+        else:
+            do()
 
     def drain(self) -> None:
         """Hand on everything, waiting for what is on its way."""
@@ -65,15 +86,19 @@ class Copier:
             arrived = torch.cuda.Event()
             arrived.record()
         kept.record_stream(stream)  # its memory is not given to others before
-        self._waiting.append((arrived, name, there))
+        self._waiting.append(_Waiting(partial(self._hand, name, there), arrived, there.nbytes))
         self._bytes += there.nbytes
 
     def _hand_on(self, *, done_only: bool) -> None:
-        while self._waiting and not (done_only and not self._waiting[0][0].query()):
+        while self._waiting and (not done_only or self._waiting[0].is_ready):
             self._hand_on_one()
 
     def _hand_on_one(self) -> None:
-        arrived, name, there = self._waiting.popleft()
-        arrived.synchronize()
-        self._bytes -= there.nbytes
+        first = self._waiting.popleft()
+        if first.arrived is not None:
+            first.arrived.synchronize()
+        self._bytes -= first.nbytes
+        first.do()
+
+    def _hand(self, name: str, there: Tensor) -> None:
         self._add(name, there.clone())  # pinned memory is scarce

@@ -210,6 +210,16 @@ class Recorder(Mapping[str, Series]):
             self._copier.add(name + place, kept, fresh=self._own_reduction and _is_fresh(kept, tensor))
         return added
 
+    def begin_run(self) -> None:
+        """Note that a run of the model begins."""
+        if isinstance(self._store, DiskStore):
+            self._copier.after_these(self._store.begin_run)
+
+    def end_run(self) -> None:
+        """Note that a run of the model has ended, by an exception or not."""
+        if isinstance(self._store, DiskStore):
+            self._copier.after_these(self._store.end_run)
+
     def ran(self) -> None:
         """The model ran once."""
         self._runs += 1
@@ -307,12 +317,19 @@ class _Runs(Probe):
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if call.parent is None:
+            self._recorder.begin_run()
+
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if call.parent is None and call.phase == "forward" and not any(map(is_stand_in, tensors_in(output))):
-            self._recorder.ran()
+        if call.parent is None:
+            self._recorder.end_run()
+            if call.phase == "forward" and not any(map(is_stand_in, tensors_in(output))):
+                self._recorder.ran()
 
     def fail(self, call: Call, error: BaseException) -> None:
         if call.parent is None:
+            self._recorder.end_run()
             self._recorder._failed = True
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from microtome.capture.store.index import INDEX, Line, Piece, Totals, append_line
+from microtome.capture.store.index import INDEX, Line, Piece, Totals, append_lines, tensor_key
 from microtome.capture.store.owned import BESIDE_BYTES, cost
 from microtome.capture.store.shard import CODES, OpenShard, header_bytes, write_shard
 from microtome.capture.store.stats import Stats
@@ -26,11 +26,6 @@ _PART_BYTES = 16 * 2**20
 
 #: The least room that is left for a header, which with the number before it makes whole pages.
 _ROOM_BYTES = 16 * 2**10 - 8
-
-
-def tensor_key(name: str, number: int) -> str:
-    """What a tensor is called in its shard."""
-    return f"{name}:{number}"
 
 
 def can_go_alone(tensor: Tensor) -> bool:
@@ -66,6 +61,7 @@ class Batch:
         held_bytes: What these take in memory.
         seen_bytes: Of all tensors, also those that were only counted.
         full: Whether the limit had been reached.
+        ends_run: Whether no run of the model was under way when it was completed.
     """
 
     def __init__(self, shard_bytes: int) -> None:
@@ -73,6 +69,7 @@ class Batch:
         self.tensors: dict[str, Tensor] = {}
         self.held_bytes = self.seen_bytes = 0
         self.full = False
+        self.ends_run = True
         self._shard_bytes = shard_bytes
         self._count = self._kept_bytes = self._header_bytes = 0
         self._room: int | None = None
@@ -80,6 +77,11 @@ class Batch:
     @property
     def is_complete(self) -> bool:
         return self.seen_bytes >= self._shard_bytes or self._count >= _TENSORS
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether it is better completed inside a run than at its end."""
+        return self.seen_bytes >= 2 * self._shard_bytes or self._count >= _TENSORS
 
     @property
     def has_part(self) -> bool:
@@ -136,7 +138,9 @@ class Batch:
 
 
 class Shelf:
-    """Writes batches to a folder, each as a shard and then a line that names it.
+    """Writes batches to a folder, each as a shard and then a line of the index.
+
+    The lines of a run are held back until it has ended, so that a process that is killed leaves whole runs.
 
     Args:
         totals: What is there already; kept up with what is written.
@@ -148,6 +152,7 @@ class Shelf:
         self._totals = totals
         self._sync = sync
         self._shard: OpenShard | None = None
+        self._held_back: list[Line] = []
         self._index = os.open(folder / INDEX, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def write(self, item: Part | Batch, begun: Callable[[], None] = lambda: None) -> None:
@@ -166,19 +171,31 @@ class Shelf:
     @property
     def _file(self) -> str:
         # A file of this name that is there was not yet in the index when its writer was killed.
-        return f"shard-{self._totals.shards:05d}.safetensors"
+        held_back = sum(line.file is not None for line in self._held_back)
+        return f"shard-{self._totals.shards + held_back:05d}.safetensors"
 
     def _complete(self, batch: Batch, begun: Callable[[], None]) -> None:
-        file, file_bytes = None, 0
+        line = Line(None, 0, batch.full, batch.pieces, batch.ends_run)
         if self._shard is not None:
             self._shard.write(batch.tensors, begun)
-            file, file_bytes = self._file, self._shard.finish(sync=self._sync)
+            line.file = self._file
+            line.file_bytes, sums = self._shard.finish(sync=self._sync)
+            line.add_sums(sums)
             self._shard = None
         elif batch.tensors:
-            file, file_bytes = self._file, write_shard(self._folder / self._file, batch.tensors, sync=self._sync)
-        line = Line(file, file_bytes, batch.full, batch.pieces)
-        append_line(self._index, line, sync=self._sync)
-        self._totals.add(line)
+            line.file = self._file
+            line.file_bytes, sums = write_shard(self._folder / line.file, batch.tensors, sync=self._sync)
+            line.add_sums(sums)
+        self._held_back.append(line)
+        if line.ends_run:
+            self._release()
+
+    def _release(self) -> None:
+        """Add the lines that were held back to the index."""
+        append_lines(self._index, self._held_back, sync=self._sync)
+        for line in self._held_back:
+            self._totals.add(line)
+        self._held_back = []
 
     def _discard(self) -> None:
         if self._shard is not None:

@@ -26,7 +26,8 @@ MIB = 2**20
 class DiskStore:
     """Writes tensors to safetensors shards in a folder, from a thread of its own.
 
-    What the index names is whole: a process that is killed loses at most the shard being written and what was queued.
+    What the index names is whole, and of whole runs: a process that is killed loses at most the run that it was in, the
+    shard being written and what was queued.
 
     Args:
         folder: Made where it is not there.
@@ -76,6 +77,8 @@ class DiskStore:
         self._writer: Writer[Part | Batch] = Writer(shelf.write)
         self._batch = Batch(self._shard_bytes)
         self._full = self._closed = self._told = False
+        self._runs_open = 0
+        self._was_cut = False
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -98,7 +101,19 @@ class DiskStore:
                 self._write(name, ordered, lent=lent)
             else:
                 self._count_in(name, tensor)
-            if self._batch.is_complete:
+            if self._batch.is_complete and (not self._runs_open or self._batch.is_overdue):
+                self._cut()
+
+    def begin_run(self) -> None:
+        """Hold back from the index what is added until the run ends."""
+        with self._lock:
+            self._runs_open += 1
+
+    def end_run(self) -> None:
+        """Let the index name what was added since the run began."""
+        with self._lock:
+            self._runs_open -= 1
+            if not self._runs_open and not self._closed and (self._was_cut or self._batch.is_complete):
                 self._cut()
 
     def _write(self, name: str, tensor: Tensor, *, lent: bool) -> None:
@@ -147,8 +162,10 @@ class DiskStore:
 
     def _cut(self) -> None:
         """Hand what was added since the last time to the thread."""
-        if self._batch.pieces:
+        if self._batch.pieces or self._was_cut:
             self._batch.full = self._full
+            self._batch.ends_run = not self._runs_open
+            self._was_cut = not self._batch.ends_run
             batch, self._batch = self._batch, Batch(self._shard_bytes)
             self._writer.put(batch)
 
@@ -166,6 +183,7 @@ class DiskStore:
             forked = not self._writer.alive and self._writer.error is None
             if self._closed or forked:  # the folder is the other process's
                 return
+            self._runs_open = 0  # what a run gave before it was abandoned is kept
             self._cut()
             self._closed = True
             try:

@@ -49,7 +49,7 @@ def begin(folder: Path, manifest: Mapping[str, Any], no_stats: Stats, *, append:
     if not (folder / MANIFEST).exists():
         write_manifest(folder, mine, sync=sync)
         return totals
-    lines, end = read_index(folder)
+    lines, end = read_index(folder, checked=read_manifest(folder).checked)
     for line in lines:
         totals.add(line)
     if not append and not totals.count:  # one that ended before anything was recorded
@@ -82,7 +82,7 @@ def _as_json(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_same(folder: Path, mine: dict[str, Any]) -> None:
-    found = read_manifest(folder)
+    found = read_manifest(folder).content
     for key in _SAME:
         if found.get(key) != mine.get(key):
             raise BadFile(

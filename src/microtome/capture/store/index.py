@@ -1,22 +1,31 @@
-"""What a recording says of itself: a manifest, and an index with one line of JSON for each shard."""
+"""The manifest of a recording, and its index: a line of JSON for each shard, with its checksum at the end."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from microtome.capture.store.shard import DTYPES, write_all, write_whole
+from xxhash import xxh3_64_hexdigest
+
+from microtome.capture.store.shard import DTYPES, ShardSums, write_all, write_whole
 from microtome.capture.store.stats import Stats
-from microtome.errors import BadFile
+from microtome.errors import BadFile, said
 
 MANIFEST = "manifest.json"
 INDEX = "index.jsonl"
 KIND = "recording"
-SCHEMA = 1
+SCHEMA = 2
+
+#: The version without checksums, which is still read and appended to.
+_UNCHECKED = 1
+
+_SUM, _SUM_END = b',"sum":"', b'"}'
+_SUM_BYTES = len(_SUM) + 16 + len(_SUM_END)
 
 
 @dataclass
@@ -30,6 +39,7 @@ class Piece:
         first: The number among its name's of the first tensor in the shard.
         shapes: Of the tensors in the shard.
         dtypes: Theirs, as safetensors calls them.
+        sums: Their checksums; empty where the recording was made without.
     """
 
     stats: Stats
@@ -38,6 +48,7 @@ class Piece:
     first: int = 0
     shapes: list[list[int]] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
+    sums: list[str] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -54,20 +65,36 @@ class Line:
         file_bytes: How long it is.
         full: Whether the limit had been reached.
         pieces: By name.
+        ends_run: False: the shard ends inside a run of the model, and the next line goes on with the run.
+        header_sum: The checksum of the shard's header; None where the recording was made without.
     """
 
     file: str | None
     file_bytes: int
     full: bool
     pieces: dict[str, Piece]
+    ends_run: bool = True
+    header_sum: str | None = None
+
+    def add_sums(self, sums: ShardSums) -> None:
+        self.header_sum = sums.header
+        for name, piece in self.pieces.items():
+            keys = (tensor_key(name, piece.first + at) for at in range(len(piece.shapes)))
+            piece.sums = [sums.tensors[key] for key in keys]
 
     def text(self) -> bytes:
         pieces = {name: vars(piece) | {"stats": piece.stats.as_dict()} for name, piece in self.pieces.items()}
-        return json.dumps(vars(self) | {"pieces": pieces}, separators=(",", ":")).encode() + b"\n"
+        body = json.dumps(vars(self) | {"pieces": pieces}, separators=(",", ":")).encode()
+        return body[:-1] + _SUM + xxh3_64_hexdigest(body).encode() + _SUM_END + b"\n"
 
     @classmethod
-    def parse(cls, text: bytes) -> Line:
-        data = json.loads(text)
+    def parse(cls, text: bytes, *, checked: bool = True) -> Line:
+        """Read a line.
+
+        Args:
+            checked: Whether it must have a checksum.
+        """
+        data = json.loads(_verified(text) if checked or _has_sum(text) else text)
         pieces = {
             name: Piece(**(piece | {"stats": Stats.from_dict(piece["stats"])}))
             for name, piece in data["pieces"].items()
@@ -82,8 +109,29 @@ class Line:
         for piece in self.pieces.values():
             if not set(piece.dtypes) <= DTYPES.keys() or len(piece.shapes) != len(piece.dtypes):
                 raise ValueError("a tensor of no dtype that is known")
+            if piece.sums and len(piece.sums) != len(piece.shapes):
+                raise ValueError("a tensor without a checksum")
             if piece.shapes and self.file is None:
                 raise ValueError("a tensor in no shard")
+
+
+def tensor_key(name: str, number: int) -> str:
+    """The key of a tensor in its shard."""
+    return f"{name}:{number}"
+
+
+def _has_sum(text: bytes) -> bool:
+    return text[-_SUM_BYTES:].startswith(_SUM) and text.endswith(_SUM_END)
+
+
+def _verified(text: bytes) -> bytes:
+    """The line without its checksum, which must be that of the rest."""
+    if not _has_sum(text):
+        raise ValueError("expected a checksum at its end")
+    body, found = text[:-_SUM_BYTES] + b"}", text[-_SUM_BYTES + len(_SUM) : -len(_SUM_END)].decode(errors="replace")
+    if found != (expected := xxh3_64_hexdigest(body)):
+        raise ValueError(f"expected the checksum {expected}, got {found!r}")
+    return body
 
 
 @dataclass
@@ -122,33 +170,61 @@ class Totals:
             self.stats[name].merge(piece.stats)
 
 
-def read_index(folder: Path) -> tuple[list[Line], int]:
-    """The lines, and where the last whole one ends: a process that was killed may have left part of one after it."""
+def read_index(folder: Path, *, checked: bool) -> tuple[list[Line], int]:
+    """Read the lines of all runs that were recorded whole, and where the last of these lines ends.
+
+    A process that was killed may have left the beginning of a line after it, or lines of a run without its last.
+
+    Args:
+        checked: Whether every line must have a checksum.
+    """
+    file = folder / INDEX
     try:
-        data = (folder / INDEX).read_bytes()
+        data = file.read_bytes()
     except FileNotFoundError:
         return [], 0
     except OSError as error:
-        raise BadFile(f"cannot read {str(folder / INDEX)!r}: {error.strerror}") from error
+        raise BadFile(f"cannot read {str(file)!r}: {error.strerror}") from error
     lines: list[Line] = []
-    end = 0
+    ends = [0]
     *texts, rest = data.split(b"\n")
     for number, text in enumerate(texts, 1):
-        try:
-            lines.append(Line.parse(text))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            if number == len(texts) and not rest:
-                break
-            raise BadFile(f"line {number} of {str(folder / INDEX)!r} is not one of a recording's index") from error
-        end += len(text) + 1
-    return lines, end
+        lines.append(_parse(file, number, text, checked=checked))
+        ends.append(ends[-1] + len(text) + 1)
+    if rest and _is_line(rest[:-1]):  # a whole line whose newline is another character
+        raise _damaged(file, len(texts) + 1, "expected a newline at its end")
+    while lines and not lines[-1].ends_run:
+        lines.pop()
+    return lines, ends[len(lines)]
 
 
-def append_line(descriptor: int, line: Line, *, sync: bool) -> None:
-    """Add a line at the end; on an error the index is as before."""
+def _parse(file: Path, number: int, text: bytes, *, checked: bool) -> Line:
+    try:
+        return Line.parse(text, checked=checked)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(file, number, said(error)) from error
+
+
+def _is_line(text: bytes) -> bool:
+    try:
+        Line.parse(text)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+    return True
+
+
+def _damaged(file: Path, number: int, why: str) -> BadFile:
+    return BadFile(
+        f"line {number} of {str(file)!r} is not one of a recording's index: {why}; restore the file from a copy, or "
+        f"remove the line, and with it the tensors of one shard, to read the rest"
+    )
+
+
+def append_lines(descriptor: int, lines: Sequence[Line], *, sync: bool) -> None:
+    """Add lines at the end; on an error the index is as before."""
     end = os.fstat(descriptor).st_size
     try:
-        write_all(descriptor, [line.text()])
+        write_all(descriptor, [b"".join(line.text() for line in lines)])
         if sync:
             os.fsync(descriptor)
     except BaseException:
@@ -156,21 +232,48 @@ def append_line(descriptor: int, line: Line, *, sync: bool) -> None:
         raise
 
 
+@dataclass
+class Manifest:
+    """The manifest of a recording.
+
+    Attributes:
+        content: What the recorder says of the recording.
+        checked: Whether every line of its index has a checksum.
+    """
+
+    content: dict[str, Any]
+    checked: bool
+
+
 def write_manifest(folder: Path, manifest: dict[str, Any], *, sync: bool) -> None:
-    text = json.dumps({"kind": KIND, "schema": SCHEMA, "manifest": manifest}, indent=1) + "\n"
+    data = {"kind": KIND, "schema": SCHEMA, "manifest": manifest, "sum": _manifest_sum(manifest)}
+    text = json.dumps(data, indent=1) + "\n"
     write_whole(folder / MANIFEST, lambda descriptor: write_all(descriptor, [text.encode()]), sync=sync)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Manifest:
+    file = folder / MANIFEST
     try:
-        data = json.loads((folder / MANIFEST).read_bytes())
+        data = json.loads(file.read_bytes())
     except OSError as error:
         raise BadFile(f"{str(folder)!r} holds no recording: {MANIFEST}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise BadFile(f"{str(folder / MANIFEST)!r} is not JSON: {error}") from error
+        raise BadFile(f"{str(file)!r} is not JSON: {error}") from error
     if not isinstance(data, dict) or data.get("kind") != KIND or not isinstance(data.get("manifest"), dict):
         raise BadFile(f"{str(folder)!r} holds no recording: its {MANIFEST} is of something else")
-    if data.get("schema") != SCHEMA:
-        raise BadFile(f"{str(folder)!r} is of version {data.get('schema')!r} of a recording; this one reads {SCHEMA}")
-    manifest: dict[str, Any] = data["manifest"]
-    return manifest
+    if data.get("schema") not in (SCHEMA, _UNCHECKED):
+        raise BadFile(
+            f"{str(file)!r} is of version {data.get('schema')!r} of a recording; "
+            f"this one reads {_UNCHECKED} to {SCHEMA}"
+        )
+    checked = data["schema"] != _UNCHECKED
+    if checked and data.get("sum") != (expected := _manifest_sum(data["manifest"])):
+        raise BadFile(
+            f"{str(file)!r} is damaged: expected the checksum {expected}, got {data.get('sum')!r}; "
+            f"restore it from a copy"
+        )
+    return Manifest(data["manifest"], checked)
+
+
+def _manifest_sum(manifest: dict[str, Any]) -> str:
+    return xxh3_64_hexdigest(json.dumps(manifest, sort_keys=True).encode())

@@ -9,8 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
-from microtome.capture.store.batch import tensor_key
-from microtome.capture.store.index import Line, Totals, read_index, read_manifest
+from microtome.capture.store.index import Line, Totals, read_index, read_manifest, tensor_key
 from microtome.capture.store.series import Series
 from microtome.capture.store.shard import DTYPES, OnDisk, Shards
 from microtome.capture.store.stats import Stats
@@ -32,7 +31,9 @@ class Recording:
         self.folder = folder
         self.manifest = manifest
         self._totals = Totals()
-        self._shards = Shards(folder, {line.file: line.file_bytes for line in lines if line.file is not None})
+        files = [(line.file, line) for line in lines if line.file is not None]
+        sums = {file: line.header_sum for file, line in files if line.header_sum is not None}
+        self._shards = Shards(folder, {file: line.file_bytes for file, line in files}, sums)
         self._held: dict[str, list[OnDisk]] = {}
         for line in lines:
             self._totals.add(line)
@@ -45,7 +46,8 @@ class Recording:
             for at, (shape, code) in enumerate(zip(piece.shapes, piece.dtypes, strict=True)):
                 assert line.file is not None
                 key = tensor_key(name, piece.first + at)
-                held.append(OnDisk(self._shards, line.file, key, tuple(shape), DTYPES[code]))
+                checksum = piece.sums[at] if piece.sums else None
+                held.append(OnDisk(self._shards, line.file, key, tuple(shape), DTYPES[code], checksum))
 
     @property
     def names(self) -> list[str]:
@@ -124,4 +126,5 @@ def open_folder(path: str | PathLike[str]) -> Recording:
     folder = Path(path)
     if not folder.is_dir():
         raise BadFile(f"{str(folder)!r} holds no recording: it is no folder")
-    return Recording(folder, read_manifest(folder), read_index(folder)[0])
+    manifest = read_manifest(folder)
+    return Recording(folder, manifest.content, read_index(folder, checked=manifest.checked)[0])

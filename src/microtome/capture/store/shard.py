@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_hexdigest
 
 from microtome.errors import BadFile, BadQuery, said
 
@@ -113,12 +114,27 @@ def write_all(descriptor: int, buffers: Iterable[Any]) -> None:
             left[-1] = left[-1][done:]
 
 
-def write_shard(file: Path, tensors: Mapping[str, Tensor], *, sync: bool) -> int:
-    """Write contiguous tensors of the CPU; returns the size of the file."""
+class ShardSums(NamedTuple):
+    """The checksums of a shard: of the bytes before the values, and of each tensor's values by its key."""
+
+    header: str
+    tensors: dict[str, str]
+
+
+def write_shard(file: Path, tensors: Mapping[str, Tensor], *, sync: bool) -> tuple[int, ShardSums]:
+    """Write contiguous tensors of the CPU; returns the size of the file and its checksums."""
     header, ordered, end = _places(tensors, 0)
     head = _head(header, 0)
     write_whole(file, lambda descriptor: write_all(descriptor, [head, *map(_bytes_of, ordered)]), sync=sync)
-    return len(head) + end
+    return len(head) + end, ShardSums(xxh3_64_hexdigest(head), _sums_of(tensors))
+
+
+def _sums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {key: _sum_of(tensor) for key, tensor in tensors.items()}
+
+
+def _sum_of(tensor: Tensor) -> str:
+    return xxh3_64_hexdigest(_bytes_of(tensor) if tensor.nbytes else b"")
 
 
 class OpenShard:
@@ -132,6 +148,7 @@ class OpenShard:
         self._file = Partial(file)
         self._room = room
         self._header: dict[str, Any] = {}
+        self._sums: dict[str, str] = {}
         self._end = 0
 
     def write(self, tensors: Mapping[str, Tensor], begun: Callable[[], None]) -> None:
@@ -148,16 +165,17 @@ class OpenShard:
         values, whole = [*map(_bytes_of, ordered)], self._header | header
         begun()
         write_all(self._file.descriptor, values)
+        self._sums |= _sums_of(tensors)
         self._header, self._end = whole, end
 
-    def finish(self, *, sync: bool) -> int:
-        """Write the header and give the file its name; returns its size."""
+    def finish(self, *, sync: bool) -> tuple[int, ShardSums]:
+        """Write the header and give the file its name; returns its size and its checksums."""
         head = _head(self._header, self._room)
         assert len(head) == 8 + self._room, "the header is longer than the room that was left for it"
         os.lseek(self._file.descriptor, 0, os.SEEK_SET)
         write_all(self._file.descriptor, [head])
         self._file.finish(sync=sync)
-        return len(head) + self._end
+        return len(head) + self._end, ShardSums(xxh3_64_hexdigest(head), self._sums)
 
     def discard(self) -> None:
         self._file.discard()
@@ -195,21 +213,31 @@ class Shards:
     Not with `safetensors.safe_open`, which reads the whole header whenever a file is opened: with many shards, and many
     names that are read one after the other, nothing else would be done.
 
+    A tensor's checksum is verified when it is first read, and so is that of the header of its file.
+
     Args:
         folder: Where they are.
         sizes: How many bytes each has when it is whole.
+        header_sums: The checksum of each one's header, where it is known.
     """
 
-    def __init__(self, folder: Path, sizes: Mapping[str, int]) -> None:
+    def __init__(self, folder: Path, sizes: Mapping[str, int], header_sums: Mapping[str, str]) -> None:
         self._folder = folder
         self._sizes = sizes
+        self._header_sums = header_sums
+        self._verified: set[tuple[str, str]] = set()
         self._mapped: OrderedDict[str, Tensor] = OrderedDict()
         self._begins: dict[str, dict[str, int]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
     @torch.inference_mode(False)  # a tensor that is read in it can be used outside of it
-    def load(self, file: str, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def load(self, file: str, key: str, shape: tuple[int, ...], dtype: torch.dtype, expected: str | None) -> Tensor:
+        """Read a tensor.
+
+        Args:
+            expected: Its checksum, where it is known.
+        """
         with self._lock:
             if self._closed:
                 raise BadQuery(f"the recording {str(self._folder)!r} was closed; open it again to read from it")
@@ -219,7 +247,11 @@ class Shards:
                 end = begin + math.prod(shape) * dtype.itemsize
                 if not 8 <= begin <= end <= len(whole):
                     raise ValueError(f"{key!r} would be at {begin} to {end} of {len(whole)} bytes")
-                return whole[begin:end].view(dtype).view(shape)
+                values = whole[begin:end]
+                if expected is not None and (file, key) not in self._verified:
+                    _check_sum(f"tensor {key!r}", expected, _sum_of(values))
+                    self._verified.add((file, key))
+                return values.view(dtype).view(shape)
             except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise BadFile(f"shard {str(self._folder / file)!r} cannot be read: {said(error)}") from error
 
@@ -241,6 +273,8 @@ class Shards:
             length = int.from_bytes(_bytes_of(whole[:8]), "little")
             if not 0 < length <= len(whole) - 8:
                 raise ValueError(f"its header would be {length} bytes long")
+            if (expected := self._header_sums.get(file)) is not None:
+                _check_sum("its header", expected, xxh3_64_hexdigest(_bytes_of(whole[: 8 + length])))
             header = json.loads(bytes(_bytes_of(whole[8 : 8 + length])))
             self._begins[file] = {name: 8 + length + place["data_offsets"][0] for name, place in header.items()}
         return self._begins[file][key]
@@ -264,18 +298,24 @@ class Shards:
             self._begins.clear()
 
 
+def _check_sum(what: str, expected: str, found: str) -> None:
+    if found != expected:
+        raise ValueError(f"{what} is damaged: expected the checksum {expected}, got {found}")
+
+
 class OnDisk(NamedTuple):
-    """A tensor in a shard."""
+    """A tensor in a shard, with its checksum where it is known."""
 
     shards: Shards
     file: str
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    checksum: str | None
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def load(self) -> Tensor:
-        return self.shards.load(self.file, self.key, self.shape, self.dtype)
+        return self.shards.load(self.file, self.key, self.shape, self.dtype, self.checksum)
