@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from microtome.engine.overrides import hide_modes
 from microtome.engine.structure import map_tensors, tensors_in
 from microtome.errors import MicrotomeError
 
@@ -60,7 +61,7 @@ class Dependence:
 
     def __init__(self, unwrap: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
         self._labels = _Labels()
-        self._modes = (_Reads(self._labels), _Operators(self._labels, unwrap))
+        self._modes = (hide_modes(), _Reads(self._labels), _Operators(self._labels, unwrap))
 
     def mark(self, tensor: Tensor, label: int) -> None:
         """Give all elements of a tensor a label, 1 to 255."""

@@ -19,6 +19,7 @@ from microtome.engine.changes import Change
 from microtome.engine.functions import Function, FunctionMode, Whole, is_stand_in, outcome, run_standing
 from microtome.engine.intercept import AnyCall, chain
 from microtome.engine.ops import OpMode
+from microtome.engine.overrides import hide_modes
 from microtome.engine.owners import Owners, next_number, nodes_of
 from microtome.engine.probes import Feed, Intervention, Probe, Replace, Skip, Stop, Stopped, Where
 from microtome.engine.select import Selector, check_model, select
@@ -118,6 +119,7 @@ class Session:
             if self._op or self._op_begins:
                 ops = stack.enter_context(OpMode(self._where, self._op_begins, self._op))
                 if self._whole:
+                    stack.enter_context(hide_modes())
                     self._functions = stack.enter_context(FunctionMode(self._whole, partial(self._run_whole, ops)))
             self._open = stack.pop_all()
         return self
