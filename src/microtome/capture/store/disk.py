@@ -11,8 +11,9 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from microtome.capture.store.batch import Batch, Part, Shelf, can_go_alone, tensor_key
+from microtome.capture.store.batch import Batch, Part, Shelf, can_go_alone
 from microtome.capture.store.folder import begin, claim, refusal
+from microtome.capture.store.index import tensor_key
 from microtome.capture.store.owned import check_limits, cost, in_order, is_lent
 from microtome.capture.store.shard import CODES
 from microtome.capture.store.stats import Histogram, Stats
