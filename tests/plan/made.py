@@ -19,6 +19,11 @@ def layers(count: int) -> list[str]:
     return [f"l{at}" for at in range(count)]
 
 
+def live(name: str, source: str | None, nbytes: int) -> Live:
+    """Floats, where it is so many bytes."""
+    return Live(name, source, *(((nbytes,), "uint8") if nbytes % 4 else ((nbytes // 4,), "float32")), nbytes)
+
+
 def cuts(sizes: Sequence[int], *, inputs: int = 1000, outputs: int = 40, refused: Sequence[str] = ()) -> Cuts:
     """Of a chain of layers, one for each size, of 100 bytes of parameters each; the last layer is the end."""
     names, count = layers(len(sizes)), len(sizes)
@@ -31,10 +36,10 @@ def cuts(sizes: Sequence[int], *, inputs: int = 1000, outputs: int = 40, refused
                 at=name,
                 type="Linear",
                 depth=1,
-                live=(Live(name, name, (nbytes // 4,), "float32", nbytes),),
+                live=(live(name, name, nbytes),),
                 nbytes=nbytes,
-                head_macs=at,
-                tail_macs=count - at,
+                head_macs=at + 1,
+                tail_macs=count - at - 1,
                 head_params=head // 4,
                 tail_params=PARAM_BYTES * count // 4 - head // 4,
                 head_param_bytes=head,
@@ -44,8 +49,8 @@ def cuts(sizes: Sequence[int], *, inputs: int = 1000, outputs: int = 40, refused
         )
     return Cuts(
         "Chain",
-        (Live("args[0]", None, (inputs // 4,), "float32", inputs),),
-        (Live("output[0]", "", (outputs // 4,), "float32", outputs),),
+        (live("args[0]", None, inputs),),
+        (live("output[0]", "", outputs),),
         tuple(cut for cut in found if cut.refused is None),
         tuple(cut for cut in found if cut.refused is not None),
         "made",
@@ -65,12 +70,15 @@ def profile(
     """Of the same chain, whose layers take these."""
     count = len(seconds)
     until, until_device = list(accumulate(seconds)), list(accumulate(device or ()))
-    given = (Tensor((inputs // 4,), "float32"),)
+    taken = live("args[0]", None, inputs)
+    given = (Tensor(taken.shape, taken.dtype),)
     params = PARAM_BYTES * count
 
     def row(at: int, name: str) -> Row:
         amounts: dict[str, Any] = {
+            "params": PARAM_BYTES // 4,
             "param_bytes": PARAM_BYTES,
+            "macs": 1,
             "time_s": seconds[at],
             "device_s": device[at] if device else None,
             "energy_j": joules[at] if joules else None,
@@ -90,7 +98,9 @@ def profile(
         )
 
     root = Row(
+        params=params // 4,
         param_bytes=params,
+        macs=count,
         time_s=until[-1],
         energy_j=sum(joules) if joules else None,
         net_energy_j=sum(net) if net else None,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, BadQuery, NoMatch
 from microtome.plan import CodecCosts, codec_costs
+from microtome.profile.rows import Tensor
 from microtome.split.data import Cuts
 from tests.plan import made
 
@@ -275,6 +279,11 @@ def without_times(profile: Any, **change: Any) -> Any:
     return replace(profile, calls=tuple(replace(row, until_s=None, **change) for row in profile))
 
 
+def but(address: str, **change: Any) -> Any:
+    """The profile of the cloud, with one call that is another."""
+    return replace(CLOUD, calls=tuple(replace(row, **change) if row.address == address else row for row in CLOUD))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -293,7 +302,7 @@ def without_times(profile: Any, **change: Any) -> Any:
         ({"cloud": made.profile([1.0, 1.0])}, "the profile of 'cloud' has no call 'l2'"),
         (
             {"cloud": made.profile([1.0, 1.0, 1.0], inputs=2000)},
-            "for inputs of 250, .* 'cloud' is of 500: .*same batch",
+            "with inputs of 250 float32, .* 'cloud' is of one with inputs of 500 float32: .*same batch",
         ),
         ({"objective": "speed"}, "objective is 'latency', 'energy' or 'throughput', got 'speed'"),
         (
@@ -312,12 +321,67 @@ def without_times(profile: Any, **change: Any) -> Any:
         ({"codec": "lz4"}, "the costs of codec 'lz4' were not measured .'raw', 'zstd' were."),
         ({"costs": {"edge": COSTS}}, "the costs of codecs on 'cloud' are missing"),
         ({"costs": 7}, "are what microtome.plan.codec_costs gives, or a file, got 7"),
-        ({"costs": made.costs(made.cuts([4]))}, "of other cuts of Chain: there is no 'l1'"),
+        ({"costs": made.costs(made.cuts([SIZES[0]]))}, "of other cuts of Chain: there is no 'l1'"),
+        (
+            {"costs": made.costs(made.cuts([4]))},
+            "'l0' has .* bytes, and the costs of codecs on 'edge' are of 4: measure",
+        ),
+        ({"costs": replace(COSTS, model="Other")}, "a Chain, and the costs of codecs on 'edge' are of a Other"),
+        ({"cloud": made.profile([1.0] * 4)}, "the profile of 'cloud' has 5 calls, and the Chain that was cut has 4"),
+        ({"cloud": but("l1", type="Conv2d")}, "with a Linear at 'l1', .* 'cloud' is of one with a Conv2d at 'l1'"),
+        ({"cloud": but("l1", outputs=(Tensor((7,), "float32"),))}, "from 'l1', .* is of one with 7 from 'l1'"),
+        ({"cloud": but("l1", macs=2)}, "'l1' does 1 MACs at most, and in the profile of 'cloud' it does 2"),
+        (
+            {"cuts": replace(CUTS, params=7)},
+            "with 7 parameters, and the profile of 'edge' is of one with 75 param",
+        ),
+        ({"cuts": replace(CUTS, param_bytes=7)}, "with 7 bytes of parameters, and the profile of 'edge'"),
+        ({"cloud": but("", macs=8)}, "with 3 MACs, and the profile of 'cloud' is of one with 8 MACs"),
     ],
 )
 def test_what_is_missing_is_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadQuery if "has no call" not in message else NoMatch, match=message):
+    with pytest.raises(NoMatch if "has no call" in message or "calls, and" in message else BadQuery, match=message):
         planned(**options)
+
+
+def net(width: int = 4, layers: int = 2, kernel: int = 3, bias: bool = True, act: Any = nn.ReLU) -> nn.Module:
+    first = nn.Conv2d(3, width, kernel, padding=kernel // 2, bias=bias)
+    others = [nn.Conv2d(width, width, 3, padding=1) for _ in range(layers)]
+    return nn.Sequential(first, act(), *others, nn.Flatten(), nn.Linear(64 * width, 10)).eval()
+
+
+X = torch.zeros(1, 3, 8, 8)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (net(layers=3), X),
+        (net(layers=1), X),
+        (net(width=8), X),
+        (net(kernel=5), X),
+        (net(kernel=1), X),
+        (net(bias=False), X),
+        (net(act=nn.GELU), X),
+        (net().double(), X.double()),
+        (net(), torch.zeros(2, 3, 8, 8)),
+    ],
+)
+def test_times_of_another_model_or_of_other_inputs_are_refused(
+    model: nn.Module, x: torch.Tensor, old: bool, tmp_path: Path
+) -> None:
+    cuts, ours = mt.cuts(net(), X), mt.profile(net(), X, measure="time", repeat=3)
+    if old:  # a file of a microtome that did not write how many parameters there are
+        data = json.loads(cuts.to_json())
+        del data["calls"], data["params"], data["param_bytes"]
+        (tmp_path / "cuts.json").write_text(json.dumps(data))
+        cuts = mt.load(tmp_path / "cuts.json")
+    mt.plan(cuts, edge=ours, cloud=ours, link=LINK)
+    theirs = mt.profile(model, x, measure="time", repeat=3)
+    for edge, cloud in ((theirs, ours), (ours, theirs)):
+        with pytest.raises((BadQuery, NoMatch), match="the profile of '(edge|cloud)'"):
+            mt.plan(cuts, edge=edge, cloud=cloud, link=LINK)
 
 
 def test_an_unknown_codec_lists_those_there_are() -> None:

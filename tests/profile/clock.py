@@ -27,7 +27,8 @@ class Takes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.clock.now += self.nanoseconds
-        return _Square.apply(x, self.clock, 2 * self.nanoseconds)  # type: ignore[no-any-return]
+        out: Tensor = _Square.apply(x, self.clock, 2 * self.nanoseconds)
+        return out
 
 
 class _Square(torch.autograd.Function):

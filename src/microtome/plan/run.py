@@ -197,6 +197,7 @@ def _costs(
     cuts: Cuts, codecs: tuple[str, ...], given: Any, names: Sequence[str]
 ) -> tuple[list[CodecCosts], tuple[str, ...], str]:
     """The costs of codecs on each device, what the inputs can be compressed with, and where the costs come from."""
+    from microtome.plan.agreement import check_costs
     from microtome.plan.codecs import CodecCosts, codec_costs
 
     compressed: tuple[str, ...]
@@ -218,6 +219,7 @@ def _costs(
         found = load(by_name[name]) if isinstance(by_name[name], str | PathLike) else by_name[name]
         if not isinstance(found, CodecCosts):
             raise BadQuery(f"the costs of codecs are what microtome.plan.codec_costs gives, or a file, got {found!r}")
+        check_costs(cuts, name, found)
         tables.append(found)
     compressed = (_COMPRESSED,) if all(_COMPRESSED in table.costs for table in tables) else ()
     where = [f"{table.environment.get('cpu', 'not said')}, with {table.values}" for table in tables]

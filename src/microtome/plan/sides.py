@@ -11,11 +11,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from microtome.errors import BadQuery, NoMatch
+from microtome.errors import BadQuery
+from microtome.plan.agreement import check_profile
 from microtome.profile.data import Profile
 from microtome.profile.rows import Row
 from microtome.split.data import Cuts, Live
-from microtome.units import shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +51,7 @@ def places(cuts: Cuts, profiles: Sequence[Profile]) -> list[Place]:
 def check(cuts: Cuts, profiles: dict[str, Profile]) -> None:
     """Raise where a profile is of something else than the cuts, or lacks what planning needs."""
     for name, profile in profiles.items():
-        if profile.model != cuts.model:
-            raise BadQuery(f"the cuts are of a {cuts.model}, and the profile of {name!r} is of a {profile.model}")
-        known = {row.address for row in profile}
-        missing = [cut.at for cut in (*cuts.offered, *cuts.refused) if cut.at not in known]
-        if missing:
-            raise NoMatch(
-                f"the profile of {name!r} has no call {missing[0]!r}, where the {cuts.model} can be cut: "
-                "profile the same model, built in the same way"
-            )
-        _check_shapes(cuts, name, profile)
+        check_profile(cuts, name, profile)
         if profile.total.until_s is None:
             raise BadQuery(f"the profile of {name!r} {_NO_TIMES[profile.total.time_s is None]}")
 
@@ -69,16 +60,6 @@ _NO_TIMES = {
     True: "has no times: profile the model there with measure='time' (microtome profile --time)",
     False: "is of an older microtome, which did not measure runs of layers: profile the model there again",
 }
-
-
-def _check_shapes(cuts: Cuts, name: str, profile: Profile) -> None:
-    given = [shape(tensor.shape) for tensor in profile.total.inputs]
-    wanted = [shape(value.shape) for value in cuts.inputs]
-    if sorted(set(given)) != sorted(set(wanted)):
-        raise BadQuery(
-            f"the cuts are for inputs of {', '.join(wanted)}, and the profile of {name!r} is of {', '.join(given)}: "
-            "profile with the same inputs, of the same batch"
-        )
 
 
 class Side:

@@ -35,10 +35,10 @@ def cuts(model: nn.Module, inputs: Any) -> Cuts:
     >>> [live.name for live in found["layer1.0.conv1"].live]
     ['stem', 'layer1.0.conv1']
     """
-    return list_cuts(type(check_model(model)).__name__, study(model, inputs))
+    return list_cuts(check_model(model), study(model, inputs))
 
 
-def list_cuts(name: str, seen: Study) -> Cuts:
+def list_cuts(model: nn.Module, seen: Study) -> Cuts:
     """All cuts of a run."""
     liveness = Liveness(seen)
     everywhere = _everywhere(seen)
@@ -60,13 +60,17 @@ def list_cuts(name: str, seen: Study) -> Cuts:
     trace = seen.trace
     taken = [trace.values[at] for at in dict.fromkeys(trace.calls[0].inputs)]
     given = [trace.values[at] for at in dict.fromkeys(trace.calls[0].outputs)]
+    weights = list(model.parameters())
     return Cuts(
-        name,
+        type(model).__name__,
         tuple(_as_live(_input_name(value), None, value) for value in taken),
         tuple(_as_live(f"output[{at}]", "", value) for at, value in enumerate(given)),
         tuple(cut for cut in found if cut.refused is None),
         tuple(cut for cut in found if cut.refused is not None),
         str(trace.how),
+        len(trace.calls),
+        sum(weight.numel() for weight in weights),
+        sum(weight.nbytes for weight in weights),
     )
 
 

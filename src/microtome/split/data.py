@@ -72,6 +72,9 @@ class Cuts(Result, Sequence[Cut]):
         offered: The cuts. The sequence is of these.
         refused: The places where the model cannot be cut exactly.
         how: How the run was made that this is read from.
+        calls: How many calls the run had; None in files of an older microtome.
+        params: The parameters of the model, read or not, each once; None in files of an older microtome.
+        param_bytes: Their bytes.
     """
 
     kind: ClassVar[str] = "cuts"
@@ -83,6 +86,9 @@ class Cuts(Result, Sequence[Cut]):
     offered: tuple[Cut, ...]
     refused: tuple[Cut, ...]
     how: str
+    calls: int | None = None
+    params: int | None = None
+    param_bytes: int | None = None
 
     @property
     def input_bytes(self) -> int:
@@ -141,6 +147,9 @@ class Cuts(Result, Sequence[Cut]):
         return {
             "model": self.model,
             "how": self.how,
+            "calls": self.calls,
+            "params": self.params,
+            "param_bytes": self.param_bytes,
             "inputs": [live._asdict() for live in self.inputs],
             "outputs": [live._asdict() for live in self.outputs],
             "cuts": [
@@ -158,6 +167,9 @@ class Cuts(Result, Sequence[Cut]):
             tuple(cut for cut in cuts if cut.refused is None),
             tuple(cut for cut in cuts if cut.refused is not None),
             data["how"],
+            data.get("calls"),
+            data.get("params"),
+            data.get("param_bytes"),
         )
 
     def __repr__(self) -> str:

@@ -158,7 +158,7 @@ class Splitter:
             self.given = copy_inputs(given, model)  # whoever gave them may write into them
             self._seen: Study = study(model, self.given)
             digest = digest_of(model) if fingerprint is None else None
-        self.cuts: Cuts = list_cuts(type(model).__name__, self._seen)
+        self.cuts: Cuts = list_cuts(model, self._seen)
         self._liveness = Liveness(self._seen)
         self.fingerprint = fingerprint or f"{structure_of(self._seen, model)}-{digest or 'unknown'}"
 
