@@ -817,3 +817,24 @@ def test_a_long_loop_in_one_outermost_call_does_not_grow_without_grad() -> None:
     with mt.track(model), torch.no_grad():
         model(torch.ones(1, 1))
     assert model.counts[1] - model.counts[0] < 50
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_every_callback_of_a_backward_is_told_inside_it(outer: bool) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    told: list[tuple[str, str, bool, str | None]] = []
+
+    def tell(call: Any, phase: str) -> None:
+        told.append((call.address, phase, t.is_backward, t.path))
+
+    with mt.track(net, on_enter=tell, on_exit=tell) as t:
+        loss = net(torch.ones(1, 2)).sum()
+        if outer:
+            torch.autograd.grad(loss, list(net.parameters()))
+        else:
+            loss.backward()
+        assert not t.is_backward
+    assert {is_backward for _, phase, is_backward, _ in told if phase == "forward"} == {False}
+    backward = [(address, is_backward, path) for address, phase, is_backward, path in told if phase == "backward"]
+    assert len(backward) == 10
+    assert all(is_backward and path == address for address, is_backward, path in backward)

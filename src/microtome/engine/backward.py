@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from microtome.engine.calls import Call
-from microtome.engine.owners import DEEPEST, AccumulateGrad, Node, Owners, current_node, next_number
+from microtome.engine.owners import DEEPEST, AccumulateGrad, Node, Owners, current_node, next_number, nodes_of
 from microtome.engine.threads import Thread, Threads, graph_task
 from microtome.errors import ProbeError, Unsupported
 
@@ -125,6 +125,34 @@ def watch_moves(owners: Owners, roots: list[Node], tell: Callable[[Call | None],
         for handle in handles:
             handle.remove()
     tell(None)
+
+
+@contextmanager
+def keep_gradients(roots: Iterable[Tensor]) -> Iterator[None]:
+    """Restore, after the block, the gradient of every leaf that a backward from these adds to. Meanwhile it is None."""
+    before = [(leaf, leaf.grad) for leaf in leaves_below(roots)]
+    for leaf, _ in before:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, grad in before:
+            leaf.grad = grad
+
+
+def leaves_below(roots: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors whose gradients a backward from these adds to: a model may reach some that no module holds."""
+    found: list[Tensor] = []
+    pending = nodes_of(list(roots))
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if type(node) is AccumulateGrad:
+            found.append(node.variable)
+        below = {below for below, _ in node.next_functions if below is not None} - seen
+        seen |= below
+        pending.extend(below)
+    return [*found, *(root for root in roots if root.is_leaf and root.requires_grad)]
 
 
 def _telling(tell: Callable[[Call | None], None], call: Call | None) -> Callable[[Any], None]:

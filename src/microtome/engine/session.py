@@ -159,8 +159,8 @@ class Session:
 
     @property
     def is_backward(self) -> bool:
-        """Whether this thread is inside a backward. A recomputation is."""
-        return self._open is not None and graph_task() != -1
+        """Whether this thread is inside a backward. A recomputation is; so is telling of the calls open at its end."""
+        return self._open is not None and (graph_task() != -1 or self._threads.here().told is not None)
 
     def module_of(self, path: str) -> nn.Module:
         """The module at a path or address. A shared module answers to all its names."""

@@ -11,9 +11,9 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import is_dataclass
+from enum import Enum
 from functools import cache
-from types import FunctionType
+from types import FunctionType, MemberDescriptorType
 from typing import Any, Literal
 
 import torch
@@ -36,19 +36,28 @@ LOOKING = threading.RLock()
 
 
 class Originals:
-    """The tensors of a model that a real run may write to. Each is put back if it was copied before that."""
+    """The tensors that a real run may write to. Each is put back if it was copied before that."""
 
     def __init__(self) -> None:
         self._by_storage: dict[int, list[Tensor]] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
+        self._outside: dict[int, torch.UntypedStorage] = {}
 
     def watch(self, tensor: Tensor) -> None:
         self._by_storage.setdefault(id(tensor.untyped_storage()), []).append(tensor)
 
     def before_write(self, tensor: Tensor) -> None:
-        """Copy what lies in the memory of this tensor."""
+        """Copy what lies in the memory of this tensor, if it is watched."""
         for original in self._by_storage.pop(id(tensor.untyped_storage()), ()):
             self._copies.append((original, original.detach().to("cpu", copy=True)))  # a GPU may have no room for it
+
+    def before_write_outside(self, tensor: Tensor) -> None:
+        """Copy the whole memory of a tensor that was there before the run, and that no module holds."""
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._outside:
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self._outside[id(storage)] = storage
+            self._copies.append((whole, whole.to("cpu", copy=True)))
 
     def copy_all(self) -> None:
         for originals in list(self._by_storage.values()):
@@ -83,6 +92,9 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
         tensors = _keep(modules, stack)
         if stand == "real":
             _keep_tensors(tensors, stack, originals)
+        else:  # what is no parameter or buffer has no stand-in, and autograd writes its gradient
+            leaves = [tensor for tensor in tensors if tensor.is_leaf and not tensor.is_inference()]
+            stack.callback(_put_back_gradients, [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves])
         make = stack.enter_context(_maker(stand))
         for module in modules:
             spaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -206,7 +218,8 @@ def _dressed(made: Tensor, original: Tensor) -> Tensor:
 def _keep(modules: list[nn.Module], stack: ExitStack) -> list[Tensor]:
     """Put back, afterwards, what modules, parameters and the modules' own classes hold; return the tensors among it.
 
-    Dicts, lists, sets, tuples and dataclasses are looked into.
+    Dicts, lists, sets, tuples and objects of classes written in Python are looked into, but those of torch and of
+    Python's own library.
     """
     classes = {cls for module in modules for cls in type(module).__mro__}
     own = [(cls, dict(vars(cls))) for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))]
@@ -215,6 +228,7 @@ def _keep(modules: list[nn.Module], stack: ExitStack) -> list[Tensor]:
     pending += [value for _, attributes in own for value in attributes.values()]
     seen: set[int] = set()
     kept: list[tuple[Any, Any]] = []
+    slotted: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = []
     tensors: list[Tensor] = []
     while pending:
         # Most of what modules hold are the empty dicts of hooks, and there are many: so this is a flat pass.
@@ -234,11 +248,14 @@ def _keep(modules: list[nn.Module], stack: ExitStack) -> list[Tensor]:
                 pending.extend(item)
             elif isinstance(item, torch.Generator):
                 stack.callback(item.set_state, item.get_state())
-            elif isinstance(item, nn.Module) or (
-                is_dataclass(item) and hasattr(item, "__dict__") and not isinstance(item, type)
-            ):  # in a list: a hidden part of the model
-                pending.append(item.__dict__)
+            elif isinstance(item, nn.Module) or _has_own_state(type(item)):  # in a list: a hidden part of the model
+                pending.append(getattr(item, "__dict__", None))
+                if slots := _slots_of(type(item)):
+                    before = [(name, getattr(item, name)) for name in slots if hasattr(item, name)]
+                    slotted.append((item, slots, dict(before)))
+                    pending.extend(value for _, value in before)
     stack.callback(_put_back, kept)
+    stack.callback(_put_back_slots, slotted)
     stack.callback(_put_back_classes, own)
     return tensors
 
@@ -247,11 +264,34 @@ _KINDS = (dict, list, set, deque)
 _ATOMS = frozenset((str, int, float, bool, type(None), type, FunctionType, property, staticmethod, classmethod))
 
 
+@cache
+def _has_own_state(kind: type) -> bool:
+    """Whether instances are objects of a class written in Python, by somebody who may keep state in them."""
+    top = kind.__module__.partition(".")[0]
+    written_in_python = bool(kind.__flags__ & 1 << 9)  # Py_TPFLAGS_HEAPTYPE
+    is_object = not issubclass(kind, type | Enum | Tensor | BaseException)
+    return written_in_python and is_object and top not in ("torch", "numpy") and top not in sys.stdlib_module_names
+
+
+@cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    return tuple(name for cls in kind.__mro__ for name, slot in vars(cls).items() if type(slot) is MemberDescriptorType)
+
+
 def _put_back(kept: list[tuple[Any, Any]]) -> None:
     for held, before in kept:
         if held or before:
             held.clear()
             held.extend(before) if isinstance(held, list | deque) else held.update(before)
+
+
+def _put_back_slots(kept: list[tuple[Any, tuple[str, ...], dict[str, Any]]]) -> None:
+    for item, slots, before in kept:
+        for name in slots:
+            if name in before:
+                object.__setattr__(item, name, before[name])
+            elif hasattr(item, name):
+                object.__delattr__(item, name)
 
 
 def _put_back_classes(kept: list[tuple[type, dict[str, Any]]]) -> None:
@@ -279,9 +319,14 @@ def _keep_tensors(tensors: list[Tensor], stack: ExitStack, originals: Originals 
 
 
 def _put_back_tensors(before: list[tuple[Tensor, Tensor, Tensor | None, bool]]) -> None:
-    for tensor, as_found, grad, requires_grad in before:
+    for tensor, as_found, _, _ in before:
         if tensor.untyped_storage() is not as_found.untyped_storage():  # another was set as its `data`
             tensor.data = as_found
+    _put_back_gradients([(tensor, grad, requires_grad) for tensor, _, grad, requires_grad in before])
+
+
+def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> None:
+    for tensor, grad, requires_grad in before:
         if tensor.is_leaf:
             if tensor.grad is not grad:
                 tensor.grad = grad

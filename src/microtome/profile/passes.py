@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Session, tensors_in
+from microtome.engine.backward import keep_gradients
 from microtome.engine.standin import copy_inputs, stand_in
 from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs
@@ -147,12 +148,13 @@ class Passes:
             forward = perf_counter()
             told("none")
             roots, seeds = self._seeds(output) if self.backward else ([], [])
-            told("backward")
-            middle = perf_counter()
-            if roots:
-                torch.autograd.backward(roots, seeds)
-            ended = perf_counter()
-            told("none")
+            with keep_gradients(roots):
+                told("backward")
+                middle = perf_counter()
+                if roots:
+                    torch.autograd.backward(roots, seeds)
+                ended = perf_counter()
+                told("none")
             del output, roots, seeds
         self.wait()
         whole = perf_counter() - began - (middle - forward)
@@ -204,7 +206,9 @@ class Passes:
         with torch.set_grad_enabled(torch.is_grad_enabled() or self.backward):
             output = self.inputs.run(self.model)
             if self.backward:
-                torch.autograd.backward(*self._seeds(output))
+                roots, seeds = self._seeds(output)
+                with keep_gradients(roots):
+                    torch.autograd.backward(roots, seeds)
         self._forget_gradients()
 
     def wait(self) -> None:
@@ -212,7 +216,7 @@ class Passes:
             torch.cuda.synchronize(device)
 
     def _forget_gradients(self) -> None:
-        """So that the next pass does not add to them, which is more work."""
+        """Forget those of a backward that the forward runs, so that the next pass does not add to them."""
         for leaf in self._leaves:
             leaf.grad = None
 

@@ -160,6 +160,8 @@ class Recorder(Probe):
             for tensor in written:
                 if self._stand == "real":
                     self.originals.before_write(tensor)
+                    if self._values.is_from_outside(tensor):
+                        self.originals.before_write_outside(tensor)
                 elif not is_stand_in(tensor):
                     raise CannotStand(f"{facts.name} would write into a tensor that the model keeps")
             self._operands = self._values.among(args, kwargs), [self._values.of(tensor) for tensor in written]

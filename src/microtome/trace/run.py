@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from microtome.engine import Probe, Session, tensors_in
+from microtome.engine.backward import keep_gradients
 from microtome.engine.select import check_model
 from microtome.engine.standin import LOOKING, CannotStand, Stand, stand_in
 from microtome.errors import BadInputs, MicrotomeError, Unsupported, said
@@ -129,4 +130,5 @@ def _backward(recorder: Recorder, output: Any) -> None:
         raise Unsupported(f"there is no backward to run: no output of the model requires a gradient; {hint}")
     with recorder.paused():
         ones = [torch.ones_like(tensor) for tensor in outputs]  # the gradient of their sum
-    torch.autograd.backward(outputs, ones)
+    with keep_gradients(outputs):
+        torch.autograd.backward(outputs, ones)

@@ -98,6 +98,11 @@ class Values:
         key = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
         return None if memory is None else memory.values.get(key)
 
+    def is_from_outside(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that was there before the run, and is of no parameter, buffer or input."""
+        memory = self._by_storage.get(id(_storage_of(tensor)))
+        return memory is None or (memory.first is not None and memory.first.origin == "constant")
+
     def within(self, structure: Any) -> tuple[int, ...]:
         """The indices of the values in what a module takes or returns."""
         return tuple(self.of(tensor).index for tensor in tensors_in(structure))
