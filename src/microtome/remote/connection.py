@@ -12,10 +12,9 @@ from queue import SimpleQueue
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
-import grpc
-
 from microtome.errors import BadQuery, RemoteError
 from microtome.remote import messages
+from microtome.remote.extra import grpc
 from microtome.remote.faults import from_message
 from microtome.remote.security import channel_credentials, metadata
 from microtome.split.boundary import Boundary

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from microtome.plan.link import Link
-from microtome.remote import messages
-from microtome.remote.connection import Connection
+
+if TYPE_CHECKING:
+    from microtome.remote.connection import Connection
 
 _PINGS = 9
 #: Bytes of a message that speed is measured with: at first, by how much they grow, and at most.
@@ -53,6 +54,8 @@ def probe(connection: Connection, timeout: float = 30.0, most: int = _MOST) -> M
 
 
 def _took(connection: Connection, up: int, down: int, timeout: float) -> float:
+    from microtome.remote import messages  # a link that was measured is read without it
+
     request = messages.EchoRequest(payload=bytes(up), reply_bytes=down)
     start = perf_counter()
     connection.ask("Echo", request, timeout)

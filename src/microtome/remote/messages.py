@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from google.protobuf import descriptor_pool, message_factory
-from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from microtome.remote.extra import FieldDescriptorProto, FileDescriptorProto, descriptor_pool, message_factory
 
 PROTOCOL = 1
 PACKAGE = "microtome.remote.v1"

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-
 from microtome.errors import BadQuery, SensorFailed
 from microtome.measure.energy.find import pick
+from microtome.remote.extra import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
-
 from microtome.errors import BadFile, BadQuery
+from microtome.remote.extra import grpc
 
 _HEADER = "authorization"
 _SCHEME = "Bearer "

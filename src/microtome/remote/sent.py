@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from microtome.inputs import Inputs
-from microtome.remote.connection import Pending
 from microtome.split.boundary import Boundary
+
+if TYPE_CHECKING:
+    from microtome.remote.connection import Pending
 
 
 @dataclass

@@ -9,12 +9,11 @@ import warnings
 from concurrent.futures import Future
 from typing import Any, Self
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from torch import nn
 
 from microtome.errors import BadQuery
 from microtome.remote import messages
+from microtome.remote.extra import grpc, health, health_pb2, health_pb2_grpc
 from microtome.remote.metrics import Metrics
 from microtome.remote.security import Identity, is_loopback
 from microtome.remote.served import Served

@@ -10,13 +10,12 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import grpc
 import torch
-from google.protobuf.message import DecodeError
 
 from microtome import __version__
 from microtome.errors import said
 from microtome.remote import messages
+from microtome.remote.extra import DecodeError, grpc
 from microtome.remote.metrics import Metrics
 from microtome.remote.served import Served
 from microtome.remote.workers import Limits, Work, Workers
