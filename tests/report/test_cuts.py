@@ -109,12 +109,12 @@ def test_of_hundreds_of_cuts_those_of_little_depth_and_those_marked_are_shown() 
 
 
 def test_places_that_are_refused_are_listed_by_reason() -> None:
-    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3), nn.ReLU())
-    shown = str(mt.cuts(net, "1x3"))
-    assert shown.startswith("Sequential on 1x3:float32: 0 cuts, 4 places refused\n")
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.ReLU())
+    shown = str(mt.cuts(net, "2x3"))
+    assert shown.startswith("Sequential on 2x3:float32: 0 cuts, 4 places refused\n")
     assert shown.count("refused at") == 1
     assert "refused at 0, 1, 2 and 1 more: " in shown
-    assert "call model.eval()" in " ".join(shown.split())
+    assert "put the model in eval mode" in " ".join(shown.split())
     assert "│" not in shown
 
 

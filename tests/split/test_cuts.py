@@ -318,9 +318,9 @@ def test_a_place_that_is_not_there_is_an_error_that_names_the_nearest(resnet: mt
 
 
 def test_a_refused_place_says_why() -> None:
-    cuts = mt.cuts(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), "1x4")
+    cuts = mt.cuts(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "2x4")
     assert len(cuts) == 0
-    with pytest.raises(NoMatch, match=r"the Sequential cannot be cut at '0': .* draws random numbers"):
+    with pytest.raises(NoMatch, match=r"the Sequential cannot be cut at '0': .* changes the buffer"):
         cuts["0"]
     assert cuts.find("0").refused is not None
 
@@ -333,14 +333,14 @@ def test_the_best_is_the_least_and_of_equals_the_first(resnet: mt.Cuts) -> None:
     with pytest.raises(BadQuery, match=r"cuts are compared by bytes, head_macs.*, not 'time'"):
         resnet.best(by="time")  # type: ignore[arg-type]
     with pytest.raises(BadQuery, match=r"the Sequential has no cut whose bytes are known"):
-        mt.cuts(nn.Sequential(nn.Dropout()), "1x4").best()
+        mt.cuts(nn.Sequential(nn.BatchNorm1d(4)), "2x4").best()
 
 
 def test_cuts_come_back_from_json(resnet: mt.Cuts, tmp_path: Path) -> None:
     file = tmp_path / "cuts.json"
     resnet.to_json(file)
     assert mt.load(file) == resnet
-    some = mt.cuts(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), "1x4")
+    some = mt.cuts(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "2x4")
     some.to_json(file)
     assert mt.load(file) == some
     assert mt.load(file).refused[0].refused == some.refused[0].refused
@@ -385,12 +385,11 @@ def after(module: nn.Module) -> nn.Sequential:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_random_numbers_are_refused_in_training_and_not_in_eval(module: nn.Module, shape: str) -> None:
+def test_random_numbers_that_a_call_draws_are_those_of_its_side(module: nn.Module, shape: str) -> None:
     model = after(module)
-    found = refusals(model.train(), shape)
-    assert list(found) == ["0", "1", "2"]
-    assert all("draws random numbers" in why and "call model.eval()" in why for why in found.values())
-    assert refusals(model.eval(), shape) == {}
+    for is_training in (True, False):
+        assert refusals(model.train(is_training), shape) == {}
+        assert all(mt.split(model, shape, at=at).verified == "bit-equal" for at in "012")
 
 
 class States(nn.Module):
@@ -404,14 +403,13 @@ class States(nn.Module):
         return self.lstm(x)[0]
 
 
-def test_dropout_inside_an_lstm_is_refused_in_training() -> None:
-    model = after(States(num_layers=2, dropout=0.5))
-    assert "draws random numbers" in refusals(model.train(), "2x3x4")["0"]
-    assert refusals(model.eval(), "2x3x4") == {}
-    assert refusals(after(States(num_layers=2)).train(), "2x3x4") == {}
+def test_dropout_inside_an_lstm_is_that_of_its_side() -> None:
+    model = after(States(num_layers=2, dropout=0.5)).train()
+    assert refusals(model, "2x3x4") == {}
+    assert all(mt.split(model, "2x3x4", at=at).verified == "bit-equal" for at in ("0", "1.lstm", "1", "2"))
 
 
-def test_dropout_inside_multi_head_attention_is_refused_in_training() -> None:
+def test_dropout_inside_multi_head_attention_is_that_of_its_side() -> None:
     class Attends(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -420,30 +418,9 @@ def test_dropout_inside_multi_head_attention_is_refused_in_training() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.attn(x, x, x, need_weights=False)[0]
 
-    model = after(Attends())
-    assert "draws random numbers" in refusals(model.train(), "2x3x4")["0"]
-    assert refusals(model.eval(), "2x3x4") == {}
-
-
-def test_dropout_that_drops_nothing_is_not_refused() -> None:
-    assert refusals(after(nn.Dropout(0.0)).train(), "2x4") == {}
-
-
-def test_noise_is_refused_in_eval_too() -> None:
-    found = refusals(after(Draws()).eval(), "2x4")
-    assert "in '1' draws random numbers" in found["0"]
-
-
-def test_random_numbers_that_nobody_reads_are_no_matter() -> None:
-    class MayDrop(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            rate = torch.rand([])  # as layer drop does, in eval mode too
-            return x * 2 if self.training and rate < 0.5 else x
-
-    assert refusals(after(MayDrop()).eval(), "2x4") == {}
-    assert "draws random numbers" in refusals(after(MayDrop()).train(), "2x4")["0"]
-    returned = Net(lambda net, x: (net.b(net.a(x)), torch.rand(2)))
-    assert "draws random numbers" in refusals(returned, "2x4")["a"]
+    model = after(Attends()).train()
+    assert refusals(model, "2x3x4") == {}
+    assert all(mt.split(model, "2x3x4", at=at).verified == "bit-equal" for at in ("0", "1.attn", "1", "2"))
 
 
 def test_batch_norm_is_refused_in_training_since_it_changes_its_buffers() -> None:

@@ -1,7 +1,7 @@
 """The one engine that touches a model; everything else reads what it saw. README.md here states its invariants."""
 
 from microtome.engine.calls import Call, Phase
-from microtome.engine.probes import Feed, Intervention, Probe, Replace, Skip, Stop, Stopped
+from microtome.engine.probes import Feed, Intervention, Probe, Replace, ReplaceOp, Skip, Stop, Stopped
 from microtome.engine.select import Selector, select
 from microtome.engine.session import Session
 from microtome.engine.structure import tensors_in
@@ -13,6 +13,7 @@ __all__ = [
     "Phase",
     "Probe",
     "Replace",
+    "ReplaceOp",
     "Selector",
     "Session",
     "Skip",

@@ -10,7 +10,7 @@ from torch import nn
 
 from microtome.engine.calls import Call
 from microtome.engine.intercept import AnyCall
-from microtome.engine.probes import Feed, Intervention, Replace, Skip, Stop
+from microtome.engine.probes import Feed, Replace, Skip, Stop
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Change:
     replaces: list[Replace] = field(default_factory=list)
     stop: Stop | None = None
 
-    def add(self, intervention: Intervention) -> None:
+    def add(self, intervention: Replace | Feed | Skip | Stop) -> None:
         match intervention:
             case Skip():
                 self.skip = intervention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,11 +40,18 @@ class OpMode(TorchDispatchMode):
             False  # compiled code runs as Python in a session; skipping would import the compiler at the first operator
         )
 
-    def __init__(self, where: Callable[[], Any], begins: list[Tell], ends: list[Tell]) -> None:
+    def __init__(
+        self,
+        where: Callable[[], Any],
+        begins: list[Tell],
+        ends: list[Tell],
+        replaces: Sequence[Callable[..., Any]] = (),
+    ) -> None:
         super().__init__()
         self._where = where
         self._begins = begins
         self._ends = ends
+        self._replaces = replaces
         self.silent = False
         self.ran = False
 
@@ -64,7 +71,12 @@ class OpMode(TorchDispatchMode):
         where = self._where()
         for tell in self._begins:
             tell(where, func, args, kwargs)
-        output = _compute(kind, func, args, kwargs)
+        output = NotImplemented
+        for replace in self._replaces:
+            if output is NotImplemented:
+                output = replace(where, func, args, kwargs)
+        if output is NotImplemented:
+            output = _compute(kind, func, args, kwargs)
         for tell in self._ends:
             tell(where, func, args, kwargs, output)
         return output

@@ -108,7 +108,14 @@ class Stop:
     when: Callable[[Call], bool] | None = None
 
 
-Intervention = Replace | Feed | Skip | Stop
+@dataclass(frozen=True)
+class ReplaceOp:
+    """Gives operators another output: `by(where, func, args, kwargs)` returns it, or NotImplemented to have it run."""
+
+    by: Callable[[Where, AnyOp, tuple[Any, ...], dict[str, Any]], Any]
+
+
+Intervention = Replace | Feed | Skip | Stop | ReplaceOp
 
 
 class Stopped(BaseException):

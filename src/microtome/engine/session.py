@@ -21,7 +21,7 @@ from microtome.engine.intercept import AnyCall, chain
 from microtome.engine.ops import OpMode
 from microtome.engine.overrides import hide_modes
 from microtome.engine.owners import Owners, next_number, nodes_of
-from microtome.engine.probes import Feed, Intervention, Probe, Replace, Skip, Stop, Stopped, Where
+from microtome.engine.probes import Feed, Intervention, Probe, Replace, ReplaceOp, Skip, Stop, Stopped, Where
 from microtome.engine.select import Selector, check_model, select
 from microtome.engine.sites import ModelSites, ProcessSites, Sites
 from microtome.engine.structure import tensors_in
@@ -76,7 +76,8 @@ class Session:
         self._other_threads = other_threads
         self.model = None if model is None else check_model(model)
         probes = _several(probes, "probes", Probe)
-        self._interventions = _several(interventions, "interventions", Replace, Feed, Skip, Stop)
+        self._interventions = _several(interventions, "interventions", Replace, Feed, Skip, Stop, ReplaceOp)
+        self._replace_op = [one.by for one in self._interventions if isinstance(one, ReplaceOp)]
         self.changes_runs = bool(self._interventions)
         self.feeds = any(isinstance(one, Feed) for one in self._interventions)
         if self.changes_runs and model is None:
@@ -116,8 +117,8 @@ class Session:
             stack.callback(handle.remove)
             chain.add(self)
             stack.callback(chain.remove, self)
-            if self._op or self._op_begins:
-                ops = stack.enter_context(OpMode(self._where, self._op_begins, self._op))
+            if self._op or self._op_begins or self._replace_op:
+                ops = stack.enter_context(OpMode(self._where, self._op_begins, self._op, self._replace_op))
                 if self._whole:
                     stack.enter_context(hide_modes())
                     self._functions = stack.enter_context(FunctionMode(self._whole, partial(self._run_whole, ops)))
@@ -421,6 +422,8 @@ class Session:
             return
         self._changes.clear()
         for intervention in self._interventions:
+            if isinstance(intervention, ReplaceOp):
+                continue
             for module in select(self.model, intervention.at).values():
                 site = self._sites.by_id.get(id(module)) or self._sites.find(module, self.model)
                 if site is None:

@@ -15,13 +15,20 @@ class Place(NamedTuple):
     """Where a value is found in a run of the head.
 
     Attributes:
-        call: The call that returned it, or that wrote into it, as an index; None: it is an input of the model.
+        call: The call that returned it, or that wrote into it, as an index; None: an input of the model, or drawn.
         at: Which of the tensors that the call returned or, if `is_argument`, that it was given.
+        draw: The operator that drew it, in code that both sides run, as an index; None: it was not drawn so.
     """
 
     call: int | None
     at: int
     is_argument: bool = False
+    draw: int | None = None
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is an input of the model."""
+        return self.call is None and self.draw is None
 
 
 @dataclass(frozen=True)

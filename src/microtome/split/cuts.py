@@ -76,8 +76,8 @@ def list_cuts(model: nn.Module, seen: Study) -> Cuts:
 
 def _everywhere(seen: Study) -> str | None:
     """Why no cut at all is exact."""
-    if seen.chance is not None:
-        return f"{seen.chance}, and the two sides would not draw the same; if it is dropout, call model.eval()"
+    if seen.draws and len(seen.scalars) != len(seen.trace.ops):  # in a backward that the forward runs
+        return "the model draws random numbers, and it is not known in which of its operators"
     if seen.inputs.strange is not None:
         return f"the model is given a {seen.inputs.strange}, which cannot be sent: give tensors, numbers and texts"
     values = seen.trace.values
@@ -88,7 +88,8 @@ def _everywhere(seen: Study) -> str | None:
             if held.origin in ("parameter", "buffer", "constant"):
                 where = "" if op.call is None else f" in {seen.trace.calls[op.call].address!r}"
                 what = f"the {held.origin} {held.name!r}" if held.name else "a tensor that the model keeps"
-                return f"{op.name}{where} changes {what} as it runs, on one side alone: put the model in eval mode"
+                hint = "put the model in eval mode" if seen.is_training else "the other would not have the change"
+                return f"{op.name}{where} changes {what} as it runs, on one side alone: {hint}"
     return None
 
 
@@ -137,6 +138,8 @@ def _live(seen: Study, crossing: Crossing) -> tuple[Live, ...]:
     listed: dict[Any, Live] = {}
     for place, value in sorted(crossing.values.items(), key=lambda pair: _when(seen, pair[0])):
         source = None if place.call is None else calls[place.call].address
+        if place.draw is not None:
+            source = calls[seen.trace.ops[place.draw].call or 0].address
         live = _as_live(place_name(seen, place), source, values[value])
         memory = values[value].memory
         if place in crossing.copied:
@@ -149,11 +152,17 @@ def _live(seen: Study, crossing: Crossing) -> tuple[Live, ...]:
 
 
 def _when(seen: Study, place: Place) -> tuple[int, int]:
+    if place.draw is not None:
+        return place.draw, -1
     return (-1, place.at) if place.call is None else (seen.trace.calls[place.call].ends, place.call)
 
 
 def place_name(seen: Study, place: Place) -> str:
     """What a value that crosses is called: by the call that gave it, with its place where that gave several."""
+    if place.draw is not None:
+        op = seen.trace.ops[place.draw]
+        number = list(seen.draws).index(place.draw)
+        return f"{seen.trace.calls[op.call or 0].address}({seen.draws[place.draw].name.partition('.')[0]}#{number})"
     if place.call is None:
         return _input_name(seen.trace.values[seen.trace.calls[0].inputs[place.at]])
     call = seen.trace.calls[place.call]

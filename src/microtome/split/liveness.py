@@ -39,18 +39,24 @@ class Liveness:
         crossing.values = walk.found
         crossing.views = walk.views
         for place in more:
-            holder = self._trace.calls[place.call or 0]
-            of = holder.inputs if place.call is None or place.is_argument else holder.outputs
-            crossing.values.setdefault(place, of[place.at])
+            crossing.values.setdefault(place, self._listed(place)[place.at])
         for place, value in walk.found.items():
             memory = self.memory[value]
             begins = 0 if place.call is None else self._trace.calls[place.call].ends
+            begins = begins if place.draw is None else place.draw + 1
             if self.study.writes(memory, begins, cut.ends):
                 crossing.copied.add(place)  # what a call of the head wrote, the tail writes again
             if self.study.writes_after(memory, begins) or memory in walk.glue_writes:
                 crossing.written.add(place)
         self._join(crossing)
         return crossing
+
+    def _listed(self, place: Place) -> tuple[int, ...]:
+        """The values among which one is found at a place."""
+        if place.draw is not None:
+            return self._trace.ops[place.draw].outputs
+        holder = self._trace.calls[place.call or 0]
+        return holder.inputs if place.call is None or place.is_argument else holder.outputs
 
     @cached_property
     def aliases(self) -> dict[int, tuple[list[int], list[int]]]:

@@ -29,6 +29,7 @@ from microtome.split.told import (
     check_way,
     choose_sent,
     contents,
+    draws_of,
     dtype_of,
     first_places,
     is_argument,
@@ -74,7 +75,11 @@ class Run(Probe):
         self._entries = entries
         self._taken: set[int] = set()
         self._expected = iter(() if boundary is None else around_of(boundary))
-        self._uses = None if boundary is None or not release else uses([boundary.facts.get("inputs"), *entries])
+        self._uses = (
+            None
+            if boundary is None or not release
+            else uses([boundary.facts.get("inputs"), *entries, *draws_of(boundary)])
+        )
         self._shared = frozenset() if boundary is None else shared(boundary)
         self._given: dict[str, Tensor] = {}
         self._still: list[tuple[str, Tensor, int]] = []

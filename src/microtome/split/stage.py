@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from microtome.engine import Probe, Session, Skip, Stop, Stopped
+from microtome.engine import Probe, ReplaceOp, Session, Skip, Stop, Stopped
 from microtome.engine.select import named
 from microtome.engine.structure import tensors_in
 from microtome.errors import BadBoundary, BadInputs, MicrotomeError, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
+from microtome.split.draws import DrawingRun
 from microtome.split.ghost import Ghost
 from microtome.split.running import Run
 from microtome.split.templates import Templates, check_same, take_apart
@@ -147,8 +148,11 @@ class Stage:
             return None
 
     def _session(self, probes: tuple[Probe, ...] = ()) -> tuple[Session, Run]:
-        run = Run(self._begins, self._ends, self.templates.inputs)
         interventions: list[Any] = []
+        run = Run(self._begins, self._ends, self.templates.inputs)
+        if any(trail is not None and trail.draws for trail in (self._begins, self._ends)):
+            run = drawing = DrawingRun(self._begins, self._ends, self.templates.inputs)
+            interventions.append(ReplaceOp(drawing.draw))
         if self._skipped:
             interventions.append(Skip(self._skipped, run.output, when=run.is_skipped))
         if self._cut is not None:

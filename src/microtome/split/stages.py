@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple, overload
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from microtome.engine.select import check_model
 from microtome.engine.standin import LOOKING, copy_inputs
-from microtome.engine.structure import clone_tensors, map_tensors
+from microtome.engine.structure import clone_tensors, map_tensors, tensors_in
 from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs, device_of
 from microtome.results import File
@@ -25,6 +25,7 @@ from microtome.split.data import Cut, Cuts
 from microtome.split.files import save_stages
 from microtome.split.ghost import GhostRead
 from microtome.split.liveness import Liveness
+from microtome.split.randomness import random_state
 from microtome.split.stage import Stage
 from microtome.split.study import Study, study
 from microtome.split.templates import Templates
@@ -131,8 +132,12 @@ class Stages(Sequence[Stage]):
     def save(self, folder: File) -> None:
         """Write `stage0.safetensors`, `stage1.safetensors`, … and `plan.json`, which `mt.load_stage` reads."""
         ranks = self._splitter.ranks
+        drawn: dict[int | None, int] = {op: at for at, op in enumerate(self._splitter.draws)}
         more = [
-            [[None if place.call is None else ranks[place.call], *place[1:]] for place in sorted(places, key=str)]
+            [
+                [None if place.call is None else ranks[place.call], place.at, place.is_argument, drawn.get(place.draw)]
+                for place in sorted(places, key=str)
+            ]
             for places in self._more
         ]
         save_stages(folder, self._stages, self._splitter.given, self.at, self.fingerprint, more)
@@ -166,6 +171,11 @@ class Splitter:
     def ranks(self) -> dict[int, int]:
         """For the index of each call, its rank in an order that other processes know too."""
         return {call.index: rank for rank, call in enumerate(self._seen.canonical)}
+
+    @property
+    def draws(self) -> list[int]:
+        """The operators that draw random numbers, as indices."""
+        return list(self._seen.draws)
 
     @property
     def templates(self) -> Templates:
@@ -224,9 +234,21 @@ class Splitter:
         ]
 
     def _verify(self, chosen: Sequence[Cut], more: list[set[Place]]) -> str:
-        """Compare with the whole model, through bytes; what the model's code turns out to read goes into `more`."""
+        """Compare with the whole model, through bytes; what the model's code turns out to read goes into `more`.
+
+        The whole model and the head draw from the same random state, and the tail from that which the head leaves.
+        """
+        tensors = (*self.model.parameters(), *self.model.buffers(), *tensors_in((self.given.args, self.given.kwargs)))
+        reset = random_state({tensor.device for tensor in tensors}, self._seen.generators)
+        try:
+            return self._compare(chosen, more, reset)
+        finally:
+            reset()
+
+    def _compare(self, chosen: Sequence[Cut], more: list[set[Place]], reset: Callable[[], None]) -> str:
         whole = copied(self.given).run(self.model)
         while True:
+            reset()
             stages = self.stages(chosen, more)
             stage = stages[0]
             try:
@@ -244,6 +266,7 @@ class Splitter:
         found = list(differences(value, whole))
         if not found:
             return BIT_EQUAL
+        reset()
         again = list(differences(copied(self.given).run(self.model), whole))
         worst = max(found, key=_size)
         if not again or _size(worst) > 10 * max(map(_size, again)):
@@ -356,7 +379,15 @@ def load_stages(model: nn.Module, inputs: Any, at: Sequence[str], fingerprint: s
     splitter = Splitter(model, inputs, fingerprint)
     calls = {rank: call for call, rank in splitter.ranks.items()}
     places = [
-        {Place(None if rank is None else calls[rank], index, bool(is_argument)) for rank, index, is_argument in listed}
+        {
+            Place(
+                None if rank is None else calls[rank],
+                index,
+                bool(is_argument),
+                None if draw is None else splitter.draws[draw],
+            )
+            for rank, index, is_argument, draw in listed
+        }
         for listed in more
     ]
     return splitter.stages([splitter.exactly(one) for one in at], places)

@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from microtome.count.whole import AttentionArguments
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.structure import tensors_in
-from microtome.inputs import Inputs
+from microtome.inputs import Inputs, device_of
 from microtome.split.dataflow import Dataflow, Scalars, scalars_of
 from microtome.split.given import Given, given, holders_in, state_of
+from microtome.split.randomness import Draw, is_random
 from microtome.split.signature import Arguments, describe
 from microtome.split.templates import Slot, Template, take_apart
 from microtome.trace.data import Trace, TracedCall
 from microtome.trace.run import record
-
-_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,10 @@ class Study:
         inputs: The structure of the model's arguments.
         taken: Of each place of a tensor in these, which of the different tensors is there.
         fused: Which calls run as one operator with all that is in them, where no gradient is wanted.
-        chance: What in the run depends on random numbers; None: nothing.
+        draws: The operators that draw random numbers, by their index.
+        fuses_dropout: Whether dropout may be one kernel where the model computes, and several operators in the trace.
+        is_training: Whether any of its modules is in training mode.
+        generators: Those that operators draw from beside the default ones.
         scalars: Of each operator, the arguments that are no tensors, where it runs between calls.
     """
 
@@ -69,8 +68,11 @@ class Study:
     shapes: list[Shape]
     inputs: Template
     fused: frozenset[int]
-    chance: str | None
+    draws: dict[int, Draw]
     taken: tuple[int, ...] = ()
+    fuses_dropout: bool = False
+    is_training: bool = False
+    generators: tuple[torch.Generator, ...] = ()
     scalars: list[Scalars] = field(default_factory=list, repr=False)
     _touched: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
@@ -169,14 +171,13 @@ class _Before(NamedTuple):
 
 
 class _Watch(Probe):
-    """Writes down the structures of a run; it holds no tensor but those of random numbers and of calls that run."""
+    """Writes down the structures of a run; it holds no tensor but those of calls that run."""
 
     def __init__(self) -> None:
         self.shapes: dict[Call, Shape] = {}
         self.fused: set[int] = set()
-        self.chance: str | None = None
-        # Random numbers that nobody has read so far: some models draw them in eval mode too, and leave them at that.
-        self._drawn: dict[int, tuple[Tensor, str]] = {}
+        self.draws: dict[int, Draw] = {}
+        self.generators: dict[int, torch.Generator] = {}
         self._before: dict[Call, _Before] = {}
         self.scalars: list[Scalars] = []
 
@@ -208,8 +209,6 @@ class _Watch(Probe):
         counts = any(type(own[name]) in _COUNTS and type(before.own.get(name)) in _COUNTS for name in sets)
         arguments = {id(tensor): at for at, tensor in enumerate(_different(before.given.tensors))}
         same = tuple(arguments.get(id(tensor)) for tensor in _different(tensors))
-        if self._drawn and self.chance is None and call.parent is None:
-            self._look_for_drawn(tensors)
         taken, returned = ranks(before.given.tensors), ranks(tensors)
         self.shapes[call] = Shape(template, same, effect, sets, counts, changes, taken, returned, before.arguments)
 
@@ -221,25 +220,10 @@ class _Watch(Probe):
         module = None if where.call is None else where.call.module
         between = module is None or module._modules  # no call can be made of what a leaf computes
         self.scalars.append(scalars_of(args, kwargs) if between else _NO_SCALARS)
-        if self.chance is not None:
-            return
-        if func is torch.ops.aten.detach.default and id(args[0]) in self._drawn:  # as torch does of itself
-            self._drawn[id(output)] = output, self._drawn[id(args[0])][1]
-        elif self._drawn:
-            self._look_for_drawn((args, kwargs))
-        if _is_random(func, args, kwargs):
-            inside = "" if where.call is None or not where.call.address else f" in {where.call.address!r}"
-            text = f"{getattr(func, '__name__', func)}{inside} draws random numbers"
-            taken = {id(tensor) for tensor in tensors_in((args, kwargs))}
-            made = {id(tensor): (tensor, text) for tensor in tensors_in(output)}
-            if made.keys() & taken or not made:
-                self.chance = text
-            self._drawn |= made
-
-    def _look_for_drawn(self, value: Any) -> None:
-        for tensor in tensors_in(value):
-            if id(tensor) in self._drawn:
-                self.chance = self._drawn[id(tensor)][1]
+        if is_random(func, args, kwargs):
+            self.draws[len(self.scalars) - 1] = Draw.of(where, func)
+            if isinstance(generator := kwargs.get("generator"), torch.Generator):
+                self.generators[id(generator)] = generator
 
 
 def _different(tensors: list[Tensor]) -> list[Tensor]:
@@ -252,33 +236,10 @@ def ranks(tensors: list[Tensor]) -> tuple[int, ...]:
     return tuple(rank[id(tensor)] for tensor in tensors)
 
 
-_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _NOTHING = object()
 _NO_SCALARS = "", ""
 _ONE = Template(Slot(0), 1, 0)
 _OPEN = Shape(Template(None, 0, 0), ())
-_random: dict[Any, bool] = {}
-
-
-def _is_random(func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    known = _random.get(func)
-    if known is None:
-        known = _random[func] = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-    if func is _ATTENTION:
-        return AttentionArguments(*args, **kwargs).dropout_p > 0
-    if not known and func not in _RECURRENT:
-        return False
-    if func in _RECURRENT:
-        return any(rate > 0 and train for rate, train in pairwise(args) if isinstance(rate, float))
-    name = getattr(func, "__name__", "")
-    # These draw nothing when they are told not to drop anything.
-    if "dropout" in name:
-        return bool(args[2] if len(args) > 2 else kwargs.get("train", True)) and (args[1] if len(args) > 1 else 1) > 0
-    if "attention" in name:
-        return bool(kwargs.get("dropout_p", 0.0))
-    if "rrelu" in name:
-        return bool(args[4] if len(args) > 4 else kwargs.get("training", False))
-    return True
 
 
 def _is_fused(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -337,4 +298,15 @@ def study(model: nn.Module, inputs: Any) -> Study:
     watch = watches[-1]
     template, tensors, _ = take_apart((example.args, example.kwargs))
     shapes = list(watch.shapes.values())
-    return Study(trace, shapes, template, frozenset(watch.fused), watch.chance, ranks(tensors), watch.scalars)
+    return Study(
+        trace,
+        shapes,
+        template,
+        frozenset(watch.fused),
+        watch.draws,
+        ranks(tensors),
+        trace.how.stand == "meta" and torch.device(device_of(model)).type not in ("cpu", "meta"),
+        any(module.training for module in model.modules()),
+        tuple(watch.generators.values()),
+        watch.scalars,
+    )

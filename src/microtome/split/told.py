@@ -39,6 +39,12 @@ def around_of(boundary: Boundary) -> list[Any]:
     return around if isinstance(around, list) else []
 
 
+def draws_of(boundary: Boundary) -> list[Any]:
+    """The entries for what drew random numbers before the cut, in order."""
+    drawn = boundary.facts.get("draws")
+    return drawn if isinstance(drawn, list) else []
+
+
 def uses(entries: Iterable[Any]) -> Counter[str]:
     """How often each tensor is asked for."""
     known = [entry for entry in entries if is_entry(entry)]

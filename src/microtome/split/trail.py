@@ -101,6 +101,24 @@ class Around:
 
 
 @dataclass(frozen=True, eq=False)
+class DrawStep:
+    """An operator that draws random numbers before the cut, in code that both sides run: the tail does not draw again.
+
+    Attributes:
+        op: Which operator it was on the example.
+        path: Of the module whose code ran it.
+        count: How many tensors it returns.
+        outputs: Those that cross, by their place in what it returns.
+    """
+
+    op: int
+    name: str
+    path: str
+    count: int
+    outputs: dict[int, Sent]
+
+
+@dataclass(frozen=True, eq=False)
 class Trail:
     """All steps to a cut.
 
@@ -110,6 +128,7 @@ class Trail:
         inputs: What crosses of the model's arguments, by its place among them.
         taken: Of each place of a tensor in these, which of the different tensors it had there on the example.
         written: Where those values are found that the tail writes into.
+        draws: What draws random numbers before the cut, between the steps, in order.
     """
 
     at: str
@@ -117,6 +136,7 @@ class Trail:
     inputs: dict[int, Sent]
     taken: tuple[int, ...]
     written: frozenset[Place]
+    draws: tuple[DrawStep, ...] = ()
 
     @property
     def paths(self) -> list[str]:
@@ -186,7 +206,13 @@ def trail_to(seen: Study, crossing: Crossing) -> Trail:
     def around(call: TracedCall) -> Around:
         return Around(call.path, call.address, call.depth, seen.dataflow.of(call.index))
 
-    crossed = {place.at: sent(place) for place in places.get(None, [])}
+    def draw(op: int) -> DrawStep:
+        traced = seen.trace.ops[op]
+        outputs = {place.at: sent(place) for place in places.get(None, []) if place.draw == op}
+        path = seen.trace.calls[traced.call or 0].path
+        return DrawStep(op, seen.draws[op].name, path, len(traced.outputs), outputs)
+
+    crossed = {place.at: sent(place) for place in places.get(None, []) if place.is_input}
     inputs = {at: crossed[rank] for at, rank in enumerate(seen.taken) if rank in crossed}
     levels = tuple(
         (tuple(map(step, level.skipped)), None if level.onward is None else around(level.onward))
@@ -194,7 +220,9 @@ def trail_to(seen: Study, crossing: Crossing) -> Trail:
     )
     names_written = {sent(place).name for place in crossing.written}
     written = frozenset(place for place in crossing.values if sent(place).name in names_written)
-    return Trail(crossing.cut.address, levels, inputs, seen.taken, written)
+    glue = {op for level in crossing.levels for op in level.call.ops if op < crossing.cut.ends}
+    draws = tuple(draw(op) for op in sorted(glue & seen.draws.keys()))
+    return Trail(crossing.cut.address, levels, inputs, seen.taken, written, draws)
 
 
 def _places(ranks: tuple[int, ...], among: set[int]) -> frozenset[int]:
@@ -241,6 +269,10 @@ class Follower:
             expected = max(alike, key=lambda step: _count_same(step, plain))
         left.remove(expected)
         return expected
+
+    def is_between(self, call: Call | None) -> bool:
+        """Whether the code that runs now in a call is between steps, before the cut."""
+        return not self.is_there and bool(self._around) and call is self._around[-1]
 
     def _go_into(self, call: Call) -> None:
         self._left.append(list(self._trail.levels[len(self._around)][0]))

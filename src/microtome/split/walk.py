@@ -45,6 +45,8 @@ class Walk:
         for item in items:
             if isinstance(item, TracedCall):
                 self._skip(item)
+            elif item.index in self._liveness.study.draws:
+                self._draw(item)
             else:
                 self._glue(item)
         self._begin()
@@ -66,6 +68,28 @@ class Walk:
         self.glue_writes |= memories
         if memories and not needed:
             self._idle.add(op.index)
+
+    def _draw(self, op: Op) -> None:
+        """Take what an operator drew from the head: the tail does not draw it again."""
+        study = self._liveness.study
+        draw = study.draws[op.index]
+        if not draw.can_be_sent(op, is_fused=study.fuses_dropout):
+            around = self._trace.calls[op.call or 0]
+            self.refused = (
+                f"{draw.name} draws random numbers in the forward of {around.address or 'the model'!r} itself, which "
+                "both sides run, and they cannot be sent"
+            )
+            if study.is_training:
+                self.refused += "; if it is dropout, call model.eval()"
+        for at, value in enumerate(op.outputs):
+            memory, place = self._liveness.memory[value], Place(None, at, draw=op.index)
+            if value in op.mutates:
+                self.found[place] = value  # the tail has no other way to fill it
+                self.glue_writes.add(memory)
+                if memory in self._needs:
+                    self._needs[memory] = {**self._needs[memory], value: True}
+            elif self._needs.pop(memory, None):
+                self.found[place] = value
 
     def _skip(self, call: TracedCall) -> None:
         study, memory_of = self._liveness.study, self._liveness.memory
@@ -155,13 +179,17 @@ class Walk:
         """Go forth, as the tail does, and see which memories have values."""
         memory_of, made_by = self._liveness.memory, self._liveness.study.made_by
         empty = {memory_of[value] for value in self._trace.calls[0].inputs}
-        empty -= {memory_of[value] for place, value in self.found.items() if place.call is None}
+        empty -= {memory_of[value] for place, value in self.found.items() if place.is_input}
         for item in reversed(items):
             if isinstance(item, TracedCall):
                 sent = {memory_of[value] for place, value in self.found.items() if place.call == item.index}
                 made = {memory_of[value] for value in item.outputs}
                 empty |= {memory for memory in made if item.begins <= made_by.get(memory, -1) < item.ends}
                 empty -= sent
+                continue
+            if item.index in self._liveness.study.draws:
+                empty |= {memory_of[value] for value in item.outputs}
+                empty -= {memory_of[value] for place, value in self.found.items() if place.draw == item.index}
                 continue
             read = {memory_of[at] for at in item.inputs}
             if item.name not in SHAPE_ONLY and read & empty:
