@@ -18,6 +18,15 @@ from microtome.engine.ops import signature
 from microtome.engine.structure import map_tensors, tensors_in
 
 Function = Callable[..., Any]
+#: Functions that read the values of a tensor without an operator, and the position of that argument.
+READS: dict[Function, int] = {
+    Tensor.tolist: 0,
+    Tensor.numpy: 0,
+    Tensor.__array__: 0,
+    torch._VF._pack_padded_sequence: 1,  # type: ignore[attr-defined]
+    torch._VF._pad_packed_sequence: 1,  # type: ignore[attr-defined]
+}
+TellRead = Callable[[Tensor], None]
 RunWhole = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -33,15 +42,16 @@ class Whole:
 
 
 class FunctionMode(TorchFunctionMode):
-    """Has chosen functions run by somebody who tells of them, and notes which function runs.
+    """Has chosen functions run by somebody who tells of them, tells of reads, and notes which function runs.
 
     Attributes:
         function: The function of torch that the code called and that runs now.
         autocast: Whether it was called under autocast, which operators below cannot tell.
     """
 
-    def __init__(self, whole: Collection[Function], run_whole: RunWhole) -> None:
+    def __init__(self, whole: Collection[Function], run_whole: RunWhole, tell_read: TellRead) -> None:
         super().__init__()
+        self._tell_read = tell_read
         self._whole = whole
         self._run_whole = run_whole
         self.function: Function | None = None
@@ -55,6 +65,8 @@ class FunctionMode(TorchFunctionMode):
         try:
             if func in self._whole:
                 return self._run_whole(func, args, kwargs or {})
+            if func in READS and len(args) > READS[func] and isinstance(args[READS[func]], Tensor):
+                self._tell_read(args[READS[func]])
             if func is F.multi_head_attention_forward:
                 with self:
                     return _transparent_attention(*args, **(kwargs or {}))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch._ops import OpOverload
 
 from microtome.engine.calls import Call, Phase
@@ -56,6 +57,9 @@ class Probe:
 
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """An operator ran, in the thread that opened the session or in a backward that it called."""
+
+    def read(self, where: Where, tensor: Tensor) -> None:
+        """Python code reads the values of a tensor without an operator, in a session that shows functions whole."""
 
     def backward_moves(self, call: Call | None) -> None:
         """The backward goes on with this call; None: with nobody's nodes, or it has ended. Cheaper than all entries."""

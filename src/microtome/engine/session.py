@@ -91,6 +91,7 @@ class Session:
         self._fail = methods_of(probes, "fail", unseen=unseen)
         self._op = methods_of(probes, "op")
         self._op_begins = methods_of(probes, "op_begins")
+        self._read = methods_of(probes, "read")
         self._enter_backward = methods_of(probes, "enter_backward", unseen=unseen)
         self._exit_backward = methods_of(probes, "exit_backward", unseen=unseen)
         self._backward_moves = methods_of(probes, "backward_moves")
@@ -121,7 +122,8 @@ class Session:
                 ops = stack.enter_context(OpMode(self._where, self._op_begins, self._op, self._replace_op))
                 if self._whole:
                     stack.enter_context(hide_modes())
-                    self._functions = stack.enter_context(FunctionMode(self._whole, partial(self._run_whole, ops)))
+                    functions = FunctionMode(self._whole, partial(self._run_whole, ops), self._tell_read)
+                    self._functions = stack.enter_context(functions)
             self._open = stack.pop_all()
         return self
 
@@ -354,6 +356,10 @@ class Session:
         if torch.is_grad_enabled():  # autograd turns it off: this is code that a node runs again, as checkpoints do
             return Where(owner, "recompute", function, autocast)
         return Where(owner, "backward", part_of=whole)
+
+    def _tell_read(self, tensor: Tensor) -> None:
+        for method in self._read:
+            method(self._where(), tensor)
 
     def _run_whole(self, ops: OpMode, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function and tell of it as of one operator; of nothing, if it ran none."""

@@ -119,6 +119,8 @@ def crossing_refusal(seen: Study, crossing: Crossing) -> str | None:
         for call in level.skipped:
             if seen.shapes[call.index].effect is not None:
                 return f"{call.address!r} runs in the head, and {seen.shapes[call.index].effect}"
+            if seen.has_hooks and (hooked := _hooked(seen, crossing, call)) is not None:
+                return hooked
             for inside in trace.below(call) if seen.is_noisy else ():
                 if not (sets := seen.shapes[inside.index].sets):
                     continue
@@ -129,6 +131,20 @@ def crossing_refusal(seen: Study, crossing: Crossing) -> str | None:
                         f"{inside.address!r} runs in the head and sets {', '.join(sets)} of its module, which runs "
                         "again in the tail"
                     )
+    return None
+
+
+def _hooked(seen: Study, crossing: Crossing, call: TracedCall) -> str | None:
+    """Why the tail would miss a forward hook: it runs those of calls that are left out, not those of calls inside."""
+    around = {level.call.path for level in crossing.levels}
+    for inside in seen.trace.below(call):
+        for path, names in seen.shapes[inside.index].hooked if inside is not call else ():
+            if names and path in around:
+                where = f"the {path!r} around it" if path else "the model"
+                return (
+                    f"a forward hook of {inside.address!r} changes {', '.join(names)} of {where}, and would not run in "
+                    f"the tail, which leaves out {call.address!r}: put the hook on {call.address!r}"
+                )
     return None
 
 

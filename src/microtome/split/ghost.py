@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import _disable_current_modes
 
+from microtome.engine.functions import READS
 from microtome.engine.structure import map_tensors, tensors_in
 from microtome.errors import Unsupported, said
 from microtome.trace.facts import facts_of
 
-_READS = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.is_nonzero.default,
-}
+_as_tensors: Any = torch._C._disabled_torch_function_impl
 #: Operators that take of their first argument its shape alone.
 _SHAPE_ONLY = "new_empty new_zeros new_ones new_full new_empty_strided empty_like zeros_like ones_like full_like"
 SHAPE_ONLY = frozenset(f"aten.{name}.default" for name in _SHAPE_ONLY.split())
+
+
+_INDEX = torch.ops.aten.index.Tensor
+_READ_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+#: What chooses places in a tensor: how many there are depends on its values.
+MASKS = (torch.bool, torch.uint8)
+
+
+def reads_values(func: Any) -> bool:
+    """Whether an operator needs the values of its inputs, even for the shapes of its outputs.
+
+    Not `index`, of which masks alone are read, and operators on functions always.
+    """
+    if func is _INDEX:
+        return False
+    return isinstance(func, HigherOrderOperator) or bool(_READ_TAGS.intersection(getattr(func, "tags", ())))
+
+
+@cache
+def operator_named(name: str) -> Any:
+    """The operator that is called so in a trace; None: there is none, such as for a function that is shown whole."""
+    space, _, rest = name.partition(".")
+    if hasattr(torch.ops.higher_order, rest):
+        return getattr(torch.ops.higher_order, rest)
+    found: Any = getattr(torch.ops, space, None)
+    for part in rest.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 class GhostRead(Unsupported):
@@ -63,19 +89,19 @@ class Ghost(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<Ghost of {self.of}, {tuple(self.shape)}>"
 
-    def numpy(self, *, force: bool = False) -> Any:
-        return self._living("numpy").numpy(force=force)
-
-    def tolist(self) -> Any:
-        return self._living("tolist").tolist()
-
     def _living(self, how: str) -> Tensor:
         """What it has become, for what torch does without an operator."""
         if self.alive is None:
             raise GhostRead(f"{how} reads values of {self.of}, which did not cross the cut", self)
         return self.alive
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in READS and len(args) > READS[func] and isinstance(read := args[READS[func]], Ghost):
+            args = (*args[: READS[func]], read._living(func.__name__), *args[READS[func] + 1 :])
+        return _as_tensors(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -86,11 +112,9 @@ class Ghost(Tensor):
         if not ghosts:
             return func(*args, **kwargs)
         first = ghosts[0]
-        if (
-            func in _READS
-            or torch.Tag.data_dependent_output in func.tags
-            or torch.Tag.dynamic_output_shape in func.tags
-        ):
+        if func is _INDEX:
+            args = (args[0], _without_masks(args[1]))
+        if reads_values(func):
             raise GhostRead(f"{func} reads values of {first.of}, which did not cross the cut", first)
         written = facts_of(func).written(args, kwargs)
         real = [tensor for tensor in written if not isinstance(tensor, Ghost)]
@@ -112,6 +136,17 @@ class Ghost(Tensor):
                 )
                 raise GhostRead(message, first) from error
         return map_tensors(lambda tensor: Ghost(tensor, torch.device(device), first.of, first.source), output)
+
+
+def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
+    """The same places by their numbers, so that the shape of the result is known without values."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in MASKS:
+            found.append(index)
+        else:
+            found += index.nonzero().unbind(-1)  # raises if it is a ghost
+    return found
 
 
 def awake(tensor: Tensor) -> Tensor:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
 
 from microtome.split.crossing import Crossing, Level, Needs, Place
-from microtome.split.ghost import SHAPE_ONLY
+from microtome.split.ghost import MASKS, SHAPE_ONLY, operator_named, reads_values
 from microtome.split.study import Study
 from microtome.split.walk import Walk
-from microtome.trace.data import Op, TracedCall
+from microtome.trace.data import Op, Read, TracedCall
+
+_INDEX = "aten.index.Tensor"
 
 
 class Liveness:
@@ -23,6 +25,9 @@ class Liveness:
         # Weights are there on both sides; what a call returned of them is not, where that call is left out.
         self._kept = {value.memory for value in study.trace.values if value.origin in ("parameter", "buffer")}
         self._kept -= {self.memory[value] for call in study.trace.calls for value in call.outputs}
+        self._reads: dict[int, list[Read]] = defaultdict(list)
+        for read in study.trace.reads:
+            self._reads[read.op].append(read)
         self._live = self._walk_back()
 
     def crossing(self, cut: TracedCall, more: Iterable[Place] = ()) -> Crossing:
@@ -40,7 +45,7 @@ class Liveness:
         crossing.views = walk.views
         for place in more:
             crossing.values.setdefault(place, self._listed(place)[place.at])
-        for place, value in walk.found.items():
+        for place, value in crossing.values.items():
             memory = self.memory[value]
             begins = 0 if place.call is None else self._trace.calls[place.call].ends
             begins = begins if place.draw is None else place.draw + 1
@@ -102,6 +107,8 @@ class Liveness:
             self.need(needs, at)
         live = [dict(needs)]
         for op in reversed(self._trace.ops):
+            for read in self._reads.get(op.index + 1, ()):
+                self.need(needs, read.value)
             # What nobody reads but writes somewhere is rare so late, and runs as it is.
             self.step(op, needs, forced=bool(op.mutates))
             live.append(dict(needs))
@@ -118,6 +125,27 @@ class Liveness:
             levels.append(Level(parent, skipped, onward))
             onward, inner = parent, parent
         return tuple(reversed(levels))
+
+    def reads_until(self, cut: TracedCall, skipped: Container[int]) -> list[Read]:
+        """What Python code reads until a cut, or right after it, in calls that are not left out."""
+        found = (read for at, reads in self._reads.items() if at <= cut.ends for read in reads)
+        return [read for read in found if not self._is_inside(read.call, skipped)]
+
+    def _is_inside(self, call: int | None, of: Container[int]) -> bool:
+        while call is not None:
+            if call in of:
+                return True
+            call = self._trace.calls[call].parent
+        return False
+
+    def read_by(self, op: Op) -> Sequence[int]:
+        """The values that an operator reads even where nobody needs what it makes."""
+        values = self._trace.values
+        if op.name == _INDEX:
+            among = op.inputs[1:] or op.inputs  # or a mask that is indexed by itself
+            return [at for at in among if values[at].dtype in MASKS]
+        func = operator_named(op.name)
+        return op.inputs if func is not None and reads_values(func) else ()
 
     def need(self, needs: Needs, value: int, surely: bool = True) -> None:
         memory = self.memory[value]
@@ -143,7 +171,9 @@ class Liveness:
                 reasons.append(held.get(at, any(held.values())))
                 wanted = True
         if not wanted:
-            return False
+            for at in (read := self.read_by(op)):
+                self.need(needs, at)
+            return bool(read)
         surely = any(reasons)
         for at in op.outputs:
             here = memory[at]

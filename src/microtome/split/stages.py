@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple, overload
 
 from torch import Tensor, nn
@@ -13,10 +12,11 @@ from torch import Tensor, nn
 from microtome.engine.select import check_model
 from microtome.engine.standin import LOOKING, copy_inputs
 from microtome.engine.structure import clone_tensors, map_tensors, tensors_in
-from microtome.errors import BadQuery, Unsupported
+from microtome.errors import BadQuery, MicrotomeError, Unsupported, said
 from microtome.inputs import Inputs, device_of
 from microtome.results import File
 from microtome.split.boundary import Boundary
+from microtome.split.choice import choose_cuts, stage_index
 from microtome.split.codecs import is_lossless
 from microtome.split.compare import Difference, differences
 from microtome.split.crossing import Crossing, Place
@@ -133,12 +133,14 @@ class Stages(Sequence[Stage]):
         """Write `stage0.safetensors`, `stage1.safetensors`, … and `plan.json`, which `mt.load_stage` reads."""
         ranks = self._splitter.ranks
         drawn: dict[int | None, int] = {op: at for at, op in enumerate(self._splitter.draws)}
+        # All that crosses: who loads a stage looks at a model without values, and does not see what its code reads.
+        every = self._splitter.places([self._splitter.exactly(at) for at in self.at], self._more)
         more = [
             [
                 [None if place.call is None else ranks[place.call], place.at, place.is_argument, drawn.get(place.draw)]
                 for place in sorted(places, key=str)
             ]
-            for places in self._more
+            for places in every
         ]
         save_stages(folder, self._stages, self._splitter.given, self.at, self.fingerprint, more)
 
@@ -183,7 +185,7 @@ class Splitter:
 
     def cut(self, where: Any) -> Cut:
         """The one cut that a user names."""
-        chosen = _chosen(self.cuts, where)
+        chosen = choose_cuts(self.cuts, where)
         if len(chosen) > 1:
             raise BadQuery(f"one cut makes two halves, and these are {len(chosen)}: {where!r:.200}")
         return chosen[0]
@@ -195,8 +197,8 @@ class Splitter:
 
     def at(self, where: Any, *, verify: bool = True, load: str | int | None = None) -> Stages:
         """See `microtome.split`."""
-        chosen = _chosen(self.cuts, where)
-        kept = None if load is None else _stage_index(load, len(chosen) + 1)
+        chosen = choose_cuts(self.cuts, where)
+        kept = None if load is None else stage_index(load, len(chosen) + 1)
         more: list[set[Place]] = [set() for _ in chosen]
         verified = "not verified: it was not asked for"
         with LOOKING:  # or another thread may have put stand-ins into the model
@@ -233,6 +235,12 @@ class Splitter:
             for index in range(len(crossings) - 1)
         ]
 
+    def places(self, chosen: Sequence[Cut], more: Sequence[set[Place]]) -> list[set[Place]]:
+        """Where all is found that crosses each of these cuts."""
+        ending = self._seen.ending
+        pairs = zip(chosen, more, strict=True)
+        return [set(self._liveness.crossing(ending[cut.index], places).values) for cut, places in pairs]
+
     def _verify(self, chosen: Sequence[Cut], more: list[set[Place]]) -> str:
         """Compare with the whole model, through bytes; what the model's code turns out to read goes into `more`.
 
@@ -255,7 +263,7 @@ class Splitter:
                 value: Any = _run(stage, copied(self.given))
                 for stage, cut in zip(stages[1:], chosen, strict=True):
                     sent = Boundary.from_bytes(value.to_bytes(), limit=_NO_LIMIT)
-                    with _without(self.model, self._kept_before(cut)):
+                    with _refused(self.model, cut), _without(self.model, self._kept_before(cut)):
                         value = stage(sent)
                 break
             except GhostRead as error:  # the model's code looks at values where it has some
@@ -288,6 +296,20 @@ class Splitter:
 
 
 @contextmanager
+def _refused(model: nn.Module, cut: Cut) -> Iterator[None]:
+    """Turn an error of the model's own code in a tail into a refusal: the whole model ran on the same example."""
+    try:
+        yield
+    except MicrotomeError:
+        raise
+    except Exception as error:
+        raise Unsupported(
+            f"the {type(model).__name__} cannot be cut at {cut.at!r}: its code raised {said(error)} in the tail, not in a "
+            "run of the whole model. It needs what crosses in no tensor: cut before that is made, or after its use"
+        ) from error
+
+
+@contextmanager
 def _without(model: nn.Module, kept: dict[str, set[str]]) -> Iterator[None]:
     """Have modules lack what they keep of their runs in the head: where the head runs elsewhere, the tail has none."""
     modules = [(model.get_submodule(path), names) for path, names in kept.items()]
@@ -310,38 +332,6 @@ def _without(model: nn.Module, kept: dict[str, set[str]]) -> Iterator[None]:
             now = dict(attributes)
             attributes.clear()
             attributes.update({**before, **now})  # in the order in which they were
-
-
-def _chosen(cuts: Cuts, at: Any) -> list[Cut]:
-    planned = getattr(at, "at", at) if not isinstance(at, Cut | nn.Module) else at
-    if planned is None and at is not None:
-        raise BadQuery("the plan does not cut the model: it runs best in one place")
-    wanted = [planned] if isinstance(planned, str | Cut) or not isinstance(planned, Iterable) else list(planned)
-    if not wanted or not all(isinstance(one, str | Cut) for one in wanted):
-        raise BadQuery(
-            f"say where to cut: an address such as 'layer2.0.conv1', several, or a plan of mt.plan; got {at!r:.80}"
-        )
-    if "auto" in wanted:
-        raise BadQuery("at='auto' needs to know the devices and the link: give a plan, plan=mt.plan(mt.cuts(…), …)")
-    if "" in wanted:
-        raise BadQuery("the exit of the model itself is no cut: nothing would be left for the tail")
-    found = sorted((_cut(cuts, one) for one in wanted), key=lambda cut: cut.index)
-    for one, other in pairwise(found):
-        if one is other:
-            raise BadQuery(f"the cut at {one.at!r} is named twice")
-    return found
-
-
-def _cut(cuts: Cuts, one: Any) -> Cut:
-    # A cut knows which of several calls of a module it is at.
-    return cuts[f"{one.at}#0" if "#" not in one.at else one.at] if isinstance(one, Cut) else cuts[one]
-
-
-def _stage_index(load: str | int, count: int) -> int:
-    index = {"head": 0, "tail": count - 1}.get(load, load) if isinstance(load, str) else load
-    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
-        raise BadQuery(f"load is 'head', 'tail' or the index of one of {count} stages, got {load!r}")
-    return index
 
 
 def _is_whole(model: nn.Module) -> bool:

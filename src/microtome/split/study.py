@@ -33,6 +33,7 @@ class Shape:
         given: The same of what it returned.
         effect: What it did that tensors do not tell, in words; None: nothing that was seen.
         sets: The attributes of its module that it changed.
+        hooked: What its module's forward hooks changed of modules around it: the path of each, and the attributes.
         counts: Whether one of these was a number and is another.
         changes: Which of the lists and dicts among its arguments hold something else when it ends.
         called: The arguments that it was called with.
@@ -47,6 +48,7 @@ class Shape:
     taken: tuple[int, ...] = ()
     given: tuple[int, ...] = ()
     called: Arguments | None = None
+    hooked: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass
@@ -104,6 +106,11 @@ class Study:
 
         walk(self.trace.calls[0])
         return order
+
+    @cached_property
+    def has_hooks(self) -> bool:
+        """Whether a forward hook changes attributes of a module around its own."""
+        return any(names for shape in self.shapes for _, names in shape.hooked)
 
     @cached_property
     def ending(self) -> list[TracedCall]:
@@ -168,6 +175,7 @@ class _Before(NamedTuple):
     given: Given
     own: dict[str, Any]
     arguments: Arguments
+    outer: dict[Call, dict[str, Any]]
 
 
 class _Watch(Probe):
@@ -185,7 +193,9 @@ class _Watch(Probe):
         if _is_fused(call.module, args, kwargs):
             self.fused.add(len(self.shapes))
         self.shapes[call] = _OPEN
-        self._before[call] = _Before(given(args, kwargs), _own(call.module), describe(args, kwargs))
+        around = [] if call.module is None or not call.module._forward_hooks else call.stack[:-1]
+        outer = {other: _own(other.module) for other in around}
+        self._before[call] = _Before(given(args, kwargs), _own(call.module), describe(args, kwargs), outer)
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         before = self._before.pop(call)
@@ -205,12 +215,15 @@ class _Watch(Probe):
         if effect is None and template.strange is not None:
             effect = f"it returns a {template.strange}, which is no tensor, number, text or structure of these"
         own = _own(call.module)
-        sets = tuple(sorted(name for name, state in own.items() if before.own.get(name, _NOTHING) != state))
+        sets = _changed(before.own, own)
         counts = any(type(own[name]) in _COUNTS and type(before.own.get(name)) in _COUNTS for name in sets)
         arguments = {id(tensor): at for at, tensor in enumerate(_different(before.given.tensors))}
         same = tuple(arguments.get(id(tensor)) for tensor in _different(tensors))
         taken, returned = ranks(before.given.tensors), ranks(tensors)
-        self.shapes[call] = Shape(template, same, effect, sets, counts, changes, taken, returned, before.arguments)
+        hooked = tuple((outer.path, _changed(own, _own(outer.module))) for outer, own in before.outer.items())
+        self.shapes[call] = Shape(
+            template, same, effect, sets, counts, changes, taken, returned, before.arguments, hooked
+        )
 
     def fail(self, call: Call, error: BaseException) -> None:  # which the model may catch
         self._before.pop(call, None)
@@ -224,6 +237,10 @@ class _Watch(Probe):
             self.draws[len(self.scalars) - 1] = Draw.of(where, func)
             if isinstance(generator := kwargs.get("generator"), torch.Generator):
                 self.generators[id(generator)] = generator
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(sorted(name for name, state in after.items() if before.get(name, _NOTHING) != state))
 
 
 def _different(tensors: list[Tensor]) -> list[Tensor]:
@@ -282,7 +299,9 @@ def _own(module: nn.Module | None) -> dict[str, Any]:
 _PLAIN = (int, float, bool, str)
 _COUNTS = (int, float)
 _HOLDS = (list, dict, set)
-_TORCHS = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"}
+#: The weights of recurrent layers in one list, which `flatten_parameters` makes.
+_RECURRENT_WEIGHTS = {"_flat_weights", "_flat_weight_refs"}
+_TORCHS = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"} | _RECURRENT_WEIGHTS
 
 
 def study(model: nn.Module, inputs: Any) -> Study:
@@ -294,7 +313,7 @@ def study(model: nn.Module, inputs: Any) -> Study:
         watches.append(_Watch())
         return watches[-1]
 
-    trace, _ = record(model, example, beside=beside)
+    trace, _ = record(model, example, beside=beside, values=True)
     watch = watches[-1]
     template, tensors, _ = take_apart((example.args, example.kwargs))
     shapes = list(watch.shapes.values())

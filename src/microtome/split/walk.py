@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from microtome.split.crossing import Crossing, Needs, Place
 from microtome.split.ghost import SHAPE_ONLY
-from microtome.trace.data import Op, TracedCall
+from microtome.trace.data import Op, Read, TracedCall
 
 if TYPE_CHECKING:
     from microtome.split.liveness import Liveness
@@ -45,6 +45,8 @@ class Walk:
         for item in items:
             if isinstance(item, TracedCall):
                 self._skip(item)
+            elif isinstance(item, Read):
+                self._liveness.need(self._needs, item.value)
             elif item.index in self._liveness.study.draws:
                 self._draw(item)
             else:
@@ -53,10 +55,12 @@ class Walk:
         if self._idle:
             self._find_conflicts(items)
 
-    def _items(self) -> list[TracedCall | Op]:
-        """Calls that are left out, and operators that run again, the last first."""
+    def _items(self) -> list[TracedCall | Op | Read]:
+        """Calls that are left out, and operators that run again and code that reads values again, the last first."""
         ends = self._crossing.cut.ends
-        keyed: list[tuple[tuple[int, int, int], TracedCall | Op]] = []
+        keyed: list[tuple[tuple[int, int, int], TracedCall | Op | Read]] = []
+        after = len(self._trace.calls)  # a read comes after a call that begins at the same operator
+        keyed += [((r.op, 0, after), r) for r in self._liveness.reads_until(self._crossing.cut, self._skipped)]
         for level in self._crossing.levels:
             keyed += [((call.begins, 0, call.index), call) for call in level.skipped]
             keyed += [((at, 1, 0), self._trace.ops[at]) for at in level.call.ops if at < ends]
@@ -175,7 +179,7 @@ class Walk:
             if value in self._needs.get(memory, ()):
                 self.found[Place(None, at)] = value
 
-    def _find_conflicts(self, items: list[TracedCall | Op]) -> None:
+    def _find_conflicts(self, items: list[TracedCall | Op | Read]) -> None:
         """Go forth, as the tail does, and see which memories have values."""
         memory_of, made_by = self._liveness.memory, self._liveness.study.made_by
         empty = {memory_of[value] for value in self._trace.calls[0].inputs}
@@ -186,6 +190,8 @@ class Walk:
                 made = {memory_of[value] for value in item.outputs}
                 empty |= {memory for memory in made if item.begins <= made_by.get(memory, -1) < item.ends}
                 empty -= sent
+                continue
+            if isinstance(item, Read):
                 continue
             if item.index in self._liveness.study.draws:
                 empty |= {memory_of[value] for value in item.outputs}

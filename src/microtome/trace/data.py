@@ -128,6 +128,20 @@ class How:
         return f"{self.stand} ({self.why})" if self.why else self.stand
 
 
+class Read(NamedTuple):
+    """Python code that reads the values of a tensor without an operator.
+
+    Attributes:
+        op: The operator that ran next.
+        call: The call whose code it is; None outside any.
+        value: The value that is read.
+    """
+
+    op: int
+    call: int | None
+    value: int
+
+
 @dataclass(frozen=True)
 class Trace:
     """One run of a model. Operators, calls and values refer to each other by index.
@@ -136,6 +150,7 @@ class Trace:
         calls: In the order they began; the root is first.
         ops: In the order they ran.
         values: In the order they were first seen.
+        reads: Where Python code reads values without an operator, as `tolist` does.
     """
 
     how: How
@@ -143,6 +158,7 @@ class Trace:
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     memories: tuple[Memory, ...]
+    reads: tuple[Read, ...] = ()
 
     def __getitem__(self, address: str) -> TracedCall:
         """The call at an address. `#0` may be left out where the module ran once."""

@@ -19,7 +19,7 @@ from microtome.engine.sites import unseen_root
 from microtome.engine.standin import CannotStand, Originals, Stand
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
-from microtome.trace.data import How, Op, Trace, TracedCall
+from microtome.trace.data import How, Op, Read, Trace, TracedCall
 from microtome.trace.facts import Facts, facts_of, tensors
 from microtome.trace.values import SeenValue, Values
 
@@ -74,6 +74,7 @@ class Recorder(Probe):
         self._paused = False
         self._calls: dict[Call, _Call] = {}
         self._ops: list[Op] = []
+        self._reads: list[Read] = []
         self._values = Values(device if stand == "meta" else None)
         self._failed = False
         self._functions: dict[Whole, _Function] = {}
@@ -174,6 +175,11 @@ class Recorder(Probe):
         else:
             with plain():
                 self._record(where, func, args, kwargs, output)
+
+    def read(self, where: Where, tensor: Tensor) -> None:
+        with plain():
+            call = None if where.call is None else self._calls[where.call].index
+            self._reads.append(Read(len(self._ops), call, self._values.of(tensor).index))
 
     def _record(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """All the cost per operator is here and in what it calls, so these are few and flat."""
@@ -313,7 +319,7 @@ class Recorder(Probe):
             )
             for record in self._calls.values()
         )
-        return Trace(how, tuple(calls), tuple(self._ops), *self._values.as_data())
+        return Trace(how, tuple(calls), tuple(self._ops), *self._values.as_data(), tuple(self._reads))
 
 
 def _check_dtypes(facts: Facts, read: list[SeenValue]) -> None:

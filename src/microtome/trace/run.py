@@ -56,11 +56,14 @@ def record(
     fake: bool | None = None,
     convention: str = "microtome",
     beside: Callable[[Stand], Probe] | None = None,
+    values: bool = False,
 ) -> tuple[Trace, dict[int, Cost]]:
     """A trace counted by a convention, and what that counts for modules as such, by the index of the call.
 
     Args:
         beside: Makes a probe that looks at the same run; the last one that it made saw the run that is returned.
+        values: Run on real tensors where meta tensors will not do, if all are there: code that asks whether a tensor is
+            fake would do something else than in a run.
     """
     from microtome.count.conventions import convention as find
     from microtome.trace.data import How  # not before it is needed: see `microtome.trace`
@@ -74,6 +77,8 @@ def record(
     with LOOKING:  # while another thread looks at it, its weights are on meta
         device, empty = _devices(model, inputs)
     stands: tuple[Stand, ...] = ("real",) if fake is False else ("fake",) if fake else _STANDS[:2] if empty else _STANDS
+    if values and not empty and fake is None:
+        stands = ("meta", "real")
     why: list[str] = []
     for stand in stands:
         if stand == "meta" and device is None:
