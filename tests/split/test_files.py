@@ -313,3 +313,26 @@ def test_a_loaded_stage_takes_its_share_of_the_memory(tmp_path: Path) -> None:
         held = int(python(LOADS, str(tmp_path), str(index)))
         # Its weights, and a little for all else. The whole model would be 12 layers.
         assert layers * layer * 0.9 < held < layers * layer * 1.25 + 24e6, (index, held / layer)
+
+
+def test_weights_that_were_changed_after_saving_are_refused(folder: Path) -> None:
+    """Whatever bit of a file is flipped: in the header, in the first and in the last weight."""
+    file = folder / "stage1.safetensors"
+    whole = file.read_bytes()
+    for at in (20, len(whole) // 2, len(whole) - 1):
+        changed = bytearray(whole)
+        changed[at] ^= 1
+        file.write_bytes(changed)
+        with pytest.raises(BadFile, match=r"stage1.safetensors' was changed since it was saved|cannot read"):
+            mt.load_stage(built_in("tiny-resnet"), folder, 1)
+        assert mt.load_stage(built_in("tiny-resnet"), folder, 0).index == 0  # the other file is as it was
+    file.write_bytes(whole)
+    assert mt.load_stage(built_in("tiny-resnet"), folder, 1).index == 1
+
+
+def test_weights_of_another_model_in_the_place_of_a_stage_are_refused(folder: Path, tmp_path: Path) -> None:
+    other, x = zoo.build("tiny-resnet", seed=1)
+    mt.split(other, x, at="layer1").save(tmp_path / "other")
+    (folder / "stage1.safetensors").write_bytes((tmp_path / "other" / "stage1.safetensors").read_bytes())
+    with pytest.raises(BadFile, match=r"expected checksum [0-9a-f]{32}, got [0-9a-f]{32}. Save the stages again"):
+        mt.load_stage(built_in("tiny-resnet"), folder, 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Self, overload
 
 from microtome.engine.select import no_path
@@ -128,6 +130,19 @@ class Cuts(Result, Sequence[Cut]):
         if not exact:
             raise no_path(at, [cut.at for cut in every])
         return exact[0]
+
+    def exactly(self, at: str) -> Cut:
+        """The cut whose address this is, as `Cut.at` and a boundary say it: without a number, at the first call."""
+        return self[at if "#" in at else f"{at}#0"]
+
+    def address(self, cut: Cut) -> str:
+        """The address of a cut with its number where the module ran several times, as every query takes it."""
+        return f"{cut.at}#0" if self._calls[cut.at] > 1 else cut.at
+
+    @cached_property
+    def _calls(self) -> Counter[str]:
+        """How often each module ran."""
+        return Counter(cut.at.partition("#")[0] for cut in (*self.offered, *self.refused))
 
     def best(self, by: By = "bytes") -> Cut:
         """The cut with the least of something; of several, the one that leaves the head the least to do."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -45,7 +46,8 @@ def save_stages(
         file = f"stage{stage.index}.safetensors"
         save_file(weights, path / file)
         nbytes = sum(tensor.nbytes for tensor in weights.values())
-        listed.append({"file": file, "weights": sorted(weights), "nbytes": nbytes})
+        digest = _digest_of(path / file)
+        listed.append({"file": file, "weights": sorted(weights), "nbytes": nbytes, "xxh3_128": digest})
     plan = {
         "kind": "split",
         "schema": _SCHEMA,
@@ -91,9 +93,16 @@ def load_stage(
     index %= count
     file = Path(folder) / plan["stages"][index]["file"]
     try:
+        digest = _digest_of(file)
         weights = load_file(file, device=str(device or "cpu"))
     except (OSError, SafetensorError) as error:
         raise BadFile(f"cannot read {str(file)!r}: {said(error)}") from error
+    if digest != plan["stages"][index]["xxh3_128"]:
+        expected = plan["stages"][index]["xxh3_128"]
+        raise BadFile(
+            f"{str(file)!r} was changed since it was saved: expected checksum {expected}, got {digest}. Save the "
+            "stages again, or copy the folder again"
+        )
     built = _built(model, weights)
     if type(built).__qualname__ != plan["model"]:
         raise BadWeights(f"the folder is of a {plan['model']}, and a {type(built).__qualname__} was made")
@@ -110,6 +119,15 @@ def load_stage(
 
 
 _ATTRIBUTE = "attribute:"
+
+
+def _digest_of(file: Path) -> str:
+    """The checksum of a file, read in pieces."""
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        while piece := opened.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _plain(stage: Stage, name: str) -> Tensor:

@@ -192,8 +192,7 @@ class Splitter:
 
     def exactly(self, at: str) -> Cut:
         """The cut whose address this is, as `Cut.at` and a boundary say it."""
-        # It has no number where it is at the first of several calls.
-        return self.cuts[at if "#" in at else f"{at}#0"]
+        return self.cuts.exactly(at)
 
     def at(self, where: Any, *, verify: bool = True, load: str | int | None = None) -> Stages:
         """See `microtome.split`."""
@@ -304,8 +303,8 @@ def _refused(model: nn.Module, cut: Cut) -> Iterator[None]:
         raise
     except Exception as error:
         raise Unsupported(
-            f"the {type(model).__name__} cannot be cut at {cut.at!r}: its code raised {said(error)} in the tail, not in a "
-            "run of the whole model. It needs what crosses in no tensor: cut before that is made, or after its use"
+            f"the {type(model).__name__} cannot be cut at {cut.at!r}: its code raised {said(error)} in the tail, not "
+            "in a run of the whole model. It needs what crosses in no tensor: cut before that is made, or after its use"
         ) from error
 
 
