@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Session
 from microtome.engine.frames import runs_elsewhere
+from microtome.engine.probes import AnyOp, Where
 from microtome.engine.select import named
 from microtome.engine.standin import Stand, stand_in
 from microtome.inputs import Inputs
@@ -55,8 +56,13 @@ def _orders(model: nn.Module) -> OrderedDict[Any, tuple[str, ...] | None]:
 
 
 class _Ends(Probe):
+    """Notes the calls as they end. It takes operators too, so that the engine sees which draw random numbers."""
+
     def __init__(self) -> None:
         self.addresses: list[str] = []
+
+    def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        return
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self.addresses.append(call.address)

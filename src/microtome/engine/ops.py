@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from microtome.engine.random_states import note_draw, see_operators
 from microtome.engine.structure import map_tensors, tensors_in
 
 #: Takes where it runs, the operator, its arguments and, when it ran, its output.
@@ -48,6 +49,7 @@ class OpMode(TorchDispatchMode):
         replaces: Sequence[Callable[..., Any]] = (),
     ) -> None:
         super().__init__()
+        see_operators()
         self._where = where
         self._begins = begins
         self._ends = ends
@@ -62,7 +64,10 @@ class OpMode(TorchDispatchMode):
         kind = _kinds.get(id(func)) or _kind_of(func)
         if self.silent:
             self.ran = True
-            return _compute(kind, func, args, kwargs)
+            output = _compute(kind, func, args, kwargs)
+            if kind.draws:
+                note_draw(output, (*args, *kwargs.values()))
+            return output
         if kind is _QUERY:
             return func(*args, **kwargs)
         if kind.__class__ is _Composite and not _has_kernels_of_its_own(types, args, kwargs):
@@ -77,18 +82,25 @@ class OpMode(TorchDispatchMode):
                 output = replace(where, func, args, kwargs)
         if output is NotImplemented:
             output = _compute(kind, func, args, kwargs)
+        if kind.draws:
+            note_draw(output, (*args, *kwargs.values()))
         for tell in self._ends:
             tell(where, func, args, kwargs, output)
         return output
 
 
 class _Kind:
-    """How an operator is to be run. It holds the operator, since kinds are found by its identity."""
+    """How an operator is to be run. It holds the operator, since kinds are found by its identity.
 
-    __slots__ = ("func",)
+    Attributes:
+        draws: Whether it draws random numbers.
+    """
+
+    __slots__ = ("draws", "func")
 
     def __init__(self, func: Any = None) -> None:
         self.func = func
+        self.draws = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
 
 
 class _GroupedProduct(_Kind):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import random
 import sys
 import threading
 import warnings
@@ -21,9 +20,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from microtome.engine.arguments import CannotStand, as_result, copy_arguments, modules_in
+from microtome.engine.originals import Originals
+from microtome.engine.random_states import keep_random_states
+from microtome.engine.references import Global, globals_of
 from microtome.engine.select import named
 from microtome.engine.sites import refuse_script
-from microtome.engine.structure import tensors_in
+from microtome.engine.structure import gpus_in, tensors_in
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 
@@ -33,39 +35,6 @@ Stand = Literal["meta", "fake", "real"]
 
 #: Held while a model has stand-ins: two threads that look at one model would take the other's for what it holds.
 LOOKING = threading.RLock()
-
-
-class Originals:
-    """The tensors that a real run may write to. Each is put back if it was copied before that."""
-
-    def __init__(self) -> None:
-        self._by_storage: dict[int, list[Tensor]] = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._outside: dict[int, torch.UntypedStorage] = {}
-
-    def watch(self, tensor: Tensor) -> None:
-        self._by_storage.setdefault(id(tensor.untyped_storage()), []).append(tensor)
-
-    def before_write(self, tensor: Tensor) -> None:
-        """Copy what lies in the memory of this tensor, if it is watched."""
-        for original in self._by_storage.pop(id(tensor.untyped_storage()), ()):
-            self._copies.append((original, original.detach().to("cpu", copy=True)))  # a GPU may have no room for it
-
-    def before_write_outside(self, tensor: Tensor) -> None:
-        """Copy the whole memory of a tensor that was there before the run, and that no module holds."""
-        storage = tensor.untyped_storage()
-        if id(storage) not in self._outside:
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self._outside[id(storage)] = storage
-            self._copies.append((whole, whole.to("cpu", copy=True)))
-
-    def copy_all(self) -> None:
-        for originals in list(self._by_storage.values()):
-            self.before_write(originals[0])
-
-    def put_back(self) -> None:
-        for original, before in self._copies:
-            original.data.copy_(before)
 
 
 @contextmanager
@@ -88,8 +57,10 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
         if gc.isenabled():  # so many small objects would set it off, with little for it to free
             gc.disable()
             stack.callback(gc.enable)
-        _keep_random_states(model, inputs, stand, stack)
-        tensors = _keep(modules, stack)
+        classes = {cls for module in modules for cls in type(module).__mro__ if not cls.__module__.startswith(_NOT_OWN)}
+        given = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
+        stack.enter_context(keep_random_states(classes, gpus_in(given) if stand == "real" else ()))
+        tensors = _keep(modules, classes, stack)
         if stand == "real":
             _keep_tensors(tensors, stack, originals)
         else:  # what is no parameter or buffer has no stand-in, and autograd writes its gradient
@@ -215,17 +186,18 @@ def _dressed(made: Tensor, original: Tensor) -> Tensor:
 # -- putting back ------------------------------------------------------------------------------------------------------
 
 
-def _keep(modules: list[nn.Module], stack: ExitStack) -> list[Tensor]:
-    """Put back, afterwards, what modules, parameters and the modules' own classes hold; return the tensors among it.
+def _keep(modules: list[nn.Module], classes: set[type], stack: ExitStack) -> list[Tensor]:
+    """Put back, afterwards, what modules, parameters, classes and globals hold; return the tensors among it.
 
     Dicts, lists, sets, tuples and objects of classes written in Python are looked into, but those of torch and of
     Python's own library.
     """
-    classes = {cls for module in modules for cls in type(module).__mro__}
-    own = [(cls, dict(vars(cls))) for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))]
+    own = [(cls, dict(vars(cls))) for cls in classes]
+    found = [(one, one.namespace.get(one.name, _MISSING)) for one in globals_of(classes)]
     pending: list[Any] = [module.__dict__ for module in modules]
     pending += [tensor.__dict__ for module in modules for tensor in module._parameters.values() if tensor is not None]
     pending += [value for _, attributes in own for value in attributes.values()]
+    pending += [value for _, value in found]
     seen: set[int] = set()
     kept: list[tuple[Any, Any]] = []
     slotted: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = []
@@ -248,24 +220,27 @@ def _keep(modules: list[nn.Module], stack: ExitStack) -> list[Tensor]:
                 pending.extend(item)
             elif isinstance(item, torch.Generator):
                 stack.callback(item.set_state, item.get_state())
-            elif isinstance(item, nn.Module) or _has_own_state(type(item)):  # in a list: a hidden part of the model
+            elif isinstance(item, nn.Module) or _has_own_state(item.__class__):  # in a list: a hidden part of the model
                 pending.append(getattr(item, "__dict__", None))
-                if slots := _slots_of(type(item)):
+                if slots := _slots_of(item.__class__):
                     before = [(name, getattr(item, name)) for name in slots if hasattr(item, name)]
                     slotted.append((item, slots, dict(before)))
                     pending.extend(value for _, value in before)
     stack.callback(_put_back, kept)
     stack.callback(_put_back_slots, slotted)
     stack.callback(_put_back_classes, own)
+    stack.callback(_put_back_globals, [(one, value) for one, value in found if one.is_assigned])
     return tensors
 
 
+_MISSING = object()
+_NOT_OWN = ("torch.", "builtins")
 _KINDS = (dict, list, set, deque)
 _ATOMS = frozenset((str, int, float, bool, type(None), type, FunctionType, property, staticmethod, classmethod))
 
 
 @cache
-def _has_own_state(kind: type) -> bool:
+def _has_own_state(kind: Any) -> bool:
     """Whether instances are objects of a class written in Python, by somebody who may keep state in them."""
     top = kind.__module__.partition(".")[0]
     written_in_python = bool(kind.__flags__ & 1 << 9)  # Py_TPFLAGS_HEAPTYPE
@@ -274,7 +249,7 @@ def _has_own_state(kind: type) -> bool:
 
 
 @cache
-def _slots_of(kind: type) -> tuple[str, ...]:
+def _slots_of(kind: Any) -> tuple[str, ...]:
     return tuple(name for cls in kind.__mro__ for name, slot in vars(cls).items() if type(slot) is MemberDescriptorType)
 
 
@@ -301,6 +276,14 @@ def _put_back_classes(kept: list[tuple[type, dict[str, Any]]]) -> None:
                 delattr(cls, name)
             elif value is not before[name]:
                 setattr(cls, name, before[name])
+
+
+def _put_back_globals(kept: list[tuple[Global, Any]]) -> None:
+    for one, before in kept:
+        if before is _MISSING:
+            one.namespace.pop(one.name, None)
+        else:
+            one.namespace[one.name] = before
 
 
 def _keep_tensors(tensors: list[Tensor], stack: ExitStack, originals: Originals | None) -> None:
@@ -332,15 +315,6 @@ def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> Non
                 tensor.grad = grad
             if tensor.requires_grad is not requires_grad:
                 tensor.requires_grad_(requires_grad)
-
-
-def _keep_random_states(model: nn.Module, inputs: Inputs, stand: Stand, stack: ExitStack) -> None:
-    tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
-    used = {tensor.device.index for tensor in tensors if tensor.is_cuda} if stand == "real" else set()
-    stack.enter_context(torch.random.fork_rng(devices=sorted(used)))
-    stack.callback(random.setstate, random.getstate())
-    if numpy := sys.modules.get("numpy"):
-        stack.callback(numpy.random.set_state, numpy.random.get_state())
 
 
 def _refuse_lazy(model: nn.Module) -> None:

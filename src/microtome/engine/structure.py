@@ -198,7 +198,7 @@ def clone_tensors(value: Any) -> Any:
 def _with_parts(value: Any, parts: list[Any]) -> Any:
     """A list, tuple or set of the same type with these parts; not by its constructor, which may be of its own."""
     if isinstance(value, list | set) and type(value) not in (list, set):
-        made = copy.copy(value)
+        made: Any = copy.copy(value)
         made.clear()
         made.extend(parts) if isinstance(value, list) else made.update(parts)
         return made

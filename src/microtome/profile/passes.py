@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Session, tensors_in
 from microtome.engine.backward import keep_gradients
+from microtome.engine.probes import AnyOp, Where
 from microtome.engine.standin import copy_inputs, stand_in
 from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs
@@ -93,8 +94,13 @@ def _restorable(inputs: Inputs) -> list[Tensor]:
 
 
 class _Order(Probe):
+    """Notes the calls of a pass in order. It takes operators too, so that the engine sees which draw random numbers."""
+
     def __init__(self) -> None:
         self.addresses: list[str] = []
+
+    def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        return
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if call.phase == "forward":

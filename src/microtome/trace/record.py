@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from microtome.count.conventions import Convention, Cost
 from microtome.engine import Call, Probe, tensors_in
+from microtome.engine.arguments import CannotStand
 from microtome.engine.functions import Whole, is_stand_in, plain
+from microtome.engine.originals import Originals
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.sites import unseen_root
-from microtome.engine.standin import CannotStand, Originals, Stand
+from microtome.engine.standin import Stand
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 from microtome.trace.data import How, Op, Read, Trace, TracedCall

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from microtome.engine import Probe, Session, tensors_in
+from microtome.engine.arguments import CannotStand
 from microtome.engine.backward import keep_gradients
 from microtome.engine.select import check_model
-from microtome.engine.standin import LOOKING, CannotStand, Stand, stand_in
+from microtome.engine.standin import LOOKING, Stand, stand_in
 from microtome.errors import BadInputs, MicrotomeError, Unsupported, said
 from microtome.inputs import Inputs
 

@@ -1,0 +1,100 @@
+"""Restore the random states that a run drew from, and no others: another thread may be drawing from them."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from microtome.engine.references import globals_of
+
+
+class Draws:
+    """Where the run of a thread drew random numbers, as far as operators tell.
+
+    Attributes:
+        are_seen: Whether operators of the thread were shown to us since this began.
+        devices: The devices whose default generators were drawn from.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.are_seen = False
+        self.devices: set[torch.device] = set()
+
+
+_open: list[Draws] = []
+
+
+def see_operators() -> None:
+    """Note that from here on operators of this thread are shown to us."""
+    for draws in _open:
+        draws.are_seen |= draws.thread == threading.get_ident()
+
+
+def note_draw(output: Any, arguments: Iterable[Any]) -> None:
+    """Note that an operator drew from a default generator, unless it was given another or computed nothing."""
+    if not _open or any(isinstance(one, torch.Generator) for one in arguments):
+        return
+    made = [one for one in (output if isinstance(output, tuple | list) else (output,)) if isinstance(one, Tensor)]
+    real = {one.device for one in made if not one.is_meta and type(one).__name__ != "FakeTensor"}
+    for draws in _open:
+        if draws.thread == threading.get_ident():
+            draws.devices |= real
+
+
+@contextmanager
+def keep_random_states(classes: Iterable[type], gpus: Iterable[int]) -> Iterator[None]:
+    """Restore, after the block, the states of torch, `random` and numpy that the run in the block drew from.
+
+    Without other threads, every state that changed is restored. With others, a state of torch is restored if an
+    operator of this thread drew from it, or nobody saw the operators; those of `random` and numpy if they changed and
+    the model's code refers to them.
+    """
+    generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)]
+    before = [(generator, generator.get_state(), generator.initial_seed()) for generator in generators]
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+    draws = Draws()
+    _open.append(draws)
+    try:
+        yield
+    finally:
+        _open.remove(draws)
+        alone = threading.active_count() == 1
+        for generator, state, seed in before:
+            drew = alone or not draws.are_seen or generator.device in draws.devices or generator.initial_seed() != seed
+            if drew and not generator.get_state().equal(state):
+                generator.set_state(state)
+        if random.getstate() != python and (alone or _refer_to(classes, "random")):
+            random.setstate(python)
+        changed = numpy is not None and _text(numpy.random.get_state(legacy=False)) != _text(of_numpy)
+        if numpy is not None and changed and (alone or _refer_to(classes, "numpy")):
+            numpy.random.set_state(of_numpy)
+
+
+def _text(state: Any) -> str:
+    """The state of a bit generator of numpy, as something to compare: arrays of any length are written whole."""
+    return str({name: _text(part) if isinstance(part, dict) else _plain(part) for name, part in state.items()})
+
+
+def _plain(part: Any) -> Any:
+    return part.tolist() if hasattr(part, "tolist") else part
+
+
+def _refer_to(classes: Iterable[type], package: str) -> bool:
+    """Whether the code of a model refers to a package, one of its functions, or a method of an object of it."""
+    for one in globals_of(classes):
+        value = one.namespace.get(one.name)
+        owner = getattr(value, "__self__", None)
+        places = (getattr(value, "__name__", None), getattr(value, "__module__", None), type(owner).__module__)
+        if any(isinstance(place, str) and place.partition(".")[0] == package for place in places):
+            return True
+    return False
