@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from math import prod
 from typing import Any
 
@@ -29,8 +28,8 @@ def _add_product(bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor, beta: float
 
 @formula("_foreach_mm")
 def _products(a: Sequence[Tensor], b: Sequence[Tensor], *, out: Sequence[Tensor]) -> Work:
-    works = (_product(*matrices, out=made) for *matrices, made in zip(a, b, out, strict=True))
-    return reduce(Work.plus, works, Work())
+    macs = sum(made.numel() * left.shape[-1] for left, made in zip(a, out, strict=True))
+    return Work(macs, sum(made.numel() for made in out))
 
 
 # The scales of quantised products are not counted: kernels apply them to blocks of sizes of their own.
@@ -43,7 +42,9 @@ def _scaled_product(a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, bias: Tens
 
 
 @formula("_scaled_mm_v2")
-def _scaled_product_v2(a: Tensor, b: Tensor, *args: Any, bias: Tensor | None = None, out: Tensor, **_: Any) -> Work:
+def _scaled_product_v2(
+    a: Tensor, b: Tensor, *args: Any, bias: Tensor | None = None, out: Tensor, **_: Any
+) -> Work | int:
     # args: scale, recipe and swizzle of the first, those of the second, then the bias.
     return _scaled_product(a, b, None, None, args[6] if len(args) > 6 else bias, out=out)
 
@@ -67,12 +68,14 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Any = None, bias: Tensor | None
 
 
 @formula("_scaled_grouped_mm")
-def _scaled_grouped(a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, offs: Any = None, bias: Tensor | None = None, *_: Any, out: Tensor, **__: Any) -> Work:  # fmt: skip  # noqa: E501
+def _scaled_grouped(a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, offs: Any = None, bias: Tensor | None = None, *_: Any, out: Tensor, **__: Any) -> Work | int:  # fmt: skip  # noqa: E501
     return _grouped_product(a, b, offs, bias, out=out)
 
 
 @formula("_scaled_grouped_mm_v2")
-def _scaled_grouped_v2(a: Tensor, b: Tensor, *args: Any, bias: Tensor | None = None, out: Tensor, **_: Any) -> Work:
+def _scaled_grouped_v2(
+    a: Tensor, b: Tensor, *args: Any, bias: Tensor | None = None, out: Tensor, **_: Any
+) -> Work | int:
     # args: scale, recipe and swizzle of the first, those of the second, the offsets, then the bias.
     return _grouped_product(a, b, None, args[7] if len(args) > 7 else bias, out=out)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from microtome.count.elementwise import rms_norm
 from microtome.count.products import attention, attention_backward
-from microtome.count.work import Work
+from microtome.count.work import NOTHING, Work
 
 
 class Costs(NamedTuple):
@@ -170,6 +170,9 @@ _RMS = Costs(
     lambda *args, out, **kwargs: Work(other=2 * rms_norm(*args, **kwargs, out=out)),
 )
 
+#: Choosing elements costs nothing, in whichever way: by comparing, by scattering.
+_FREE = Costs(lambda *_, out, **__: NOTHING, lambda *_, out, **__: NOTHING)
+
 _ATTENTION = Costs(_attention, _attention_backward)
 
 WHOLE: dict[Callable[..., Any], Costs] = {
@@ -186,4 +189,5 @@ WHOLE: dict[Callable[..., Any], Costs] = {
     torch.rnn_relu_cell: _recurrent_costs("rnn", _cell),
     F.rms_norm: _RMS,
     torch.rms_norm: _RMS,
+    F.one_hot: _FREE,
 }

@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from microtome.engine import integers
 from microtome.engine.ops import signature
 from microtome.engine.structure import map_tensors, tensors_in
 
@@ -70,11 +71,14 @@ class FunctionMode(TorchFunctionMode):
             if func is F.multi_head_attention_forward:
                 with self:
                     return _transparent_attention(*args, **(kwargs or {}))
+            if func in _INDEXING and args[0].is_meta:
+                args = (args[0], integers.known_index(args[1]), *args[2:])
             return func(*args, **kwargs) if kwargs else func(*args)
         finally:
             self.function = None
 
 
+_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 _is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from microtome.engine import integers
 from microtome.engine.random_states import note_draw, see_operators
 from microtome.engine.structure import map_tensors, tensors_in
 
@@ -109,8 +110,20 @@ class _GroupedProduct(_Kind):
     __slots__ = ()
 
 
+class _Reading(_Kind):
+    """One that needs values: it gives them to Python, or a shape that depends on them."""
+
+    __slots__ = ()
+
+
 class _Functional(_Kind):
     """One whose outputs are fresh tensors, one for each that the schema names."""
+
+    __slots__ = ()
+
+
+class _Copy(_Functional):
+    """One that may take values off meta: `_to_copy`."""
 
     __slots__ = ()
 
@@ -134,6 +147,9 @@ _QUERIES = frozenset(
 _kinds: dict[int, _Kind] = {}
 
 
+_READERS = (_Reading, _Copy)
+
+
 def _kind_of(func: Any) -> _Kind:
     kind = _kinds[id(func)] = _find_kind(func)
     return kind
@@ -149,6 +165,10 @@ def _find_kind(func: Any) -> _Kind:
     composed = "CompositeImplicitAutograd"
     if func._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composed):
         return _Composite(func)
+    if func is torch.ops.aten._to_copy.default:
+        return _Copy(func)
+    if not integers.READING.isdisjoint(func.tags):
+        return _Reading(func)
     schema = func._schema
     aliases = any(item.alias_info is not None for item in (*schema.arguments, *schema.returns))
     fresh = not aliases and bool(schema.returns) and all(str(item.type) == "Tensor" for item in schema.returns)
@@ -178,12 +198,24 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any
 
 
 def _compute(kind: _Kind, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator; in a run on meta tensors, also on the values of integers that are known."""
+    output = integers.read(func, args, kwargs) if kind.__class__ in _READERS else NotImplemented
+    if output is NotImplemented:
+        output = _shape(kind, func, args, kwargs)
+        made = output if output.__class__ is Tensor else output[-1] if output.__class__ is tuple and output else None
+        if made.__class__ is Tensor and made.is_meta and made.dtype in integers.DTYPES:
+            integers.follow(func, args, kwargs, output)
+    return output
+
+
+def _shape(kind: _Kind, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator; on meta tensors, give what it gave for the same signature."""
     first = args[0] if args else None
     if first.__class__ is list and first:
         first = first[0]
     if kind.__class__ is _GroupedProduct and isinstance(first, Tensor) and (first.is_meta or _is_fake(type(first))):
         return _grouped_product(*args, **kwargs)
-    if kind.__class__ is not _Functional or not isinstance(first, Tensor) or not first.is_meta:
+    if not isinstance(kind, _Functional) or not isinstance(first, Tensor) or not first.is_meta:
         return func(*args, **kwargs)
     tensors: list[Tensor] = []
     try:

@@ -19,7 +19,7 @@ from torch import Tensor, nn, overrides
 
 _NAMES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _lock = threading.Lock()
-_open = 0
+_open: set[object] = set()
 
 
 @contextmanager
@@ -29,15 +29,15 @@ def hide_modes() -> Iterator[None]:
     The names are replaced in `torch.overrides` and in all modules that imported them from there, and put back when the
     last such block ends. The answers are the same in threads that have none of our modes.
     """
-    global _open
-    with _lock:
-        _open += 1
-        _replace(_BY_ORIGINAL)
+    block = object()
     try:
+        with _lock:
+            _open.add(block)
+            _replace(_BY_ORIGINAL)
         yield
     finally:
         with _lock:
-            _open -= 1
+            _open.discard(block)
             if not _open:
                 _replace({id(ours): original for original, ours in _PAIRS})
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from microtome.engine import integers
 from microtome.engine.arguments import CannotStand, as_result, copy_arguments, modules_in
 from microtome.engine.originals import Originals
 from microtome.engine.random_states import keep_random_states
@@ -146,6 +147,8 @@ def _maker(stand: Stand) -> Iterator[Callable[[Tensor], Tensor]]:
         if id(storage) not in memories:
             new = torch.UntypedStorage(storage.nbytes(), device="meta") if stand == "meta" else storage.clone()
             memories[id(storage)] = new
+            if stand == "meta" and tensor.dtype in integers.DTYPES and not tensor.is_meta:
+                integers.remember(new, storage)
         empty = torch.empty(0, dtype=tensor.dtype, device=memories[id(storage)].device)
         return empty.set_(memories[id(storage)], tensor.storage_offset(), tensor.size(), tensor.stride())
 

@@ -74,6 +74,7 @@ class Recorder(Probe):
         self._stand = stand
         self._operands: tuple[list[SeenValue], list[SeenValue]] = [], []
         self._paused = False
+        self._begun: AnyOp | None = None
         self._calls: dict[Call, _Call] = {}
         self._ops: list[Op] = []
         self._reads: list[Read] = []
@@ -150,7 +151,16 @@ class Recorder(Probe):
         finally:
             self._paused = False
 
+    def begun(self) -> tuple[int, str] | None:
+        """The operator that began and did not end: its index, and its name."""
+        return None if self._begun is None else (len(self._ops), facts_of(self._begun).name)
+
+    def ran(self, index: int, name: str) -> bool:
+        """Whether the operator with this index has this name."""
+        return index < len(self._ops) and self._ops[index].name == name
+
     def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._begun = func
         if where.autocast and self._stand == "meta":
             raise CannotStand("autocast chooses dtypes by the device")
         if (where.part_of is not None or self._fold is not None) and self._folds(where, args, kwargs):
@@ -170,6 +180,7 @@ class Recorder(Probe):
             self._operands = self._values.among(args, kwargs), [self._values.of(tensor) for tensor in written]
 
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._begun = None
         if self._paused:
             return
         if where.phase == "forward":  # then torch's functions do not ask our mode, which slows down everything

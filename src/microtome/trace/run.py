@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,6 +82,7 @@ def record(
     if values and not empty and fake is None:
         stands = ("meta", "real")
     why: list[str] = []
+    stopped: tuple[int, str] | None = None
     for stand in stands:
         if stand == "meta" and device is None:
             why.append("not on meta tensors: weights and inputs lie on several devices")
@@ -88,7 +90,13 @@ def record(
         try:
             recorder = Recorder(stand, device, counted)
             probes = [recorder] if beside is None else [recorder, beside(stand)]
-            return _run(model, inputs, How(stand, "; ".join(why)), probes, backward=backward), recorder.by_module
+            made = _run(model, inputs, How(stand, "; ".join(why)), probes, backward=backward)
+            if stand == "fake" and stopped is not None and not recorder.ran(*stopped):
+                # Where the operator failed on meta tensors, none ran: the code asks whether its tensors have values.
+                if stand != stands[-1]:
+                    raise CannotStand(f"its code does without {stopped[1]} there")
+                made = replace(made, how=How(stand, "; ".join([*why, f"a real run has {stopped[1]}, and may differ"])))
+            return made, recorder.by_module
         except Exception as error:  # whatever a model raises on stand-ins, it may run on dearer ones
             cause = error.__cause__ if isinstance(error.__cause__, CannotStand) else error
             if isinstance(cause, MicrotomeError):
@@ -98,6 +106,7 @@ def record(
                     raise Unsupported(f"the model cannot be traced without computing: {_brief(cause)}") from error
                 raise
             why.append(f"not on {stand} tensors: {_brief(cause)}")
+            stopped = None if isinstance(cause, CannotStand) else recorder.begun()
     raise AssertionError
 
 
