@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
+from microtome import zoo
 from microtome.engine.arguments import copy_arguments
 from microtome.engine.standin import copy_inputs
 from microtome.errors import Unsupported
@@ -374,6 +375,7 @@ def caches() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
 @pytest.mark.parametrize("name", list(caches()))
 @pytest.mark.filterwarnings("ignore")
 def test_caches_of_transformers_are_not_changed(name: str, grad: bool) -> None:
+    zoo.import_torchvision()  # which transformers imports
     pytest.importorskip("transformers")
     model, cache = caches()[name]()
     tokens = torch.arange(9)[None]
