@@ -24,8 +24,8 @@ READS: dict[Function, int] = {
     Tensor.tolist: 0,
     Tensor.numpy: 0,
     Tensor.__array__: 0,
-    torch._VF._pack_padded_sequence: 1,  # type: ignore[attr-defined]
-    torch._VF._pad_packed_sequence: 1,  # type: ignore[attr-defined]
+    torch._VF._pack_padded_sequence: 1,
+    torch._VF._pad_packed_sequence: 1,
 }
 TellRead = Callable[[Tensor], None]
 RunWhole = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]

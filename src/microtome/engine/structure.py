@@ -71,7 +71,8 @@ def is_record(value: Any, above: tuple[int, ...] = ()) -> bool:
     >>> is_record(Boxes([1, Boxes("a")])), is_record(Boxes(open)), is_record(SimpleNamespace())
     (True, False, False)
     """
-    if not _is_plain_class(type(value)) or id(value) in above:
+    kind: Any = type(value)
+    if not _is_plain_class(kind) or id(value) in above:
         return False
     held = attributes_of(value)  # one that holds nothing is known by its identity
     return bool(held) and all(_is_data(item, (*above, id(value))) for item in held.values())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, overload
 
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from microtome.engine.select import check_model
 from microtome.engine.standin import LOOKING, copy_inputs
 from microtome.engine.structure import clone_tensors, map_tensors, tensors_in
-from microtome.errors import BadQuery, MicrotomeError, Unsupported, said
+from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs, device_of
 from microtome.results import File
 from microtome.split.boundary import Boundary
@@ -30,6 +29,7 @@ from microtome.split.stage import Stage
 from microtome.split.study import Study, study
 from microtome.split.templates import Templates
 from microtome.split.trail import trail_to
+from microtome.split.verification import hide_attributes, refuse_errors
 from microtome.split.weights import digest_of, stripped, structure_of, weights_of
 
 BIT_EQUAL = "bit-equal"
@@ -262,7 +262,7 @@ class Splitter:
                 value: Any = _run(stage, copied(self.given))
                 for stage, cut in zip(stages[1:], chosen, strict=True):
                     sent = Boundary.from_bytes(value.to_bytes(), limit=_NO_LIMIT)
-                    with _refused(self.model, cut), _without(self.model, self._kept_before(cut)):
+                    with refuse_errors(self.model, cut), hide_attributes(self.model, self._kept_before(cut)):
                         value = stage(sent)
                 break
             except GhostRead as error:  # the model's code looks at values where it has some
@@ -292,45 +292,6 @@ class Splitter:
             for call in seen.trace.below(skipped):
                 kept.setdefault(call.path, set()).update(seen.shapes[call.index].sets)
         return kept
-
-
-@contextmanager
-def _refused(model: nn.Module, cut: Cut) -> Iterator[None]:
-    """Turn an error of the model's own code in a tail into a refusal: the whole model ran on the same example."""
-    try:
-        yield
-    except MicrotomeError:
-        raise
-    except Exception as error:
-        raise Unsupported(
-            f"the {type(model).__name__} cannot be cut at {cut.at!r}: its code raised {said(error)} in the tail, not "
-            "in a run of the whole model. It needs what crosses in no tensor: cut before that is made, or after its use"
-        ) from error
-
-
-@contextmanager
-def _without(model: nn.Module, kept: dict[str, set[str]]) -> Iterator[None]:
-    """Have modules lack what they keep of their runs in the head: where the head runs elsewhere, the tail has none."""
-    modules = [(model.get_submodule(path), names) for path, names in kept.items()]
-    had = [(module.__dict__, dict(module.__dict__)) for module, _ in modules]
-    try:
-        for module, names in modules:
-            for name in names:
-                module.__dict__.pop(name, None)
-        yield
-    except AttributeError as error:
-        for module, names in modules:
-            if error.obj is module and error.name in names:
-                raise Unsupported(
-                    f"the tail reads {error.name!r} of a {type(module).__name__}, which a call in the head sets: it "
-                    "would not be there, or be that of another run. Have the call return it, or cut before the call"
-                ) from error
-        raise
-    finally:
-        for attributes, before in had:
-            now = dict(attributes)
-            attributes.clear()
-            attributes.update({**before, **now})  # in the order in which they were
 
 
 def _is_whole(model: nn.Module) -> bool:

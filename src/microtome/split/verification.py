@@ -1,0 +1,50 @@
+"""Running a tail as if its head ran elsewhere, and turning what fails then into refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from microtome.errors import MicrotomeError, Unsupported, said
+from microtome.split.data import Cut
+
+
+@contextmanager
+def refuse_errors(model: nn.Module, cut: Cut) -> Iterator[None]:
+    """Turn an error of the model's own code in a tail into a refusal: the whole model ran on the same example."""
+    try:
+        yield
+    except MicrotomeError:
+        raise
+    except Exception as error:
+        raise Unsupported(
+            f"the {type(model).__name__} cannot be cut at {cut.at!r}: its code raised {said(error)} in the tail, not "
+            "in a run of the whole model. It needs what crosses in no tensor: cut before that is made, or after its use"
+        ) from error
+
+
+@contextmanager
+def hide_attributes(model: nn.Module, kept: dict[str, set[str]]) -> Iterator[None]:
+    """Have modules lack what they keep of their runs in the head: where the head runs elsewhere, the tail has none."""
+    modules = [(model.get_submodule(path), names) for path, names in kept.items()]
+    had = [(module.__dict__, dict(module.__dict__)) for module, _ in modules]
+    try:
+        for module, names in modules:
+            for name in names:
+                module.__dict__.pop(name, None)
+        yield
+    except AttributeError as error:
+        for module, names in modules:
+            if error.obj is module and error.name in names:
+                raise Unsupported(
+                    f"the tail reads {error.name!r} of a {type(module).__name__}, which a call in the head sets: it "
+                    "would not be there, or be that of another run. Have the call return it, or cut before the call"
+                ) from error
+        raise
+    finally:
+        for attributes, before in had:
+            now = dict(attributes)
+            attributes.clear()
+            attributes.update({**before, **now})  # in the order in which they were
