@@ -103,7 +103,7 @@ class Liveness:
     def _walk_back(self) -> list[Needs]:
         """What the operators from each on, and the output, need."""
         needs: Needs = {}
-        for at in self._trace.calls[0].outputs:
+        for at in (*self._trace.calls[0].outputs, *self.study.held):
             self.need(needs, at)
         live = [dict(needs)]
         for op in reversed(self._trace.ops):

@@ -10,10 +10,11 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import Call, Probe
-from microtome.engine.structure import map_tensors, occurrences_in, tensors_in
+from microtome.engine.structure import map_tensors, occurrences_in
 from microtome.errors import BadBoundary, Unsupported, said
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
+from microtome.split.compare import held_tensors
 from microtome.split.crossing import Place
 from microtome.split.ghost import Ghost, GhostRead, awake
 from microtome.split.given import Given, given, holders_in, version_of
@@ -349,7 +350,7 @@ class Run(Probe):
         self._check_still()
         if self._begins is not None and self._replay is not None and not self._replay.is_there:
             raise Unsupported(f"the model ended before the cut at {self._begins.at!r}")
-        ghosts = [tensor for tensor in tensors_in(output) if isinstance(tensor, Ghost)]
+        ghosts = [tensor for tensor in held_tensors(output) if isinstance(tensor, Ghost)]
         for one in ghosts:
             if one.alive is None:
                 raise GhostRead(f"the model returns a value of {one.of!r}, which did not cross the cut", one)

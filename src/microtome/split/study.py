@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.inputs import Inputs, device_of
+from microtome.split.compare import held_tensors
 from microtome.split.dataflow import Dataflow, Scalars, scalars_of
 from microtome.split.given import Given, given, holders_in, state_of
 from microtome.split.randomness import Draw, is_random
@@ -20,6 +21,9 @@ from microtome.split.signature import Arguments, describe
 from microtome.split.templates import Slot, Template, take_apart
 from microtome.trace.data import Trace, TracedCall
 from microtome.trace.run import record
+
+if TYPE_CHECKING:
+    from microtome.trace.record import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class Study:
         fuses_dropout: Whether dropout may be one kernel where the model computes, and several operators in the trace.
         is_training: Whether any of its modules is in training mode.
         generators: Those that operators draw from beside the default ones.
+        held: The values that objects among the model's outputs hold, such as a cache of keys.
         scalars: Of each operator, the arguments that are no tensors, where it runs between calls.
     """
 
@@ -75,6 +80,7 @@ class Study:
     fuses_dropout: bool = False
     is_training: bool = False
     generators: tuple[torch.Generator, ...] = ()
+    held: tuple[int, ...] = ()
     scalars: list[Scalars] = field(default_factory=list, repr=False)
     _touched: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
@@ -181,7 +187,9 @@ class _Before(NamedTuple):
 class _Watch(Probe):
     """Writes down the structures of a run; it holds no tensor but those of calls that run."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.held: tuple[int, ...] = ()
         self.shapes: dict[Call, Shape] = {}
         self.fused: set[int] = set()
         self.draws: dict[int, Draw] = {}
@@ -210,15 +218,18 @@ class _Watch(Probe):
             effect = f"it changes a {other[0] if other else 'list or a dict'} that it is given"
         for item in before.given.altered():
             effect = f"it changes a {type(item).__name__} that it is given"
-        if effect is not None and "Cache" in effect:
-            effect += ": call the model with use_cache=False"
         if effect is None and template.strange is not None:
             effect = f"it returns a {template.strange}, which is no tensor, number, text or structure of these"
+        if effect is not None and "Cache" in effect:
+            effect += ": call the model with use_cache=False"
         own = _own(call.module)
         sets = _changed(before.own, own)
         counts = any(type(own[name]) in _COUNTS and type(before.own.get(name)) in _COUNTS for name in sets)
         arguments = {id(tensor): at for at, tensor in enumerate(_different(before.given.tensors))}
         same = tuple(arguments.get(id(tensor)) for tensor in _different(tensors))
+        if call.parent is None and template.strange is not None:
+            found = map(self._recorder.value_of, held_tensors(output))
+            self.held = tuple(dict.fromkeys(value for value in found if value is not None))
         taken, returned = ranks(before.given.tensors), ranks(tensors)
         hooked = tuple((outer.path, _changed(own, _own(outer.module))) for outer, own in before.outer.items())
         self.shapes[call] = Shape(
@@ -309,8 +320,8 @@ def study(model: nn.Module, inputs: Any) -> Study:
     example = Inputs.of(inputs)
     watches: list[_Watch] = []
 
-    def beside(_: Any) -> Probe:
-        watches.append(_Watch())
+    def beside(recorder: Recorder) -> Probe:
+        watches.append(_Watch(recorder))
         return watches[-1]
 
     trace, _ = record(model, example, beside=beside, values=True)
@@ -327,5 +338,6 @@ def study(model: nn.Module, inputs: Any) -> Study:
         trace.how.stand == "meta" and torch.device(device_of(model)).type not in ("cpu", "meta"),
         any(module.training for module in model.modules()),
         tuple(watch.generators.values()),
+        watch.held,
         watch.scalars,
     )

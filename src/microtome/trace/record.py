@@ -83,6 +83,11 @@ class Recorder(Probe):
         self._functions: dict[Whole, _Function] = {}
         self._fold: _Fold | None = None
 
+    def value_of(self, tensor: Tensor) -> int | None:
+        """The index of the value that a tensor is; None: it was not seen so far."""
+        value = self._values.known(tensor)
+        return None if value is None else value.index
+
     def name(self, model: nn.Module, inputs: Inputs) -> None:
         """Know the tensors that are there before the run begins."""
         self._model = type(model)

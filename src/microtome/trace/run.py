@@ -57,13 +57,13 @@ def record(
     backward: bool = False,
     fake: bool | None = None,
     convention: str = "microtome",
-    beside: Callable[[Stand], Probe] | None = None,
+    beside: Callable[[Recorder], Probe] | None = None,
     values: bool = False,
 ) -> tuple[Trace, dict[int, Cost]]:
     """A trace counted by a convention, and what that counts for modules as such, by the index of the call.
 
     Args:
-        beside: Makes a probe that looks at the same run; the last one that it made saw the run that is returned.
+        beside: Makes a probe that looks at a run, given its recorder; the last one made saw the run that is returned.
         values: Run on real tensors where meta tensors will not do, if all are there: code that asks whether a tensor is
             fake would do something else than in a run.
     """
@@ -89,7 +89,7 @@ def record(
             continue
         try:
             recorder = Recorder(stand, device, counted)
-            probes = [recorder] if beside is None else [recorder, beside(stand)]
+            probes = [recorder] if beside is None else [recorder, beside(recorder)]
             made = _run(model, inputs, How(stand, "; ".join(why)), probes, backward=backward)
             if stand == "fake" and stopped is not None and not recorder.ran(*stopped):
                 # Where the operator failed on meta tensors, none ran: the code asks whether its tensors have values.
