@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 import microtome as mt
 from microtome.errors import BadBoundary, Unsupported
 from microtome.split.compare import differences
+from microtome.split.stages import Splitter
 
 
 class Noise(nn.Module):
@@ -293,3 +295,42 @@ def test_saved_stages_know_which_draws_their_code_reads(tmp_path: Path) -> None:
     head, tail = (mt.load_stage(Branching, tmp_path, at) for at in (0, 1))
     expected, got = run(3, model, x), run(3, lambda x: tail(head(x)), x)
     assert got[0].equal(expected[0])
+
+
+def test_splitting_a_model_that_draws_nothing_leaves_the_draws_of_other_threads_alone() -> None:
+    go_on, drawn = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        """Has the other thread draw while the model runs."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            go_on.set()
+            assert drawn.wait(60)
+            return x
+
+    def draw() -> None:
+        assert go_on.wait(60)
+        torch.rand(3)
+        drawn.set()
+
+    model = nn.Sequential(nn.Linear(4, 4), Waits())
+    torch.manual_seed(0)
+    torch.rand(3)
+    expected = torch.get_rng_state()
+    torch.manual_seed(0)
+    other = threading.Thread(target=draw)
+    keep = threading.Event()
+    idle = threading.Thread(target=keep.wait)  # so that there are other threads to the end
+    idle.start()
+    drawn.set()  # nobody waits in the trace
+    splitter = Splitter(model, torch.ones(1, 4))
+    go_on.clear()
+    drawn.clear()
+    other.start()
+    try:
+        assert splitter.at("0").verified == "bit-equal"
+    finally:
+        keep.set()
+        other.join()
+        idle.join()
+    assert torch.get_rng_state().equal(expected)

@@ -73,10 +73,10 @@ def keep_random_states(classes: Iterable[type], gpus: Iterable[int]) -> Iterator
             drew = alone or not draws.are_seen or generator.device in draws.devices or generator.initial_seed() != seed
             if drew and not generator.get_state().equal(state):
                 generator.set_state(state)
-        if random.getstate() != python and (alone or _refer_to(classes, "random")):
+        if random.getstate() != python and (alone or refer_to(classes, "random")):
             random.setstate(python)
         changed = numpy is not None and _text(numpy.random.get_state(legacy=False)) != _text(of_numpy)
-        if numpy is not None and changed and (alone or _refer_to(classes, "numpy")):
+        if numpy is not None and changed and (alone or refer_to(classes, "numpy")):
             numpy.random.set_state(of_numpy)
 
 
@@ -89,7 +89,7 @@ def _plain(part: Any) -> Any:
     return part.tolist() if hasattr(part, "tolist") else part
 
 
-def _refer_to(classes: Iterable[type], package: str) -> bool:
+def refer_to(classes: Iterable[type], package: str) -> bool:
     """Whether the code of a model refers to a package, one of its functions, or a method of an object of it."""
     for one in globals_of(classes):
         value = one.namespace.get(one.name)

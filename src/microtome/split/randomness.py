@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch._ops import OpOverload
 
 from microtome.count.whole import AttentionArguments
 from microtome.engine.probes import AnyOp, Where
+from microtome.engine.random_states import refer_to
 from microtome.trace.data import Op
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -73,22 +76,29 @@ def is_random(func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return True
 
 
-def random_state(devices: Iterable[torch.device], generators: Iterable[torch.Generator]) -> Callable[[], None]:
+def random_state(
+    model: nn.Module, devices: Iterable[torch.device], generators: Iterable[torch.Generator], *, draws: bool
+) -> Callable[[], None]:
     """Take the state of all generators that a run may draw from; return a function that sets them to it again.
+
+    Where there are other threads, which may draw too, it sets only those that the model draws from.
 
     Args:
         devices: Those that the run computes on, beside the CPU.
         generators: Those that the model draws from beside the default ones.
+        draws: Whether an operator of the model draws.
     """
-    restore: list[tuple[Callable[[Any], object], Any]] = [
-        (torch.set_rng_state, torch.get_rng_state()),
-        (random.setstate, random.getstate()),
-    ]
-    if numpy := sys.modules.get("numpy"):
-        restore.append((numpy.random.set_state, numpy.random.get_state()))
-    cuda = {device.index or 0 for device in devices if device.type == "cuda"}
-    restore += [(torch.cuda.default_generators[at].set_state, torch.cuda.get_rng_state(at)) for at in sorted(cuda)]
-    restore += [(generator.set_state, generator.get_state()) for generator in generators]
+    alone = threading.active_count() == 1
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    restore: list[tuple[Callable[[Any], object], Any]] = []
+    if alone or draws:
+        cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+        default = [torch.default_generator, *(torch.cuda.default_generators[at] for at in cuda)]
+        restore += [(generator.set_state, generator.get_state()) for generator in (*default, *generators)]
+    if alone or refer_to(classes, "random"):
+        restore.append((random.setstate, random.getstate()))
+    if (numpy := sys.modules.get("numpy")) and (alone or refer_to(classes, "numpy")):
+        restore.append((numpy.random.set_state, numpy.random.get_state(legacy=False)))
 
     def reset() -> None:
         for put, state in restore:

@@ -247,7 +247,12 @@ class Splitter:
         The whole model and the head draw from the same random state, and the tail from that which the head leaves.
         """
         tensors = (*self.model.parameters(), *self.model.buffers(), *tensors_in((self.given.args, self.given.kwargs)))
-        reset = random_state({tensor.device for tensor in tensors}, self._seen.generators)
+        reset = random_state(
+            self.model,
+            {tensor.device for tensor in tensors},
+            self._seen.generators,
+            draws=bool(self._seen.draws),
+        )
         try:
             return self._compare(chosen, more, reset)
         finally:
