@@ -312,7 +312,50 @@ def test_a_number_of_rows_at_which_the_model_does_something_else_is_not_joined()
     requests = [served._whole_head(torch.randn(1, 4)) for _ in range(5)]
     assert len({served.key(request) for request in requests}) == 1
     assert len(served.compute(requests[:3])) == 3
-    with pytest.raises(CannotJoin, match="5 rows computed together"):
+    with pytest.raises(CannotJoin, match="5 rows are not computed together"):
+        served.compute(requests)
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+@pytest.mark.parametrize("name", [*MIXING, "small peak"])
+def test_requests_that_reach_each_other_in_a_larger_batch_alone_are_not_joined_there(name: str, rows: int) -> None:
+    def mix(y: Tensor) -> Tensor:
+        return y + 1e-5 * y.max() if name == "small peak" else MIXING[name](y)
+
+    served = Served(Between(lambda y: y if len(y) < 8 else mix(y)).eval(), torch.randn(1, 4))
+    requests = [served._whole_head(torch.randn(1, 4)) for _ in range(rows)]
+    assert len(served.compute(requests[:7])) == 7
+    for _ in range(2):  # also where the answer is known
+        with pytest.raises(CannotJoin, match=f"{rows} rows are not computed together: "):
+            served.compute(requests)
+
+
+@pytest.mark.parametrize("rows", [8, 9, 71])
+@pytest.mark.parametrize("name", APART)
+def test_a_stranger_in_a_larger_batch_does_not_move_an_answer(name: str, rows: int) -> None:
+    served = Served(Between(APART[name]).eval(), torch.randn(1, 4, generator=torch.Generator().manual_seed(0)))
+    own, *others = (served._whole_head(torch.randn(1, 4)) for _ in range(rows))
+    calm = served.compute([own, *others])[0]
+    torch.testing.assert_close(calm, served.compute([own])[0])
+    for scale in (1e-6, 1e6, torch.inf, torch.nan):
+        strangers = [served._whole_head(torch.randn(1, 4) * scale) for _ in others]
+        assert served.compute([own, *strangers])[0].equal(calm)
+
+
+@pytest.mark.parametrize("far", [1, 6, 70, 71])
+def test_requests_are_told_apart_however_many_there_are(far: int) -> None:
+    """Each request gets something of the one so many rows before it, from 72 rows on."""
+    model = Between(lambda y: y if len(y) < 72 else y + 1e-9 * y.roll(far, 0)).eval()
+    served = Served(model, torch.randn(1, 4))
+    requests = [served._whole_head(torch.randn(1, 4)) for _ in range(72)]
+    with pytest.raises(CannotJoin, match="does not depend on that request alone"):
+        served.compute(requests)
+
+
+def test_a_number_of_rows_at_which_a_request_alone_is_something_else_is_not_joined() -> None:
+    served = Served(Between(lambda y: -y if len(y) == 5 else y).eval(), torch.randn(1, 4))
+    requests = [served._whole_head(torch.randn(rows, 4)) for rows in (5, 4)]
+    with pytest.raises(CannotJoin, match="5 rows are not computed together: they do not give what each gives alone"):
         served.compute(requests)
 
 

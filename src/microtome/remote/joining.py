@@ -1,13 +1,12 @@
-"""Several requests at one cut computed together: learned from the example what of a boundary grows with the batch.
+"""Batch requests at one cut, if no answer depends on another request.
 
 A boundary of twice the example is compared with one of the example. Tensors whose first dimension doubles are
 concatenated, numbers that double are added up, and all else must be the same in requests that are joined.
 
-An answer must not depend on what a request is joined with. So a cut is joined only if, on the example and variants of
-it, (1) no operator of the tail combines values of different requests, and no value of a request is read into Python:
-`engine/dependence.py` follows each element; (2) an answer is the same, bit for bit, whatever is beside it, also numbers
-far larger, infinite or NaN; (3) it is what the request gives alone, to the precision of the kernels, for every number
-of rows that is computed at once.
+Before a number of rows is computed together for the first time, three checks run at that number, on the example and
+variants of it: (1) no operator of the tail combines values of different requests, and no value of a request is read
+into Python: `engine/dependence.py` follows each element; (2) an answer is the same, bit for bit, whatever is beside it,
+also numbers far larger, inf or NaN; (3) it is what the request gives alone, to the precision of the kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from itertools import combinations, cycle, islice
+from math import comb
 from typing import Any
 
 import torch
@@ -55,14 +55,16 @@ class Joiner:
         adds: Where in the facts numbers do, and how much each row of the batch adds.
         outputs: Which tensors of the model's output do.
         unit: Requests have a multiple of this many rows; fewer may depend on each other.
-        sizes: Whether requests of that many rows in all gave what each gives alone.
+        sizes: For each number of rows that was checked, why requests of so many rows in all are not joined; None: they
+            are.
+        rehearsed: Requests of `unit` rows with the example's scale, and the output of each alone.
     """
 
     grows: dict[str, int]
     adds: dict[tuple[Any, ...], float]
     outputs: frozenset[int]
     unit: int = 1
-    sizes: dict[int, bool] = field(default_factory=dict)
+    sizes: dict[int, str | None] = field(default_factory=dict)
     rehearsed: list[tuple[Boundary, Any]] = field(default_factory=list)
 
     def key(self, boundary: Boundary) -> str | None:
@@ -141,18 +143,20 @@ class Joiner:
         return replace(boundary, tensors=tensors, facts=_map_leaves(boundary.facts, sized))
 
     def check(self, tail: Tail, rows: int) -> None:
-        """Raise if requests of that many rows in all do not give what each gives alone."""
+        """Raise if, of requests of that many rows in all, an answer may depend on another request."""
         if rows not in self.sizes:
-            several = list(islice(cycle(self.rehearsed), rows // self.unit))
-            output = tail(self.join([boundary for boundary, _ in several]))
-            parts = self.part(output, [self.unit] * len(several))
-            self.sizes[rows] = all(_is_near(part, alone) for part, (_, alone) in zip(parts, several, strict=True))
-        if not self.sizes[rows]:
-            raise CannotJoin(f"{rows} rows computed together do not give what each gives alone")
+            try:
+                _check_rows(self, tail, rows // self.unit)
+            except (MicrotomeError, RuntimeError, IndexError) as error:  # it is not tried again
+                self.sizes[rows] = str(error) if isinstance(error, CannotJoin) else said(error)
+            else:
+                self.sizes[rows] = None
+        if self.sizes[rows] is not None:
+            raise CannotJoin(f"{rows} rows are not computed together: {self.sizes[rows]}")
 
 
 def learn(head: Head, tail: Tail, given: Inputs) -> Joiner | None:
-    """How requests between these stages are joined; None: they cannot be, and why is logged."""
+    """Return a Joiner for these stages, or None (the reason is logged)."""
     try:
         with torch.no_grad():
             return _learn(head, tail, given)
@@ -163,7 +167,7 @@ def learn(head: Head, tail: Tail, given: Inputs) -> Joiner | None:
 
 def _learn(head: Head, tail: Tail, given: Inputs) -> Joiner:
     given = copied(given)  # the model may write into it
-    other = _map(given, _another)
+    other = _map(given, _perturb)
     both = Inputs(*_cat(given.args, other.args), **_cat(given.kwargs, other.kwargs))
     one, two, twice = (head(*inputs.args, **inputs.kwargs) for inputs in (given, other, both))
     if all(tensor.equal(two.tensors[name]) for name, tensor in one.tensors.items()):
@@ -189,44 +193,70 @@ def _learn(head: Head, tail: Tail, given: Inputs) -> Joiner:
 
 
 def _rehearse(joiner: Joiner, tail: Tail, one: Boundary, two: Boundary) -> Joiner:
-    """The joiner, if answers are shown not to depend on what is computed beside them."""
+    """Check the joiner at the smallest numbers of rows, and return it."""
     one, two = (joiner.resize(boundary, joiner.unit) for boundary in (one, two))
-    several = [one, two, *_variants(joiner, one)]
-    _check_dependence(joiner, tail, several[:3])
-    joiner.rehearsed.extend((boundary, tail(joiner.join([boundary]))) for boundary in several[:3])
-    joiner.check(tail, 2 * joiner.unit)
-    joiner.check(tail, 3 * joiner.unit)
-    expected = None
-    for beside in several:
-        output = tail(joiner.join([one, beside, two]))
-        first, _, last = joiner.part(output, [joiner.unit] * 3)
-        expected = expected or (first, last)
-        if next(differences((first, last), expected), None) is not None:
-            raise CannotJoin("an answer depends on the request beside it")
+    several = [one, two, next(_variants(joiner, one))]
+    joiner.rehearsed.extend((boundary, tail(joiner.join([boundary]))) for boundary in several)
+    for count in (3, 2):
+        joiner.check(tail, count * joiner.unit)
     return joiner
+
+
+def _check_rows(joiner: Joiner, tail: Tail, count: int) -> None:
+    """Raise if an answer depends on another of that many requests, or on their number."""
+    rehearsed = list(islice(cycle(joiner.rehearsed), count))
+    several = [boundary for boundary, _ in rehearsed]
+    _check_dependence(joiner, tail, several)
+
+    def answers(requests: Sequence[Boundary]) -> list[Any]:
+        return joiner.part(tail(joiner.join(requests)), [joiner.unit] * count)
+
+    parts = answers(several)
+    if not all(_is_near(part, alone) for part, (_, alone) in zip(parts, rehearsed, strict=True)):
+        raise CannotJoin("they do not give what each gives alone")
+    kept = (0, count - 1) if count > 2 else (0,)
+    for beside in _variants(joiner, several[0]):
+        moved = answers([request if at in kept else beside for at, request in enumerate(several)])
+        if any(next(differences(moved[at], parts[at]), None) is not None for at in kept):
+            raise CannotJoin("an answer depends on the request beside it")
 
 
 def _check_dependence(joiner: Joiner, tail: Tail, several: Sequence[Boundary]) -> None:
     """Raise if an element of an answer depends on another request, or what the model does on any."""
-    joined = joiner.join(several)
-    with Dependence(awake) as dependence:
-        for name in joiner.grows:
-            for at, part in enumerate(joined.tensors[name].chunk(len(several))):
-                dependence.mark(part, 1 << at)
-        output = tail(joined)
-    for at, tensor in enumerate(take_apart(output)[1]):
-        label = dependence.of(tensor)
-        if at not in joiner.outputs:
-            if label.any():
-                raise CannotJoin(f"output {at} does not grow with the batch, and depends on it")
-            continue
-        for number, part in enumerate(label.chunk(len(several))):
-            if not (part == 1 << number).any() or (part & ~(1 << number) & 255).any():
-                raise CannotJoin(f"output {at} of a request does not depend on that request alone")
+    for labels in _label(len(several)):
+        joined = joiner.join(several)
+        with Dependence(awake) as dependence:
+            for name in joiner.grows:
+                for label, part in zip(labels, joined.tensors[name].chunk(len(several)), strict=True):
+                    dependence.mark(part, label)
+            output = tail(joined)
+        for at, tensor in enumerate(take_apart(output)[1]):
+            found = dependence.of(tensor)
+            if at not in joiner.outputs:
+                if found.any():
+                    raise CannotJoin(f"output {at} does not grow with the batch, and depends on it")
+                continue
+            for label, part in zip(labels, found.chunk(len(several)), strict=True):
+                if not (part == label).any() or (part & ~label & 255).any():
+                    raise CannotJoin(f"output {at} of a request does not depend on that request alone")
+
+
+def _label(count: int) -> Iterator[list[int]]:
+    """Yield labels for so many requests: of any two, one run labels them so that neither label contains the other.
+
+    The labels of a run have equally many of their bits set. More than 70 requests are numbered by several of them, one
+    run for each digit.
+    """
+    bits = next((bits for bits in range(2, 8) if comb(bits, bits // 2) >= count), 8)
+    codes = [sum(1 << bit for bit in chosen) for chosen in combinations(range(bits), bits // 2)]
+    weight = 1
+    while weight < count:
+        yield [codes[number // weight % len(codes)] for number in range(count)]
+        weight *= len(codes)
 
 
 def _variants(joiner: Joiner, boundary: Boundary) -> Iterator[Boundary]:
-    """Other requests of the same shape: other sizes, signs and orders of the values, and values that are no numbers."""
+    """Other requests of the same shape: other sizes, signs and orders of the values, inf and NaN."""
     for number, (scale, offset) in enumerate(_VARIANTS, 1):
 
         def changed(tensor: Tensor, at: int = number, scale: float = scale, offset: float = offset) -> Tensor:
@@ -247,7 +277,7 @@ def _is_near(joined: Any, alone: Any) -> bool:
     )
 
 
-def _another(tensor: Tensor) -> Tensor:
+def _perturb(tensor: Tensor) -> Tensor:
     """Of the same shape with other values: turned round, so that numbers that name something still do."""
     if not tensor.dim():
         return tensor

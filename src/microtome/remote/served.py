@@ -105,7 +105,8 @@ class Served:
             assert joiner is not None
             rows = [joiner.rows(boundary) for boundary in several]
             with self._lock:
-                joiner.check(self._run, sum(rows))
+                for count in sorted({sum(rows), *rows} - {joiner.unit}):  # also those that each would have alone
+                    joiner.check(self._run, count)
             return joiner.part(self._run(joiner.join(several)), rows)
 
     def encode(self, output: Any, at: str, codec: str) -> bytes:
