@@ -223,10 +223,10 @@ class _Edits(Session):
         ]
         super().__init__(model, [self._ran], changes)
 
-    def __exit__(
+    def _tear_down(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        super()._tear_down(kind, error, trace)
         ran, self._ran.last = self._ran.last, {}
         lost = [wanted for wanted in self._wanted if not wanted.made]
         for wanted in self._wanted:

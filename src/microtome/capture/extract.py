@@ -18,6 +18,7 @@ from microtome.capture.targets import Targets, op_name
 from microtome.count.whole import WHOLE
 from microtome.engine import Call, Probe, Selector, Session, Stop, Stopped, tensors_in
 from microtome.engine.addresses import call_of, other_names
+from microtome.engine.interrupts import grad_mode
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.select import check_model, named
 from microtome.engine.structure import map_tensors
@@ -86,7 +87,7 @@ def extract(
                 fast_paths=targets.fast_paths,
                 other_threads="unseen",
             ),
-            torch.set_grad_enabled(enabled),
+            grad_mode(enabled),
         ):
             feats._output.append(run.run(model))
     except Stopped as stopped:

@@ -8,7 +8,7 @@ from importlib import import_module
 from os import PathLike
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from microtome.capture.wish import check_kinds, check_wish
 from microtome.engine import Call, Probe, Selector, Session, select, tensors_in
 from microtome.engine.addresses import Addresses, refuse_names
 from microtome.engine.functions import is_stand_in
+from microtome.engine.interrupts import Uninterrupted
 from microtome.engine.select import check_model
 from microtome.engine.structure import places_in
 from microtome.errors import BadQuery, SessionError, Unsupported
@@ -52,7 +53,7 @@ class Totals(NamedTuple):
         return self.nbytes / self.seconds if self.seconds else 0.0
 
 
-class Recorder(Mapping[str, Series]):
+class Recorder(Uninterrupted[Any], Mapping[str, Series]):
     """Records what selected modules return while the `with` block runs; afterwards it holds that, by address.
 
     Args:
@@ -139,7 +140,11 @@ class Recorder(Mapping[str, Series]):
 
     # -- while it records ----------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Self:
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> Self: ...
+
+    def _set_up(self) -> Self:
         if self._began is not None:
             raise SessionError("a recorder records in one `with` block: make a new one, with append=True for a folder")
         whole = () if self._targets is not None else ATTENTION
@@ -156,7 +161,7 @@ class Recorder(Mapping[str, Series]):
         self._began = perf_counter()
         return self
 
-    def __exit__(
+    def _tear_down(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._session is not None

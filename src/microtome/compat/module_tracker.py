@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 from torch.utils import module_tracker
 
 from microtome.engine import Call, Probe, Session
+from microtome.engine.interrupts import Uninterrupted
 
 __all__ = ["ModuleTracker"]
 
@@ -17,7 +18,7 @@ __all__ = ["ModuleTracker"]
 _KEEP_PARENTS = ("_fw_pre_hook", "_fw_post_hook", "_get_append_fn", "_get_pop_fn", "_maybe_set_engine_callback")
 
 
-class ModuleTracker(module_tracker.ModuleTracker):
+class ModuleTracker(Uninterrupted[Any], module_tracker.ModuleTracker):
     """Which modules run now, as a set of names: the root's class name and the attribute path, and always `"Global"`.
 
     A subclass of torch's. Unlike torch's, it is exact for keyword arguments, for inputs that need no gradient, in
@@ -52,20 +53,24 @@ class ModuleTracker(module_tracker.ModuleTracker):
         self._session = Session(None, [self._order], backward=True)
         super().__init__()
 
-    def __enter__(self) -> Self:
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> Self: ...
+
+    def _set_up(self) -> Self:
         if not self._keeps_parents:
             self._session.__enter__()
-        super().__enter__()
+        module_tracker.ModuleTracker.__enter__(self)
         return self
 
-    def __exit__(
+    def _tear_down(
         self,
         kind: type[BaseException] | None = None,
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
         try:
-            super().__exit__(kind, error, trace)
+            module_tracker.ModuleTracker.__exit__(self, kind, error, trace)
         finally:
             if not self._keeps_parents:
                 self._session.__exit__(kind, error, trace)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from microtome.engine.calls import Call
+from microtome.engine.interrupts import uninterrupted
 from microtome.engine.owners import DEEPEST, AccumulateGrad, Node, Owners, current_node, next_number, nodes_of
 from microtome.engine.threads import Thread, Threads, graph_task
 from microtome.errors import ProbeError, Unsupported
@@ -45,7 +45,7 @@ class Backward:
         self._open: dict[Thread, list[Call]] = {}
         self._handles: list[Any] = []
 
-    @contextmanager
+    @uninterrupted
     def watch(self, roots: list[Node]) -> Iterator[None]:
         """Hook every node below the roots while the block runs."""
         try:
@@ -104,7 +104,7 @@ class Backward:
         handle = node.register_hook(after)
 
 
-@contextmanager
+@uninterrupted
 def watch_moves(owners: Owners, roots: list[Node], tell: Callable[[Call | None], None]) -> Iterator[None]:
     """Tell when the backward goes over from one call to another, and when it has ended.
 
@@ -127,7 +127,7 @@ def watch_moves(owners: Owners, roots: list[Node], tell: Callable[[Call | None],
     tell(None)
 
 
-@contextmanager
+@uninterrupted
 def keep_gradients(roots: Iterable[Tensor]) -> Iterator[None]:
     """Restore, after the block, the gradient of every leaf that a backward from these adds to. Meanwhile it is None."""
     before = [(leaf, leaf.grad) for leaf in leaves_below(roots)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from microtome.engine import integers
+from microtome.engine.interrupts import deliver, uninterrupted, waiting
 from microtome.engine.ops import signature
 from microtome.engine.structure import map_tensors, tensors_in
 
@@ -61,6 +62,8 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if waiting:
+            deliver()
         self.function = func
         self.autocast = _is_autocast()
         try:
@@ -194,7 +197,7 @@ _transparent_attention = _transparent(F.multi_head_attention_forward)
 plain = torch._C.DisableTorchFunction
 
 
-@contextmanager
+@uninterrupted
 def unseen(device: torch.device) -> Iterator[None]:
     """Compute what is no part of the run: no session sees it, no graph holds it, no autocast changes its dtype."""
     with ExitStack() as stack:

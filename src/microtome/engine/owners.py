@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from microtome.engine.calls import Call, Run, Site
 from microtome.engine.functions import Whole
+from microtome.engine.interrupts import uninterrupted
 from microtome.engine.sites import Sites
 from microtome.engine.structure import tensors_in
 from microtome.engine.threads import Thread, Threads, graph_task
@@ -159,7 +159,7 @@ class Owners:
         """Whose graph the backward runs through that runs now in this thread."""
         return self._homes.get(graph_task()) or (self._threads.here(), None)
 
-    @contextmanager
+    @uninterrupted
     def home(self, roots: list[Node]) -> Iterator[None]:
         """While a backward runs from these nodes, know whose graph it is."""
         run = self._near(roots)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Container, Iterable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from microtome.engine.calls import Call, Run, Site
 from microtome.engine.changes import Change
 from microtome.engine.functions import Function, FunctionMode, Whole, is_stand_in, outcome, run_standing
 from microtome.engine.intercept import AnyCall, chain
+from microtome.engine.interrupts import Uninterrupted, deliver, waiting
+from microtome.engine.modes import Modes
 from microtome.engine.ops import OpMode
 from microtome.engine.overrides import hide_modes
 from microtome.engine.owners import Owners, next_number, nodes_of
@@ -30,7 +32,7 @@ from microtome.engine.threads import Thread, Threads, graph_task
 from microtome.errors import MicrotomeError, SessionError, Unsupported
 
 
-class Session:
+class Session(Uninterrupted[Any]):
     """Attaches probes and interventions to a model, or to every module of the process, for the time of a `with` block.
 
     Nothing is added to the model. Sessions nest, on the same model too; each thread has its own stack of calls;
@@ -105,7 +107,11 @@ class Session:
         self._changes: dict[Site, Change] = {}
         self._resolved = -1
 
-    def __enter__(self) -> Self:
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> Self: ...
+
+    def _set_up(self) -> Self:
         if self._open is not None:
             raise SessionError("this session is already open: use a new one for each `with` that lies inside another")
         chain.run_eagerly()
@@ -118,23 +124,25 @@ class Session:
             stack.callback(handle.remove)
             chain.add(self)
             stack.callback(chain.remove, self)
+            stack.push(Modes().restore_after)
             if self._op or self._op_begins or self._replace_op:
                 ops = stack.enter_context(OpMode(self._where, self._op_begins, self._op, self._replace_op))
                 if self._whole:
                     stack.enter_context(hide_modes())
                     functions = FunctionMode(self._whole, partial(self._run_whole, ops), self._tell_read)
                     self._functions = stack.enter_context(functions)
+            stack.push(Modes().restore_after)
             self._open = stack.pop_all()
         return self
 
-    def __exit__(
+    def _tear_down(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._open is None:
             raise SessionError("this session is not open: enter it with `with`")
         stack, self._open, self._functions = self._open, None, None
         self._last = Where(None, "forward")
-        stack.close()
+        stack.__exit__(kind, error, trace)
 
     @property
     def is_open(self) -> bool:
@@ -193,6 +201,8 @@ class Session:
         onward, all_threads = inner or _run_module, self._other_threads == "seen"
 
         def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if waiting:
+                deliver()
             key = id(module)
             site = known.get(key) or (None if key in others else self._find(module))
             if site is None:
@@ -205,7 +215,7 @@ class Session:
                 thread = self._threads.here()
             run = thread.run
             task = graph_task()
-            if run is None or run.task != task:
+            if run is None or run.task != task or not run.open:
                 began = self._begin(thread, module, site, task, (args, kwargs))
                 if began is None:
                     return onward(module, *args, **kwargs)
@@ -215,10 +225,10 @@ class Session:
             counts[site] = index + 1
             # Numbers of autograd's nodes say whose they are: without owners, nobody asks.
             call = Call(site, index, stack[-1] if stack else run.base, run.phase, next_number() if owned else 0)
-            stack.append(call)
-            if owned:
-                run.calls.append(call)
             try:
+                stack.append(call)
+                if owned:
+                    run.calls.append(call)
                 try:
                     change = changes.get(site) if changes else None
                     if change is not None:
@@ -241,10 +251,11 @@ class Session:
                 if exit_ and self._open is not None:
                     tell(exit_, "exit", call, args, kwargs, output)
             finally:
-                stack.pop()
+                if stack and stack[-1] is call:  # or a signal came before it was there
+                    stack.pop()
                 if owned:
                     call._end = end = next_number()
-                    if end == run.start:
+                    if end == run.start and run.calls:
                         del run.calls[-1]  # no node was made so far; a loop without grad must not grow
                 if not stack:
                     thread.end(run)

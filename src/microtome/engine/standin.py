@@ -21,6 +21,8 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from microtome.engine import integers
 from microtome.engine.arguments import CannotStand, as_result, copy_arguments, modules_in
+from microtome.engine.interrupts import finish, uninterrupted
+from microtome.engine.modes import Modes
 from microtome.engine.originals import Originals
 from microtome.engine.random_states import keep_random_states
 from microtome.engine.references import Global, globals_of
@@ -38,7 +40,7 @@ Stand = Literal["meta", "fake", "real"]
 LOOKING = threading.RLock()
 
 
-@contextmanager
+@uninterrupted
 def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Originals | None = None) -> Iterator[Inputs]:
     """For the time of the block, give the model stand-ins for weights and buffers; yield such inputs as go with them.
 
@@ -53,6 +55,7 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
     if stand != "real":
         _import_shapes()
     with LOOKING, ExitStack() as stack:
+        stack.push(Modes().restore_after)
         found = [module for _, module in named(model)] + modules_in(inputs)
         modules = list({id(module): module for module in found}.values())
         if gc.isenabled():  # so many small objects would set it off, with little for it to free
@@ -74,7 +77,9 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
                 for name, tensor in list(space.items()):
                     if tensor is not None and (stand != "real" or space is module._buffers):
                         space[name] = make(tensor)
-        yield copy_arguments(inputs, make, modules)
+        given = copy_arguments(inputs, make, modules)
+        stack.push(Modes().restore_after)
+        yield given
 
 
 def copy_inputs(inputs: Inputs, model: nn.Module, shared: Iterable[Tensor] = ()) -> Inputs:
@@ -229,10 +234,10 @@ def _keep(modules: list[nn.Module], classes: set[type], stack: ExitStack) -> lis
                     before = [(name, getattr(item, name)) for name in slots if hasattr(item, name)]
                     slotted.append((item, slots, dict(before)))
                     pending.extend(value for _, value in before)
-    stack.callback(_put_back, kept)
-    stack.callback(_put_back_slots, slotted)
-    stack.callback(_put_back_classes, own)
-    stack.callback(_put_back_globals, [(one, value) for one, value in found if one.is_assigned])
+    stack.callback(finish, _put_back, kept)
+    stack.callback(finish, _put_back_slots, slotted)
+    stack.callback(finish, _put_back_classes, own)
+    stack.callback(finish, _put_back_globals, [(one, value) for one, value in found if one.is_assigned])
     return tensors
 
 
@@ -257,10 +262,34 @@ def _slots_of(kind: Any) -> tuple[str, ...]:
 
 
 def _put_back(kept: list[tuple[Any, Any]]) -> None:
+    """Put back what was kept without emptying anything on the way, since other threads may read it."""
     for held, before in kept:
-        if held or before:
+        if isinstance(held, dict):
+            restore_dict(held, before or {})
+        elif isinstance(held, list):
+            held[:] = before
+        elif isinstance(held, set):
+            held.intersection_update(before)
+            held.update(before)
+        elif len(held) != len(before) or any(one is not other for one, other in zip(held, before, strict=True)):
             held.clear()
-            held.extend(before) if isinstance(held, list | deque) else held.update(before)
+            held.extend(before)
+
+
+def restore_dict(held: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Give a dict the items of another, in their order; it has each item at any moment if it had it before."""
+    if not held and not before:
+        return
+    for key, value in before.items():
+        if key not in held or held[key] is not value:
+            held[key] = value
+    if len(held) > len(before):
+        for key in [key for key in held if key not in before]:
+            del held[key]
+    if list(held) != list(before):
+        for key, value in before.items():
+            held.pop(key, None)
+            held[key] = value
 
 
 def _put_back_slots(kept: list[tuple[Any, tuple[str, ...], dict[str, Any]]]) -> None:
@@ -300,8 +329,8 @@ def _keep_tensors(tensors: list[Tensor], stack: ExitStack, originals: Originals 
             tensor.grad = None
     if originals is None:
         watched.copy_all()
-    stack.callback(watched.put_back)
-    stack.callback(_put_back_tensors, before)
+    stack.callback(finish, watched.put_back)
+    stack.callback(finish, _put_back_tensors, before)
 
 
 def _put_back_tensors(before: list[tuple[Tensor, Tensor, Tensor | None, bool]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from operator import index
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Session, tensors_in
 from microtome.engine.backward import keep_gradients
+from microtome.engine.interrupts import grad_mode, uninterrupted
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.standin import copy_inputs, stand_in
 from microtome.errors import BadQuery, Unsupported
@@ -147,7 +147,7 @@ class Passes:
         self.renew()
         self.wait()
         grad = torch.is_grad_enabled() or self.backward
-        with torch.set_grad_enabled(grad):
+        with grad_mode(grad):
             told("forward")
             began = perf_counter()
             output = self.inputs.run(self.model)
@@ -209,7 +209,7 @@ class Passes:
     def again(self) -> None:
         """One pass, without waiting for devices."""
         self.renew()
-        with torch.set_grad_enabled(torch.is_grad_enabled() or self.backward):
+        with grad_mode(torch.is_grad_enabled() or self.backward):
             output = self.inputs.run(self.model)
             if self.backward:
                 roots, seeds = self._seeds(output)
@@ -248,7 +248,7 @@ class Passes:
         return roots, [torch.ones_like(tensor) for tensor in roots]
 
 
-@contextmanager
+@uninterrupted
 def passes(model: nn.Module, inputs: Inputs, *, backward: bool) -> Iterator[Passes]:
     """A model ready to be run for the time of the block, without garbage collection; it is as found afterwards."""
     _check(model, inputs)

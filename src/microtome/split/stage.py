@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from microtome.engine import Probe, ReplaceOp, Session, Skip, Stop, Stopped
+from microtome.engine.interrupts import uninterrupted
 from microtome.engine.select import named
 from microtome.engine.structure import tensors_in
 from microtome.errors import BadBoundary, BadInputs, MicrotomeError, Unsupported
@@ -103,9 +104,8 @@ class Stage:
         # A session takes longer to make than to open, so it is kept; several threads may run the stage at once.
         probes = tuple(probes)
         session, run = (None if probes else self._kept()) or self._session(probes)
-        run.begin(boundary, None if boundary is None else self.device, release=release)
-        had = [(module, dict(module.__dict__)) for module in self._around]
-        try:
+        with self._as_found(session, run, kept=not probes):
+            run.begin(boundary, None if boundary is None else self.device, release=release)
             given = Inputs(*args, **kwargs) if boundary is None else run.inputs(boundary)
             if boundary is None:
                 got = take_apart((given.args, given.kwargs))[0]
@@ -113,11 +113,18 @@ class Stage:
             run.take_inputs(given)
             with session:
                 return self._run(run, given)
+
+    @uninterrupted
+    def _as_found(self, session: Session, run: Run, *, kept: bool) -> Iterator[None]:
+        """Afterwards, have the run hold nothing and the modules around the cut no ghosts, and keep the session."""
+        had = [(module, dict(module.__dict__)) for module in self._around]
+        try:
+            yield
         finally:
-            run.begin()  # it holds nothing between runs
+            run.begin()
             for module, attributes in had:
                 _put_back(module, attributes)
-            if not probes:
+            if kept:
                 self._free.append((session, run))
 
     def _run(self, run: Run, given: Inputs) -> Any:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from microtome.engine.interrupts import uninterrupted
+from microtome.engine.standin import restore_dict
 from microtome.errors import MicrotomeError, Unsupported, said
 from microtome.split.data import Cut
 
@@ -25,7 +27,7 @@ def refuse_errors(model: nn.Module, cut: Cut) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
+@uninterrupted
 def hide_attributes(model: nn.Module, kept: dict[str, set[str]]) -> Iterator[None]:
     """Have modules lack what they keep of their runs in the head: where the head runs elsewhere, the tail has none."""
     modules = [(model.get_submodule(path), names) for path, names in kept.items()]
@@ -45,6 +47,4 @@ def hide_attributes(model: nn.Module, kept: dict[str, set[str]]) -> Iterator[Non
         raise
     finally:
         for attributes, before in had:
-            now = dict(attributes)
-            attributes.clear()
-            attributes.update({**before, **now})  # in the order in which they were
+            restore_dict(attributes, {**before, **attributes})  # in the order in which they were

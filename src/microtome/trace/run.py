@@ -12,6 +12,7 @@ from torch import nn
 from microtome.engine import Probe, Session, tensors_in
 from microtome.engine.arguments import CannotStand
 from microtome.engine.backward import keep_gradients
+from microtome.engine.interrupts import grad_mode
 from microtome.engine.select import check_model
 from microtome.engine.standin import LOOKING, Stand, stand_in
 from microtome.errors import BadInputs, MicrotomeError, Unsupported, said
@@ -131,7 +132,7 @@ def _run(model: nn.Module, inputs: Inputs, how: How, probes: list[Any], *, backw
         recorder.name(model, standing)
         grad = torch.is_grad_enabled() or backward
         session = Session(model, probes, backward=backward, whole=WHOLE, other_threads="refused")
-        with session, torch.set_grad_enabled(grad):
+        with session, grad_mode(grad):
             output = standing.run(model)
             if backward:
                 _backward(recorder, output)

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
 from microtome.engine import Call, Phase, Probe, Session
+from microtome.engine.interrupts import Uninterrupted
 
 Callback = Callable[[Call, Phase], object]
 
 
-class Tracker:
+class Tracker(Uninterrupted[Any]):
     """Knows, at any moment inside its `with` block, which modules run. Made by `track`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def __enter__(self) -> Self:
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> Self: ...
+
+    def _set_up(self) -> Self:
         self._session.__enter__()
         return self
 
-    def __exit__(
+    def _tear_down(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._session.__exit__(kind, error, trace)
