@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
+from microtome import zoo
 from microtome.errors import Unsupported
 from microtome.split.compare import held_tensors
 from microtome.split.stages import Splitter
@@ -74,6 +75,7 @@ def test_tensors_are_found_in_objects_lists_and_dicts() -> None:
 
 
 def language_models() -> dict[str, Any]:
+    zoo.import_torchvision()  # which transformers imports
     transformers = pytest.importorskip("transformers")
     small = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 32}
     small |= {"num_hidden_layers": 2, "num_attention_heads": 2}
