@@ -16,7 +16,7 @@ import microtome as mt
 from benchmarks.split_zoo.models import Entry, build, entries
 
 ENTRIES = {entry.name: entry for entry in entries() if entry.family == "transformers"}
-SOME = ("albert", "bart", "bert", "canine", "gemma3_text", "gpt2", "llama", "mixtral", "t5")
+SOME = ("albert", "bart", "bert", "canine", "gemma3_text", "gpt2", "llama", "mixtral", "openai_privacy_filter", "t5")
 
 
 def counts(model: nn.Module, inputs: Any, fake: bool | None) -> dict[str, tuple[int | None, int | None]]:
@@ -111,6 +111,28 @@ def test_integers_that_come_from_unknown_values_are_not_known() -> None:
     t = mt.trace(Chosen(), inputs)
     assert t.how.stand == "real"
     assert "not on meta tensors" in t.how.why
+
+
+class OneHot(nn.Module):
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        for _ in range(int(F.one_hot(at, 8).sum())):  # a function shown whole, which makes its output unseen
+            x = x * 2
+        return x
+
+
+class Empty(nn.Module):
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        counts = torch.empty(at.shape, dtype=torch.int64, device=at.device)
+        torch.add(at, 1, out=counts)
+        for _ in range(int(counts.sum())):
+            x = x * 2
+        return x
+
+
+@pytest.mark.parametrize("model", [OneHot(), Empty()], ids=["one_hot", "empty"])
+def test_memory_without_values_is_not_taken_for_known(model: nn.Module) -> None:
+    inputs = torch.ones(4), torch.tensor([3, 1, 2])
+    assert counts(model, inputs, None) == counts(model, inputs, False)
 
 
 @pytest.mark.parametrize("fake", [None, True, False])

@@ -23,6 +23,14 @@ _LARGEST = 2**24
 #: By the id of a storage on meta: that storage, held weakly, and one with its values.
 _memories: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.UntypedStorage]] = {}
 
+#: They make or grow memory that holds nothing yet.
+_UNINITIALISED = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
+        *("resize_", "resize_as_", "set_"),
+    )
+)
 READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -80,7 +88,9 @@ def known_index(index: Any) -> Any:
 
 def _compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on the values of its arguments; NotImplemented where some are not known."""
-    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+    if func.namespace != "aten" or func._schema.name in _UNINITIALISED:
+        return NotImplemented
+    if torch.Tag.nondeterministic_seeded in func.tags:
         return NotImplemented
     try:
         known_args, known_kwargs = map_tensors(_value, (args, kwargs))
