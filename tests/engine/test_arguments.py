@@ -216,6 +216,24 @@ def test_an_object_that_cannot_be_copied_is_refused() -> None:
     assert describe(held) == before
 
 
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_method_of_a_container_appends_to_a_copy(action: str) -> None:
+    class Reports(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, report: Callable[[Tensor], None]) -> Tensor:
+            y: Tensor = self.first(x)
+            report(y)
+            return y + 1
+
+    outputs: list[Tensor] = []
+    with suppress(mt.MicrotomeError):
+        ACTIONS[action](Reports(), Inputs(torch.ones(3, 4), outputs.append))
+    assert outputs == []
+
+
 def test_an_iterator_that_the_run_would_exhaust_is_refused() -> None:
     class Reads(nn.Module):
         def forward(self, x: Tensor, more: Iterator[int]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from types import ModuleType
+from types import BuiltinMethodType, ModuleType
 from typing import Any
 
 import torch
@@ -73,6 +73,8 @@ class _Copier:
             return self._copy_tensor(value)
         if kind in _IMMUTABLE or isinstance(value, _HANDLES):
             return value
+        if isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType | None):
+            return getattr(self.copy(value.__self__, place), value.__name__)  # `outputs.append` of a list, for example
         is_named_tuple = isinstance(value, tuple) and hasattr(value, "_make")
         if kind not in (list, tuple, dict, set, frozenset) and not is_named_tuple:
             return self._copy_object(value, place)

@@ -259,13 +259,13 @@ class Splitter:
             reset()
 
     def _compare(self, chosen: Sequence[Cut], more: list[set[Place]], reset: Callable[[], None]) -> str:
-        whole = copied(self.given).run(self.model)
+        whole = copy_inputs(self.given, self.model).run(self.model)
         while True:
             reset()
             stages = self.stages(chosen, more)
             stage = stages[0]
             try:
-                value: Any = _run(stage, copied(self.given))
+                value: Any = _run(stage, copy_inputs(self.given, self.model))
                 for stage, cut in zip(stages[1:], chosen, strict=True):
                     sent = Boundary.from_bytes(value.to_bytes(), limit=_NO_LIMIT)
                     with refuse_errors(self.model, cut), hide_attributes(self.model, self._kept_before(cut)):
@@ -280,7 +280,7 @@ class Splitter:
         if not found:
             return BIT_EQUAL
         reset()
-        again = list(differences(copied(self.given).run(self.model), whole))
+        again = list(differences(copy_inputs(self.given, self.model).run(self.model), whole))
         worst = max(found, key=_size)
         if not again or _size(worst) > 10 * max(map(_size, again)):
             where = f" at {worst.place}" if worst.place else ""
