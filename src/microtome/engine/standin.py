@@ -77,9 +77,9 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
                 for name, tensor in list(space.items()):
                     if tensor is not None and (stand != "real" or space is module._buffers):
                         space[name] = make(tensor)
-        given = copy_arguments(inputs, make, modules)
+        standing = copy_arguments(inputs, make, modules)
         stack.push(Modes().restore_after)
-        yield given
+        yield standing
 
 
 def copy_inputs(inputs: Inputs, model: nn.Module, shared: Iterable[Tensor] = ()) -> Inputs:
