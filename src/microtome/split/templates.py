@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import enum
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from microtome.engine.structure import attributes_of, is_record, map_tensors
 from microtome.errors import BadInputs
@@ -19,8 +20,6 @@ from microtome.errors import BadInputs
 #: What travels beside tensors.
 Plain = bool | int | float | str | None
 _PLAIN = (bool, int, float, str, type(None))
-#: What is the same on both sides, whatever the run.
-_FIXED = (torch.dtype, torch.layout, torch.memory_format, enum.Enum, type, FunctionType, BuiltinFunctionType, MethodType, nn.Module)  # fmt: skip  # noqa: E501
 
 
 class Slot(int):
@@ -126,12 +125,12 @@ def take_apart(value: Any, arguments: Any = ()) -> tuple[Template, list[Tensor],
         if isinstance(leaf, torch.Size):
             plain.extend(leaf)
             return SizeSlot(len(plain) - len(leaf), len(leaf))
-        if isinstance(leaf, _FIXED):
+        if name_of(leaf) is not None:
             return leaf
         for index, argument in enumerate(_strange_in(arguments)):
             if argument is leaf:
                 return Same(index)
-        strange.append(type(leaf).__name__)
+        strange.append(_kind_of(leaf))
         return None
 
     def slot(tensor: Tensor) -> Slot:
@@ -162,8 +161,38 @@ def _strange_in(value: Any) -> Iterator[Any]:
     elif is_record(value):
         for item in attributes_of(value).values():
             yield from _strange_in(item)
-    elif not isinstance(value, _FIXED):
+    elif name_of(value) is None:
         yield value
+
+
+def name_of(value: Any) -> str | None:
+    """The name by which another process finds the same dtype, layout, enum member, class or function.
+
+    None for everything else: for closures, lambdas and bound methods too, since two of one name may differ.
+
+    >>> name_of(torch.sin), name_of(torch.float16), name_of(int), name_of([].append), name_of(lambda: 0)
+    ('torch.sin', 'torch.float16', 'builtins.int', None, None)
+    """
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return str(value)
+    if isinstance(value, enum.Enum):
+        of = name_of(type(value))
+        return None if of is None else f"{of}.{value._name_ or value._value_}"
+    if not isinstance(value, type | FunctionType | BuiltinFunctionType):
+        return None
+    module = sys.modules.get(value.__module__ or "")
+    for name in (value.__qualname__, value.__name__):  # torch.sin is called _VariableFunctionsClass.sin
+        found: Any = module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is value:
+            return f"{value.__module__}.{name}"
+    return None
+
+
+def _kind_of(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{kind} {value.__qualname__}" if isinstance(value, type | FunctionType) else kind
 
 
 def _no_tensor(tensor: Tensor) -> Tensor:
@@ -182,7 +211,7 @@ def _letters(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping):
         yield f"{type(value).__name__}("
         for key, item in value.items():
-            yield f"{key}="
+            yield f"{_key(key)}="
             yield from _letters(item)
             yield ","
         yield ")"
@@ -201,7 +230,11 @@ def _letters(value: Any) -> Iterator[str]:
             yield ","
         yield ")"
     else:
-        yield str(value) if isinstance(value, torch.dtype | enum.Enum) else type(value).__name__
+        yield name_of(value) or type(value).__name__
+
+
+def _key(key: Any) -> str:
+    return key if type(key) is str else f"[{name_of(key) or repr(key)}]"
 
 
 def check_same(what: str, expected: Template, got: Template) -> None:
@@ -215,6 +248,6 @@ def check_same(what: str, expected: Template, got: Template) -> None:
 
 
 def _told(text: str) -> str:
-    for letters, word in ((r"T\d+", "tensor"), (r"S\d+", "value"), (r"Z\d+:\d+", "size"), (r",?\)", ")")):
+    for letters, word in ((r"\bT\d+\b", "tensor"), (r"\bS\d+\b", "value"), (r"\bZ\d+:\d+", "size"), (r",?\)", ")")):
         text = re.sub(letters, word, text)
     return text

@@ -1,0 +1,135 @@
+"""Classes, functions and formats that the tail takes from its example equal the head's, or the run is refused."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import relu, softplus
+
+import microtome as mt
+from microtome.errors import BadInputs, NoMatch
+from microtome.split.templates import name_of
+
+
+class Mode(enum.Enum):
+    SUM = "sum"
+    MEAN = "mean"
+
+
+class Held:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Chooses(nn.Module):
+    """Returns a value that depends on the size of the batch beside its output."""
+
+    def __init__(self, small: Any, large: Any, wrap: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.values, self.wrap, self.linear = (small, large), wrap, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        return self.linear(x), self.wrap(self.values[len(x) > 2])
+
+
+class Net(nn.Module):
+    def __init__(self, small: Any, large: Any, wrap: Callable[[Any], Any], unwrap: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.a, self.b = Chooses(small, large, wrap), nn.Linear(4, 4)
+        self.large, self.unwrap = large, unwrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, value = self.a(x)
+        return self.b(y * (2 if self.unwrap(value) is self.large else 1))
+
+
+PAIRS = {
+    "dtype": (torch.float16, torch.bfloat16),
+    "layout": (torch.strided, torch.sparse_coo),
+    "memory format": (torch.contiguous_format, torch.channels_last),
+    "enum": (Mode.SUM, Mode.MEAN),
+    "class": (int, float),
+    "function": (relu, softplus),
+    "function of one name": (torch.sin, math.sin),
+    "builtin": (torch.sin, torch.cos),
+}
+WRAPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "itself": (lambda value: value, lambda held: held),
+    "list": (lambda value: [value], lambda held: held[0]),
+    "dict": (lambda value: {"k": value}, lambda held: held["k"]),
+    "key": (lambda value: {value: 1}, lambda held: next(iter(held))),
+    "record": (Held, lambda held: held.held),
+}
+#: An object that holds a function is no record.
+CASES = [
+    (pair, wrap)
+    for pair in PAIRS
+    for wrap in WRAPS
+    if wrap != "record" or not callable(PAIRS[pair][0]) or pair == "class"
+]
+
+
+@pytest.mark.parametrize(("pair", "wrap"), CASES)
+def test_another_fixed_value_than_on_the_example_is_refused(pair: str, wrap: str) -> None:
+    model = Net(*PAIRS[pair], *WRAPS[wrap]).eval()
+    with torch.no_grad():
+        head, tail = mt.split(copy.deepcopy(model), torch.rand(2, 4), at="a")
+        for rows in (1, 2):
+            x = torch.rand(rows, 4)
+            assert tail(mt.Boundary.from_bytes(head(x).to_bytes())).equal(model(x))
+        with pytest.raises(BadInputs, match=r"what 'a' returns is .* in this run and was .* in the example"):
+            head(torch.rand(3, 4))
+
+
+def test_another_key_than_on_the_example_is_refused() -> None:
+    model = Net(1, "1", *WRAPS["key"]).eval()
+    head, _ = mt.split(model, torch.rand(2, 4), at="a")
+    with pytest.raises(BadInputs, match=r"dict\(1=value\)\) in this run and was tuple\(tensor,dict\(\[1\]=value"):
+        head(torch.rand(3, 4))
+
+
+def _scale(by: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * by
+
+
+class _Local:
+    def method(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "value",
+    [lambda x: x, _scale(2), _Local().method, [].append, nn.ReLU(), type("Made", (), {})],
+    ids=["lambda", "closure", "bound method", "builtin method", "module", "class without a name"],
+)
+def test_values_without_a_name_that_others_find_are_refused(value: Any) -> None:
+    assert name_of(value) is None
+    with pytest.raises(NoMatch, match=r"'a' runs in the head, and it returns a .*, which is no tensor, number"):
+        mt.split(Net(value, value, *WRAPS["list"]), torch.rand(2, 4), at="a")
+
+
+class Applies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return self.b(function(self.a(x)))
+
+
+def test_a_function_among_the_inputs_is_that_of_the_example_or_refused() -> None:
+    model, x = Applies().eval(), torch.rand(2, 4)
+    with torch.no_grad():
+        head, tail = mt.split(model, (x, torch.sin), at="a")
+        assert tail(mt.Boundary.from_bytes(head(x, torch.sin).to_bytes())).equal(model(x, torch.sin))
+        with pytest.raises(BadInputs, match=r"tensor,torch.cos.* in this run and was .*tensor,torch.sin"):
+            head(x, torch.cos)
+    for function in (lambda y: y * 2, nn.ReLU()):
+        with pytest.raises(NoMatch, match=r"the model is given a (function .*<lambda>|ReLU), which cannot be sent"):
+            mt.split(model, (x, function), at="a")
