@@ -10,7 +10,7 @@ demo: $(VENV)/.dev        ## everything on built-in models, in less than a minut
 	$(BIN)/python -m demo
 
 test: $(VENV)/.docs $(VENV)/.browser ## everything that CI runs, examples in docs and docstrings included
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --durations 10
 
 test-gpu: $(VENV)/.dev    ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+# pytest-xdist sets the width of its own terminal for its workers; tables are tested at the width that a pipe has.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.pop("COLUMNS", None)
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("microtome", deadline=None, suppress_health_check=[HealthCheck.too_slow])

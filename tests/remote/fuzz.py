@@ -29,7 +29,7 @@ from microtome import zoo
 from microtome.errors import BadBoundary
 from microtome.remote import messages
 from microtome.split.memory import BLOCK
-from microtome.split.wire import CHECKSUM_BYTES, HEADER_AT, PREFIX, gap
+from microtome.split.wire import CHECKSUM_BYTES, HEADER_AT, MAGIC, PREFIX, VERSION, gap
 from tests.remote.process import ServerProcess
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -94,7 +94,7 @@ def repaired(header: bytes, body: bytes) -> bytes:
     """A boundary with this header and these parts, whose lengths and checksums fit."""
     header += b" " * gap(HEADER_AT + len(header))
     total = HEADER_AT + len(header) + len(body) + CHECKSUM_BYTES
-    prefix = PREFIX.pack(b"\x89MTBOUND", 1, len(header), total)
+    prefix = PREFIX.pack(MAGIC, VERSION, len(header), total)
     digests = [xxh3_64_digest(prefix + header)]
     try:
         lengths = [part[0] for entry in json.loads(header)["tensors"] for part in entry["parts"]]
