@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import microtome as mt
+from microtome.engine.structure import tensors_in
 from microtome.errors import RemoteError
 from microtome.inputs import Inputs
 from microtome.remote.joining import CannotJoin, learn
@@ -206,20 +208,33 @@ def test_an_example_of_which_no_other_is_known_is_not_joined() -> None:
 Function = Callable[[Tensor], Tensor]
 
 
+#: Ways to return pixels beside scores: outputs of several scales.
+SCALES: dict[str, Callable[[Tensor], Any]] = {
+    "one": lambda y: y,
+    "a dict": lambda y: {"boxes": y * 1e5, "scores": y},
+    "a list": lambda y: [y, y * 1e-5],
+    "a number": lambda y: {"sum": y.sum(1), "constant": torch.tensor(2.0)},
+    "columns": lambda y: torch.cat([y * 1e5, y], 1),
+    "channels": lambda y: torch.stack([y * 1e6, y, y * 1e-3], 1),
+    "images": lambda y: torch.stack([y * 1e6, y], -1)[:, None].expand(-1, 3, -1, -1),
+}
+
+
 class Between(nn.Module):
     """Two layers with functions between."""
 
-    def __init__(self, *functions: Function) -> None:
+    def __init__(self, *functions: Function, finish: Callable[[Tensor], Any] = SCALES["one"]) -> None:
         super().__init__()
+        self.finish = finish
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
         self.functions = functions
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.first(x)
         for function in self.functions:
             y = function(y)
-        return self.last(y)
+        return self.finish(self.last(y))
 
 
 #: Those after which a row still depends on itself alone.
@@ -250,7 +265,7 @@ MIXING: dict[str, Function] = {
     "unique": lambda y: y * (1.0 + len(y.round().unique()) // 100),
     "quantised": lambda y: (y / (y.abs().max() / 127)).round() * (y.abs().max() / 127),
     "weights of the batch": lambda y: y.softmax(0),
-    "batch size": lambda y: y / len(y),
+    "batch size": lambda y: (y + 1) / len(y),
 }
 
 
@@ -272,26 +287,75 @@ def test_a_model_that_lets_requests_reach_each_other_is_not_joined(name: str, ro
 @settings(max_examples=25)
 @given(
     apart=st.lists(st.sampled_from([*APART]), max_size=4),
-    mixing=st.lists(st.sampled_from(sorted(MIXING.keys() - {"batch size"})), max_size=1),  # two may cancel out
+    mixing=st.lists(st.sampled_from(sorted(MIXING)), max_size=1),  # two may cancel out
     data=st.data(),
     rows=st.integers(1, 3),
+    others=st.sampled_from([1, 7, 8]),
     scale=st.sampled_from([1e-3, 1.0, 1e3, torch.inf, torch.nan]),
+    scales=st.sampled_from([*SCALES]),
 )
 def test_a_model_is_joined_if_and_only_if_no_request_reaches_another(
-    apart: list[str], mixing: list[str], data: st.DataObject, rows: int, scale: float
+    apart: list[str], mixing: list[str], data: st.DataObject, rows: int, others: int, scale: float, scales: str
 ) -> None:
     functions = [APART[name] for name in apart]
-    for name in mixing:
-        functions.insert(data.draw(st.integers(0, len(apart))), MIXING[name])
-    model = Between(*functions).eval()
-    x, own, stranger = torch.randn(3, rows, 4, generator=torch.Generator().manual_seed(0))
+    for name in mixing:  # a factor is undone by what may follow
+        place = len(apart) if name == "batch size" else data.draw(st.integers(0, len(apart)))
+        functions.insert(place, MIXING[name])
+    model = Between(*functions, finish=SCALES[scales]).eval()
+    x, own, *strangers = torch.randn(2 + others, rows, 4, generator=torch.Generator().manual_seed(0))
     served = Served(model, x)
     joined = served.key(served._whole_head(x)) is not None
     assert joined is not bool(mixing)
     if joined:
-        beside = [served._whole_head(own), served._whole_head(stranger * scale)]
-        calm = [served._whole_head(own), served._whole_head(stranger)]
-        assert served.compute(beside)[0].equal(served.compute(calm)[0])
+        beside = [served._whole_head(given) for given in (own, *(stranger * scale for stranger in strangers))]
+        calm = [served._whole_head(given) for given in (own, *strangers)]
+        answer = list(tensors_in(served.compute(calm)[0]))
+        assert all(map(torch.equal, tensors_in(served.compute(beside)[0]), answer))
+        alone = tensors_in(model(own))
+        assert all(torch.allclose(one, other, rtol=1e-4, atol=0.0) for one, other in zip(answer, alone, strict=True))
+
+
+#: Those that make an answer depend on the number of rows, or on its place among them.
+COUNTING: dict[str, Function] = {
+    "share": lambda y: y / len(y),
+    "place": lambda y: y + torch.arange(len(y))[:, None],
+    "small share": lambda y: y * (1 + 1e-2 / len(y)),
+    "small place": lambda y: y + 1e-2 * torch.arange(len(y))[:, None],
+}
+
+
+#: Ways to return a large output beside a small one.
+PAIRS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a dict": lambda large, small: {"large": large, "small": small},
+    "a list": lambda large, small: [small, large],
+    "columns": lambda large, small: torch.cat([large, small], 1),
+    "channels": lambda large, small: torch.stack([large, small], 1),
+    "images": lambda large, small: torch.stack([large, small], -1)[:, None].expand(-1, 3, -1, -1),
+    "complex": torch.complex,
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_large_output_does_not_hide_what_the_batch_does_to_a_small_one(name: str, pair: str) -> None:
+    x = torch.randn(1, 4, generator=torch.Generator().manual_seed(0))
+    assert not joins(Between(finish=lambda y: PAIRS[pair](y * 1e6, COUNTING[name](y))), x)
+    assert joins(Between(finish=lambda y: PAIRS[pair](y * 1e6, y)), x)
+
+
+@pytest.mark.parametrize("kind", ["inf", "integers", "text"])
+def test_what_is_not_a_finite_number_is_compared_exactly(kind: str) -> None:
+    def give(y: Tensor, count: int) -> Any:
+        several: dict[str, Any] = {
+            "inf": y.masked_fill(y > 0, torch.inf if count == 1 else 1e30),
+            "integers": (y * 4).long() * 1_000_000 + count,
+            "text": [y, f"{count}"],
+        }
+        return several[kind]
+
+    x = torch.randn(1, 4, generator=torch.Generator().manual_seed(0))
+    assert not joins(Between(finish=lambda y: give(y, len(y))), x)
+    assert joins(Between(finish=lambda y: give(y, 1)), x)
 
 
 def test_a_stranger_neither_moves_an_answer_nor_reads_from_it() -> None:

@@ -26,6 +26,7 @@ from microtome.engine.dependence import Dependence
 from microtome.engine.structure import map_tensors
 from microtome.errors import MicrotomeError, said
 from microtome.inputs import Inputs
+from microtome.remote.tolerance import is_near, tolerances
 from microtome.split.boundary import Boundary
 from microtome.split.compare import differences
 from microtome.split.ghost import awake
@@ -33,10 +34,6 @@ from microtome.split.stages import copied
 from microtome.split.templates import take_apart
 
 log = logging.getLogger("microtome.remote")
-
-#: By how much results may differ from those of each alone, relative to the largest number in them.
-_PRECISION = 1e-4
-
 
 Head = Callable[..., Boundary]
 Tail = Callable[[Boundary], Any]
@@ -212,7 +209,10 @@ def _check_rows(joiner: Joiner, tail: Tail, count: int) -> None:
         return joiner.part(tail(joiner.join(requests)), [joiner.unit] * count)
 
     parts = answers(several)
-    if not all(_is_near(part, alone) for part, (_, alone) in zip(parts, rehearsed, strict=True)):
+    allowed = tolerances([alone for _, alone in joiner.rehearsed])
+    if not all(
+        is_near(part, alone, limits) for part, (_, alone), limits in zip(parts, rehearsed, cycle(allowed), strict=False)
+    ):
         raise CannotJoin("they do not give what each gives alone")
     kept = (0, count - 1) if count > 2 else (0,)
     for beside in _variants(joiner, several[0]):
@@ -268,13 +268,6 @@ def _variants(joiner: Joiner, boundary: Boundary) -> Iterator[Boundary]:
 
 
 _VARIANTS = ((1.0, 0.0), (-37.0, 5.0), (1e4, 0.0), (1e-4, -1e3), (1.0, torch.inf), (1.0, -torch.inf), (1.0, torch.nan))
-
-
-def _is_near(joined: Any, alone: Any) -> bool:
-    largest = max((float(tensor.abs().max()) for tensor in take_apart(alone)[1] if tensor.numel()), default=0.0)
-    return all(
-        found.largest is not None and found.largest <= _PRECISION * largest for found in differences(joined, alone)
-    )
 
 
 def _perturb(tensor: Tensor) -> Tensor:
