@@ -618,7 +618,7 @@ def test_the_queue_is_bounded_while_the_writer_is_slow(tmp_path: Path, monkeypat
     turn = threading.Semaphore(0)
     real = shard.write_shard
 
-    def slow(*args: Any, **options: Any) -> int:
+    def slow(*args: Any, **options: Any) -> Any:
         turn.acquire()
         return real(*args, **options)
 
