@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, ClassVar
 
 import pytest
@@ -83,3 +84,24 @@ def test_globals_that_the_code_does_not_refer_to_are_left_alone() -> None:
     log = lambda: lines.append("ran")  # noqa: E731
     mt.trace(Tells(), torch.ones(1))
     assert lines == ["ran"]  # a closure is no global: see the limits
+
+
+class Making(OrderedDict[str, Any]):
+    """Gives a new instance of the class that it holds, as the table of activations of transformers does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+MAKING = Making(relu=nn.ReLU, gelu=nn.GELU)
+
+
+@pytest.mark.parametrize("fake", [None, True, False])
+def test_a_dict_that_makes_what_it_gives_holds_afterwards_what_it_held(fake: bool | None) -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = MAKING["relu"](x)
+            return out
+
+    mt.trace(Net(), torch.ones(2), fake=fake)
+    assert list(OrderedDict.items(MAKING)) == [("relu", nn.ReLU), ("gelu", nn.GELU)]

@@ -218,7 +218,7 @@ def _keep(modules: list[nn.Module], classes: set[type], stack: ExitStack) -> lis
                 continue
             seen.add(id(item))
             if isinstance(item, _KINDS):
-                before = item.copy() if item else ()
+                before = _copied(item) if item else ()
                 kept.append((item, before))
                 if before:
                     pending.extend(before.values() if isinstance(before, dict) else before)
@@ -261,6 +261,11 @@ def _slots_of(kind: Any) -> tuple[str, ...]:
     return tuple(name for cls in kind.__mro__ for name, slot in vars(cls).items() if type(slot) is MemberDescriptorType)
 
 
+def _copied(held: Any) -> Any:
+    """What a container holds, past methods that a subclass overrides: a dict may make what it gives when asked."""
+    return dict(dict.items(held)) if isinstance(held, dict) else held.copy()
+
+
 def _put_back(kept: list[tuple[Any, Any]]) -> None:
     """Put back what was kept without emptying anything on the way, since other threads may read it."""
     for held, before in kept:
@@ -281,7 +286,7 @@ def restore_dict(held: dict[Any, Any], before: dict[Any, Any]) -> None:
     if not held and not before:
         return
     for key, value in before.items():
-        if key not in held or held[key] is not value:
+        if dict.get(held, key, _MISSING) is not value:
             held[key] = value
     if len(held) > len(before):
         for key in [key for key in held if key not in before]:
