@@ -153,6 +153,66 @@ def test_one_tensor_that_is_written_under_one_name_is_refused() -> None:
         head(x, x)
 
 
+class Overlap(nn.Module):
+    """Changes its arguments in place, before, between or after the calls of `a` and `b`."""
+
+    def __init__(self, before: str, between: str, after: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.writes = before, between, after
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        before, between, after = self.writes
+        self.write(before, x, y)
+        z = self.a(x)
+        self.write(between, x, y)
+        z = self.b(z + x + y)
+        self.write(after, x, y)
+        return z + x + y
+
+    def write(self, what: str, x: Tensor, y: Tensor) -> None:
+        for name in what:
+            {"x": x, "y": y}[name].mul_(2)
+
+
+def overlaps(kind: str) -> tuple[Tensor, Tensor]:
+    base = torch.rand(6, 4)
+    pairs = {"same": (base[:3],) * 2, "apart": (base[:3].clone(), base[3:].clone())}
+    return {**pairs, "disjoint": (base[:3], base[3:]), "overlapping": (base[:3], base[1:4])}[kind]
+
+
+@pytest.mark.parametrize("example", ["same", "apart", "overlapping"])
+@pytest.mark.parametrize("writes", [("x", "", ""), ("", "x", ""), ("", "", "y"), ("x", "y", ""), ("", "y", "x")])
+def test_inputs_that_overlap_in_a_run_are_exact_or_refused(writes: tuple[str, str, str], example: str) -> None:
+    model = Overlap(*writes).eval()
+    with torch.no_grad():
+        for cut in mt.cuts(model, overlaps(example)):
+            try:
+                head, tail = mt.split(model, overlaps(example), at=cut)
+            except Unsupported:
+                assert example == "overlapping"
+                continue
+            for kind in ("same", "apart", "disjoint", "overlapping"):
+                given = overlaps(kind)
+                whole = model(*clone_tensors(given))
+                try:
+                    output = tail(mt.Boundary.from_bytes(head(*clone_tensors(given)).to_bytes()))
+                except Unsupported:
+                    assert kind not in ("apart", example), cut.at
+                else:
+                    assert same(output, whole), (kind, cut.at)
+
+
+def test_inputs_that_overlap_only_in_a_run_are_refused_with_the_reason() -> None:
+    head, tail = mt.split(Overlap("", "x", "").eval(), overlaps("apart"), at="a")
+    with torch.no_grad():
+        boundary = head(*overlaps("overlapping"))
+        with pytest.raises(
+            Unsupported, match=r"expected 'args\[0\]' to have memory of its own, got a tensor that over"
+        ):
+            tail(boundary)
+
+
 @pytest.mark.parametrize("repeats", [1, -1, 5, "0", 0.5, True])
 def test_a_boundary_that_repeats_what_is_not_there_is_refused(repeats: Any) -> None:
     model, (x, y) = Both().eval(), (torch.randn(2, 4), torch.randn(2, 4))

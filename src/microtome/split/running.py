@@ -91,6 +91,7 @@ class Run(Probe):
         self._versions: dict[str, int] = {}
         self._calls: list[dict[str, Any]] = []
         self._facts: dict[str, Any] = {}
+        self._overlapping: list[str] = []  # inputs, copies of which have memory of their own
 
     # -- what the session asks -----------------------------------------------------------------------------------------
 
@@ -180,12 +181,17 @@ class Run(Probe):
         template, tensors, plain = take_apart((inputs.args, inputs.kwargs))
         sent = self._ends.inputs
         items: list[Any] = []
-        for at, (tensor, first) in enumerate(zip(tensors, first_places(tensors), strict=True)):
-            chosen = choose_sent(sent, first_places(tensors), at, "an input")
+        own: dict[str, Tensor] = {}
+        firsts = first_places(tensors)
+        for at, (tensor, first) in enumerate(zip(tensors, firsts, strict=True)):
+            chosen = choose_sent(sent, firsts, at, "an input")
             if first != at:
                 items.append({"repeats": first})
-            else:
-                items.append(as_ghost(tensor) if chosen is None else self._send(chosen, tensor))
+                continue
+            items.append(as_ghost(tensor) if chosen is None else self._send(chosen, tensor))
+            if not isinstance(awake(tensor), Ghost) and tensor.layout is torch.strided and not tensor.is_nested:
+                own[str(at)] = awake(tensor)
+        self._overlapping = [item for at in sharing(own) if isinstance(item := items[int(at)], str)]
         self._facts["inputs"] = {"t": items, "p": plain, "k": xxh3_64_hexdigest(template.text.encode())}
 
     def boundary(self, fingerprint: str) -> Boundary:
@@ -194,7 +200,8 @@ class Run(Probe):
             if self._tensors[name]._version != version:
                 raise Unsupported(f"{name!r} was changed in place before the cut, which it was not on the example")
         assert self._ends is not None
-        facts = {**self._facts, "calls": self._calls, "around": self._around, "shared": sharing(self._tensors)}
+        overlapping = [*sharing(self._tensors), *self._overlapping]
+        facts = {**self._facts, "calls": self._calls, "around": self._around, "shared": overlapping}
         return Boundary(self._ends.at, fingerprint, self._tensors, facts)
 
     def _items(self, step: Step, tensors: list[Tensor], arguments: list[Tensor]) -> list[Any]:
@@ -325,6 +332,12 @@ class Run(Probe):
                 raise BadBoundary(f"the boundary lacks {name!r}: have it sent again")
             tensor = sent if self._device is None else moved(sent, self._device)
             written = place in self._begins.written
+            if written and name in self._shared:
+                raise Unsupported(
+                    f"expected {name!r} to have memory of its own, got a tensor that overlaps another in memory, and "
+                    "the model changes it in place. Give it tensors that do not overlap, or split it on an example "
+                    "where they overlap"
+                )
             if tensor is sent and (written or (sent.is_inference() and not torch.is_inference_mode_enabled())):
                 tensor = duplicate(tensor)
             self._given[name] = tensor

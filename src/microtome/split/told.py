@@ -14,6 +14,7 @@ from microtome.errors import BadBoundary, Unsupported, said
 from microtome.split.boundary import Boundary
 from microtome.split.ghost import Ghost, GhostRead, awake
 from microtome.split.given import Given
+from microtome.split.memory import span_of
 from microtome.split.trail import Sent, Step, Trail
 
 
@@ -54,10 +55,21 @@ def uses(entries: Iterable[Any]) -> Counter[str]:
 
 
 def sharing(tensors: dict[str, Tensor]) -> list[str]:
-    """The names of those that lie in the memory of another: what is written into one is seen in the other."""
-    memories = {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
-    several = Counter(memories.values())
-    return [name for name, memory in memories.items() if several[memory] > 1]
+    """The names of tensors that may overlap another in memory: a write to one may change the other."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors.items():
+        begin = tensor.storage_offset() * tensor.itemsize
+        end = begin + span_of(tensor.shape, tensor.stride()) * tensor.itemsize
+        spans.setdefault(tensor.untyped_storage()._cdata, []).append((begin, end, name))
+    found: set[str] = set()
+    for several in spans.values():
+        last, holder = -1, ""
+        for begin, end, name in sorted(several):
+            if begin < last:
+                found |= {holder, name}
+            if end > last:
+                last, holder = end, name
+    return [name for name in tensors if name in found]
 
 
 def shared(boundary: Boundary) -> frozenset[str]:
