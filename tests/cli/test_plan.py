@@ -117,7 +117,7 @@ def test_codecs_are_measured_on_the_run_and_can_be_taken_from_files(files: list[
         (["--codec-costs", "edge=/no/such.json"], "cannot read '/no/such.json'"),
         (["--codec-costs", "edge=a", "--measure-codecs", "b"], "choose one of --codec-costs and --measure-codecs"),
         (["--json", "a", "--csv", "a"], "--json and --csv both write to 'a'"),
-        (["--input", "3x3x32x32"], "the cuts are of a ResNet with inputs of 3x3x32x32"),
+        (["--input", "3x3x32x32"], "expected inputs of 3x3x32x32"),
     ],
 )
 def test_what_is_wrong_is_said_in_short(files: list[str], words: list[str], message: str) -> None:

@@ -302,7 +302,7 @@ def but(address: str, **change: Any) -> Any:
         ({"cloud": made.profile([1.0, 1.0])}, "the profile of 'cloud' has no call 'l2'"),
         (
             {"cloud": made.profile([1.0, 1.0, 1.0], inputs=2000)},
-            "with inputs of 250 float32, .* 'cloud' is of one with inputs of 500 float32: .*same batch",
+            "expected inputs of 250 float32, .*got inputs of 500 float32 in the profile of 'cloud': .*same batch",
         ),
         ({"objective": "speed"}, "objective is 'latency', 'energy' or 'throughput', got 'speed'"),
         (
@@ -328,15 +328,18 @@ def but(address: str, **change: Any) -> Any:
         ),
         ({"costs": replace(COSTS, model="Other")}, "a Chain, and the costs of codecs on 'edge' are of a Other"),
         ({"cloud": made.profile([1.0] * 4)}, "the profile of 'cloud' has 5 calls, and the Chain that was cut has 4"),
-        ({"cloud": but("l1", type="Conv2d")}, "with a Linear at 'l1', .* 'cloud' is of one with a Conv2d at 'l1'"),
-        ({"cloud": but("l1", outputs=(Tensor((7,), "float32"),))}, "from 'l1', .* is of one with 7 from 'l1'"),
+        ({"cloud": but("l1", type="Conv2d")}, "expected a Linear at 'l1', .*got a Conv2d at 'l1' in .*'cloud'"),
+        ({"cloud": but("l1", outputs=(Tensor((7,), "float32"),))}, "from 'l1', as in the cuts; got 7 from 'l1' in"),
         ({"cloud": but("l1", macs=2)}, "'l1' does 1 MACs at most, and in the profile of 'cloud' it does 2"),
         (
             {"cuts": replace(CUTS, params=7)},
-            "with 7 parameters, and the profile of 'edge' is of one with 75 param",
+            "expected 7 parameters, as in the cuts; got 75 parameters in the profile of 'edge'",
         ),
-        ({"cuts": replace(CUTS, param_bytes=7)}, "with 7 bytes of parameters, and the profile of 'edge'"),
-        ({"cloud": but("", macs=8)}, "with 3 MACs, and the profile of 'cloud' is of one with 8 MACs"),
+        (
+            {"cuts": replace(CUTS, param_bytes=7)},
+            "expected 7 bytes of parameters, as in the cuts; got .* in the profile of 'edge'",
+        ),
+        ({"cloud": but("", macs=8)}, "expected 3 MACs, as in the cuts; got 8 MACs in the profile of 'cloud'"),
     ],
 )
 def test_what_is_missing_is_named(options: dict[str, Any], message: str) -> None:
@@ -382,6 +385,37 @@ def test_times_of_another_model_or_of_other_inputs_are_refused(
     for edge, cloud in ((theirs, ours), (ours, theirs)):
         with pytest.raises((BadQuery, NoMatch), match="the profile of '(edge|cloud)'"):
             mt.plan(cuts, edge=edge, cloud=cloud, link=LINK)
+
+
+class Repeated(nn.Module):
+    """However often it repeats, it has the same calls, parameters and MACs."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=times, dilation=times), nn.Conv2d(4, 4, 3, padding=1)
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        for _ in range(self.times):
+            y = y.sin()
+        out: torch.Tensor = self.last(y)
+        return out
+
+
+def test_other_work_with_equal_parameters_and_macs_is_refused(tmp_path: Path) -> None:
+    cuts = mt.cuts(Repeated(1).eval(), X)
+    ours, theirs = (mt.profile(Repeated(times).eval(), X, measure="time", repeat=3) for times in (1, 10))
+    assert (ours.total.params, ours.total.macs) == (theirs.total.params, theirs.total.macs)
+    assert ours.total.flops is not None
+    assert theirs.total.flops == ours.total.flops + 9 * 4 * 8 * 8  # a sine is one operation
+    (tmp_path / "cuts.json").write_text(cuts.to_json())
+    for one in (cuts, mt.load(tmp_path / "cuts.json")):
+        mt.plan(one, edge=ours, cloud=ours, link=LINK)
+        with torch.no_grad():  # as a server profiles
+            mt.plan(one, edge=ours, cloud=mt.profile(Repeated(1).eval(), X, measure="time", repeat=3), link=LINK)
+        with pytest.raises(BadQuery, match="expected .* FLOPs, as in the cuts; got .* FLOPs in the profile of 'cloud'"):
+            mt.plan(one, edge=ours, cloud=theirs, link=LINK)
 
 
 def test_an_unknown_codec_lists_those_there_are() -> None:

@@ -117,7 +117,7 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _bytes_of(held: Tensor, tensor: Tensor) -> Tensor:
-    """Of the labels of a storage those of a tensor's elements, in one more dimension for their bytes."""
+    """View a storage's labels with a tensor's shape and a trailing byte dimension."""
     width = tensor.itemsize
     stride = [step * width for step in tensor.stride()]
     return held.as_strided((*tensor.shape, width), (*stride, 1), tensor.storage_offset() * width)
@@ -240,7 +240,7 @@ def _outcome(
     trial: int,
     source: int,
 ) -> list[Tensor]:
-    """What an operator returns and writes in one trial, with the elements of a source replaced; 0: of none."""
+    """Run an operator with one source's elements replaced (0: none)."""
     remaining = dict(zip((id(tensor) for tensor in tensors_in(given)), labels, strict=True))
     indices = func.overloadpacket not in _ARITHMETIC
 
@@ -303,6 +303,6 @@ def _is_inexact(tensor: Tensor) -> bool:
 
 
 def _differ(one: Tensor, other: Tensor) -> Tensor:
-    """Where two tensors differ; a number that is none is equal to another."""
+    """Where two tensors differ; NaNs compare equal."""
     differ = one != other
     return differ & ~(one.isnan() & other.isnan()) if _is_inexact(one) else differ

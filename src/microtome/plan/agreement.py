@@ -1,7 +1,7 @@
 """Check that cuts, profiles and costs of codecs are of one model, run on inputs of one shape.
 
-All that both hold is compared: calls with their types and shapes, parameters, MACs of the whole and of layers.
-Files of an older microtome are compared by what they hold.
+All that both hold is compared: calls with their types and shapes, parameters, MACs of the whole and of layers, and
+FLOPs of the whole. Files of an older microtome are compared by what they hold.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ def check_profile(cuts: Cuts, name: str, profile: Profile) -> None:
     _check_calls(cuts, every, name, profile)
     for ours, theirs, advice in _pairs(cuts, every, profile):
         if ours != theirs:
-            raise BadQuery(
-                f"the cuts are of a {cuts.model} with {ours}, and the profile of {name!r} is of one with {theirs}: "
-                f"{advice}"
-            )
+            raise BadQuery(f"expected {ours}, as in the cuts; got {theirs} in the profile of {name!r}: {advice}")
     _check_layers(every, name, profile)
 
 
@@ -59,7 +56,7 @@ def _check_calls(cuts: Cuts, every: list[Cut], name: str, profile: Profile) -> N
 
 
 def _pairs(cuts: Cuts, every: list[Cut], profile: Profile) -> Iterator[tuple[str, str, str]]:
-    """What is compared: as the cuts have it, as the profile has it, and what to do where they differ."""
+    """Yield (cuts' value, profile's value, advice) for each compared quantity."""
     given = [f"{shape(tensor.shape)} {tensor.dtype}" for tensor in profile.total.inputs]
     wanted = [f"{shape(value.shape)} {value.dtype}" for value in cuts.inputs]
     if sorted(set(given)) != sorted(set(wanted)):  # one tensor may be given twice
@@ -82,6 +79,8 @@ def _pairs(cuts: Cuts, every: list[Cut], profile: Profile) -> Iterator[tuple[str
     ]
     if profile.convention == _CONVENTION and every:
         numbers.append(("MACs", _macs(every[-1]), profile.total.macs))
+        if all(how.startswith("meta") for how in (cuts.how, profile.how)) and not profile.coverage.unknown:
+            numbers.append(("FLOPs", cuts.flops, profile.total.flops))  # elsewhere kernels differ between devices
     for what, mine, other in numbers:
         if mine is not None and other is not None:
             yield f"{mine:,} {what}", f"{other:,} {what}", _AGAIN

@@ -61,6 +61,7 @@ def list_cuts(model: nn.Module, seen: Study) -> Cuts:
     taken = [trace.values[at] for at in dict.fromkeys(trace.calls[0].inputs)]
     given = [trace.values[at] for at in dict.fromkeys(trace.calls[0].outputs)]
     weights = list(model.parameters())
+    flops = [op.flops for op in trace.ops]
     return Cuts(
         type(model).__name__,
         tuple(_as_live(_input_name(value), None, value) for value in taken),
@@ -71,6 +72,7 @@ def list_cuts(model: nn.Module, seen: Study) -> Cuts:
         len(trace.calls),
         sum(weight.numel() for weight in weights),
         sum(weight.nbytes for weight in weights),
+        None if None in flops else sum(count for count in flops if count is not None),
     )
 
 

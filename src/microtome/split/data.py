@@ -77,6 +77,7 @@ class Cuts(Result, Sequence[Cut]):
         calls: How many calls the run had; None in files of an older microtome.
         params: The parameters of the model, read or not, each once; None in files of an older microtome.
         param_bytes: Their bytes.
+        flops: FLOPs of the run; None where an operator's are not known, and in files of an older microtome.
     """
 
     kind: ClassVar[str] = "cuts"
@@ -91,6 +92,7 @@ class Cuts(Result, Sequence[Cut]):
     calls: int | None = None
     params: int | None = None
     param_bytes: int | None = None
+    flops: int | None = None
 
     @property
     def input_bytes(self) -> int:
@@ -165,6 +167,7 @@ class Cuts(Result, Sequence[Cut]):
             "calls": self.calls,
             "params": self.params,
             "param_bytes": self.param_bytes,
+            "flops": self.flops,
             "inputs": [live._asdict() for live in self.inputs],
             "outputs": [live._asdict() for live in self.outputs],
             "cuts": [
@@ -185,6 +188,7 @@ class Cuts(Result, Sequence[Cut]):
             data.get("calls"),
             data.get("params"),
             data.get("param_bytes"),
+            data.get("flops"),
         )
 
     def __repr__(self) -> str:
