@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
@@ -109,12 +109,19 @@ def test_of_hundreds_of_cuts_those_of_little_depth_and_those_marked_are_shown() 
 
 
 def test_places_that_are_refused_are_listed_by_reason() -> None:
-    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.ReLU())
-    shown = str(mt.cuts(net, "2x3"))
-    assert shown.startswith("Sequential on 2x3:float32: 0 cuts, 4 places refused\n")
+    class Scales(nn.Sequential):
+        runs = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1  # which both sides would do
+            y: Tensor = super().forward(x)
+            return y * self.runs
+
+    shown = str(mt.cuts(Scales(*(nn.Linear(3, 3) for _ in range(4))), "2x3"))
+    assert shown.startswith("Scales on 2x3:float32: 0 cuts, 4 places refused\n")
     assert shown.count("refused at") == 1
     assert "refused at 0, 1, 2 and 1 more: " in shown
-    assert "put the model in eval mode" in " ".join(shown.split())
+    assert "'runs' of the model is state" in " ".join(shown.split())
     assert "│" not in shown
 
 

@@ -601,3 +601,12 @@ def test_a_bomb_does_not_go_off(codec: str, honest: bool, tmp_path: Any) -> None
     file.write_bytes(data)
     ran = subprocess.run([sys.executable, "-c", BOMB, str(file), codec], capture_output=True, text=True, check=True)
     assert int(ran.stdout) * (1 if sys.platform == "darwin" else 1024) < 20_000_000
+
+
+def test_a_tensor_without_memory_cannot_be_sent() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.ones(2, 3)
+    with pytest.raises(BadBoundary, match="'x' is a FakeTensor and cannot be sent: expected one with values"):
+        Boundary("a", "f", {"x": fake}, {}).to_bytes()

@@ -44,6 +44,7 @@ class Served:
         self._joiners: dict[str, Joiner | None] = {}
         self._splitter: Splitter | None = None
         if isinstance(model, Stage):
+            _refuse_state(model.state)
             if model.begins_at is None or model.ends_at is not None:
                 raise BadQuery(f"a server runs the last stage of a model, and this is {model!r}")
             self.model, self.fingerprint = model.model, model.fingerprint
@@ -52,6 +53,7 @@ class Served:
             self._templates = model.templates
         else:
             self._splitter = splitter = Splitter(model, inputs)
+            _refuse_state(splitter.state)
             self.model, self.fingerprint = splitter.model, splitter.fingerprint
             self.cuts = (INPUTS, *(cut.at for cut in splitter.cuts))
             self._templates = splitter.templates
@@ -159,3 +161,13 @@ def check_codec(name: str) -> None:
         codec_of(name)
     except NoMatch as error:  # which is about cuts elsewhere here
         raise BadQuery(str(error)) from error
+
+
+def _refuse_state(state: str | None) -> None:
+    """Raise if a model carries state from run to run: a server answers many clients, in any order."""
+    if state is not None:
+        raise Unsupported(
+            f"a server cannot run this model: it carries {state} from run to run, and requests of several clients "
+            "would share it. Put the model in eval mode, have it take and return its state, or run its stages without "
+            "a server"
+        )

@@ -14,7 +14,7 @@ from microtome.split.crossing import Crossing, Place
 from microtome.split.data import Cut, Cuts, Live
 from microtome.split.liveness import Liveness
 from microtome.split.study import Study, study
-from microtome.trace.data import TracedCall, Value
+from microtome.trace.data import Op, Trace, TracedCall, Value
 
 
 def cuts(model: nn.Module, inputs: Any) -> Cuts:
@@ -82,17 +82,40 @@ def _everywhere(seen: Study) -> str | None:
         return "the model draws random numbers, and it is not known in which of its operators"
     if seen.inputs.strange is not None:
         return f"the model is given a {seen.inputs.strange}, which cannot be sent: give tensors, numbers and texts"
-    values = seen.trace.values
-    for op in seen.trace.ops:
-        for at in op.mutates:
-            first = values[at].alias_of
-            held = values[at if first is None else first]
-            if held.origin in ("parameter", "buffer", "constant"):
-                where = "" if op.call is None else f" in {seen.trace.calls[op.call].address!r}"
-                what = f"the {held.origin} {held.name!r}" if held.name else "a tensor that the model keeps"
-                hint = "put the model in eval mode" if seen.is_training else "the other would not have the change"
-                return f"{op.name}{where} changes {what} as it runs, on one side alone: {hint}"
     return None
+
+
+def _memory_refusal(seen: Study, crossing: Crossing) -> str | None:
+    """Why a tensor that the model keeps, and writes into as it runs, would differ between the sides."""
+    trace, around = seen.trace, {level.call.index for level in crossing.levels}
+
+    def side(op: Op) -> str:
+        return "tail" if op.index >= crossing.cut.ends else "both" if op.call in around else "head"
+
+    for memory, writers in seen.kept_writes.items():
+        values = [value for value in trace.values if value.memory == memory]
+        readers = {at for value in values for at in value.consumers if not _only_writes(trace, at, memory)}
+        sides = {side(trace.ops[at]) for at in (*writers, *readers)}
+        if any(value.index in trace.calls[0].outputs for value in values):
+            sides.add("tail")
+        if len(sides) == 1 and "both" not in sides:
+            continue
+        op, held = trace.ops[writers[0]], values[0]
+        where = "" if op.call is None else f" in {trace.calls[op.call].address!r}"
+        what = f"the {held.origin} {held.name!r}" if held.name else "a tensor that the model keeps"
+        hint = "put the model in eval mode, or " if seen.is_training else ""
+        return (
+            f"{op.name}{where} changes {what} as it runs, and the other side of the cut reads or changes it too: {hint}"
+            "cut where one side does both"
+        )
+    return None
+
+
+def _only_writes(trace: Trace, op: int, memory: int) -> bool:
+    """Whether nothing depends on what an operator reads of a memory but what it writes there."""
+    found = trace.ops[op]
+    made = {trace.values[at].memory for at in (*found.outputs, *found.mutates)}
+    return bool(found.mutates) and made == {memory}
 
 
 def _refusal(seen: Study, call: TracedCall) -> str | None:
@@ -114,10 +137,6 @@ def crossing_refusal(seen: Study, crossing: Crossing) -> str | None:
     trace = seen.trace
     again: set[str] | None = None
     for level in crossing.levels:
-        if seen.shapes[level.call.index].counts:
-            where = repr(level.call.address) if level.call.address else "the model"
-            names = ", ".join(seen.shapes[level.call.index].sets)
-            return f"{where}, which both sides run, counts in {names} of its module"
         for call in level.skipped:
             if seen.shapes[call.index].effect is not None:
                 return f"{call.address!r} runs in the head, and {seen.shapes[call.index].effect}"
@@ -133,7 +152,7 @@ def crossing_refusal(seen: Study, crossing: Crossing) -> str | None:
                         f"{inside.address!r} runs in the head and sets {', '.join(sets)} of its module, which runs "
                         "again in the tail"
                     )
-    return None
+    return seen.state.refusal(crossing, trace.calls) or _memory_refusal(seen, crossing)
 
 
 def _hooked(seen: Study, crossing: Crossing, call: TracedCall) -> str | None:

@@ -28,15 +28,16 @@ class Liveness:
         self._reads: dict[int, list[Read]] = defaultdict(list)
         for read in study.trace.reads:
             self._reads[read.op].append(read)
-        self._live = self._walk_back()
+        self._live: dict[frozenset[int], list[Needs]] = {}
 
     def crossing(self, cut: TracedCall, more: Iterable[Place] = ()) -> Crossing:
         """What crosses a cut at the exit of this call, and what was found to be wanted beside that."""
         crossing = Crossing(cut, self._levels(cut))
+        left = self.study.state.left_by_tail(crossing, self._trace.calls)
         forced: set[int] = set()
         while True:
             walk = Walk(self, crossing, forced)
-            walk.run(dict(self._live[cut.ends]))
+            walk.run(dict(self._live_from(left)[cut.ends]))
             if not walk.conflicts:
                 break
             forced |= walk.conflicts
@@ -100,10 +101,15 @@ class Liveness:
             if same and (less or memory in written or memory in viewed):
                 crossing.joined.add(memory)
 
-    def _walk_back(self) -> list[Needs]:
-        """What the operators from each on, and the output, need."""
+    def _live_from(self, left: frozenset[int]) -> list[Needs]:
+        if left not in self._live:
+            self._live[left] = self._walk_back(left)
+        return self._live[left]
+
+    def _walk_back(self, left: frozenset[int]) -> list[Needs]:
+        """What the operators from each on, the output, and what is left to the next run, need."""
         needs: Needs = {}
-        for at in (*self._trace.calls[0].outputs, *self.study.held):
+        for at in (*self._trace.calls[0].outputs, *self.study.held, *left):
             self.need(needs, at)
         live = [dict(needs)]
         for op in reversed(self._trace.ops):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -35,6 +36,7 @@ class Stage:
         model: The model that it is a part of.
         fingerprint: Of the model; stages of another one refuse its boundaries.
         templates: The structure of what the model takes and returns.
+        state: What the model reads that earlier runs of it wrote, in words; None: nothing.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Stage:
         templates: Templates,
         needed: Iterable[str],
         fingerprint: str,
+        state: str | None = None,
     ) -> None:
         self.model = model
         self.index = index
@@ -53,6 +56,7 @@ class Stage:
         self._begins = begins
         self._ends = ends
         self.templates = templates
+        self.state = state
         self._needed = tuple(needed)
         self._free: list[tuple[Session, Run]] = []
         modules = dict(named(model))
@@ -117,7 +121,7 @@ class Stage:
     @uninterrupted
     def _as_found(self, session: Session, run: Run, *, kept: bool) -> Iterator[None]:
         """Afterwards, have the run hold nothing and the modules around the cut no ghosts, and keep the session."""
-        had = [(module, dict(module.__dict__)) for module in self._around]
+        had = [(module, _contents(module)) for module in self._around]
         try:
             yield
         finally:
@@ -195,16 +199,29 @@ class Stage:
         return f"<Stage {self.index} of {type(self.model).__name__}, from {start} to {end}>"
 
 
-def _put_back(module: nn.Module, attributes: dict[str, Any]) -> None:
+def _contents(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """The attributes of a module, and copies of those that are containers."""
+    return {
+        name: (value, value.copy() if isinstance(value, _CONTAINERS) else None)
+        for name, value in module.__dict__.items()
+        if name not in _TORCHS
+    }
+
+
+def _put_back(module: nn.Module, attributes: dict[str, tuple[Any, Any]]) -> None:
     """Leave no ghosts in a module that keeps what it computes: what it had before the run is the better answer."""
     for name, value in list(module.__dict__.items()):
-        if value is attributes.get(name) or name in _TORCHS:
+        if name in _TORCHS or not any(isinstance(tensor, Ghost) for tensor in tensors_in(value)):
             continue
-        if any(isinstance(tensor, Ghost) for tensor in tensors_in(value)):
-            if name in attributes:
-                module.__dict__[name] = attributes[name]
-            else:
-                del module.__dict__[name]
+        if name not in attributes:
+            del module.__dict__[name]
+            continue
+        before, contents = attributes[name]
+        module.__dict__[name] = before
+        if contents is not None:
+            before.clear()
+            before.extend(contents) if isinstance(before, list | deque) else before.update(contents)
 
 
 _TORCHS = frozenset(nn.Module().__dict__)
+_CONTAINERS = (list, dict, set, deque)

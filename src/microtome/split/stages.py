@@ -26,6 +26,7 @@ from microtome.split.files import save_stages
 from microtome.split.ghost import GhostRead
 from microtome.split.liveness import Liveness
 from microtome.split.randomness import random_state
+from microtome.split.snapshot import Snapshot, restored
 from microtome.split.stage import Stage
 from microtome.split.study import Study, study
 from microtome.split.templates import Templates
@@ -34,6 +35,9 @@ from microtome.split.verification import hide_attributes, refuse_errors
 from microtome.split.weights import digest_of, stripped, structure_of, weights_of
 
 BIT_EQUAL = "bit-equal"
+
+#: How often a model that keeps state is run to be verified.
+_REQUESTS = 3
 
 _NO_LIMIT = 1 << 62  # the example is the user's own
 
@@ -171,6 +175,11 @@ class Splitter:
         self.fingerprint = fingerprint or f"{structure_of(self._seen, model)}-{digest or 'unknown'}"
 
     @property
+    def state(self) -> str | None:
+        """What the model reads that earlier runs of it wrote, in words; None: nothing."""
+        return self._seen.carried
+
+    @property
     def ranks(self) -> dict[int, int]:
         """For the index of each call, its rank in an order that other processes know too."""
         return {call.index: rank for rank, call in enumerate(self._seen.canonical)}
@@ -203,7 +212,8 @@ class Splitter:
         verified = "not verified: it was not asked for"
         with LOOKING:  # or another thread may have put stand-ins into the model
             if verify and _is_whole(self.model):
-                verified = self._verify(chosen, more)
+                with restored(self.model, self._seen.written_parameters) as before:
+                    verified = self._verify(chosen, more, before)
             elif verify:
                 verified = "not verified: some of the weights are not here"
         stages = Stages(self, chosen, more, verified)
@@ -231,6 +241,7 @@ class Splitter:
                 self.templates,
                 weights_of(seen, crossings[index], crossings[index + 1]),
                 self.fingerprint,
+                seen.carried,
             )
             for index in range(len(crossings) - 1)
         ]
@@ -241,46 +252,56 @@ class Splitter:
         pairs = zip(chosen, more, strict=True)
         return [set(self._liveness.crossing(ending[cut.index], places).values) for cut, places in pairs]
 
-    def _verify(self, chosen: Sequence[Cut], more: list[set[Place]]) -> str:
+    def _verify(self, chosen: Sequence[Cut], more: list[set[Place]], before: Snapshot) -> str:
         """Compare with the whole model, through bytes; what the model's code turns out to read goes into `more`.
 
-        The whole model and the head draw from the same random state, and the tail from that which the head leaves.
+        The whole model and the head draw from the same random state, and the tail from that which the head leaves. A
+        model that keeps state is compared over several requests, from the same state.
         """
         tensors = (*self.model.parameters(), *self.model.buffers(), *tensors_in((self.given.args, self.given.kwargs)))
-        reset = random_state(
+        draw_again = random_state(
             self.model,
             {tensor.device for tensor in tensors},
             self._seen.generators,
             draws=bool(self._seen.draws),
         )
+
+        def reset() -> None:
+            before.restore()
+            draw_again()
+
         try:
             return self._compare(chosen, more, reset)
         finally:
             reset()
 
     def _compare(self, chosen: Sequence[Cut], more: list[set[Place]], reset: Callable[[], None]) -> str:
-        whole = copy_inputs(self.given, self.model).run(self.model)
+        requests = _REQUESTS if self._seen.keeps_state else 1
+        wholes = [_detached(copy_inputs(self.given, self.model).run(self.model), requests) for _ in range(requests)]
         while True:
             reset()
             stages = self.stages(chosen, more)
-            stage = stages[0]
             try:
-                value: Any = _run(stage, copy_inputs(self.given, self.model))
-                for stage, cut in zip(stages[1:], chosen, strict=True):
-                    sent = Boundary.from_bytes(value.to_bytes(), limit=_NO_LIMIT)
-                    with refuse_errors(self.model, cut), hide_attributes(self.model, self._kept_before(cut)):
-                        value = stage(sent)
+                values = []
+                for _ in range(requests):
+                    stage = stages[0]
+                    value: Any = _run(stage, copy_inputs(self.given, self.model))
+                    for stage, cut in zip(stages[1:], chosen, strict=True):
+                        sent = Boundary.from_bytes(value.to_bytes(), limit=_NO_LIMIT)
+                        with refuse_errors(self.model, cut), hide_attributes(self.model, self._kept_before(cut)):
+                            value = stage(sent)
+                    values.append(_detached(value, requests))
                 break
             except GhostRead as error:  # the model's code looks at values where it has some
                 place = error.ghost.source
                 if place is None or stage.index == 0 or place in more[stage.index - 1]:
                     raise
                 more[stage.index - 1].add(place)
-        found = list(differences(value, whole))
+        found = [one for pair in zip(values, wholes, strict=True) for one in differences(*pair)]
         if not found:
             return BIT_EQUAL
         reset()
-        again = list(differences(copy_inputs(self.given, self.model).run(self.model), whole))
+        again = list(differences(copy_inputs(self.given, self.model).run(self.model), wholes[0]))
         worst = max(found, key=_size)
         if not again or _size(worst) > 10 * max(map(_size, again)):
             where = f" at {worst.place}" if worst.place else ""
@@ -314,6 +335,11 @@ def copied(given: Inputs) -> Inputs:
 
 def _run(stage: Stage, given: Inputs) -> Any:
     return stage(*given.args, **given.kwargs)
+
+
+def _detached(output: Any, requests: int) -> Any:
+    """An output that later runs do not write into."""
+    return output if requests == 1 else map_tensors(lambda tensor: tensor.detach().clone(), output)
 
 
 def _size(difference: Difference) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,9 +15,10 @@ from microtome.engine.probes import AnyOp, Where
 from microtome.inputs import Inputs, device_of
 from microtome.split.compare import held_tensors
 from microtome.split.dataflow import Dataflow, Scalars, scalars_of
-from microtome.split.given import Given, given, holders_in, state_of
+from microtome.split.given import Given, given, holders_in
 from microtome.split.randomness import Draw, is_random
 from microtome.split.signature import Arguments, describe
+from microtome.split.state import TORCHS, State, StateProbe, changed_names, own, study_state
 from microtome.split.templates import Slot, Template, take_apart
 from microtome.trace.data import Trace, TracedCall
 from microtome.trace.run import record
@@ -38,7 +39,6 @@ class Shape:
         effect: What it did that tensors do not tell, in words; None: nothing that was seen.
         sets: The attributes of its module that it changed.
         hooked: What its module's forward hooks changed of modules around it: the path of each, and the attributes.
-        counts: Whether one of these was a number and is another.
         changes: Which of the lists and dicts among its arguments hold something else when it ends.
         called: The arguments that it was called with.
     """
@@ -47,7 +47,6 @@ class Shape:
     same: tuple[int | None, ...]
     effect: str | None = None
     sets: tuple[str, ...] = ()
-    counts: bool = False
     changes: tuple[int, ...] = ()
     taken: tuple[int, ...] = ()
     given: tuple[int, ...] = ()
@@ -69,6 +68,7 @@ class Study:
         generators: Those that operators draw from beside the default ones.
         held: The values that objects among the model's outputs hold, such as a cache of keys.
         scalars: Of each operator, the arguments that are no tensors, where it runs between calls.
+        state: What runs leave to the next one in attributes of modules.
     """
 
     trace: Trace
@@ -82,6 +82,7 @@ class Study:
     generators: tuple[torch.Generator, ...] = ()
     held: tuple[int, ...] = ()
     scalars: list[Scalars] = field(default_factory=list, repr=False)
+    state: State = field(default_factory=State, repr=False)
     _touched: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -147,6 +148,38 @@ class Study:
         return made
 
     @cached_property
+    def kept_writes(self) -> dict[int, list[int]]:
+        """The operators that write into each memory that the model keeps: parameters, buffers, tensors elsewhere."""
+        values, found = self.trace.values, dict[int, list[int]]()
+        for op in self.trace.ops:
+            for at in op.mutates:
+                first = values[at].alias_of
+                if values[at if first is None else first].origin in ("parameter", "buffer", "constant"):
+                    found.setdefault(values[at].memory, []).append(op.index)
+        return found
+
+    @property
+    def written_parameters(self) -> set[str]:
+        """The names of the parameters that a run writes into."""
+        held = (value for value in self.trace.values if value.memory in self.kept_writes)
+        return {value.name for value in held if value.origin == "parameter" and value.name is not None}
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a run changes what the next one finds in the model."""
+        return bool(self.state.writes or self.kept_writes)
+
+    @cached_property
+    def carried(self) -> str | None:
+        """The state that runs read from earlier ones, in words; None: there is none."""
+        if location := self.state.carried():
+            return f"{location[1]!r} of {location[0]!r}" if location[0] else f"{location[1]!r} of the model"
+        for value in self.trace.values:
+            if value.memory in self.kept_writes:
+                return f"the {value.origin} {value.name!r}" if value.name else "a tensor outside its buffers"
+        return None
+
+    @cached_property
     def writers(self) -> dict[int, list[int]]:
         """The operators that write into each memory after it was made."""
         found: dict[int, list[int]] = {}
@@ -202,8 +235,8 @@ class _Watch(Probe):
             self.fused.add(len(self.shapes))
         self.shapes[call] = _OPEN
         around = [] if call.module is None or not call.module._forward_hooks else call.stack[:-1]
-        outer = {other: _own(other.module) for other in around}
-        self._before[call] = _Before(given(args, kwargs), _own(call.module), describe(args, kwargs), outer)
+        outer = {other: own(other.module) for other in around}
+        self._before[call] = _Before(given(args, kwargs), own(call.module), describe(args, kwargs), outer)
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         before = self._before.pop(call)
@@ -222,19 +255,16 @@ class _Watch(Probe):
             effect = f"it returns a {template.strange}, which is no tensor, number, text or structure of these"
         if effect is not None and "Cache" in effect:
             effect += ": call the model with use_cache=False"
-        own = _own(call.module)
-        sets = _changed(before.own, own)
-        counts = any(type(own[name]) in _COUNTS and type(before.own.get(name)) in _COUNTS for name in sets)
+        now = own(call.module)
+        sets = changed_names(before.own, now)
         arguments = {id(tensor): at for at, tensor in enumerate(_different(before.given.tensors))}
         same = tuple(arguments.get(id(tensor)) for tensor in _different(tensors))
         if call.parent is None and template.strange is not None:
             found = map(self._recorder.value_of, held_tensors(output))
             self.held = tuple(dict.fromkeys(value for value in found if value is not None))
         taken, returned = ranks(before.given.tensors), ranks(tensors)
-        hooked = tuple((outer.path, _changed(own, _own(outer.module))) for outer, own in before.outer.items())
-        self.shapes[call] = Shape(
-            template, same, effect, sets, counts, changes, taken, returned, before.arguments, hooked
-        )
+        hooked = tuple((outer.path, changed_names(had, own(outer.module))) for outer, had in before.outer.items())
+        self.shapes[call] = Shape(template, same, effect, sets, changes, taken, returned, before.arguments, hooked)
 
     def fail(self, call: Call, error: BaseException) -> None:  # which the model may catch
         self._before.pop(call, None)
@@ -248,10 +278,6 @@ class _Watch(Probe):
             self.draws[len(self.scalars) - 1] = Draw.of(where, func)
             if isinstance(generator := kwargs.get("generator"), torch.Generator):
                 self.generators[id(generator)] = generator
-
-
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(sorted(name for name, state in after.items() if before.get(name, _NOTHING) != state))
 
 
 def _different(tensors: list[Tensor]) -> list[Tensor]:
@@ -282,7 +308,7 @@ def _can_be_told(changed: list[Any], call: Call, output: Any) -> bool:
     kept = {id(one) for one in holders_in(output)}
     model = call.stack[0].module
     for module in () if model is None else model.modules():
-        own = tuple(value for name, value in vars(module).items() if name not in _TORCHS)
+        own = tuple(value for name, value in vars(module).items() if name not in TORCHS)
         kept |= {id(one) for one in holders_in(own)}
     return all(id(one) not in kept and _is_flat(one) for one in changed)
 
@@ -296,36 +322,23 @@ def _is_flat(holder: list[Any] | dict[Any, Any]) -> bool:
     return named and all(isinstance(item, Tensor | bool | int | float | str | None) for item in items)
 
 
-def _own(module: nn.Module | None) -> dict[str, Any]:
-    """The state of what a module holds as attributes of its own, but for what torch keeps there."""
-    if module is None:
-        return {}
-    return {
-        name: value if type(value) in _PLAIN else state_of(value, 1) if type(value) in _HOLDS else (id(value),)
-        for name, value in module.__dict__.items()
-        if name not in _TORCHS
-    }
-
-
-_PLAIN = (int, float, bool, str)
-_COUNTS = (int, float)
-_HOLDS = (list, dict, set)
-#: The weights of recurrent layers in one list, which `flatten_parameters` makes.
-_RECURRENT_WEIGHTS = {"_flat_weights", "_flat_weight_refs"}
-_TORCHS = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"} | _RECURRENT_WEIGHTS
-
-
 def study(model: nn.Module, inputs: Any) -> Study:
-    """Run the model once, without values where it allows that."""
+    """Run the model once, without values where it allows that; three times if it changes what its modules hold."""
     example = Inputs.of(inputs)
-    watches: list[_Watch] = []
+    watches: list[tuple[_Watch, StateProbe, Recorder]] = []
+    state = State()
 
-    def beside(recorder: Recorder) -> Probe:
-        watches.append(_Watch(recorder))
-        return watches[-1]
+    def beside(recorder: Recorder) -> tuple[Probe, Probe]:
+        watches.append((_Watch(recorder), StateProbe(), recorder))
+        return watches[-1][:2]
 
-    trace, _ = record(model, example, beside=beside, values=True)
-    watch = watches[-1]
+    def after(again: Callable[[Probe], None]) -> None:
+        nonlocal state
+        _, probe, recorder = watches[-1]
+        state = study_state(model, probe, again, recorder.value_of)
+
+    trace, _ = record(model, example, beside=beside, after=after, values=True)
+    watch = watches[-1][0]
     template, tensors, _ = take_apart((example.args, example.kwargs))
     shapes = list(watch.shapes.values())
     return Study(
@@ -340,4 +353,5 @@ def study(model: nn.Module, inputs: Any) -> Study:
         tuple(watch.generators.values()),
         watch.held,
         watch.scalars,
+        state,
     )

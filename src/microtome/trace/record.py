@@ -71,7 +71,8 @@ class Recorder(Probe):
         self._model: type[nn.Module] = nn.Module
         self.by_module: dict[int, Cost] = {}
         self.originals = Originals()
-        self._stand = stand
+        self._stand: Stand = stand
+        self._device = device
         self._operands: tuple[list[SeenValue], list[SeenValue]] = [], []
         self._paused = False
         self._begun: AnyOp | None = None
@@ -87,6 +88,12 @@ class Recorder(Probe):
         """The index of the value that a tensor is; None: it was not seen so far."""
         value = self._values.known(tensor)
         return None if value is None else value.index
+
+    def another(self) -> Recorder:
+        """A recorder of one more run on the same stand-ins."""
+        other = Recorder(self._stand, self._device, self._convention)
+        other.originals = self.originals
+        return other
 
     def name(self, model: nn.Module, inputs: Inputs) -> None:
         """Know the tensors that are there before the run begins."""

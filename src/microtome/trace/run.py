@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from microtome.engine.backward import keep_gradients
 from microtome.engine.interrupts import grad_mode
 from microtome.engine.select import check_model
 from microtome.engine.standin import LOOKING, Stand, stand_in
+from microtome.engine.structure import clone_tensors
 from microtome.errors import BadInputs, MicrotomeError, Unsupported, said
 from microtome.inputs import Inputs
 
@@ -58,13 +59,16 @@ def record(
     backward: bool = False,
     fake: bool | None = None,
     convention: str = "microtome",
-    beside: Callable[[Recorder], Probe] | None = None,
+    beside: Callable[[Recorder], Iterable[Probe]] | None = None,
+    after: Callable[[Callable[[Probe], None]], None] | None = None,
     values: bool = False,
 ) -> tuple[Trace, dict[int, Cost]]:
     """A trace counted by a convention, and what that counts for modules as such, by the index of the call.
 
     Args:
-        beside: Makes a probe that looks at a run, given its recorder; the last one made saw the run that is returned.
+        beside: Makes probes that look at a run, given its recorder; the last ones made saw the run that is returned.
+        after: Called when the run has ended, while the model holds what it left, with a function that runs the model
+            once more under a probe.
         values: Run on real tensors where meta tensors will not do, if all are there: code that asks whether a tensor is
             fake would do something else than in a run.
     """
@@ -90,8 +94,8 @@ def record(
             continue
         try:
             recorder = Recorder(stand, device, counted)
-            probes = [recorder] if beside is None else [recorder, beside(recorder)]
-            made = _run(model, inputs, How(stand, "; ".join(why)), probes, backward=backward)
+            probes = [recorder] if beside is None else [recorder, *beside(recorder)]
+            made = _run(model, inputs, How(stand, "; ".join(why)), probes, backward=backward, after=after)
             if stand == "fake" and stopped is not None and not recorder.ran(*stopped):
                 # Where the operator failed on meta tensors, none ran: the code asks whether its tensors have values.
                 if stand != stands[-1]:
@@ -123,7 +127,15 @@ def _brief(error: BaseException) -> str:
     return str(error) if isinstance(error, CannotStand) else said(error)
 
 
-def _run(model: nn.Module, inputs: Inputs, how: How, probes: list[Any], *, backward: bool) -> Trace:
+def _run(
+    model: nn.Module,
+    inputs: Inputs,
+    how: How,
+    probes: list[Any],
+    *,
+    backward: bool,
+    after: Callable[[Callable[[Probe], None]], None] | None,
+) -> Trace:
     from microtome.count.whole import WHOLE
 
     recorder: Recorder = probes[0]
@@ -136,7 +148,17 @@ def _run(model: nn.Module, inputs: Inputs, how: How, probes: list[Any], *, backw
             output = standing.run(model)
             if backward:
                 _backward(recorder, output)
-        return recorder.trace(how)  # while the output is there: it outlives the run
+        traced = recorder.trace(how)  # while the output is there: it outlives the run
+
+        def again(probe: Probe) -> None:
+            more = Session(model, [recorder.another(), probe], whole=WHOLE, other_threads="refused")
+            args, kwargs = clone_tensors((standing.args, standing.kwargs))  # others than what the last run has left
+            with more, grad_mode(grad):
+                Inputs(*args, **kwargs).run(model)
+
+        if after is not None:
+            after(again)
+        return traced
 
 
 def _backward(recorder: Recorder, output: Any) -> None:
