@@ -114,6 +114,25 @@ def test_values_without_a_name_that_others_find_are_refused(value: Any) -> None:
         mt.split(Net(value, value, *WRAPS["list"]), torch.rand(2, 4), at="a")
 
 
+class Pair(tuple[int, int]):
+    scale: int
+
+
+class Table(dict[str, int]):
+    scale: int
+
+
+@pytest.mark.parametrize("base", [Pair((1, 2)), Table(a=1)], ids=["tuple", "dict"])
+def test_containers_with_attributes_are_refused(base: Any) -> None:
+    scaled = copy.copy(base)
+    scaled.scale = 3
+    with pytest.raises(NoMatch, match=r"it returns a (Pair|Table) with the attribute 'scale', which is no tensor"):
+        mt.split(Net(scaled, scaled, *WRAPS["list"]), torch.rand(2, 4), at="a")
+    head, _ = mt.split(Net(base, scaled, *WRAPS["itself"]), torch.rand(2, 4), at="a")
+    with pytest.raises(BadInputs, match=r"what 'a' returns is NoneType in this run and was"):
+        head(torch.rand(3, 4))
+
+
 class Applies(nn.Module):
     def __init__(self) -> None:
         super().__init__()

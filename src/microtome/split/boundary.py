@@ -33,7 +33,7 @@ class Boundary:
     >>> Boundary.from_bytes(data[:-1])
     Traceback (most recent call last):
         ...
-    microtome.errors.BadBoundary: of 272 bytes there are 271: it was changed on its way, have it sent again
+    microtome.errors.BadBoundary: truncated boundary: expected 272 bytes, got 271
 
     Attributes:
         at: The address of the cut.

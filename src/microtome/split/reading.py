@@ -133,7 +133,8 @@ def _check_prefix(view: memoryview, limit: int) -> int:
             f"the boundary has version {version}; this microtome reads {VERSION}: have both sides the same"
         )
     if total != len(view):
-        raise BadBoundary(f"of {total} bytes there are {len(view)}: {_DAMAGED}")
+        kind = "truncated" if len(view) < total else "damaged"
+        raise BadBoundary(f"{kind} boundary: expected {total} bytes, got {len(view)}")
     if header_bytes > len(view) - HEADER_AT - CHECKSUM_BYTES or gap(HEADER_AT + header_bytes):
         raise BadBoundary(f"a header of {header_bytes} bytes cannot be in {total}: {_DAMAGED}")
     if JSON_COST * header_bytes > limit:

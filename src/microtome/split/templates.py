@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from microtome.engine.structure import attributes_of, is_record, map_tensors
+from microtome.engine.structure import attributes_of, is_record, map_tensors, parts_of
 from microtome.errors import BadInputs
 
 #: What travels beside tensors.
@@ -138,7 +138,20 @@ def take_apart(value: Any, arguments: Any = ()) -> tuple[Template, list[Tensor],
         return Slot(len(tensors) - 1)
 
     made = map_tensors(slot, value, other)
+    if (holder := _with_attributes(value)) is not None:  # which would be those of the example
+        made = None
+        strange.append(f"{type(holder).__name__} with the attribute {next(iter(vars(holder)))!r}")
     return Template(made, len(tensors), len(plain), strange[0] if strange else None), tensors, plain
+
+
+def _with_attributes(value: Any) -> Any:
+    """The first tuple, list, set or dict in a value that has attributes beside its items; None: there is none."""
+    if isinstance(value, list | tuple | set | frozenset | dict) and not is_dataclass(value):
+        held = getattr(value, "__dict__", None)
+        if held and held is not value:
+            return value
+    found = (_with_attributes(part) for part in parts_of(value))
+    return next((one for one in found if one is not None), None)
 
 
 def strange_in(value: Any) -> list[Any]:
