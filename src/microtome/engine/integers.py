@@ -104,6 +104,14 @@ def _compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return NotImplemented
 
 
+def value_of(tensor: Tensor) -> Tensor | None:
+    """The values of a tensor of integers, also on the meta device; None where they are not known."""
+    try:
+        return _value(tensor)
+    except _Unknown:
+        return None
+
+
 class _Unknown(Exception):
     """The values of a tensor are not known."""
 

@@ -274,8 +274,9 @@ def _put_back(kept: list[tuple[Any, Any]]) -> None:
         elif isinstance(held, list):
             held[:] = before
         elif isinstance(held, set):
-            held.intersection_update(before)
-            held.update(before)
+            if held != set(before):  # or its order would change, and with it that of a loop over it
+                held.intersection_update(before)
+                held.update(before)
         elif len(held) != len(before) or any(one is not other for one, other in zip(held, before, strict=True)):
             held.clear()
             held.extend(before)

@@ -19,7 +19,7 @@ from microtome.split.crossing import Place
 from microtome.split.ghost import Ghost, GhostRead, awake
 from microtome.split.given import Given, given, holders_in, version_of
 from microtome.split.memory import duplicate, moved
-from microtome.split.signature import check_same_call, describe, find_call, sign
+from microtome.split.signature import HASH_SEED, check_same_call, describe, find_call, sign
 from microtome.split.templates import Template, check_same, take_apart
 from microtome.split.told import (
     argument_of,
@@ -74,6 +74,7 @@ class Run(Probe):
         self._received = boundary
         entries = [] if boundary is None else listed(boundary, self._begins)
         self._entries = entries
+        self._is_ordered = boundary is not None and boundary.facts.get("hash_seed") == HASH_SEED
         self._taken: set[int] = set()
         self._expected = iter(() if boundary is None else around_of(boundary))
         self._uses = (
@@ -103,13 +104,14 @@ class Run(Probe):
         if isinstance(found, Step):
             self._skip = call, found
         elif found is not None:
-            check_same_call(next(self._expected, None), found, describe(args, kwargs))
+            given_here = describe(args, kwargs, model=call.stack[0].module)
+            check_same_call(next(self._expected, None), found, given_here, is_ordered=self._is_ordered)
         found = None if self._bank is None else self._bank.enter(call, args, kwargs)
         if isinstance(found, Step):
-            arguments = describe(args, kwargs, in_order=found.uses_arguments)
-            self._open[call] = found, given(args, kwargs), sign(found.key, arguments, found.flow)
+            arguments = describe(args, kwargs, in_order=found.uses_arguments, model=call.stack[0].module)
+            self._open[call] = found, given(args, kwargs), sign(found.key, arguments, found.flow, found.returns)
         elif found is not None:
-            self._around.append(sign(found.key, describe(args, kwargs), found.flow))
+            self._around.append(sign(found.key, describe(args, kwargs, model=call.stack[0].module), found.flow))
 
     def is_skipped(self, call: Call) -> bool:
         return self._skip is not None and self._skip[0] is call and get_ident() == self._thread
@@ -119,7 +121,7 @@ class Run(Probe):
         assert self._skip is not None
         assert self._replay is not None
         step = self._skip[1]
-        entry = self._entry(step, args, kwargs)
+        entry = self._entry(step, call, args, kwargs)
         arguments = list(occurrences_in((args, kwargs))) if step.uses_arguments else []
         for at, item in entry["a"].items():
             place = Place(step.call, step.taken[int(at)], is_argument=True)
@@ -202,6 +204,7 @@ class Run(Probe):
         assert self._ends is not None
         overlapping = [*sharing(self._tensors), *self._overlapping]
         facts = {**self._facts, "calls": self._calls, "around": self._around, "shared": overlapping}
+        facts["hash_seed"] = HASH_SEED
         return Boundary(self._ends.at, fingerprint, self._tensors, facts)
 
     def _items(self, step: Step, tensors: list[Tensor], arguments: list[Tensor]) -> list[Any]:
@@ -252,9 +255,15 @@ class Run(Probe):
 
     # -- what has crossed from the one before --------------------------------------------------------------------------
 
-    def _entry(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _entry(self, step: Step, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The boundary's entry for a call that is left out."""
-        at = find_call(self._entries, self._taken, step, describe(args, kwargs, in_order=step.uses_arguments))
+        arguments = describe(args, kwargs, in_order=step.uses_arguments, model=call.stack[0].module)
+        at = find_call(self._entries, self._taken, step, arguments, is_ordered=self._is_ordered)
+        if at != len(self._taken) and self._begins is not None and self._begins.draws:
+            raise Unsupported(
+                f"{step.address!r} runs in another order than in the head, and the model draws random numbers between "
+                "calls before the cut: set PYTHONHASHSEED to the same value in both processes"
+            )
         self._taken.add(at)
         check_entry(step, self._entries[at])
         return self._entries[at]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
@@ -67,7 +68,7 @@ class Study:
         is_training: Whether any of its modules is in training mode.
         generators: Those that operators draw from beside the default ones.
         held: The values that objects among the model's outputs hold, such as a cache of keys.
-        scalars: Of each operator, the arguments that are no tensors, where it runs between calls.
+        scalars: Of each operator, the arguments that are no tensors.
         state: What runs leave to the next one in attributes of modules.
     """
 
@@ -92,19 +93,29 @@ class Study:
 
     @cached_property
     def dataflow(self) -> Dataflow:
-        """Where the arguments of each call come from."""
+        """How the arguments and outputs of each call were computed."""
         given = [() if shape.called is None else shape.called.plain for shape in self.shapes]
-        return Dataflow(self.trace, given, self.scalars)
+        return Dataflow(self.trace, given, self.scalars, self.draws)
 
     @cached_property
     def canonical(self) -> list[TracedCall]:
         """The calls in an order that is the same in every process: those in one call sorted by their signatures."""
         order: list[TracedCall] = []
+        inside: dict[int, str] = {}  # of each call, the paths of all calls in it
+        for call in self.ending:
+            inside[call.index] = call.path + repr(sorted(inside[child] for child in call.children))
+            inside[call.index] = xxh3_64_hexdigest(inside[call.index].encode())
 
         def rank(call: TracedCall) -> tuple[str, ...]:
             called = self.shapes[call.index].called
-            flow = self.dataflow.of(call.index)
-            return call.path, repr(called and (called.structure, called.plain)), flow[0] if flow else ""
+            given = repr(called and (called.structure, called.plain))
+            flows = (self.dataflow.of(call.index) or (), self.dataflow.outputs(call.index))
+            return (
+                call.path,
+                given,
+                inside[call.index],
+                *(digest for flow in flows for digest in (*flow[1:], *flow[:1])),
+            )
 
         def walk(call: TracedCall) -> None:
             order.append(call)
@@ -236,7 +247,8 @@ class _Watch(Probe):
         self.shapes[call] = _OPEN
         around = [] if call.module is None or not call.module._forward_hooks else call.stack[:-1]
         outer = {other: own(other.module) for other in around}
-        self._before[call] = _Before(given(args, kwargs), own(call.module), describe(args, kwargs), outer)
+        arguments = describe(args, kwargs, model=call.stack[0].module)
+        self._before[call] = _Before(given(args, kwargs), own(call.module), arguments, outer)
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         before = self._before.pop(call)
@@ -271,9 +283,7 @@ class _Watch(Probe):
         self.shapes[call] = Shape(Template(None, 0, 0), (), f"it raises a {type(error).__name__}")
 
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        module = None if where.call is None else where.call.module
-        between = module is None or module._modules  # no call can be made of what a leaf computes
-        self.scalars.append(scalars_of(args, kwargs) if between else _NO_SCALARS)
+        self.scalars.append(scalars_of(args, kwargs))
         if is_random(func, args, kwargs):
             self.draws[len(self.scalars) - 1] = Draw.of(where, func)
             if isinstance(generator := kwargs.get("generator"), torch.Generator):
@@ -285,13 +295,12 @@ def _different(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def ranks(tensors: list[Tensor]) -> tuple[int, ...]:
-    """Of each, which of the different tensors among them it is, in the order in which they appear."""
+    """Number the distinct tensors by first appearance."""
     rank = {id(tensor): at for at, tensor in enumerate(_different(tensors))}
     return tuple(rank[id(tensor)] for tensor in tensors)
 
 
 _NOTHING = object()
-_NO_SCALARS = "", ""
 _ONE = Template(Slot(0), 1, 0)
 _OPEN = Shape(Template(None, 0, 0), ())
 

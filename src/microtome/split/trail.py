@@ -40,7 +40,7 @@ class Step:
         call: Which call it was on the example.
         depth: How many calls contain it.
         called: Its arguments on the example.
-        flow: Where these come from, if its module runs several times in the call around it.
+        flow: How these were computed, if its module runs several times in the call around it.
         taken: Of each place of a tensor in its arguments, which of the different tensors it had there on the example.
         given: The same of what it returns. All other attributes speak of places, too, not of different tensors: whether
             two are one tensor may differ from run to run.
@@ -54,6 +54,7 @@ class Step:
         apart: What it returns that lies in no memory of an argument, where one of the two is written into later.
         shares: The arguments in whose memory something lies that it returns and that crosses by itself, since nobody
             writes there.
+        returns: How its outputs were computed.
     """
 
     call: int
@@ -73,6 +74,7 @@ class Step:
     writes: frozenset[int]
     apart: frozenset[int]
     shares: frozenset[int]
+    returns: Flow
 
     @cached_property
     def key(self) -> str:
@@ -201,6 +203,7 @@ def trail_to(seen: Study, crossing: Crossing) -> Trail:
             _places(shape.taken, writes),
             _places(shape.given, apart),
             _places(shape.taken, shares),
+            seen.dataflow.outputs(call.index),
         )
 
     def around(call: TracedCall) -> Around:

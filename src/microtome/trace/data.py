@@ -33,6 +33,7 @@ class Value(NamedTuple):
         mutated_by: The operators that wrote into it.
         alias_of: The first value in the same memory, if it is not that one itself.
         memory: Which memory it lies in: an index into `Trace.memories`.
+        content: A digest of the elements of a constant, if it was asked for and they are known; else None.
     """
 
     index: int  # type: ignore[assignment]
@@ -47,6 +48,7 @@ class Value(NamedTuple):
     mutated_by: tuple[int, ...]
     alias_of: int | None
     memory: int
+    content: str | None = None
 
 
 class Memory(NamedTuple):

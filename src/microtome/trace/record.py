@@ -66,7 +66,9 @@ class Recorder(Probe):
         originals: What is told before a tensor is written to.
     """
 
-    def __init__(self, stand: Stand, device: str | None, convention: Convention) -> None:
+    def __init__(
+        self, stand: Stand, device: str | None, convention: Convention, *, digest_constants: bool = False
+    ) -> None:
         self._convention = convention
         self._model: type[nn.Module] = nn.Module
         self.by_module: dict[int, Cost] = {}
@@ -79,7 +81,7 @@ class Recorder(Probe):
         self._calls: dict[Call, _Call] = {}
         self._ops: list[Op] = []
         self._reads: list[Read] = []
-        self._values = Values(device if stand == "meta" else None)
+        self._values = Values(device if stand == "meta" else None, digest_constants=digest_constants)
         self._failed = False
         self._functions: dict[Whole, _Function] = {}
         self._fold: _Fold | None = None

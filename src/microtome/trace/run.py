@@ -70,7 +70,7 @@ def record(
         after: Called when the run has ended, while the model holds what it left, with a function that runs the model
             once more under a probe.
         values: Run on real tensors where meta tensors will not do, if all are there: code that asks whether a tensor is
-            fake would do something else than in a run.
+            fake would do something else than in a run. Also digest the elements of constants.
     """
     from microtome.count.conventions import convention as find
     from microtome.trace.data import How  # not before it is needed: see `microtome.trace`
@@ -93,7 +93,7 @@ def record(
             why.append("not on meta tensors: weights and inputs lie on several devices")
             continue
         try:
-            recorder = Recorder(stand, device, counted)
+            recorder = Recorder(stand, device, counted, digest_constants=values)
             probes = [recorder] if beside is None else [recorder, *beside(recorder)]
             made = _run(model, inputs, How(stand, "; ".join(why)), probes, backward=backward, after=after)
             if stand == "fake" and stopped is not None and not recorder.ran(*stopped):

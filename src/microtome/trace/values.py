@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import tensors_in
+from microtome.engine.functions import is_stand_in, unseen
+from microtome.engine.integers import value_of
 from microtome.errors import Unsupported
 from microtome.trace.data import Memory, Value
 from microtome.trace.facts import tensors
@@ -43,6 +46,7 @@ class SeenValue:
     producer: int | None
     memory: SeenMemory
     alias_of: int | None
+    content: str | None = None
     consumers: list[int] = field(default_factory=list)
     mutated_by: list[int] = field(default_factory=list)
 
@@ -54,8 +58,9 @@ class Values:
         clock: How many operators have run.
     """
 
-    def __init__(self, device: str | None) -> None:
+    def __init__(self, device: str | None, *, digest_constants: bool = False) -> None:
         self._device = device
+        self._digest_constants = digest_constants
         self._by_storage: dict[int, SeenMemory] = {}
         self._memories: list[SeenMemory] = []
         self._seen: list[SeenValue] = []
@@ -84,6 +89,7 @@ class Values:
                 producer,
                 memory,
                 None if first is None else first.index,
+                _content_of(tensor) if origin == "constant" and self._digest_constants else None,
             )
             self._seen.append(value)
             if first is None:
@@ -134,6 +140,7 @@ class Values:
                 tuple(v.mutated_by),
                 v.alias_of,
                 v.memory.index,
+                v.content,
             )
             for v in self._seen
         )
@@ -161,6 +168,19 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise Unsupported("a module runs inside a transform of torch.func (vmap, grad, jvp)") from error
         raise _lies_apart(str(tensor.layout)) from error
+
+
+def _content_of(tensor: Tensor) -> str | None:
+    """A digest of the elements of a tensor; None if there are none to read."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return None
+    with unseen(tensor.device):
+        known = value_of(tensor) if is_stand_in(tensor) else tensor
+        if known is None:
+            return None
+        plain = known.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        data = plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
+        return str(xxh3_64_hexdigest(data))
 
 
 def _lies_apart(kind: str) -> Unsupported:
