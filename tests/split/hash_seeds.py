@@ -34,7 +34,11 @@ class Slow:
         self.run = partial(torch.mul, other=1.0 + NAMES.index(name))
 
 
-Kind = Enum("Kind", [name.upper() for name in NAMES])
+class Kind(Enum):
+    ASH = 1
+    BIRCH = 2
+    CEDAR = 3
+
 
 #: For each kind of value, what makes one of a name.
 VALUES: dict[str, Callable[[str], Any]] = {
@@ -68,8 +72,8 @@ def number(value: Any) -> float:
     if isinstance(value, Enum):
         return float(value.value)
     if callable(value):
-        known = (torch.sin, torch.cos, torch.tanh, nn.ReLU, nn.Tanh, nn.Sigmoid)
-        return 1.0 + known.index(value) if value in known else 2.0 + value(1.0)
+        known: tuple[Any, ...] = (torch.sin, torch.cos, torch.tanh, nn.ReLU, nn.Tanh, nn.Sigmoid)
+        return 1.0 + known.index(value) if value in known else 2.0 + float(value(1.0))
     if isinstance(value, complex | int | float | np.integer):
         return 1.0 + abs(value)
     if isinstance(value, np.ndarray):
