@@ -243,6 +243,20 @@ def test_signals_of_other_kinds_wait_too(tmp_path: Path, alarm: None) -> None:
     assert sweep("split", 6, tmp_path, number=signal.SIGALRM) > 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
+def test_all_handlers_are_restored_whenever_a_signal_comes(number: int, alarm: None) -> None:
+    def block() -> None:
+        with grad_mode(True):
+            pass
+
+    whole = Signaller(-1)
+    whole.run(block)
+    before = [signal.getsignal(number) for number in _NUMBERS]
+    for at in range(1, whole.seen + 1):
+        assert Signaller(at, number).run(block)
+        assert [signal.getsignal(number) for number in _NUMBERS] == before
+
+
 @freed
 @pytest.mark.zoo
 @pytest.mark.parametrize("name", ACTIONS)

@@ -73,9 +73,13 @@ class _Signals:
             self._restore()
 
     def _restore(self) -> None:
-        for number in _NUMBERS:
-            if number in self._found and signal.getsignal(number) == self.handle:
-                signal.signal(number, self._found[number])
+        try:
+            for number in _NUMBERS:
+                if number in self._found and signal.getsignal(number) == self.handle:
+                    signal.signal(number, self._found[number])
+        except BaseException:  # raised by a handler that is back already
+            self._restore()
+            raise
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if _is_held(frame):
