@@ -66,7 +66,7 @@ class Snapshot:
                 _restore_dict(holder, before)
             elif isinstance(holder, set):
                 holder.difference_update(holder - before)
-                holder.update(before)
+                holder.update(before - holder)  # all of it would change the order of what is there
             elif len(holder) != len(before) or any(one is not other for one, other in zip(holder, before, strict=True)):
                 holder.clear()
                 holder.extend(before)
