@@ -15,7 +15,7 @@ from torch.nn.functional import relu, softplus
 
 import microtome as mt
 from microtome.errors import BadInputs, NoMatch
-from microtome.split.templates import name_of
+from microtome.split.templates import name_of, take_apart
 
 
 class Mode(enum.Enum):
@@ -131,6 +131,26 @@ def test_containers_with_attributes_are_refused(base: Any) -> None:
     head, _ = mt.split(Net(base, scaled, *WRAPS["itself"]), torch.rand(2, 4), at="a")
     with pytest.raises(BadInputs, match=r"what 'a' returns is NoneType in this run and was"):
         head(torch.rand(3, 4))
+
+
+class Synced(dict[str, int]):
+    """Keeps attributes equal to its items, as `ModelOutput` of transformers does."""
+
+    def __init__(self, **items: int) -> None:
+        super().__init__()
+        for key, item in items.items():
+            self[key] = item
+
+    def __setitem__(self, key: str, item: int) -> None:
+        super().__setitem__(key, item)
+        setattr(self, key, item)
+
+
+def test_a_dict_whose_attributes_are_its_items_crosses() -> None:
+    assert take_apart(Synced(scale=3))[0].strange is None
+    stale = Table(scale=3)  # a copy with another item would keep the attribute
+    stale.scale = stale["scale"]
+    assert take_apart(stale)[0].strange == "Table with the attribute 'scale'"
 
 
 class Applies(nn.Module):

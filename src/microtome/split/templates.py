@@ -138,17 +138,18 @@ def take_apart(value: Any, arguments: Any = ()) -> tuple[Template, list[Tensor],
         return Slot(len(tensors) - 1)
 
     made = map_tensors(slot, value, other)
-    if (holder := _with_attributes(value)) is not None:  # which would be those of the example
+    if (holder := _with_attributes([value, made])) is not None:  # which would be those of the example
         made = None
         strange.append(f"{type(holder).__name__} with the attribute {next(iter(vars(holder)))!r}")
     return Template(made, len(tensors), len(plain), strange[0] if strange else None), tensors, plain
 
 
 def _with_attributes(value: Any) -> Any:
-    """The first tuple, list, set or dict in a value that has attributes beside its items; None: there is none."""
+    """The first tuple, list, set or dict in a value that has attributes which are no items; None: there is none."""
     if isinstance(value, list | tuple | set | frozenset | dict) and not is_dataclass(value):
-        held = getattr(value, "__dict__", None)
-        if held and held is not value:
+        items = value if isinstance(value, dict) else {}
+        held = getattr(value, "__dict__", {})
+        if any(name not in items or items[name] is not item for name, item in held.items()):
             return value
     found = (_with_attributes(part) for part in parts_of(value))
     return next((one for one in found if one is not None), None)

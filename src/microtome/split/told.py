@@ -58,7 +58,7 @@ def sharing(tensors: dict[str, Tensor]) -> list[str]:
     """The names of tensors that may overlap another in memory: a write to one may change the other."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
-        begin = tensor.storage_offset() * tensor.itemsize
+        begin = int(tensor.storage_offset()) * tensor.itemsize
         end = begin + span_of(tensor.shape, tensor.stride()) * tensor.itemsize
         spans.setdefault(tensor.untyped_storage()._cdata, []).append((begin, end, name))
     found: set[str] = set()
