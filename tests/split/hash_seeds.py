@@ -75,7 +75,7 @@ def number(value: Any) -> float:
         known: tuple[Any, ...] = (torch.sin, torch.cos, torch.tanh, nn.ReLU, nn.Tanh, nn.Sigmoid)
         return 1.0 + known.index(value) if value in known else 2.0 + float(value(1.0))
     if isinstance(value, complex | int | float | np.integer):
-        return 1.0 + abs(value)
+        return 1.0 + abs(complex(value))
     if isinstance(value, np.ndarray):
         return 1.0 + float(value[0])
     text = str(value.decode() if isinstance(value, bytes) else vars(value) if isinstance(value, Spec) else value)
