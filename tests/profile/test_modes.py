@@ -44,9 +44,15 @@ def masks(model: nn.Module, inputs: mt.Inputs) -> Iterator[mt.Inputs]:
     yield mt.Inputs(**inputs.kwargs, attention_mask=mask)
 
 
+#: They make CPU tensors in their forward, so that they are counted on fake tensors, and ask whether masks are fake.
+ON_FAKE = ("big_bird", "bigbird_pegasus", "longt5")
+#: With these small sizes they do not take a mask themselves.
+NO_MASK = ("glm4_moe_lite", "mistral4")
+
+
 def check(entry: Entry) -> None:
     model, inputs = made(entry)
-    for given in masks(model, inputs):
+    for given in [inputs] if entry.name in NO_MASK else masks(model, inputs):
         assert counts(model, given, None) == counts(model, given, False)
 
 
@@ -57,7 +63,13 @@ def test_models_of_transformers_count_the_same_with_and_without_values(name: str
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("name", sorted({*ENTRIES} - {*SOME}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(reason="see docs/limits.md") if name in ON_FAKE else ())
+        for name in sorted({*ENTRIES} - {*SOME})
+    ],
+)
 def test_every_model_of_transformers_counts_the_same_with_and_without_values(name: str) -> None:
     pytest.importorskip("transformers")
     check(ENTRIES[name])
