@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -43,8 +42,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
         "random": (torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)),
         "global hooks": [dict(v) for k, v in hook_module.items() if k.startswith("_global") and isinstance(v, dict)],
         "torch": [
-            {name: value for name, value in vars(space).items() if not isinstance(value, ModuleType)}  # imported later
-            for space in (torch, torch.autograd, torch.autograd.graph, nn.functional, nn.Module)
+            dict(vars(space)) for space in (torch, torch.autograd, torch.autograd.graph, nn.functional, nn.Module)
         ],
         "fast path": torch.backends.mha.get_fastpath_enabled(),
         "modes": (torch.is_grad_enabled(), torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch._dynamo  # the first run on meta tensors imports it, and it replaces functions of torch
 from torch import Tensor, nn
 
 import microtome as mt
