@@ -161,7 +161,8 @@ class Signaller:
         self._times = times
 
     def _count(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "return" or frame.f_code is _RUN:
+        # CPython handles signals when a function written in Python begins and when one written in C has returned.
+        if event not in ("call", "c_return") or frame.f_code is _RUN:
             return
         self.seen += 1
         if self._at <= self.seen < self._at + self._times:
@@ -169,14 +170,17 @@ class Signaller:
 
     def run(self, action: Callable[[], object]) -> bool:
         """Whether the action was interrupted."""
-        try:
-            sys.setprofile(self._count)
-            action()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.setprofile(None)
-        return False
+        interrupted = begun = False
+        while True:  # signals that come again may arrive in the lines below
+            try:
+                if not begun:
+                    begun = True
+                    sys.setprofile(self._count)
+                    action()
+                sys.setprofile(None)
+                return interrupted
+            except KeyboardInterrupt:
+                interrupted = True
 
 
 _RUN = Signaller.run.__code__
