@@ -335,15 +335,6 @@ def test_a_cut_that_is_not_exact_is_refused_with_the_reason() -> None:
         wrapped(torch.ones(1, 3, 8), end=0)
 
 
-def test_a_model_in_training_mode_changes_its_buffers_as_a_plain_run_does() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
-    plain, x = copy.deepcopy(model), torch.rand(4, 2)
-    wrapped = WrappedModel(model, torch.ones(2, 2))
-    assert same(wrapped(wrapped(x, end=1), start=1), plain(x))
-    after = plain.state_dict()
-    assert all(value.equal(after[name]) for name, value in model.state_dict().items())
-
-
 def test_a_model_whose_head_writes_a_buffer_that_its_tail_reads_is_refused() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
