@@ -550,6 +550,23 @@ def test_a_model_that_reads_values_needs_real_ones() -> None:
         mt.trace(ReadsValues(), torch.ones(2), fake=True)
 
 
+def test_meta_tensors_that_outlive_their_run_do_not_change_a_real_one() -> None:
+    held: list[Tensor] = []
+    keep = held.append  # a list that the forward refers to would be restored after each attempt
+
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            keep(torch.arange(3, device=x.device))
+            order = x.argsort()
+            return order[order > 0]  # on meta tensors an error: the values of x are not known
+
+    t = mt.trace(Keeps(), torch.ones(3))
+    assert held[0].is_meta
+    assert t.how.stand == "real"
+    assert t.values[t[""].outputs[0]].device == "cpu"
+    assert not held[-1].is_meta
+
+
 def test_a_model_without_weights_in_memory_can_be_traced() -> None:
     with torch.device("meta"):
         model = nn.Linear(10**6, 10**6)

@@ -53,6 +53,8 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not leaves_meta and READING.isdisjoint(func.tags):
         return NotImplemented
     with torch._C.DisableTorchFunction():
+        if not any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+            return NotImplemented  # of a real run, while another run's meta tensors are still alive
         output = _compute(func, args, kwargs)
         return output if leaves_meta or output is NotImplemented else map_tensors(_as_meta, output)
 
