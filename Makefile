@@ -21,9 +21,10 @@ zoo: $(VENV)/.dev         ## published figures of every torchvision model, and c
 	$(BIN)/python -m benchmarks.split_zoo.seeds
 	$(BIN)/python -m pytest -m zoo
 
-soak: $(VENV)/.dev        ## 20,000 requests over lines that break, and 100,000 mutated messages: a quarter of an hour
+soak: $(VENV)/.dev        ## 20,000 requests over lines that break, 100,000 mutated messages, every attack: 20 minutes; SAVE=1 as below
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.remote.soak --requests 20000 --clients 8
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.remote.fuzz --messages 100000
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.remote.attack --seconds 20 $(if $(SAVE),--save)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

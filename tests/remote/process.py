@@ -21,18 +21,23 @@ class ServerProcess:
 
     Attributes:
         address: Where it listens.
+
+    With `descriptors`, it can open that many files, and cannot raise that limit.
     """
 
-    def __init__(self, model: str = "zoo:tiny-resnet", *options: str, listen: str = "127.0.0.1:0") -> None:
-        self._model, self._options = model, options
+    def __init__(
+        self, model: str = "zoo:tiny-resnet", *options: str, listen: str = "127.0.0.1:0", descriptors: int | None = None
+    ) -> None:
+        self._model, self._options, self._descriptors = model, options, descriptors
         self.address = listen
         self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed with the last process
         self.start()
 
     def start(self) -> None:
         """Start it, on the port that it had if it had one."""
+        limit = [] if self._descriptors is None else ["prlimit", f"--nofile={self._descriptors}"]
         self._process = subprocess.Popen(
-            [*_COMMAND, self._model, "--listen", self.address, *self._options],
+            [*limit, *_COMMAND, self._model, "--listen", self.address, *self._options],
             stdout=subprocess.PIPE,
             stderr=self._said,
             text=True,
