@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.utils import _python_dispatch
 
 import microtome as mt
+from microtome.engine.containers import restore_containers, restore_dict
 from microtome.engine.intercept import chain
 from microtome.engine.interrupts import _NUMBERS, Uninterrupted, finish, grad_mode, uninterrupted
-from microtome.engine.standin import LOOKING, _put_back, restore_dict
+from microtome.engine.standin import LOOKING
 from tests.engine.test_laws import assert_same, snapshot
 
 # -- what is compared --------------------------------------------------------------------------------------------------
@@ -456,6 +457,6 @@ def test_putting_back_never_empties_what_others_may_read() -> None:
 def test_putting_back_twice_is_putting_back_once() -> None:
     kept = [({"b": 1}, {"a": 1, "b": 2}), ([1, 2, 3], [3]), ({1, 2}, {2, 3}), ({"x": 1}, ())]
     for _ in range(2):
-        _put_back(kept)
+        restore_containers(kept)
         assert [held for held, _ in kept] == [{"a": 1, "b": 2}, [3], {2, 3}, {}]
     assert list(kept[0][0]) == ["a", "b"]

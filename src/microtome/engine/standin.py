@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -21,11 +21,13 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from microtome.engine import integers
 from microtome.engine.arguments import CannotStand, as_result, copy_arguments, modules_in
+from microtome.engine.caches import keep_closures, replace_caches
+from microtome.engine.containers import CONTAINERS, copy_container, restore_containers
 from microtome.engine.interrupts import finish, uninterrupted
 from microtome.engine.modes import Modes
 from microtome.engine.originals import Originals
 from microtome.engine.random_states import keep_random_states
-from microtome.engine.references import Global, globals_of
+from microtome.engine.references import Global, references_of
 from microtome.engine.select import named
 from microtome.engine.sites import refuse_script
 from microtome.engine.structure import gpus_in, tensors_in
@@ -70,6 +72,9 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
         else:  # what is no parameter or buffer has no stand-in, and autograd writes its gradient
             leaves = [tensor for tensor in tensors if tensor.is_leaf and not tensor.is_inference()]
             stack.callback(_put_back_gradients, [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves])
+            references = references_of(classes)
+            replace_caches(references.caches, stack)
+            keep_closures(references.functions, stack)
         make = stack.enter_context(_maker(stand))
         for module in modules:
             spaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -201,7 +206,7 @@ def _keep(modules: list[nn.Module], classes: set[type], stack: ExitStack) -> lis
     Python's own library.
     """
     own = [(cls, dict(vars(cls))) for cls in classes]
-    found = [(one, one.namespace.get(one.name, _MISSING)) for one in globals_of(classes)]
+    found = [(one, one.namespace.get(one.name, _MISSING)) for one in references_of(classes).globals]
     pending: list[Any] = [module.__dict__ for module in modules]
     pending += [tensor.__dict__ for module in modules for tensor in module._parameters.values() if tensor is not None]
     pending += [value for _, attributes in own for value in attributes.values()]
@@ -217,8 +222,8 @@ def _keep(modules: list[nn.Module], classes: set[type], stack: ExitStack) -> lis
             if id(item) in seen:
                 continue
             seen.add(id(item))
-            if isinstance(item, _KINDS):
-                before = _copied(item) if item else ()
+            if isinstance(item, CONTAINERS):
+                before = copy_container(item) if item else ()
                 kept.append((item, before))
                 if before:
                     pending.extend(before.values() if isinstance(before, dict) else before)
@@ -234,7 +239,7 @@ def _keep(modules: list[nn.Module], classes: set[type], stack: ExitStack) -> lis
                     before = [(name, getattr(item, name)) for name in slots if hasattr(item, name)]
                     slotted.append((item, slots, dict(before)))
                     pending.extend(value for _, value in before)
-    stack.callback(finish, _put_back, kept)
+    stack.callback(finish, restore_containers, kept)
     stack.callback(finish, _put_back_slots, slotted)
     stack.callback(finish, _put_back_classes, own)
     stack.callback(finish, _put_back_globals, [(one, value) for one, value in found if one.is_assigned])
@@ -243,7 +248,6 @@ def _keep(modules: list[nn.Module], classes: set[type], stack: ExitStack) -> lis
 
 _MISSING = object()
 _NOT_OWN = ("torch.", "builtins")
-_KINDS = (dict, list, set, deque)
 _ATOMS = frozenset((str, int, float, bool, type(None), type, FunctionType, property, staticmethod, classmethod))
 
 
@@ -259,43 +263,6 @@ def _has_own_state(kind: Any) -> bool:
 @cache
 def _slots_of(kind: Any) -> tuple[str, ...]:
     return tuple(name for cls in kind.__mro__ for name, slot in vars(cls).items() if type(slot) is MemberDescriptorType)
-
-
-def _copied(held: Any) -> Any:
-    """What a container holds, past methods that a subclass overrides: a dict may make what it gives when asked."""
-    return dict(dict.items(held)) if isinstance(held, dict) else held.copy()
-
-
-def _put_back(kept: list[tuple[Any, Any]]) -> None:
-    """Put back what was kept without emptying anything on the way, since other threads may read it."""
-    for held, before in kept:
-        if isinstance(held, dict):
-            restore_dict(held, before or {})
-        elif isinstance(held, list):
-            held[:] = before
-        elif isinstance(held, set):
-            if held != set(before):  # or its order would change, and with it that of a loop over it
-                held.intersection_update(before)
-                held.update(before)
-        elif len(held) != len(before) or any(one is not other for one, other in zip(held, before, strict=True)):
-            held.clear()
-            held.extend(before)
-
-
-def restore_dict(held: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Give a dict the items of another, in their order; it has each item at any moment if it had it before."""
-    if not held and not before:
-        return
-    for key, value in before.items():
-        if dict.get(held, key, _MISSING) is not value:
-            held[key] = value
-    if len(held) > len(before):
-        for key in [key for key in held if key not in before]:
-            del held[key]
-    if list(held) != list(before):
-        for key, value in before.items():
-            held.pop(key, None)
-            held[key] = value
 
 
 def _put_back_slots(kept: list[tuple[Any, tuple[str, ...], dict[str, Any]]]) -> None:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from microtome.engine.containers import restore_dict
 from microtome.engine.interrupts import uninterrupted
-from microtome.engine.standin import restore_dict
 from microtome.errors import MicrotomeError, Unsupported, said
 from microtome.split.data import Cut
 
