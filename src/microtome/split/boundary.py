@@ -40,12 +40,15 @@ class Boundary:
         fingerprint: Of the model that made it.
         tensors: The values that cross, by name.
         facts: What else the tail must know: numbers, texts, None, and lists and dicts of these.
+        spare_bytes: How many bytes the placeholders and views that the facts describe may have beyond what the example
+            and the tensors explain; None: any number, since it was made in this process.
     """
 
     at: str
     fingerprint: str
     tensors: dict[str, Tensor]
     facts: dict[str, JSON]
+    spare_bytes: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -83,13 +86,14 @@ class Boundary:
 
         Args:
             limit: The most memory that reading may take, in bytes or such as "256MB", the header's objects included and
-                `data` itself not.
+                `data` itself not. A quarter of it is what the facts may describe beyond what the tensors explain.
 
         Raises:
             BadBoundary: If they are no boundary, are damaged, or need more than the limit.
         """
-        about, tensors = decode(data, _bytes_of(limit))
-        return cls(**about, tensors=tensors)
+        most = _bytes_of(limit)
+        about, tensors = decode(data, most)
+        return cls(**about, tensors=tensors, spare_bytes=most // 4)
 
     def __repr__(self) -> str:
         count = len(self.tensors)

@@ -82,6 +82,8 @@ class Entry:
     def needs_bytes(self) -> int:
         """What reading it takes at most."""
         need = sum(piece.nbytes for piece in self.pieces)
+        if not self.values.elements:  # its other dimensions cost nothing to send, and a model may allocate by them
+            need += math.prod(max(extent, 1) for extent in self.values.shape) * self.dtype.itemsize
         if self.coded:
             need += (self.dtype.itemsize + UNDO_COST) * self.values.elements
         if self.layout is not None:

@@ -20,6 +20,7 @@ from microtome.split.ghost import Ghost, GhostRead, awake
 from microtome.split.given import Given, given, holders_in, version_of
 from microtome.split.memory import duplicate, moved
 from microtome.split.signature import HASH_SEED, check_same_call, describe, find_call, sign
+from microtome.split.sizes import SizeBudget
 from microtome.split.templates import Template, check_same, take_apart
 from microtome.split.told import (
     argument_of,
@@ -82,6 +83,7 @@ class Run(Probe):
             if boundary is None or not release
             else uses([boundary.facts.get("inputs"), *entries, *draws_of(boundary)])
         )
+        self._sizes = SizeBudget(boundary, None if self._begins is None else self._begins.example)
         self._shared = frozenset() if boundary is None else shared(boundary)
         self._given: dict[str, Tensor] = {}
         self._still: list[tuple[str, Tensor, int]] = []
@@ -132,7 +134,7 @@ class Run(Probe):
             if (first := repeated(item)) is not None:
                 tensors.append(tensors[first])
             elif at in step.views:
-                tensors.append(view(arguments[step.views[at]], item, step))
+                tensors.append(view(arguments[step.views[at]], item, step, self._sizes))
             elif isinstance(item, dict) and "argument" in item:
                 tensors.append(argument_of(step, item, arguments))
             elif same is None or isinstance(item, dict):  # or it went another way than on the example
@@ -296,12 +298,18 @@ class Run(Probe):
             return self._get(item, place)
         try:
             if isinstance(item, dict):
-                meta = torch.empty(item["shape"], dtype=dtype_of(item["dtype"]), device="meta")
-                if item["strides"] is not None:
-                    meta = torch.empty_strided(item["shape"], item["strides"], dtype=meta.dtype, device="meta")
+                shape, strides, dtype = item["shape"], item["strides"], dtype_of(item["dtype"])
+                self._sizes.take(of, shape, strides, dtype)
+                meta = torch.empty(shape, dtype=dtype, device="meta")
+                if strides is not None:
+                    meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
                 return Ghost(meta, self._device or torch.device("cpu"), of, place)
             name, shape, strides, offset = item
-            return self._get(name, place).as_strided(shape, strides, offset)
+            whole = self._get(name, place)
+            self._sizes.take(of, shape, strides, whole.dtype)
+            return whole.as_strided(shape, strides, offset)
+        except BadBoundary:
+            raise
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
             raise BadBoundary(f"what the boundary says of {of!r} makes no tensor: {said(error)}") from error
 

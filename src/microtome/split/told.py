@@ -15,6 +15,7 @@ from microtome.split.boundary import Boundary
 from microtome.split.ghost import Ghost, GhostRead, awake
 from microtome.split.given import Given
 from microtome.split.memory import span_of
+from microtome.split.sizes import SizeBudget
 from microtome.split.trail import Sent, Step, Trail
 
 
@@ -140,16 +141,19 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def view(of: Tensor, item: Any, step: Step) -> Tensor:
+def view(of: Tensor, item: Any, step: Step, sizes: SizeBudget) -> Tensor:
     """What a call that is left out made of an argument: the same memory in another shape."""
     of = awake(of)
     try:
         strides, shape, new_strides, offset = item
+        sizes.take(step.address, shape, new_strides, of.dtype)
         if isinstance(of, Ghost):
             meta = torch.empty_strided(shape, new_strides, dtype=of.dtype, device="meta")
             return Ghost(meta, of.device, of.of, of.source)
         if list(of.stride()) == strides:
             return of.as_strided(shape, new_strides, of.storage_offset() + offset)
+    except BadBoundary:
+        raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadBoundary(f"what the boundary says of {step.address!r} makes no view: {said(error)}") from error
     raise Unsupported(f"{step.address!r} returns a view of an argument that lies otherwise in memory on this side")

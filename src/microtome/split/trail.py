@@ -12,6 +12,7 @@ from microtome.errors import Unsupported
 from microtome.split.crossing import Crossing, Place
 from microtome.split.cuts import place_name
 from microtome.split.signature import Arguments, Flow, describe
+from microtome.split.sizes import Volume, volume_of
 from microtome.split.study import Study
 from microtome.split.templates import Template
 from microtome.trace.data import TracedCall
@@ -131,6 +132,7 @@ class Trail:
         taken: Of each place of a tensor in these, which of the different tensors it had there on the example.
         written: Where those values are found that the tail writes into.
         draws: What draws random numbers before the cut, between the steps, in order.
+        example: The bytes of the example.
     """
 
     at: str
@@ -139,6 +141,7 @@ class Trail:
     taken: tuple[int, ...]
     written: frozenset[Place]
     draws: tuple[DrawStep, ...] = ()
+    example: Volume | None = None
 
     @property
     def paths(self) -> list[str]:
@@ -225,7 +228,8 @@ def trail_to(seen: Study, crossing: Crossing) -> Trail:
     written = frozenset(place for place in crossing.values if sent(place).name in names_written)
     glue = {op for level in crossing.levels for op in level.call.ops if op < crossing.cut.ends}
     draws = tuple(draw(op) for op in sorted(glue & seen.draws.keys()))
-    return Trail(crossing.cut.address, levels, inputs, seen.taken, written, draws)
+    example = volume_of(seen.trace, crossing)
+    return Trail(crossing.cut.address, levels, inputs, seen.taken, written, draws, example)
 
 
 def _places(ranks: tuple[int, ...], among: set[int]) -> frozenset[int]:
