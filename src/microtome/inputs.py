@@ -121,7 +121,10 @@ def _describe(value: Any) -> str:
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name!r}: {_describe(item)}" for name, item in value.items()) + "}"
-    return repr(value)
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001  somebody else's code
+        return f"<{type(value).__name__}>"
 
 
 def device_of(model: nn.Module) -> str:

@@ -16,6 +16,7 @@ from microtome.engine.frames import runs_elsewhere
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.select import named
 from microtome.engine.standin import Stand, stand_in
+from microtome.engine.structure import dict_of
 from microtome.inputs import Inputs
 
 #: The orders that were found, by the id of the model and by what they depend on.
@@ -126,6 +127,6 @@ def _described(value: Any, depth: int = 0) -> Any:
         return (value.__class__, *((str(name), _described(item, depth + 1)) for name, item in value.items()))
     if isinstance(value, torch.dtype | torch.device):
         return str(value)
-    if hasattr(value, "__dict__"):
-        return value.__class__, _described(vars(value), depth + 1)
+    if type(value).__dictoffset__:  # it has a `__dict__`
+        return type(value), _described(dict_of(value), depth + 1)
     raise _Unknown

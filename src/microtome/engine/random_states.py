@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from microtome.engine.references import globals_of
+from microtome.engine.structure import read
 
 
 class Draws:
@@ -93,8 +94,7 @@ def refer_to(classes: Iterable[type], package: str) -> bool:
     """Whether the code of a model refers to a package, one of its functions, or a method of an object of it."""
     for one in globals_of(classes):
         value = one.namespace.get(one.name)
-        owner = getattr(value, "__self__", None)
-        places = (getattr(value, "__name__", None), getattr(value, "__module__", None), type(owner).__module__)
+        places = (read(value, "__name__"), read(value, "__module__"), type(read(value, "__self__")).__module__)
         if any(isinstance(place, str) and place.partition(".")[0] == package for place in places):
             return True
     return False

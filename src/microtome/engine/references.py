@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from microtome.engine.structure import read
+
 
 class Global(NamedTuple):
     """A name in the namespace of a Python module."""
@@ -168,10 +170,9 @@ def _function_of(value: Any) -> FunctionType | None:
     """A function, or the one in a property, a method or a cache; one that decorates it holds it in its closure."""
     if isinstance(value, ModuleType | nn.Module):
         return None
-    for name in ("fget", "__func__"):
-        value = getattr(value, name, value)
-    if not isinstance(value, FunctionType):
-        value = getattr(value, "__wrapped__", None)
+    for name in ("fget", "__func__", "__wrapped__"):
+        if not isinstance(value, FunctionType):
+            value = read(value, name) or value
     return value if isinstance(value, FunctionType) else None
 
 

@@ -30,7 +30,7 @@ from microtome.engine.random_states import keep_random_states
 from microtome.engine.references import Global, references_of
 from microtome.engine.select import named
 from microtome.engine.sites import refuse_script
-from microtome.engine.structure import gpus_in, tensors_in
+from microtome.engine.structure import attributes_of, dict_of, gpus_in, tensors_in
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 
@@ -234,9 +234,10 @@ def _keep(modules: list[nn.Module], classes: set[type], stack: ExitStack) -> lis
             elif isinstance(item, torch.Generator):
                 stack.callback(item.set_state, item.get_state())
             elif isinstance(item, nn.Module) or _has_own_state(item.__class__):  # in a list: a hidden part of the model
-                pending.append(getattr(item, "__dict__", None))
-                if slots := _slots_of(item.__class__):
-                    before = [(name, getattr(item, name)) for name in slots if hasattr(item, name)]
+                pending.append(dict_of(item))
+                if slots := _slots_of(type(item)):
+                    held = attributes_of(item)
+                    before = [(name, held[name]) for name in slots if name in held]
                     slotted.append((item, slots, dict(before)))
                     pending.extend(value for _, value in before)
     stack.callback(finish, restore_containers, kept)
@@ -267,10 +268,11 @@ def _slots_of(kind: Any) -> tuple[str, ...]:
 
 def _put_back_slots(kept: list[tuple[Any, tuple[str, ...], dict[str, Any]]]) -> None:
     for item, slots, before in kept:
+        held = attributes_of(item)
         for name in slots:
             if name in before:
                 object.__setattr__(item, name, before[name])
-            elif hasattr(item, name):
+            elif name in held:
                 object.__delattr__(item, name)
 
 

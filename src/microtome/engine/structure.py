@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
-from types import MemberDescriptorType
+from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 from torch import Size, Tensor, UntypedStorage, dtype, layout, memory_format, nn, strided
@@ -57,7 +57,7 @@ def parts_of(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return list(value.values())
     if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name, None) for field in fields(value)]
+        return list(fields_of(value).values())
     return list(attributes_of(value).values()) if is_record(value) else []
 
 
@@ -105,9 +105,43 @@ def _is_plain_class(cls: type) -> bool:
     )
 
 
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass instance, read without running its properties; None for one that it does not hold."""
+    held = dict_of(value)
+    names = (field.name for field in fields(value))
+    return {name: held[name] if name in held else _class_value(value, name) for name in names}
+
+
+def _class_value(value: Any, name: str) -> Any:
+    """The value of a slot or of a plain class attribute; None for a property, which would run code."""
+    found = next((vars(base)[name] for base in type(value).__mro__ if name in vars(base)), None)
+    if isinstance(found, MemberDescriptorType):
+        with suppress(AttributeError):  # it has not been set
+            return found.__get__(value)
+        return None
+    return None if hasattr(type(found), "__get__") else found
+
+
+def dict_of(value: Any) -> dict[str, Any]:
+    """The `__dict__` of an object, read past a `__getattribute__` of its class; an empty one if it has none."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found
+
+
+def read(value: Any, name: str) -> Any:
+    """An attribute of any object, read without running code of its class; None if that is not possible."""
+    asked = ("__getattribute__", "__getattr__", name)
+    if any(isinstance(vars(base).get(hook), FunctionType | property) for base in type(value).__mro__ for hook in asked):
+        return dict_of(value).get(name)
+    return getattr(value, name, None)
+
+
 def attributes_of(value: Any) -> dict[str, Any]:
-    """What an object holds, in its `__dict__` and in slots, by name, in the order of the names."""
-    found: dict[str, Any] = dict(getattr(value, "__dict__", ()))
+    """Return what an object holds in its `__dict__` and its slots, sorted by name."""
+    found = dict(dict_of(value))
     for cls in type(value).__mro__:
         for name, member in vars(cls).items():
             if isinstance(member, MemberDescriptorType):
@@ -116,12 +150,12 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return dict(sorted(found.items()))
 
 
-def _rebuilt(value: Any, attributes: dict[str, Any]) -> Any:
-    """An object of the class with these attributes; none of its code is run."""
-    made = object.__new__(type(value))
-    held = getattr(made, "__dict__", {})
+def _rebuild(value: Any, attributes: dict[str, Any], made: Any = None) -> Any:
+    """Give a new object of the same class, or `made`, these attributes, without running code of the class."""
+    made = object.__new__(type(value)) if made is None else made
+    before, held = dict_of(value), dict_of(made)
     for name, item in attributes.items():
-        if name in getattr(value, "__dict__", ()):
+        if name in before:
             held[name] = item
         else:
             object.__setattr__(made, name, item)
@@ -160,13 +194,13 @@ def _mapped(
             mapping[key] = _mapped(change, item, other, inside)
         return mapping
     if is_dataclass(value) and not isinstance(value, type):
-        instance = copy.copy(value)
-        for field in fields(value):
-            object.__setattr__(instance, field.name, _mapped(change, getattr(value, field.name), other, inside))
-        return instance
+        names = {field.name for field in fields(value)}
+        held = {name: item for name, item in attributes_of(value).items() if name in names}
+        changed = {name: _mapped(change, item, other, inside) for name, item in held.items()}
+        return _rebuild(value, changed, copy.copy(value))
     if is_record(value):
-        held = attributes_of(value).items()
-        return _rebuilt(value, {name: _mapped(change, item, other, inside) for name, item in held})
+        held = attributes_of(value)
+        return _rebuild(value, {name: _mapped(change, item, other, inside) for name, item in held.items()})
     return value if other is None else other(value)
 
 
@@ -226,7 +260,7 @@ def places_in(value: Any, place: str = "", above: tuple[int, ...] = ()) -> Itera
     elif isinstance(value, list | tuple):
         items = enumerate(value)
     elif is_dataclass(value) and not isinstance(value, type):
-        items = [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+        items = fields_of(value).items()
     elif is_record(value):
         items = attributes_of(value).items()
     else:

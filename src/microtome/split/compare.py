@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from microtome.engine.structure import attributes_of
+from microtome.engine.structure import attributes_of, fields_of
 
 _DEEPEST = 12
 
@@ -49,9 +49,9 @@ def differences(one: Any, other: Any, place: str = "", depth: int = 0) -> Iterat
         for at, (left, right) in enumerate(zip(one, other, strict=True)):
             yield from differences(left, right, f"{place}[{at}]", depth + 1)
     elif is_dataclass(one) and not isinstance(one, type):
-        for field in fields(one):
-            left, right = getattr(one, field.name, None), getattr(other, field.name, None)
-            yield from differences(left, right, f"{place}.{field.name}", depth + 1)
+        rights = fields_of(other)
+        for name, left in fields_of(one).items():
+            yield from differences(left, rights.get(name), f"{place}.{name}", depth + 1)
     elif isinstance(one, bool | int | float | str | bytes):
         if one != other and (one == one or other == other):
             yield Difference(place, f"{one!r} in place of {other!r}")

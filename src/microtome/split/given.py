@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from microtome.engine.structure import is_record, occurrences_in, parts_of
+from microtome.engine.structure import dict_of, is_record, occurrences_in, parts_of
 from microtome.split.templates import strange_in
 
 
@@ -111,6 +111,6 @@ def state_of(value: Any, depth: int = 6) -> Any:
         return [(str(key), state_of(item, depth - 1)) for key, item in value.items()]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return [state_of(item, depth - 1) for item in value]
-    if hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
-        return [(name, state_of(item, depth - 1)) for name, item in vars(value).items()]
+    if type(value).__dictoffset__ and not isinstance(value, nn.Module | type):  # it has a `__dict__`
+        return [(name, state_of(item, depth - 1)) for name, item in dict_of(value).items()]
     return id(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
-from microtome.engine.structure import attributes_of, is_record
+from microtome.engine.structure import attributes_of, fields_of, is_record
 from microtome.errors import Unsupported
 
 #: The digests of how tensors that a call takes or returns were computed; see `Dataflow`.
@@ -108,7 +108,7 @@ class _Description(NamedTuple):
         if isinstance(value, slice):
             return [("", value.start), ("", value.stop), ("", value.step)]
         if is_dataclass(value) and not isinstance(value, type):
-            return [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+            return list(fields_of(value).items())
         return list(attributes_of(value).items()) if is_record(value) else None
 
 

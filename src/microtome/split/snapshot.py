@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine.interrupts import uninterrupted
+from microtome.engine.structure import dict_of
 
 
 class _Kept(NamedTuple):
@@ -50,7 +51,7 @@ class Snapshot:
             elif isinstance(item, tuple):
                 pending += item
             elif isinstance(item, nn.Module) or is_dataclass(item):
-                pending.append(getattr(item, "__dict__", None))
+                pending.append(dict_of(item))
 
     def _keep(self, tensor: Tensor, *, copies: bool) -> None:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:

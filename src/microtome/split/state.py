@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.structure import tensors_in
+from microtome.engine.structure import dict_of, tensors_in
 from microtome.split.crossing import Crossing
 from microtome.split.dataflow import scalars_of
 from microtome.split.given import state_of
@@ -286,7 +286,7 @@ def _tensors_of(value: Any, depth: int) -> Iterator[Tensor]:
     yield from tensors_in(value)
     if depth and not isinstance(value, (*_PLAIN, Tensor, nn.Module, type)):
         inside = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()
-        for item in (*inside, *getattr(value, "__dict__", {}).values()):
+        for item in (*inside, *dict_of(value).values()):
             yield from _tensors_of(item, depth - 1)
 
 

@@ -6,7 +6,7 @@ import enum
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple, Self
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from microtome.engine.structure import attributes_of, is_record, map_tensors, parts_of
+from microtome.engine.structure import attributes_of, dict_of, fields_of, is_record, map_tensors, parts_of
 from microtome.errors import BadInputs
 
 #: What travels beside tensors.
@@ -148,7 +148,7 @@ def _with_attributes(value: Any) -> Any:
     """The first tuple, list, set or dict in a value that has attributes which are no items; None: there is none."""
     if isinstance(value, list | tuple | set | frozenset | dict) and not is_dataclass(value):
         items = value if isinstance(value, dict) else {}
-        held = getattr(value, "__dict__", {})
+        held = dict_of(value)
         if any(name not in items or items[name] is not item for name, item in held.items()):
             return value
     found = (_with_attributes(part) for part in parts_of(value))
@@ -170,8 +170,8 @@ def _strange_in(value: Any) -> Iterator[Any]:
         for item in value.values():
             yield from _strange_in(item)
     elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _strange_in(getattr(value, field.name, None))
+        for item in fields_of(value).values():
+            yield from _strange_in(item)
     elif is_record(value):
         for item in attributes_of(value).values():
             yield from _strange_in(item)
@@ -231,9 +231,9 @@ def _letters(value: Any) -> Iterator[str]:
         yield ")"
     elif is_dataclass(value) and not isinstance(value, type):
         yield f"{type(value).__name__}("
-        for field in fields(value):
-            yield f"{field.name}="
-            yield from _letters(getattr(value, field.name, None))
+        for name, item in fields_of(value).items():
+            yield f"{name}="
+            yield from _letters(item)
             yield ","
         yield ")"
     elif is_record(value):
