@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
+from microtome.engine import exclusion
+from microtome.engine.functions import is_stand_in
 from microtome.errors import Unsupported
 from tests.engine.test_calls import Log, X
 
@@ -259,6 +261,76 @@ def test_a_call_that_would_find_stand_ins_is_refused(action: Callable[..., Any])
     action(model, x)
     with pytest.raises(Unsupported, match=r"the model \(Gated\) is called in thread 'Thread-.*' while another thread"):
         beside.end()
+
+
+class Calls:
+    """An argument that has another thread run the model as it is copied: when stand-ins are placed, before the run."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call = call
+
+    def __deepcopy__(self, memo: Any) -> Calls:
+        InThread(self.call).join()
+        return self
+
+
+class Ignores(nn.Module):
+    """Takes an argument that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, other: Any = None) -> Tensor:
+        y: Tensor = self.last(self.first(x))
+        return y
+
+
+@pytest.mark.parametrize("fake", [None, True])
+@pytest.mark.parametrize("part", ["", "first"])
+def test_a_call_while_stand_ins_are_placed_is_refused(part: str, fake: bool | None) -> None:
+    model, x = Ignores(), torch.rand(1, 4)
+    call = Calls(lambda: model.get_submodule(part)(x))
+    with pytest.raises(Unsupported, match=r"is called in thread 'Thread-.*' while another thread .*: call it when"):
+        mt.trace(model, mt.Inputs(x, call), fake=fake)
+    assert not model(x).is_meta
+
+
+def test_calls_that_began_before_a_trace_end_first() -> None:
+    """Law: whatever another thread does meanwhile, it has the model's own output, or an error that says what to do."""
+    model, x = Ignores(), torch.rand(1, 4)
+    wanted, refusals, ends = model(x), 0, threading.Event()
+    wrong: list[Any] = []
+
+    def run() -> None:
+        nonlocal refusals
+        while not ends.is_set():
+            try:
+                output = model(x)
+                if is_stand_in(output) or not output.equal(wanted):
+                    wrong.append(output)
+            except Unsupported:
+                refusals += 1
+            except Exception as error:  # noqa: BLE001  torch's own: it found a stand-in
+                wrong.append(error)
+
+    thread = InThread(run)
+    try:
+        for at in range(60):
+            mt.trace(model, x, fake=True if at % 2 else None)
+    finally:
+        ends.set()
+        thread.join()
+    assert wrong == []
+
+
+def test_a_trace_is_refused_while_another_thread_stays_inside_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exclusion, "PATIENCE_S", 0.01)
+    model, x = Gated().eval(), torch.rand(3, 1, 4)
+    beside = Beside(model, x, began_before=True)
+    with pytest.raises(Unsupported, match="expected a model that no other thread runs, got a Gated that is still"):
+        mt.trace(model, x)
+    beside.end()
 
 
 class Delegates(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Collection, Container, Iterable
 from contextlib import ExitStack, nullcontext
@@ -16,6 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from microtome.engine.backward import Backward, BackwardProbes, watch_moves
 from microtome.engine.calls import Call, Run, Site
 from microtome.engine.changes import Change
+from microtome.engine.frames import is_in_module
 from microtome.engine.functions import Function, FunctionMode, Whole, is_stand_in, outcome, run_standing
 from microtome.engine.intercept import AnyCall, chain
 from microtome.engine.interrupts import Uninterrupted, deliver, waiting
@@ -76,6 +78,8 @@ class Session(Uninterrupted[Any]):
     ) -> None:
         self.fast_paths = fast_paths
         self._other_threads = other_threads
+        #: Whether a session that refuses calls of other threads admits those inside calls that began before.
+        self.lets_finish = False
         self.model = None if model is None else check_model(model)
         probes = _several(probes, "probes", Probe)
         self._interventions = _several(interventions, "interventions", Replace, Feed, Skip, Stop, ReplaceOp)
@@ -275,7 +279,8 @@ class Session(Uninterrupted[Any]):
         if self._threads.joins(site):
             with self._threads.joined():
                 return self.wrap_call(inner)(module, *args, **kwargs)
-        if self._other_threads == "refused" and self._open is not None:
+        finishes = self.lets_finish and is_in_module(sys._getframe())
+        if self._other_threads == "refused" and self._open is not None and not finishes:
             raise Unsupported(
                 f"{site.path or 'the model'} ({type(module).__name__}) is called in thread "
                 f"{threading.current_thread().name!r} while another thread runs the model on stand-ins for its "

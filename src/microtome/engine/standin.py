@@ -23,6 +23,7 @@ from microtome.engine import integers
 from microtome.engine.arguments import CannotStand, as_result, copy_arguments, modules_in
 from microtome.engine.caches import keep_closures, replace_caches
 from microtome.engine.containers import CONTAINERS, copy_container, restore_containers
+from microtome.engine.exclusion import exclude_other_threads
 from microtome.engine.interrupts import finish, uninterrupted
 from microtome.engine.modes import Modes
 from microtome.engine.originals import Originals
@@ -60,6 +61,8 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
         stack.push(Modes().restore_after)
         found = [module for _, module in named(model)] + modules_in(inputs)
         modules = list({id(module): module for module in found}.values())
+        if stand != "real":
+            stack.enter_context(exclude_other_threads(model, modules))
         if gc.isenabled():  # so many small objects would set it off, with little for it to free
             gc.disable()
             stack.callback(gc.enable)
