@@ -576,6 +576,6 @@ def test_gradients_in_inference_mode_are_refused() -> None:
         mt.extract(nn.Sequential(nn.ReLU()), "1x2", "0", grad=True)
 
 
-def test_an_address_is_no_selector_and_is_told_apart() -> None:
-    with pytest.raises(NoMatch, match="'0#1' is the address of a call: select modules"):
+def test_a_call_that_never_ran_is_told_from_a_module_that_did() -> None:
+    with pytest.raises(NoMatch, match="'0#1' never ran: '0' ran once"):
         mt.extract(nn.Sequential(nn.ReLU()), "1x2", "0#1")

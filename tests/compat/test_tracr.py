@@ -131,7 +131,7 @@ class Reused(nn.Module):
 def test_layers_that_run_several_times_are_numbered_by_their_runs() -> None:
     torch.manual_seed(0)
     wrapped = WrappedModel(Reused(), torch.randn(2, 6))
-    assert wrapped.layers == ("first", "relu", "second", "relu#1", "second#1", "relu#2")
+    assert wrapped.layers == ("first", "relu#0", "second#0", "relu#1", "second#1", "relu#2")
     check_every_layer(Reused().eval(), torch.randn(2, 6), depth=1)
 
 

@@ -191,10 +191,10 @@ def test_transforms_of_functions_are_refused() -> None:
 
 def test_an_address_a_glob_and_what_matches_neither(p: mt.Profile) -> None:
     assert p["block.1#1"].type == "ReLU"
-    assert [row.address for row in p["block.*"]] == ["block.0", "block.1", "block.0#1", "block.1#1"]
-    with pytest.raises(NoMatch, match="'block.0' ran 2 times: say which, from 'block.0#0' on"):
+    assert [row.address for row in p["block.*"]] == ["block.0#0", "block.1#0", "block.0#1", "block.1#1"]
+    with pytest.raises(NoMatch, match="'block.0' ran 2 times: say which of 'block.0#0', 'block.0#1'"):
         p["block.0"]
-    with pytest.raises(NoMatch, match="no module at path 'blok'. Did you mean 'block'"):
+    with pytest.raises(NoMatch, match="no module at path 'blok'. Did you mean 'block#1'"):
         p["blok"]
     with pytest.raises(NoMatch, match="no module at path 'blok.*'"):
         p["blok.*"]
@@ -205,12 +205,12 @@ def test_rows_by_depth_and_by_granularity(p: mt.Profile) -> None:
     assert [row.address for row in p.rows(depth=0)] == [""]
     by_depth = [(row.address, row.type) for row in p.rows(depth=1)]
     assert by_depth == [
-        *[("", "Net (own)"), ("tokens", "Embedding"), ("block", "Sequential")],
+        *[("", "Net (own)"), ("tokens", "Embedding"), ("block#0", "Sequential")],
         *[("block#1", "Sequential"), ("head", "Linear")],
     ]
     leaves = [row.address for row in p.rows(granularity=1)]
-    assert leaves == ["", "tokens", "block.0", "block.1", "block.0#1", "block.1#1", "head"]
-    assert [row.address for row in p.rows(granularity=2)] == ["", "tokens", "block", "block#1", "head"]
+    assert leaves == ["", "tokens", "block.0#0", "block.1#0", "block.0#1", "block.1#1", "head"]
+    assert [row.address for row in p.rows(granularity=2)] == ["", "tokens", "block#0", "block#1", "head"]
     assert [row.address for row in p.rows(granularity=3)] == [""]
 
 
@@ -251,7 +251,7 @@ def test_groups_by_type_and_by_operator(p: mt.Profile) -> None:
 
 
 def test_the_costliest_calls_are_those_that_cost_it_themselves(p: mt.Profile) -> None:
-    assert [row.address for row in p.top(2, by="macs")] == ["head", "block.0"]
+    assert [row.address for row in p.top(2, by="macs")] == ["head", "block.0#0"]
     assert [row.address for row in p.top(1, by="params")] == ["tokens"]
 
 

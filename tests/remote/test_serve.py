@@ -79,7 +79,7 @@ def connected(model: Any, inputs: Any, server: Server, at: Any, **options: Any) 
 
 def exactly(server: Server, step: int = 1) -> list[str]:
     """Every place from which it is served; a module that runs twice is cut at one of its calls."""
-    return [f"{at}#0" if at and "#" not in at else at for at in server.served.cuts[::step]]
+    return list(server.served.cuts[::step])
 
 
 def called(remote: Remote, given: Any) -> Any:

@@ -49,7 +49,7 @@ def same(one: Any, other: Any) -> bool:
 def exact(model: nn.Module, *inputs: Any, at: Any = None, others: tuple[Any, ...] = ()) -> int:
     """Cut at every place, or these, and compare on this input and others; how many cuts there were."""
     given = mt.Inputs(*inputs) if not (len(inputs) == 1 and isinstance(inputs[0], mt.Inputs)) else inputs[0]
-    places = [cut.at if "#" in cut.at else f"{cut.at}#0" for cut in mt.cuts(model, given)] if at is None else at
+    places = [cut.at for cut in mt.cuts(model, given)] if at is None else at
     for place in places:
         head, tail = mt.split(model, given, at=place)
         for each in (given, *others):
@@ -249,7 +249,7 @@ def test_numbers_that_are_not_numbers_stay_so() -> None:
 
 def test_a_module_that_runs_several_times() -> None:
     model = Net(lambda net, x: net.a(net.b(net.a(net.a(x)))) + x)
-    assert [cut.at for cut in mt.cuts(model, "2x4")] == ["a", "a#1", "b", "a#2"]
+    assert [cut.at for cut in mt.cuts(model, "2x4")] == ["a#0", "a#1", "b", "a#2"]
     assert exact(model, torch.randn(2, 4), others=(torch.randn(3, 4),)) == 4
     with pytest.raises(NoMatch, match=r"'a' ran 3 times: say which of 'a#0', 'a#1', 'a#2'"):
         mt.split(model, "2x4", at="a")
@@ -768,7 +768,7 @@ def test_run_until_saves_every_run_of_a_module() -> None:
     model = Net(lambda net, x: net.c(net.a(net.a(x))))
     x = torch.randn(2, 4)
     _, saved = mt.run_until(model, x, "a#1", save="a")
-    assert same(saved, {"a": model.a(x), "a#1": model.a(model.a(x))})
+    assert same(saved, {"a#0": model.a(x), "a#1": model.a(model.a(x))})
 
 
 # -- law 1: as found ---------------------------------------------------------------------------------------------------
@@ -826,7 +826,7 @@ def test_everything_is_as_it_was(name: str) -> None:
     stages(*given.args, **given.kwargs)
     stages.try_codec("fp16")
     mt.split(model, inputs, at=cuts[1], load="tail")
-    mt.run_until(model, inputs, f"{cuts[1].at}#0" if "#" not in cuts[1].at else cuts[1].at)
+    mt.run_until(model, inputs, cuts[1].at)
     unchanged(before, found(model))
 
 

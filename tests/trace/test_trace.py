@@ -654,7 +654,7 @@ def test_addresses() -> None:
     model, x = zoo.build("tiny-resnet")
     t = mt.trace(model, x)
     assert t["layer1.0.relu#1"].address == "layer1.0.relu#1"
-    assert t["layer1.0.relu#0"].address == "layer1.0.relu"
+    assert t["layer1.0.relu#0"].address == "layer1.0.relu#0"
     assert t["fc#0"] is t["fc"]
     with pytest.raises(
         NoMatch, match=r"'layer1.0.relu' ran 2 times: say which of 'layer1.0.relu#0', 'layer1.0.relu#1'"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from microtome.capture.attention_probe import ATTENTION, AttentionProbe
 from microtome.capture.attention_weights import Heads, Part, Rows
-from microtome.engine import Selector, Session, select
-from microtome.engine.addresses import Addresses, other_names, refuse_names
+from microtome.engine import Selector, Session
+from microtome.engine.addresses import Addresses, CallSelection, other_names
 from microtome.engine.select import check_model, no_path
 from microtome.errors import BadQuery, NoMatch
 from microtome.inputs import Inputs, device_of
@@ -55,8 +55,7 @@ def attention(
     >>> found.layers, found["self_attn"].sum(-1).allclose(torch.ones(()))
     (('self_attn',), True)
     """
-    wanted = None if layers is None else frozenset(select(model, layers))
-    refuse_names(wanted or ())
+    wanted = None if layers is None else CallSelection(model, layers)
     part = Part(heads, rows)
     given = Inputs.of(inputs, device=device_of(check_model(model)))
     kept: dict[str, Tensor] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from microtome.capture.attention_origin import Kind, Origins, Role, role_of
 from microtome.capture.attention_weights import Heads, Part, Rows, fused_weights
 from microtome.count.whole import AttentionArguments
 from microtome.engine import Call, Probe
+from microtome.engine.addresses import CallSelection
 from microtome.engine.functions import plain, unseen
 from microtome.engine.probes import AnyOp, Where
 
@@ -50,7 +51,7 @@ class AttentionProbe(Probe):
 
     Args:
         keep: Called while the model runs, with a tensor of its own; no session sees what it computes.
-        at: The paths of the modules whose attention is wanted, with all that is inside them. None: all.
+        at: The calls whose attention is wanted, with all that is inside them. None: all.
         heads: The heads that are wanted, by index.
         rows: The queries that are wanted: their indices, "cls" for the first, "last" for the last.
 
@@ -64,12 +65,12 @@ class AttentionProbe(Probe):
         self,
         keep: Callable[[str, Tensor], object],
         *,
-        at: Collection[str] | None = None,
+        at: CallSelection | None = None,
         heads: Heads = None,
         rows: Rows = None,
     ) -> None:
         self._keep = keep
-        self._at = None if at is None else frozenset(at)
+        self._at = at
         self._part = Part(heads, rows)
         self._origins = Origins()
         self._run: Call | None = None
@@ -122,7 +123,7 @@ class AttentionProbe(Probe):
         self._counts[layer.address] = number + 1
         address = f"{layer.address}/attention#{number}" if number else layer.address
         self.seen[address] = None
-        wanted = self._at is None or any(outer.path in self._at for outer in call.stack)
+        wanted = self._at is None or any(outer in self._at for outer in call.stack)
         source = Source(address, layer.module, wanted) if type(call.module) is nn.Softmax else None
         self.sources[call.address] = None if source is None or call.address in self.sources else source
         if wanted:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.capture.features import Features
-from microtome.capture.targets import never_ran, why_not
+from microtome.capture.targets import never_ran, times_ran, why_not
 from microtome.engine import Call, Feed, Intervention, Probe, Replace, Selector, Session, select
 from microtome.engine.addresses import call_of, refuse_names
 from microtome.engine.functions import is_stand_in
@@ -243,9 +243,7 @@ class _Edits(Session):
         runs = [(ran[path], path) for path in paths if path in ran]
         if not runs:
             return NoMatch(f"{paths[0]!r} was to be edited and never ran: {why_not(self.model, paths[0], set(ran))}")
-        last, path = max(runs)
-        there = f"{last + 1} times, from {f'{path}#0'!r} to {f'{path}#{last}'!r}" if last else "once"
-        return NoMatch(f"{wanted.at!r} was to be edited and never ran: {path!r} ran {there}")
+        return NoMatch(f"{wanted.at!r} was to be edited and never ran: {times_ran(*max(runs))}")
 
 
 def _captured(feats: Features, call: Call) -> str:

@@ -44,7 +44,8 @@ def extract(
 
     Args:
         given: The inputs of the model: a tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
-        at: Which modules: a path, a glob, a module type, … or several; `"path/operator"` for operators in their calls.
+        at: Which modules: a path, a glob, a module type, … or several; `"path#1"` for one call of a module;
+            `"path/operator"` for operators in their calls.
         stop: End the run when all is there. When that is, is learned from a run on tensors without values, which hooks
             and edits see too, and remembered. Models that branch on values or on chance run to their end.
         inputs: Capture the arguments of the calls too.
@@ -110,8 +111,7 @@ class _Capture(Probe):
         self._keeping = keeping
         self._inputs = inputs
         self._grad = grad
-        self._modules = {id(module) for module in targets.modules.values()}
-        self._ran: dict[str, None] = {}
+        self._ran: dict[str, int] = {}
         self._op_names: dict[str, dict[str, None]] = {}
         self._ended = 0
         self.stopped_at: Call | None = None
@@ -120,6 +120,8 @@ class _Capture(Probe):
         self.guard = CopyOnWrite() if keeping.detach and keeping.clone == "auto" else None
         self._wanted = targets.modules.keys() | targets.owners.keys()
         ends = [address for address in order or () if call_of(address)[0] in self._wanted]
+        if not set(targets.addresses) <= set(ends):  # the run is to say how often it ran
+            ends = []
         self._last = (ends[-1], len(ends)) if ends else ("", -1)
         self.stops = [Stop(call_of(self._last[0])[0], when=self._is_last)] if ends else []
 
@@ -130,16 +132,16 @@ class _Capture(Probe):
         return self.stopped_at is not None
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._inputs and id(call.module) in self._modules:
+        if self._inputs and call in self._targets.calls:
             kept = replace(self._keeping, transform=None).keep((args, kwargs))
             self._hold(kept)
-            self.features._inputs[call.address] = Inputs(*kept[0], **kept[1])
+            self.features._inputs[self._targets.address(call)] = Inputs(*kept[0], **kept[1])
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._ran[call.path] = None
+        self._ran[call.path] = max(call.index, self._ran.get(call.path, 0))
         self._ended += call.path in self._wanted
-        if id(call.module) in self._modules:
-            self._keep(call.path, call.address, output)
+        if call in self._targets.calls:
+            self._keep(call.path, self._targets.address(call), output)
 
     def _keep(self, name: str, address: str, output: Any) -> None:
         self._keeps = True  # and is no part of the model meanwhile
@@ -185,8 +187,8 @@ class _OpCapture(_Capture):
         index = self._counts.get((call, name), 0)
         self._counts[call, name] = index + 1
         self._op_names.setdefault(call.path, {})[f"{name}#{index}"] = None
-        if self._targets.wants_op(call.path, f"{name}#{index}"):
-            self._keep(f"{call.path}/{name}", f"{call.address}/{name}#{index}", output)
+        if self._targets.wants_op(call, f"{name}#{index}"):
+            self._keep(f"{call.path}/{name}", f"{self._targets.address(call)}/{name}#{index}", output)
 
 
 def _collect(output: Any, feats: Features) -> Callable[[], Any]:

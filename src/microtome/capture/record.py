@@ -21,8 +21,8 @@ from microtome.capture.reduce import Reduce, reduction
 from microtome.capture.store import DiskStore, MemoryStore, Recording, Series, Stats, open_folder
 from microtome.capture.targets import Targets, never_ran
 from microtome.capture.wish import check_kinds, check_wish
-from microtome.engine import Call, Probe, Selector, Session, select, tensors_in
-from microtome.engine.addresses import Addresses, refuse_names
+from microtome.engine import Call, Probe, Selector, Session, tensors_in
+from microtome.engine.addresses import Addresses, CallSelection
 from microtome.engine.functions import is_stand_in
 from microtome.engine.interrupts import Uninterrupted
 from microtome.engine.select import check_model
@@ -57,7 +57,7 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
     """Records what selected modules return while the `with` block runs; afterwards it holds that, by address.
 
     Args:
-        at: Which modules: a path, a glob, a module type, … or several.
+        at: Which modules: a path, a glob, a module type, … or several; `"path#1"` for one call of a module.
         attention: Record attention weights after the softmax, in place of outputs.
         layers: With `attention`, which modules' attention; None: all.
         heads: With `attention`, which heads.
@@ -115,9 +115,8 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
             self._probe: Probe = _Outputs(self)
             selectors = [text_of(one) for one in self._targets.selectors]
         else:
-            paths, chosen = None if layers is None else set(select(model, layers)), Part(heads, rows)
-            refuse_names(paths or ())
-            self._probe = AttentionProbe(self.add, at=paths, heads=chosen.heads, rows=chosen.rows)
+            calls, chosen = None if layers is None else CallSelection(model, layers), Part(heads, rows)
+            self._probe = AttentionProbe(self.add, at=calls, heads=chosen.heads, rows=chosen.rows)
             selectors = [f"attention of {text_of(layers)}, {chosen}"]
         limits |= {"keep": keep, "histogram": histogram}
         self._store: MemoryStore | DiskStore = MemoryStore(last=last, **limits)
@@ -134,7 +133,7 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
         self._runs = self._records = self._nbytes = 0
         self._seconds = 0.0
         self._began: float | None = None
-        self._ran: dict[str, None] = {}
+        self._ran: dict[str, int] = {}
         self._gave: dict[str, None] = {}
         self._failed = False
 
@@ -297,18 +296,18 @@ record = Recorder
 class _Outputs(Probe):
     def __init__(self, recorder: Recorder) -> None:
         assert recorder._targets is not None
-        self._modules = {id(module) for module in recorder._targets.modules.values()}
+        self._targets = recorder._targets
         self._recorder = recorder
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if call.phase == "forward":
-            self._recorder._ran[call.path] = None
-            if id(call.module) in self._modules and self._add(call, output):
+            self._recorder._ran[call.path] = max(call.index, self._recorder._ran.get(call.path, 0))
+            if call in self._targets.calls and self._add(call, output):
                 self._recorder._gave[call.path] = None
 
     def _add(self, call: Call, output: Any) -> bool:
         try:
-            return self._recorder.add(call.address, output)
+            return self._recorder.add(self._targets.address(call), output)
         except BadQuery:
             if self._recorder._is_done:  # closed in another thread meanwhile
                 return False

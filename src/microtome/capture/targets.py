@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
 from torch import nn
 
-from microtome.engine import Selector, select
-from microtome.engine.addresses import call_of, refuse_names
+from microtome.engine import Call, Selector, select
+from microtome.engine.addresses import CallSelection, call_of, each_selector
 from microtome.engine.probes import AnyOp
 from microtome.engine.select import glob, is_glob
 from microtome.errors import BadSelector, NoMatch
@@ -19,30 +19,38 @@ class Targets:
     """The modules and operators that selectors name, in one model.
 
     A text with a slash names operators: `"blocks.3/softmax"` those of that name in the calls of `blocks.3`, and
-    `"blocks.3/softmax#0"` the first of them. Globs work on both sides.
+    `"blocks.3/softmax#0"` the first of them. `"blocks.3#1"` is one call of a module, and `"blocks.3#1/softmax"` names
+    operators in it. Globs work on both sides.
 
     Attributes:
-        modules: The modules whose outputs are wanted, by path.
+        calls: The calls whose outputs are wanted.
+        modules: Their modules, by path.
         owners: Those whose operators are, by path.
     """
 
     def __init__(self, model: nn.Module, at: Selector) -> None:
         self._model = model
-        self.selectors = list(_several(at))
+        self.selectors = each_selector(at)
         if not self.selectors:
             raise NoMatch("nothing is selected: name at least one path, glob, regex, module type, module or callable")
-        self.modules: dict[str, nn.Module] = {}
-        self.owners: dict[str, nn.Module] = {}
-        self._by_selector: list[tuple[Any, set[str]]] = []
-        self._ops: list[tuple[str, set[str], Any]] = []
+        self.calls, self._owners = CallSelection(model, None), CallSelection(model, None)
+        self._by_selector: list[tuple[Any, CallSelection]] = []
+        self._ops: list[tuple[str, CallSelection, Any]] = []
         for selector in self.selectors:
             if self._names_operators(selector):
                 self._add_op(selector)
             else:
-                found = _select(model, selector)
-                self.modules |= found
-                self._by_selector.append((selector, set(found)))
-        refuse_names(self.modules.keys() | self.owners.keys())
+                found = CallSelection(model, selector)
+                self.calls.update(found)
+                self._by_selector.append((selector, found))
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        return self.calls.modules
+
+    @property
+    def owners(self) -> dict[str, nn.Module]:
+        return self._owners.modules
 
     def _names_operators(self, selector: Any) -> bool:
         """Whether it is a text with a slash; but the names of modules may have slashes too, and go first."""
@@ -58,10 +66,10 @@ class Targets:
         path, _, name = text.rpartition("/")
         if not name:
             raise BadSelector(f"{text!r} names no operator: write such as 'blocks.3/softmax'")
-        found = _select(self._model, path)
-        self.owners |= found
+        found = CallSelection(self._model, path)
+        self._owners.update(found)
         wanted = name if "#" in name else f"{name}#*"
-        self._ops.append((text, set(found), glob(wanted) if is_glob(wanted) else wanted))
+        self._ops.append((text, found, glob(wanted) if is_glob(wanted) else wanted))
 
     @property
     def fast_paths(self) -> bool:
@@ -71,16 +79,25 @@ class Targets:
         modules = dict(self._model.named_modules())
         return not self.owners and not any(isinstance(modules.get(path), hiding) for path in parents)
 
-    def wants_op(self, path: str, name: str) -> bool:
-        """Whether an operator, such as `softmax#0`, of a call of the module at this path is wanted."""
-        return any(_is_wanted(path, name, paths, pattern) for _, paths, pattern in self._ops)
+    def wants_op(self, call: Call, name: str) -> bool:
+        """Whether an operator of a call, such as `softmax#0`, is wanted."""
+        return any(call in found and _fits(name, pattern) for _, found, pattern in self._ops)
 
-    def check(self, captured: Iterable[str], seen: Iterable[str], ops: dict[str, list[str]]) -> tuple[str, ...]:
+    @property
+    def addresses(self) -> list[str]:
+        """The single calls that are named, as `Call.address` gives them."""
+        return [*self.calls.addresses, *self._owners.addresses]
+
+    def address(self, call: Call) -> str:
+        """The address of a call whose outputs or operators are wanted, with `#0` where it was named so."""
+        return (self.calls if call.path in self.modules else self._owners).address(call)
+
+    def check(self, captured: Iterable[str], seen: Mapping[str, int], ops: dict[str, list[str]]) -> tuple[str, ...]:
         """The paths that were selected by a pattern and never ran.
 
         Args:
             captured: The paths and operators that were captured.
-            seen: The paths of all modules that ran.
+            seen: The index of the last call of each module that ran, by path.
             ops: The names of operators that ran, by the path of their call.
 
         Raises:
@@ -88,40 +105,41 @@ class Targets:
         """
         got, ran = set(captured), set(seen)
         missing: dict[str, None] = {}
-        for selector, paths in self._by_selector:
-            lost = sorted(paths - got)
-            if lost and (len(lost) == len(paths) or isinstance(selector, nn.Module)):
+        for selector, found in self._by_selector:
+            _check_index(selector, found, seen)
+            lost = sorted(found.modules.keys() - got)
+            if lost and (len(lost) == len(found.modules) or isinstance(selector, nn.Module)):
                 raise _not_captured(self._model, lost[0], ran)
             missing |= dict.fromkeys(lost)
-        for text, paths, pattern in self._ops:
-            if not any(_is_wanted(path, name, paths, pattern) for path, names in ops.items() for name in names):
-                there = sorted({name for path in paths for name in ops.get(path, [])})
+        for text, found, pattern in self._ops:
+            _check_index(text.rpartition("/")[0], found, seen)
+            there = sorted({name for path in found.modules for name in ops.get(path, [])})
+            if not any(_fits(name, pattern) for name in there):
                 raise NoMatch(f"no operator matches {text!r}. There ran: {', '.join(there) or 'none'}")
         return tuple(missing)
 
 
-def _select(model: nn.Module, selector: Selector) -> dict[str, nn.Module]:
-    try:
-        return select(model, selector)
-    except NoMatch as error:
-        if call_of(selector)[1] is None:
-            raise
-        text = f"{selector!r} is the address of a call: select modules, and read the calls of what they gave. {error}"
-        raise NoMatch(text) from error
+def _check_index(selector: Any, found: CallSelection, seen: Mapping[str, int]) -> None:
+    """Raise if a selector names a call with an index that no call of its modules has."""
+    index = call_of(selector)[1]
+    runs = [(seen[path], path) for path in found.modules if path in seen]
+    if index is not None and runs and max(runs)[0] < index:
+        raise NoMatch(f"{selector!r} never ran: {times_ran(*max(runs))}")
 
 
-def _is_wanted(path: str, name: str, paths: set[str], pattern: Any) -> bool:
-    fits = pattern == name if isinstance(pattern, str) else pattern.fullmatch(name) is not None
-    return path in paths and fits
+def times_ran(last: int, path: str) -> str:
+    """How often a module ran, by the index of its last call."""
+    there = f"{last + 1} times, from {f'{path}#0'!r} to {f'{path}#{last}'!r}" if last else "once"
+    return f"{path!r} ran {there}"
+
+
+def _fits(name: str, pattern: Any) -> bool:
+    return pattern == name if isinstance(pattern, str) else pattern.fullmatch(name) is not None
 
 
 def _above(path: str) -> list[str]:
     """The paths of what contains it, the root's first."""
     return ["", *accumulate(path.split(".")[:-1], "{}.{}".format)]
-
-
-def _several(at: Selector) -> Iterable[Any]:
-    return at if isinstance(at, Sequence | set | frozenset) and not isinstance(at, str) else [at]
 
 
 def _not_captured(model: nn.Module, path: str, ran: set[str]) -> NoMatch:

@@ -33,8 +33,7 @@ def split(
     with working(f"splitting {model}"), running(found), torch.no_grad():
         stages = split_model(found.model, found.inputs, at)
         stages.save(to)
-    addresses = [stages.cuts.address(stages.cuts.exactly(one)) for one in stages.at]
-    click.echo(f"{found.name} cut at {', '.join(addresses)}: {stages.verified}, on {describe(found)}")
+    click.echo(f"{found.name} cut at {', '.join(stages.at)}: {stages.verified}, on {describe(found)}")
     click.echo("\n".join(_lines(stages, Path(to))))
 
 
@@ -42,13 +41,9 @@ def _lines(stages: Stages, folder: Path) -> list[str]:
     lines = []
     for stage in stages:
         if stage.begins_at is not None:
-            cut = stages.cuts.exactly(stage.begins_at)
-            lines.append(f"  {size(cut.nbytes)} cross at {stages.cuts.address(cut)}")
+            cut = stages.cuts[stage.begins_at]
+            lines.append(f"  {size(cut.nbytes)} cross at {cut.at}")
         file = folder / f"stage{stage.index}.safetensors"
-        ends = [
-            None if at is None else stages.cuts.address(stages.cuts.exactly(at))
-            for at in (stage.begins_at, stage.ends_at)
-        ]
-        start, end = ends[0] or "the input", ends[1] or "the output"
+        start, end = stage.begins_at or "the input", stage.ends_at or "the output"
         lines.append(f"{file}: {size(file.stat().st_size)}, from {start} to {end}")
     return lines

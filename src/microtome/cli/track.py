@@ -13,6 +13,7 @@ from rich.table import Table
 
 from microtome.cli.model import model_options, resolve, run
 from microtome.engine import tensors_in
+from microtome.engine.addresses import number_calls
 from microtome.track import track as track_model
 
 if TYPE_CHECKING:
@@ -62,9 +63,10 @@ def _run(found: Resolved) -> list[Row]:
         losses = [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]
         if losses:  # none where the model gives indices, or runs without gradients
             torch.stack(losses).sum().backward()
+    addresses = number_calls(call.address for call in order["forward"])
     return [
-        Row(call.address, type(call.module).__name__, call.depth, place, order["backward"].get(call))
-        for call, place in order["forward"].items()
+        Row(address, type(call.module).__name__, call.depth, place, order["backward"].get(call))
+        for (call, place), address in zip(order["forward"].items(), addresses, strict=True)
     ]
 
 

@@ -18,6 +18,7 @@ from microtome.capture.attention_known import KnownAttention
 from microtome.capture.extract import extract
 from microtome.compat.overrides import refuse_overrides
 from microtome.engine import Session, select, tensors_in
+from microtome.engine.addresses import CallSelection
 from microtome.engine.compiled import run_uncompiled
 from microtome.engine.select import check_model
 from microtome.engine.structure import map_tensors
@@ -230,7 +231,7 @@ class Recorder(_Wrapper):
     def _run(self, given: Inputs) -> Any:
         """Look at everything that runs."""
         transformer = getattr(self.vit, "transformer", None)
-        at = select(self.vit, transformer) if isinstance(transformer, nn.Module) else None
+        at = CallSelection(self.vit, transformer) if isinstance(transformer, nn.Module) else None
         probe = AttentionProbe(self._keep, at=at)
         with Session(self.vit, [probe], whole=ATTENTION, other_threads="unseen"):
             prediction = given.run(self.vit)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from microtome.engine.select import named, names
+from microtome.engine.calls import Call
+from microtome.engine.select import Selector, named, names, no_path, select
 from microtome.errors import BadQuery, NoMatch, Unsupported
 
 _ADDRESS = re.compile(r"(.*?)(?:#(\d+))?(?:(/[^/#\[\]]+)(?:#(\d+))?)?(\[.*\])?", re.DOTALL)
@@ -130,6 +131,40 @@ class Addresses:
         return [self.spell(address) for address in self._known]
 
 
+def number_calls(addresses: Iterable[str]) -> list[str]:
+    """The addresses of the calls of a run as results give them: with `#0` on the first of several calls of a module.
+
+    >>> number_calls(["", "relu", "fc", "relu#1"])
+    ['', 'relu#0', 'fc', 'relu#1']
+    """
+    listed = list(addresses)
+    several = {path for path, index in map(call_of, listed) if index}
+    return [f"{address}#0" if address in several else address for address in listed]
+
+
+def unnumbered(address: str) -> str:
+    """The address as `Call.address` gives it during a run, when it is not known whether the module will run again."""
+    return address.removesuffix("#0")
+
+
+def find_address(name: object, known: Collection[str]) -> str:
+    """The one of the addresses in a result that a name means; `#0` may be said of a module's only call.
+
+    Raises:
+        NoMatch: There is none, or the name leaves open which of several calls is meant.
+    """
+    if not isinstance(name, str):
+        raise BadQuery(f"expected the address of a call, such as 'layer1.0.conv1', got {reprlib.repr(name)}")
+    for address in (name, unnumbered(name)):
+        if address in known:
+            return address
+    several = [address for address in known if address != name and call_of(address)[0] == name]
+    if several:
+        listed = ", ".join(map(repr, several[:_MOST_LISTED])) + (", …" if len(several) > _MOST_LISTED else "")
+        raise NoMatch(f"{name!r} ran {len(several)} times: say which of {listed}")
+    raise no_path(name, known)
+
+
 def other_names(model: nn.Module) -> dict[str, str]:
     """The further names of shared modules, and the first, which their calls carry."""
     first = {id(module): path for path, module in named(model)}
@@ -145,6 +180,58 @@ def refuse_names(paths: Iterable[str]) -> None:
                 f"the name of the module {path!r} reads as the call {index} of {base!r}: "
                 "give it a name that does not end with '#' and a number"
             )
+
+
+class CallSelection:
+    """The calls that selectors name: all calls of the modules or, by an address such as `"block#1"`, one of each.
+
+    Attributes:
+        modules: The modules, by path.
+    """
+
+    def __init__(self, model: nn.Module, at: Selector | None) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self._indices: dict[str, set[int] | None] = {}
+        every = {path for path, _ in names(model)}
+        for selector in [] if at is None else each_selector(at) or [at]:
+            refuse_names([selector] if isinstance(selector, str) and selector in every else ())
+            modules, index = call_of(selector)
+            for path, module in select(model, modules).items():
+                self._add(path, module, None if index is None else {index})
+        refuse_names(self.modules)
+
+    def _add(self, path: str, module: nn.Module, indices: set[int] | None) -> None:
+        known = self._indices.get(path, set())
+        self.modules[path] = module
+        self._indices[path] = None if indices is None or known is None else known | indices
+
+    def update(self, other: CallSelection) -> None:
+        """Add the calls of another selection."""
+        for path, module in other.modules.items():
+            self._add(path, module, other._indices[path])
+
+    def has(self, path: str, index: int) -> bool:
+        known = self._indices.get(path, ())
+        return known is None or index in known
+
+    def __contains__(self, call: object) -> bool:
+        return isinstance(call, Call) and self.has(call.path, call.index)
+
+    def address(self, call: Call) -> str:
+        """The address of a call, with `#0` where it was named as one of several."""
+        return call.address if call.index or self._indices.get(call.path) is None else f"{call.path}#0"
+
+    @property
+    def addresses(self) -> list[str]:
+        """The single calls that are named, as `Call.address` gives them."""
+        indices = [(path, index) for path, known in self._indices.items() for index in sorted(known or ())]
+        return [f"{path}#{index}" if index else path for path, index in indices]
+
+
+def each_selector(at: Selector) -> list[Any]:
+    """The selectors in a selector that may be several."""
+    several = isinstance(at, Sequence | set | frozenset) and not isinstance(at, str | bytes)
+    return [one for part in at for one in each_selector(part)] if several else [at]  # type: ignore[union-attr]
 
 
 def call_of(text: Any) -> tuple[Any, int | None]:

@@ -62,7 +62,10 @@ class Call:
 
     @property
     def address(self) -> str:
-        """The path and, from the second run on, the index: `block`, `block#1`."""
+        """The path and, from the second run on, the index: `block`, `block#1`.
+
+        Results, which know whether the module ran again, give the first of several calls as `block#0`.
+        """
         return f"{self.path}#{self.index}" if self.index else self.path
 
     @property

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Session, tensors_in
+from microtome.engine.addresses import unnumbered
 from microtome.errors import BadInputs, BadQuery
 from microtome.inputs import Inputs
 from microtome.measure.environment import environment
@@ -70,6 +71,7 @@ class CodecCosts(Result):
                 f"the costs of codec {codec!r} were not measured ({there} were): measure them, or name another"
             )
         known = self.costs[codec]
+        live = [value if value.name in known else _as_in_older_files(value) for value in live]
         missing = [value.name for value in live if value.name not in known]
         if missing:
             raise BadQuery(
@@ -96,6 +98,12 @@ class CodecCosts(Result):
 
     def __repr__(self) -> str:
         return f"<CodecCosts of {self.model}: {', '.join(self.costs)}>"
+
+
+def _as_in_older_files(value: Live) -> Live:
+    """The value under the name that it has in files of an older microtome, without the `#0` of a first call."""
+    source = value.source or ""
+    return value._replace(name=unnumbered(source) + value.name.removeprefix(source))
 
 
 def codec_costs(
@@ -155,7 +163,7 @@ class _Values(Probe):
         self._by_source: dict[str, list[Live]] = {}
         for value in wanted:
             if value.source is not None:
-                self._by_source.setdefault(value.source, []).append(value)
+                self._by_source.setdefault(unnumbered(value.source), []).append(value)
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         for value in self._by_source.get(call.address, ()):

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from microtome.engine.select import no_path
-from microtome.errors import BadQuery, NoMatch
+from microtome.engine.addresses import find_address
+from microtome.errors import BadQuery
 from microtome.plan.link import Link
 from microtome.results import File, Result, write
 
@@ -157,14 +157,10 @@ class Plan(Result):
         """The best candidate that cuts at an address, or that has this name."""
         if not isinstance(at, str):
             raise BadQuery(f"candidates are found by where they cut, such as 'layer2.0', got {at!r}")
-        for name in (at, at.removesuffix("#0")):
-            for candidate in self.candidates:
-                if name in candidate.at or name == candidate.name:
-                    return candidate
-        cuts = [name for candidate in self.candidates for name in candidate.at if name is not None]
-        if f"{at}#0" in cuts:
-            raise NoMatch(f"{at!r} ran several times: say which, from {f'{at}#0'!r} on")
-        raise no_path(at, cuts)
+        cuts = dict.fromkeys(name for candidate in self.candidates for name in candidate.at if name is not None)
+        if not any(at == candidate.name for candidate in self.candidates):
+            at = find_address(at, cuts)
+        return next(candidate for candidate in self.candidates if at in candidate.at or at == candidate.name)
 
     def over_bandwidths(self) -> tuple[Span, ...]:
         """Which candidate is the best from which bandwidth on, all else as it is: exact, from 0 to infinity.

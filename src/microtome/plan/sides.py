@@ -23,7 +23,7 @@ class Place:
     """Where one device may hand over to the next: before the first layer, at a cut, or at the end.
 
     Attributes:
-        at: The address of the cut, with `#0` where its module ran again; None at both ends.
+        at: The address of the cut; None at both ends.
         live: What is handed over.
         head_param_bytes: Those of parameters that are read before.
         tail_param_bytes: Those of parameters that are read after.
@@ -39,9 +39,8 @@ def places(cuts: Cuts, profiles: Sequence[Profile]) -> list[Place]:
     """The beginning, the cuts at which every profile has a time, and the end."""
     total = profiles[0].total.param_bytes
     timed = [{row.address for row in profile if row.until_s is not None} for profile in profiles]
-    known = {row.address for row in profiles[0]}
     between = [
-        Place(f"{cut.at}#0" if f"{cut.at}#1" in known else cut.at, cut.live, cut.head_param_bytes, cut.tail_param_bytes)
+        Place(cut.at, cut.live, cut.head_param_bytes, cut.tail_param_bytes)
         for cut in cuts
         if all(cut.at in addresses for addresses in timed)
     ]
@@ -77,7 +76,7 @@ class Side:
         self.profile = profile
         self._places = places
         rows = {row.address: row for row in profile}
-        self._cuts = [rows[place.at.removesuffix("#0")] for place in places[1:-1] if place.at is not None]
+        self._cuts = [rows[place.at] for place in places[1:-1] if place.at is not None]
         self.until_s = torch.tensor(self._clocks(), dtype=torch.float64)
 
     def run_s(self) -> Tensor:

@@ -8,8 +8,9 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from microtome.engine.addresses import find_address
 from microtome.engine.select import glob, is_glob, no_path
-from microtome.errors import BadQuery, NoMatch
+from microtome.errors import BadQuery
 from microtome.profile.how import EnergyUse, MemoryUse, Sampling, Timing
 from microtome.profile.rows import AMOUNTS, Group, Row, add
 from microtome.profile.timeline import Timeline
@@ -112,18 +113,8 @@ class Profile(Result):
 
     def __getitem__(self, address: str) -> Any:
         """The row at an address; of a glob, a tuple of the rows whose path it matches."""
-        if not isinstance(address, str):
-            raise BadQuery(f"rows are found by their address, such as 'layer1.0.conv1', got {address!r}")
-        if address in self._by_address:
-            again = self._by_address.get(f"{address}#1")
-            if again is not None:
-                runs = sum(row.path == again.path for row in self.calls)
-                raise NoMatch(f"{address!r} ran {runs} times: say which, from {f'{address}#0'!r} on")
-            return self._by_address[address]
-        if address.endswith("#0") and address[:-2] in self._by_address:
-            return self._by_address[address[:-2]]
-        if not is_glob(address):
-            raise no_path(address, self._by_address)
+        if not isinstance(address, str) or not is_glob(address) or address in self._by_address:
+            return self._by_address[find_address(address, self._by_address)]
         pattern = glob(address)
         found = tuple(row for row in self.calls if pattern.fullmatch(row.path))
         if not found:

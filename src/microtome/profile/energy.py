@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from microtome.engine import Call, Probe
+from microtome.engine.addresses import unnumbered
 from microtome.engine.structure import clone_tensors
 from microtome.errors import BadQuery, SensorFailed, Unsupported, said
 from microtome.inputs import Inputs
@@ -172,7 +173,7 @@ def replay(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Se
         raise Unsupported("a layer is replayed in the forward alone: leave out backward, or energy='replay'")
     began = perf_counter()
     whole = _measure_whole(runs, meter, schedule)
-    leaves = {tree.rows[at].address: at for at in tree.leaves()}
+    leaves = {unnumbered(tree.rows[at].address): at for at in tree.leaves()}
     kinds = {address: _kind(tree.rows[at], runs.model) for address, at in leaves.items()}
     capture = _Capture(kinds)
     with runs.session(capture, tree):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
+from microtome.engine.addresses import number_calls
 from microtome.measure.spread import Spread
 from microtome.profile.data import Coverage, Profile, Unknown
 from microtome.profile.how import EnergyUse, Load, MemoryUse, Sampling, Timing
@@ -71,19 +72,29 @@ def profile_from(data: dict[str, Any]) -> dict[str, Any]:
     """The fields of a profile, from those that `Profile.as_dict` gave."""
     if not data["calls"]:
         raise ValueError("it has no calls")
-    _check_parents(data["calls"])
+    calls = _numbered(data["calls"])
+    _check_parents(calls)
     coverage = data["coverage"]
     unknown = tuple(Unknown(op["name"], op["runs"], tuple(op["calls"])) for op in coverage["unknown"])
     return {
         **{name: data[name] for name in ("model", "inputs", "convention", "how")},
         "coverage": Coverage(coverage["ops"], unknown, tuple(coverage["never_ran"])),
-        "calls": tuple(_row(row) for row in data["calls"]),
+        "calls": tuple(map(_row, calls)),
         **{name: data[name] for name in ("environment", "unavailable")},
         "timing": _with_spreads(Timing, data["timing"]),
         **{name: _with_spreads(kind, data[name]) for name, kind in _HOW.items()},
         "timeline": Timeline.from_dict(data["timeline"]) if data.get("timeline") else None,
         "gradients": data.get("gradients"),
     }
+
+
+def _numbered(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls with `#0` on the first of several, which older files leave out."""
+    addresses = [row["address"] for row in calls]
+    known = dict(zip(addresses, number_calls(addresses), strict=True))
+    return [
+        {**row, "address": known[row["address"]], "parent": known.get(row["parent"], row["parent"])} for row in calls
+    ]
 
 
 def _check_parents(calls: list[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from microtome.engine.addresses import unnumbered
 from microtome.engine.select import Selector
 from microtome.profile.rows import Row
 
@@ -22,7 +23,7 @@ class Tree:
         at: The index of each in all rows of the profile.
         paths: The paths of their modules.
         parents: Of each call, the index of the nearest that contains it; None for the root.
-        addresses: The index of the call at each address, or of the nearest that contains that.
+        addresses: The index of the call at each `Call.address`, or of the nearest that contains that.
     """
 
     def __init__(self, rows: Sequence[Row], depth: int | None = None) -> None:
@@ -32,18 +33,18 @@ class Tree:
         self.addresses: dict[str, int] = {}
         self.parents: list[int | None] = []
         for row in rows:
-            above = None if row.parent is None else self.addresses[row.parent]
+            above = None if row.parent is None else self.addresses[unnumbered(row.parent)]
             if row.path in self.paths:
-                self.addresses[row.address] = len(self.parents)
+                self.addresses[unnumbered(row.address)] = len(self.parents)
                 self.parents.append(above)
             else:
                 assert above is not None  # the root is looked at
-                self.addresses[row.address] = above
+                self.addresses[unnumbered(row.address)] = above
 
     @property
     def order(self) -> list[str]:
-        """The addresses, in the order the calls begin."""
-        return [row.address for row in self.rows]
+        """The addresses as `Call.address` gives them, in the order the calls begin."""
+        return [unnumbered(row.address) for row in self.rows]
 
     def leaves(self) -> list[int]:
         """The calls that no other of them lies in."""

@@ -51,7 +51,7 @@ class Parts:
             if at not in self._made:
                 if self.splitter is None:
                     raise BadQuery(f"only the stage up to {self.fixed!r} is here: the model cannot be cut at {at!r}")
-                head, tail = self.splitter.at(self.splitter.exactly(at))
+                head, tail = self.splitter.at(at)
                 self._made[at] = head, tail if self.is_whole else None
             return self._made[at]
 

@@ -128,7 +128,7 @@ class Served:
         with self._lock:
             if at not in self._made:
                 try:
-                    head, tail = self._splitter.at(self._splitter.exactly(at))
+                    head, tail = self._splitter.at(at)
                 except Unsupported as error:
                     raise NoMatch(f"{self.name} is not served from {at!r} on: {error}") from error
                 self._made[at] = head, tail

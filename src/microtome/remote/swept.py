@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from typing import Any, ClassVar, Self
 
-from microtome.engine.select import no_path
+from microtome.engine.addresses import find_address
 from microtome.remote.link import Measured
 from microtome.results import File, Result, write
 
@@ -113,10 +113,8 @@ class Sweep(Result):
 
     def __getitem__(self, at: str | None) -> Timed:
         """What was measured at a cut; `""`: all there; None: all here."""
-        found = next((row for row in self.rows if row.at == at), None)
-        if found is None:
-            raise no_path(str(at), [row.at for row in self.rows if row.at])
-        return found
+        known = {row.at: row for row in self.rows}
+        return known[at] if at in known else known[find_address(at, [name for name in known if name])]
 
     def to_html(self, file: File | None = None) -> str:
         """As one page that needs nothing else; written to the file if one is named."""

@@ -257,7 +257,7 @@ def tuned(splitter: Splitter, connection: Connection, codecs: Sequence[str], ser
 def best_codec(splitter: Splitter, at: str, connection: Connection, codecs: Sequence[str]) -> str:
     """With which codec the example is there soonest."""
     inputs = replace(splitter.cuts, offered=())
-    cuts = inputs if at == INPUTS else replace(inputs, offered=(splitter.exactly(at),))
+    cuts = inputs if at == INPUTS else replace(inputs, offered=(splitter.cuts[at],))
     live = cuts.inputs if at == INPUTS else cuts[0].live
     with torch.no_grad():
         costs = codec_costs(cuts, codecs, model=splitter.model, inputs=splitter.given)
@@ -272,7 +272,7 @@ def way_of(candidate: Candidate) -> Way:
     """How requests go for a candidate of a plan over two devices."""
     if not candidate.at:
         return Way(None, "raw")
-    return Way((candidate.at[0] or INPUTS).removesuffix("#0"), candidate.codecs[0])
+    return Way(candidate.at[0] or INPUTS, candidate.codecs[0])
 
 
 def _nearer(known: float, seen: float) -> float:

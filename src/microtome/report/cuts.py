@@ -88,7 +88,7 @@ def markdown(cuts: Cuts, view: View | None = None) -> str:
     headers = ["cut", *map(_header, _COLUMNS), "crosses"]
     lines = [headers, ["---", "---", *["---:"] * (len(_COLUMNS) - 1), "---"]]
     for cut in rows:
-        name = f"**{code(cuts.address(cut))}**" if cut.dominates else code(cuts.address(cut))
+        name = f"**{code(cut.at)}**" if cut.dominates else code(cut.at)
         crossing = ", ".join(code(live.name) for live in cut.live)
         lines.append([name, *(escaped(column.cell(cut)) for column in _COLUMNS.values()), crossing])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -149,7 +149,7 @@ def _table(cuts: Cuts, rows: Sequence[Cut], layout: _Layout) -> Table:
     for cut in rows:
         values = {name: column.cell(cut) for name, column in _COLUMNS.items()}
         values["crosses"] = _names(_crossing(cut), room)
-        marked = f"{_MARK if cut.dominates else ' '} {shortened(printable(cuts.address(cut)), layout.where)}"
+        marked = f"{_MARK if cut.dominates else ' '} {shortened(printable(cut.at), layout.where)}"
         add(marked, cut.nbytes, values, "bold" if cut.dominates else "")
     add(f"  {_OUTPUT}", cuts.output_bytes, {}, "dim")
     return table
@@ -179,7 +179,7 @@ def _layout(cuts: Cuts, rows: Sequence[Cut], width: int) -> _Layout:
     widths["bytes"] = max(widths["bytes"], len(size(cuts.input_bytes)), len(size(cuts.output_bytes)))
     wanted = min(max((len(", ".join(_crossing(cut))) for cut in rows), default=0), _NAMES)
     widths |= {"crosses": _FEW, "bar": _BAR}
-    longest = max((len(cuts.address(cut)) for cut in rows), default=0)
+    longest = max((len(cut.at) for cut in rows), default=0)
     where = max(min(longest, width * 9 // 20), len(_OUTPUT))
     room = width - where - 2
     every = ("type", "bytes", "bar", *(name for name in _COLUMNS if name not in ("type", "bytes")), "crosses")
@@ -225,8 +225,7 @@ def _names(names: Sequence[str], room: int) -> str:
 
 def _one(cut: Cut, cuts: Cuts) -> Any:
     title = (
-        f"{cuts.model} cut at {cuts.address(cut)} ({cut.type}): {size(cut.nbytes)} cross; "
-        f"the input has {size(cuts.input_bytes)}"
+        f"{cuts.model} cut at {cut.at} ({cut.type}): {size(cut.nbytes)} cross; the input has {size(cuts.input_bytes)}"
     )
     table = Table(show_edge=False, pad_edge=False)
     for at, header in enumerate(("crosses", "shape", "dtype", "bytes")):
@@ -262,7 +261,7 @@ def _plural(number: int, what: str) -> str:
 def notes_of(cuts: Cuts, view: View, rows: Sequence[Cut], mark: str = _MARK) -> Iterator[str]:
     if cuts.offered:
         best = cuts.best()
-        yield f"fewest bytes: {cuts.address(best)}, {size(best.nbytes)}; {_beside_input(cuts)}"
+        yield f"fewest bytes: {best.at}, {size(best.nbytes)}; {_beside_input(cuts)}"
     if any(cut.dominates for cut in rows):
         yield f"{mark}: sends fewer bytes than every cut before it"
     if len(rows) < len(cuts):
@@ -275,9 +274,7 @@ def notes_of(cuts: Cuts, view: View, rows: Sequence[Cut], mark: str = _MARK) -> 
 def _beside_input(cuts: Cuts) -> str:
     first = next((cut for cut in cuts if cut.nbytes < cuts.input_bytes), None)
     than = f"the input's {size(cuts.input_bytes)}"
-    return (
-        f"none has fewer than {than}" if first is None else f"the first with fewer than {than}: {cuts.address(first)}"
-    )
+    return f"none has fewer than {than}" if first is None else f"the first with fewer than {than}: {first.at}"
 
 
 def _of_terminal(layout: _Layout, rows: Sequence[Cut]) -> Iterator[str]:
@@ -300,7 +297,7 @@ def _refusals(cuts: Cuts) -> Iterator[str]:
     """The places that are refused, those with the same reason together."""
     reasons: dict[str, list[str]] = {}
     for cut in cuts.refused:
-        reasons.setdefault(cut.refused or "", []).append(cuts.address(cut))
+        reasons.setdefault(cut.refused or "", []).append(cut.at)
     for reason, places in list(reasons.items())[:_REASONS]:
         more = f" and {len(places) - _PLACES} more" if len(places) > _PLACES else ""
         yield f"refused at {', '.join(places[:_PLACES])}{more}: {reason}"

@@ -99,7 +99,7 @@ class _Builder:
         self._trace = trace
         self._depth = depth
         self._cut = cut
-        at = None if cut is None else trace[cut if isinstance(cut, str) else _whole(cut.at)]
+        at = None if cut is None else trace[cut if isinstance(cut, str) else cut.at]
         self._cut_call = at
         self._above = set() if at is None else {call.index for call in _above(trace, at)}
         self.nodes: list[Node] = []
@@ -207,11 +207,6 @@ class _Builder:
         # What the tail can make again from less is among these: only a Cut knows what crosses.
         drawn = {value: nbytes for edge in edges if edge.crosses for value, nbytes in edge.values.items()}
         return f"{where}: {size(sum(drawn.values()))} on its edges"
-
-
-def _whole(address: str) -> str:
-    """An address with the index of the run, which one of the first may leave out."""
-    return address if "#" in address else f"{address}#0"
 
 
 def _above(trace: Trace, call: TracedCall) -> list[TracedCall]:

@@ -34,8 +34,7 @@ def choose_cuts(cuts: Cuts, at: Any) -> list[Cut]:
 
 
 def _cut(cuts: Cuts, one: Any) -> Cut:
-    # A cut knows which of several calls of a module it is at.
-    return cuts[f"{one.at}#0" if "#" not in one.at else one.at] if isinstance(one, Cut) else cuts[one]
+    return cuts[one.at if isinstance(one, Cut) else one]
 
 
 def stage_index(load: str | int, count: int) -> int:

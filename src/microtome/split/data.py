@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Self, overload
 
-from microtome.engine.select import no_path
+from microtome.engine.addresses import find_address, number_calls
 from microtome.errors import BadQuery, NoMatch
 from microtome.results import Result
 
@@ -35,7 +34,7 @@ class Cut:
     """A place to cut: the exit of a call. What ran until then is the head; the tail is the rest.
 
     Attributes:
-        at: The address of the call.
+        at: The address of the call, with its index where the module ran several times: `relu#0`.
         live: What the tail needs of the head.
         nbytes: The bytes of that.
         head_macs: Multiply-accumulates of the head; None where an operator's are not known.
@@ -123,28 +122,11 @@ class Cuts(Result, Sequence[Cut]):
 
     def find(self, at: str) -> Cut:
         """The place at an address, whether the model can be cut there or not."""
-        every = sorted((*self.offered, *self.refused), key=lambda cut: cut.index)
-        named = [cut for cut in every if cut.at.partition("#")[0] == at]
-        if len(named) > 1:
-            addresses = ", ".join(repr(cut.at if "#" in cut.at else f"{at}#0") for cut in named)
-            raise NoMatch(f"{at!r} ran {len(named)} times: say which of {addresses}")
-        exact = [cut for cut in every if cut.at == at.removesuffix("#0")]
-        if not exact:
-            raise no_path(at, [cut.at for cut in every])
-        return exact[0]
-
-    def exactly(self, at: str) -> Cut:
-        """The cut whose address this is, as `Cut.at` and a boundary say it: without a number, at the first call."""
-        return self[at if "#" in at else f"{at}#0"]
-
-    def address(self, cut: Cut) -> str:
-        """The address of a cut with its number where the module ran several times, as every query takes it."""
-        return f"{cut.at}#0" if self._calls[cut.at] > 1 else cut.at
+        return self._by_address[find_address(at, self._by_address)]
 
     @cached_property
-    def _calls(self) -> Counter[str]:
-        """How often each module ran."""
-        return Counter(cut.at.partition("#")[0] for cut in (*self.offered, *self.refused))
+    def _by_address(self) -> dict[str, Cut]:
+        return {cut.at: cut for cut in sorted((*self.offered, *self.refused), key=lambda cut: cut.index)}
 
     def best(self, by: By = "bytes") -> Cut:
         """The cut with the least of something; of several, the one that leaves the head the least to do."""
@@ -177,7 +159,7 @@ class Cuts(Result, Sequence[Cut]):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        cuts = [Cut(**{**cut, "live": _lives(cut["live"])}) for cut in data["cuts"]]
+        cuts = [Cut(**{**cut, "live": _lives(cut["live"])}) for cut in _numbered(data["cuts"])]
         return cls(
             data["model"],
             _lives(data["inputs"]),
@@ -194,6 +176,20 @@ class Cuts(Result, Sequence[Cut]):
     def __repr__(self) -> str:
         refused = f", {len(self.refused)} refused" if self.refused else ""
         return f"<Cuts of {self.model}: {len(self.offered)}{refused}>"
+
+
+def _numbered(cuts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cuts with `#0` on the first of several calls, which older files leave out."""
+    addresses = [cut["at"] for cut in cuts]
+    known = dict(zip(addresses, number_calls(addresses), strict=True))
+
+    def numbered(live: dict[str, Any]) -> dict[str, Any]:
+        source = live["source"]
+        if known.get(source, source) == source:
+            return live
+        return {**live, "source": known[source], "name": known[source] + live["name"].removeprefix(source)}
+
+    return [{**cut, "at": known[cut["at"]], "live": [numbered(live) for live in cut["live"]]} for cut in cuts]
 
 
 def _lives(listed: list[dict[str, Any]]) -> tuple[Live, ...]:

@@ -130,7 +130,7 @@ class Stages(Sequence[Stage]):
         """The same stages of a copy of the model that has the weights of one of them alone; the others are on meta."""
         model = stripped(self._splitter.model, self._stages[index].parameters_needed())
         other = copy.copy(self)
-        chosen = [self._splitter.exactly(at) for at in self.at]
+        chosen = [self._splitter.cuts[at] for at in self.at]
         other._stages = tuple(self._splitter.stages(chosen, self._more, model))
         return other
 
@@ -139,7 +139,7 @@ class Stages(Sequence[Stage]):
         ranks = self._splitter.ranks
         drawn: dict[int | None, int] = {op: at for at, op in enumerate(self._splitter.draws)}
         # All that crosses: who loads a stage looks at a model without values, and does not see what its code reads.
-        every = self._splitter.places([self._splitter.exactly(at) for at in self.at], self._more)
+        every = self._splitter.places([self._splitter.cuts[at] for at in self.at], self._more)
         more = [
             [
                 [None if place.call is None else ranks[place.call], place.at, place.is_argument, drawn.get(place.draw)]
@@ -199,10 +199,6 @@ class Splitter:
         if len(chosen) > 1:
             raise BadQuery(f"one cut makes two halves, and these are {len(chosen)}: {where!r:.200}")
         return chosen[0]
-
-    def exactly(self, at: str) -> Cut:
-        """The cut whose address this is, as `Cut.at` and a boundary say it."""
-        return self.cuts.exactly(at)
 
     def at(self, where: Any, *, verify: bool = True, load: str | int | None = None) -> Stages:
         """See `microtome.split`."""
@@ -374,4 +370,5 @@ def load_stages(model: nn.Module, inputs: Any, at: Sequence[str], fingerprint: s
         }
         for listed in more
     ]
-    return splitter.stages([splitter.exactly(one) for one in at], places)
+    # Older files leave out the `#0` of the first of several calls.
+    return splitter.stages([splitter.cuts[one if "#" in one else f"{one}#0"] for one in at], places)

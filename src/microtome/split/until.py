@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from microtome.engine import Call, Probe, Selector, select
+from microtome.engine import Call, Probe, Selector
+from microtome.engine.addresses import CallSelection, call_of, unnumbered
 from microtome.engine.structure import map_tensors
 from microtome.errors import BadQuery, NoMatch
 from microtome.split.boundary import Boundary
@@ -27,12 +27,12 @@ class Until(NamedTuple):
 
 
 class _Saved(Probe):
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = {id(module) for module in modules}
+    def __init__(self, wanted: CallSelection | None) -> None:
+        self._wanted = wanted
         self.by_address: dict[str, Any] = {}
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if id(call.module) in self._modules:
+        if self._wanted is not None and call in self._wanted:
             self.by_address[call.address] = map_tensors(lambda tensor: tensor.detach().clone(), output)
 
 
@@ -42,7 +42,7 @@ def run_until(model: nn.Module, inputs: Any, at: str, *, save: Selector | None =
     Args:
         inputs: A tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
         at: The address of the call.
-        save: The modules whose outputs are to be kept on the way, as a selector.
+        save: The modules whose outputs are to be kept on the way, as a selector; or calls of them, by address.
 
     >>> from microtome import zoo
     >>> model, x = zoo.build("tiny-resnet")
@@ -56,13 +56,11 @@ def run_until(model: nn.Module, inputs: Any, at: str, *, save: Selector | None =
         raise BadQuery(f"a model runs until one call: give its address, not {at!r:.80}")
     splitter = Splitter(model, inputs)
     head = splitter.at(at, verify=False)[0]
-    saved = _Saved(() if save is None else select(model, save).values())
+    wanted = None if save is None else CallSelection(model, save)
+    saved = _Saved(wanted)
     boundary = head.run(splitter.given.args, splitter.given.kwargs, [saved])
-    missing = [] if save is None else [path for path in select(model, save) if path not in _paths(saved.by_address)]
-    if missing:
+    known = {call_of(address)[0] for address in saved.by_address}
+    if missing := [path for path in wanted.modules if path not in known] if wanted is not None else []:
         raise NoMatch(f"{missing[0]!r} does not run before the exit of {at!r}: leave it out of `save`")
-    return Until(boundary, saved.by_address)
-
-
-def _paths(addresses: Iterable[str]) -> set[str]:
-    return {address.partition("#")[0] for address in addresses}
+    every = {unnumbered(cut.at): cut.at for cut in (*splitter.cuts, *splitter.cuts.refused)}
+    return Until(boundary, {every.get(address, address): value for address, value in saved.by_address.items()})

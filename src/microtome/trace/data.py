@@ -13,9 +13,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from microtome.engine import Phase
-from microtome.engine.select import no_path
+from microtome.engine.addresses import find_address
 from microtome.engine.standin import Stand
-from microtome.errors import NoMatch
 from microtome.results import File, write
 
 
@@ -97,6 +96,7 @@ class TracedCall:
     """One run of one module.
 
     Attributes:
+        address: The path of the module, with the index of the call where the module ran several times: `relu#0`.
         ops: The operators that its own code ran, those of calls inside it left out; with those of its backward.
         inputs: The tensors among its arguments.
         outputs: The tensors in what it returned.
@@ -164,15 +164,8 @@ class Trace:
 
     def __getitem__(self, address: str) -> TracedCall:
         """The call at an address. `#0` may be left out where the module ran once."""
-        calls = [call for call in self.calls if call.phase == "forward"]
-        named = [call for call in calls if call.path == address]
-        if len(named) > 1:
-            every = ", ".join(repr(call.address if call is not named[0] else f"{address}#0") for call in named)
-            raise NoMatch(f"{address!r} ran {len(named)} times: say which of {every}")
-        exact = [call for call in calls if call.address == address.removesuffix("#0")]
-        if not exact:
-            raise no_path(address, [call.address for call in calls])
-        return exact[0]
+        calls = {call.address: call for call in self.calls if call.phase == "forward"}
+        return calls[find_address(address, calls)]
 
     def below(self, call: TracedCall) -> Iterator[TracedCall]:
         """The call and all calls inside it."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from microtome.count.conventions import Convention, Cost
 from microtome.engine import Call, Probe, tensors_in
+from microtome.engine.addresses import number_calls
 from microtome.engine.arguments import CannotStand
 from microtome.engine.functions import Whole, is_stand_in, plain
 from microtome.engine.originals import Originals
@@ -328,10 +329,11 @@ class Recorder(Probe):
             raise unseen_root(self._model)
         if self._fold is not None:
             self._unfold()
+        addresses = number_calls(record.call.address for record in self._calls.values())
         calls = (
             TracedCall(
                 index=record.index,
-                address=record.call.address,
+                address=address,
                 path=record.call.path,
                 type=record.type,
                 phase=record.call.phase,
@@ -344,7 +346,7 @@ class Recorder(Probe):
                 begins=record.begins,
                 ends=record.ends,
             )
-            for record in self._calls.values()
+            for record, address in zip(self._calls.values(), addresses, strict=True)
         )
         return Trace(how, tuple(calls), tuple(self._ops), *self._values.as_data(), tuple(self._reads))
 

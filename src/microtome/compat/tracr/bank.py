@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from microtome.engine import Call, Probe
+from microtome.engine.addresses import unnumbered
 from microtome.engine.structure import map_tensors
 from microtome.errors import Unsupported
 
@@ -21,14 +22,15 @@ class Bank(Probe):
 
     def __init__(self, wanted: dict[str, int]) -> None:
         self.wanted = wanted
+        self._by_call = {unnumbered(address): layer for address, layer in wanted.items()}
         self.last: tuple[str, int] | None = None
         self.outputs: dict[int, Any] = {}
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self.last is not None and call.address == self.last[0]:
+        if self.last is not None and call.address == unnumbered(self.last[0]):
             self.outputs[self.last[1]] = map_tensors(Tensor.detach, output)
-        elif call.address in self.wanted:
-            self.outputs[self.wanted[call.address]] = map_tensors(lambda tensor: tensor.detach().clone(), output)
+        elif (layer := self._by_call.get(call.address)) is not None:
+            self.outputs[layer] = map_tensors(lambda tensor: tensor.detach().clone(), output)
 
     def check(self) -> None:
         for address, at in self.wanted.items():

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from microtome.compat.tracr.early import HookExitException
-from microtome.compat.tracr.layers import exact
 from microtome.errors import NoMatch, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.stages import Splitter, Stages
@@ -43,7 +42,7 @@ class LayerCuts:
             self._state = _state(self._parts)
         if layer not in self._stages:
             try:
-                self._stages[layer] = self._splitter.at(exact(self._layers[layer]))
+                self._stages[layer] = self._splitter.at(self._layers[layer])
             except (NoMatch, Unsupported) as error:
                 raise Unsupported(f"a run cannot be stopped after layer {layer}: {error}") from error
         return self._stages[layer]

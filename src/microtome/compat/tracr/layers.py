@@ -64,8 +64,3 @@ def layers_in(profile: Profile, row: Row, depth: int) -> Iterator[Row]:
             yield child
         else:
             yield from layers_in(profile, child, depth)
-
-
-def exact(address: str) -> str:
-    """The address of a call, said so that it is not taken for one of several."""
-    return address if "#" in address else f"{address}#0"

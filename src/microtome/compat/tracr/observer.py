@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from microtome.compat.tracr.layers import exact
 from microtome.engine import Call, Probe, Stopped
 from microtome.engine.structure import tensors_in
 from microtome.inputs import device_of
@@ -107,10 +106,10 @@ def _facts(output: Any, tensors: list[Tensor]) -> dict[str, Any]:
 
 def _skipped(profile: Profile, address: str) -> Iterator[Row]:
     """The largest calls that end with or before a call and do not contain it: those that a resumed run skips."""
-    row: Row = profile[exact(address)]
+    row: Row = profile[address]
     yield row
     while row.parent is not None:
-        parent: Row = profile[exact(row.parent)]
+        parent: Row = profile[row.parent]
         for sibling in profile.children(parent):
             if sibling is row:
                 break

@@ -16,7 +16,7 @@ from microtome.compat.tracr.bank import Bank
 from microtome.compat.tracr.cutting import LayerCuts
 from microtome.compat.tracr.early import EarlyOutput, HookExitException, share_tensors
 from microtome.compat.tracr.images import image_to_tensor, is_image
-from microtome.compat.tracr.layers import LayerRecord, MetricsCollector, exact, layers_in
+from microtome.compat.tracr.layers import LayerRecord, MetricsCollector, layers_in
 from microtome.compat.tracr.observer import LayerObserver
 from microtome.compat.tracr.settings import quantities, settle, training_of, whole_number
 from microtome.engine import Session
@@ -175,7 +175,7 @@ class WrappedModel(nn.Module):
         Its numbers are the example's; `unavailable` says why some are None.
         """
         if not self._is_measured:
-            rows = [self._profile[exact(address)] for address in self.layers]
+            rows = [self._profile[address] for address in self.layers]
             deepest = max((row.depth for row in rows), default=0)
             with self._gradients():
                 self._profile = profile(self.model, self._example(), measure=self._measure, depth=deepest)
@@ -301,7 +301,7 @@ class WrappedModel(nn.Module):
 
     def _forget(self) -> None:
         """Begin records that know no run."""
-        rows = [self._profile[exact(address)] for address in self.layers]
+        rows = [self._profile[address] for address in self.layers]
         self.forward_info = {
             at: LayerRecord(layer_id=at, layer_name=row.address, layer_type=row.type) for at, row in enumerate(rows)
         }
@@ -309,7 +309,7 @@ class WrappedModel(nn.Module):
 
     def _observed(self, observer: LayerObserver | None) -> AbstractContextManager[Any]:
         modules = dict(self.model.named_modules(remove_duplicate=False))
-        paths = dict.fromkeys(self._profile[exact(address)].path for address in self.layers)
+        paths = dict.fromkeys(self._profile[address].path for address in self.layers)
         at = [modules[path] for path in paths if path in modules]
         if observer is None or not at:
             return nullcontext()

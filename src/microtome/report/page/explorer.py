@@ -68,7 +68,7 @@ def _listed(plans: Sequence[Plan], cuts: Cuts) -> list[Candidate]:
         at = candidate.at[0] if candidate.at else None
         if at is None:
             return (0, 0 if not candidate.at else 1 if candidate.codecs[0] == "raw" else 2)
-        return (1, order[at] if at in order else order[at.removesuffix("#0")])
+        return (1, order[at])
 
     whole = [candidate for candidate in plans[0] if candidate.is_baseline]
     return sorted((*whole, *(one for found in plans for one in found if not one.is_baseline)), key=place)
