@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import microtome as mt
-from microtome.errors import BadBoundary, Unsupported
+from microtome.errors import BadBoundary, NoMatch, Unsupported
 from microtome.split.compare import differences
 from microtome.split.stages import Splitter
 
@@ -218,7 +221,7 @@ def test_random_states_of_python_and_torch_are_as_found_when_the_verification_fa
     def body(net: Any, x: Tensor) -> Tensor:
         return net.b(net.a(x)) * random.random() + torch.rand(4) * random.random()
 
-    fails, holds = Net(lambda net, x: net.b(net.a(x) * (scale := random.random())) * scale), Net(body)
+    fails, holds = Net(lambda net, x: net.b(net.a(x) * (scale := perf_counter())) * scale), Net(body)
     state, python = torch.get_rng_state(), random.getstate()
     with pytest.raises(Unsupported, match="cannot be cut at b: the stages give"):
         mt.split(fails, torch.ones(1, 4), at="b")
@@ -334,3 +337,87 @@ def test_splitting_a_model_that_draws_nothing_leaves_the_draws_of_other_threads_
         other.join()
         idle.join()
     assert torch.get_rng_state().equal(expected)
+
+
+class Encoder(nn.Module):
+    """Drops layers in training mode."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            if not self.training or self.draw() < 0.5:
+                x = layer(x)
+        return x
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "random": random.random,
+    "numpy": lambda: np.random.random(),
+    "tensor": lambda: torch.rand(()),
+    "item": lambda: torch.rand(1).item(),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_cuts_among_layers_dropped_by_chance_are_refused_and_all_that_are_listed_can_be_split(
+    draw: Any,
+) -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Encoder(draw), nn.Linear(4, 4)), torch.ones(2, 4)
+    for _ in range(3):
+        cuts = mt.cuts(model, x)
+        assert [cut.at for cut in cuts] == ["0", "1.first", "1", "2"]
+        for cut in cuts.refused:
+            assert cut.refused is not None
+            assert re.match("by the random numbers that '1' draws, it makes other calls in other runs", cut.refused)
+        for cut in cuts:
+            stages = mt.split(model, x, at=cut.at)
+            assert stages.verified == "bit-equal"
+        random.random(), torch.rand(()), np.random.random()
+    assert len(mt.cuts(model.eval(), x)) == 8
+
+
+def test_calls_that_a_random_answer_of_a_module_chooses_are_refused() -> None:
+    class Policy(nn.Module):
+        def forward(self) -> bool:
+            return random.random() < 0.5
+
+    random.seed(0)
+    model = Net(lambda net, x: net.c(net.b(net.a(x)) if net.policy() else net.a(x)))
+    model.policy = Policy()
+    assert not mt.cuts(model, torch.ones(3, 4)).offered
+
+
+def test_what_python_code_draws_before_a_cut_in_a_call_around_it_is_refused() -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        x = net.a(x)
+        scale = random.random()
+        return net.c(net.b(x * scale)) * scale
+
+    model, x = Net(body), torch.ones(3, 4)
+    cuts = mt.cuts(model, x)
+    assert [cut.at for cut in cuts] == ["a"]  # the draws after it are the tail's own
+    with pytest.raises(NoMatch, match="the model draws from Python's random before the cut, and both sides would"):
+        mt.split(model, x, at="b")
+    assert mt.split(model, x, at="a").verified == "bit-equal"
+
+
+def test_what_python_code_draws_inside_a_call_that_the_head_runs_whole_is_its_own() -> None:
+    class Jitter(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * random.random()
+
+    model = Net(lambda net, x: net.c(net.b(net.jitter(net.a(x)))))
+    model.jitter = Jitter()
+    cuts = mt.cuts(model, torch.ones(3, 4))
+    assert [cut.at for cut in cuts] == ["a", "jitter", "b", "c"]
+    for cut in cuts:
+        assert mt.split(model, torch.ones(3, 4), at=cut).verified == "bit-equal"

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from microtome.engine.addresses import unnumbered
 from microtome.engine.select import check_model
 from microtome.split.crossing import Crossing, Place
 from microtome.split.data import Cut, Cuts, Live
@@ -152,7 +153,31 @@ def crossing_refusal(seen: Study, crossing: Crossing) -> str | None:
                         f"{inside.address!r} runs in the head and sets {', '.join(sets)} of its module, which runs "
                         "again in the tail"
                     )
-    return seen.state.refusal(crossing, trace.calls) or _memory_refusal(seen, crossing)
+    return seen.state.refusal(crossing, trace.calls) or _memory_refusal(seen, crossing) or _chance(seen, crossing)
+
+
+def _chance(seen: Study, crossing: Crossing) -> str | None:
+    """Why the two sides may not draw the same, or make other calls than this run did."""
+    if not seen.varying and not seen.python_draws:
+        return None
+    calls, position = seen.trace.calls, seen.ending.index(crossing.cut)
+    hint = "put the model in eval mode, or cut" if seen.is_training else "cut"
+    drawing = {seen.trace.ops[op].call for op in seen.draws if op < crossing.cut.ends}
+    drawing |= {draw.call for draw in seen.python_draws if draw.ended <= position}
+    for level in crossing.levels:
+        where = repr(level.call.address) if level.call.address else "the model"
+        varies = unnumbered(level.call.address) in seen.varying
+        if varies and any(call.index in drawing for call in seen.trace.below(level.call)):
+            return (
+                f"by the random numbers that {where} draws, it makes other calls in other runs: {hint} before it draws"
+            )
+        for draw in seen.python_draws:
+            if calls[draw.call] is level.call and draw.ended <= position:
+                return (
+                    f"the forward of {where} draws from {draw.package} before the cut, and both sides would draw for "
+                    f"themselves: {hint} before that"
+                )
+    return None
 
 
 def _hooked(seen: Study, crossing: Crossing, call: TracedCall) -> str | None:

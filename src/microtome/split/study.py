@@ -14,6 +14,7 @@ from xxhash import xxh3_64_hexdigest
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.inputs import Inputs, device_of
+from microtome.split.chance import CallTree, PythonDraw, PythonDraws, find_varying
 from microtome.split.compare import held_tensors
 from microtome.split.dataflow import Dataflow, Scalars, scalars_of
 from microtome.split.given import Given, given, holders_in
@@ -70,6 +71,8 @@ class Study:
         held: The values that objects among the model's outputs hold, such as a cache of keys.
         scalars: Of each operator, the arguments that are no tensors.
         state: What runs leave to the next one in attributes of modules.
+        python_draws: Where code draws random numbers without an operator.
+        varying: The addresses of the calls that make other calls in other runs, by the random numbers that they draw.
     """
 
     trace: Trace
@@ -84,6 +87,8 @@ class Study:
     held: tuple[int, ...] = ()
     scalars: list[Scalars] = field(default_factory=list, repr=False)
     state: State = field(default_factory=State, repr=False)
+    python_draws: list[PythonDraw] = field(default_factory=list, repr=False)
+    varying: frozenset[str] = frozenset()
     _touched: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -334,20 +339,21 @@ def _is_flat(holder: list[Any] | dict[Any, Any]) -> bool:
 def study(model: nn.Module, inputs: Any) -> Study:
     """Run the model once, without values where it allows that; three times if it changes what its modules hold."""
     example = Inputs.of(inputs)
-    watches: list[tuple[_Watch, StateProbe, Recorder]] = []
+    watches: list[tuple[_Watch, StateProbe, PythonDraws, CallTree, Recorder]] = []
     state = State()
 
-    def beside(recorder: Recorder) -> tuple[Probe, Probe]:
-        watches.append((_Watch(recorder), StateProbe(), recorder))
-        return watches[-1][:2]
+    def beside(recorder: Recorder) -> tuple[Probe, ...]:
+        watches.append((_Watch(recorder), StateProbe(), PythonDraws(model), CallTree(), recorder))
+        return watches[-1][:-1]
 
     def after(again: Callable[[Probe], None]) -> None:
         nonlocal state
-        _, probe, recorder = watches[-1]
+        _, probe, _, _, recorder = watches[-1]
         state = study_state(model, probe, again, recorder.value_of)
 
     trace, _ = record(model, example, beside=beside, after=after, values=True)
-    watch = watches[-1][0]
+    watch, _, drawn, tree, _ = watches[-1]
+    is_chance = bool(drawn.found or (watch.draws and tree.reads))
     template, tensors, _ = take_apart((example.args, example.kwargs))
     shapes = list(watch.shapes.values())
     return Study(
@@ -363,4 +369,10 @@ def study(model: nn.Module, inputs: Any) -> Study:
         watch.held,
         watch.scalars,
         state,
+        drawn.found,
+        find_varying(tree, lambda probe: _look(model, example, probe)) if is_chance else frozenset(),
     )
+
+
+def _look(model: nn.Module, example: Inputs, probe: Probe) -> None:
+    record(model, example, beside=lambda _: [probe], values=True)
