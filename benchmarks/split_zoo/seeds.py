@@ -73,7 +73,7 @@ def tails(models: Mapping[str, Callable[[], Built]], folder: Path, most: int | N
                 found[name][at] = f"refused by the head: {file.with_suffix('.refused').read_text()}"
                 continue
             try:
-                tail = splitter.at(splitter.exactly(at), verify=most is None)[-1]
+                tail = splitter.at(at, verify=most is None)[-1]
                 apart = list(differences(tail(mt.Boundary.from_bytes(file.read_bytes())), whole))
                 found[name][at] = f"wrong: {apart[0].place} {apart[0].what}" if apart else EXACT
             except MicrotomeError as error:

@@ -7,7 +7,6 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -221,7 +220,19 @@ def test_random_states_of_python_and_torch_are_as_found_when_the_verification_fa
     def body(net: Any, x: Tensor) -> Tensor:
         return net.b(net.a(x)) * random.random() + torch.rand(4) * random.random()
 
-    fails, holds = Net(lambda net, x: net.b(net.a(x) * (scale := perf_counter())) * scale), Net(body)
+    marks: list[int] = []
+
+    class Mark(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            marks.append(1)  # which no module holds, and the tail does not do
+            return x
+
+    def marked(net: Any, x: Tensor) -> Tensor:
+        marks.clear()
+        return net.b(net.mark(x)) * (len(marks) + 1) * random.random() + torch.rand(4)
+
+    fails, holds = Net(marked), Net(body)
+    fails.mark = Mark()
     state, python = torch.get_rng_state(), random.getstate()
     with pytest.raises(Unsupported, match="cannot be cut at b: the stages give"):
         mt.split(fails, torch.ones(1, 4), at="b")
