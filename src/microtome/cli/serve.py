@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -61,10 +62,12 @@ def serve(
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else it writes what strangers send between the lines of the log
     from microtome.remote.logs import log_to_stderr
+    from microtome.remote.peers import raise_open_files
     from microtome.remote.security import read_token
     from microtome.remote.server import serve as start
 
     _keep_memory()
+    raise_open_files()
     log_to_stderr(log_level)
     token = None if token_file is None else read_token(token_file)
     target, given = part_of(model, inputs, args, weights=weights, stages=stages, index=-1, device=device)
@@ -77,11 +80,14 @@ def serve(
         if metrics is not None:
             server.metrics.listen(metrics)
         known = len(server.served.cuts)
+        gc.freeze()  # what is there now stays: later collections need not look at it
         click.echo(f"{server.served.name} is served at {server.address}, from {known} places on")
-        while not ended.wait(0.5) and not server.wait(0):
+        while not ended.wait(0.5) and not server.wait(0) and server.failure is None:
             pass
     finally:
-        server.stop(grace)
+        server.stop(grace if server.failure is None else 0.0)
+    if server.failure is not None:
+        raise click.ClickException(f"the device failed, and the process must be started again: {server.failure}")
     click.echo("ended")
 
 

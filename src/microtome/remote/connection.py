@@ -26,6 +26,8 @@ log = logging.getLogger("microtome.remote")
 _BACKOFF_S = 0.02, 1.0
 #: Seconds between attempts to reach a server that is not there.
 _KNOCK_S = 0.1
+#: Bytes of a part of a request that is sent in several messages: short enough to show that it goes on.
+_PART = 1 << 20
 #: What must have been sent to tell how fast the link is; buffers take the first of it at once.
 _TELLING_BYTES, _TELLING_S = 4 << 20, 0.2
 #: What asking again does not help against.
@@ -118,13 +120,22 @@ class Pending:
         if self._ends is not None:
             self._head.timeout_s = max(self._ends - monotonic(), 1e-3)
 
-    def message(self) -> bytes:
-        """To be sent now: how long the client waits from now on is part of it."""
+    def parts(self, most: int | None) -> list[memoryview]:
+        """What crosses, in as many parts as a server needs that takes so many bytes in a message; None: any number."""
+        whole = memoryview(self._message)[-self.nbytes :]
+        if most is None or self.nbytes <= most:
+            return [whole]
+        return [whole[at : at + _PART] for at in range(0, self.nbytes, _PART)]
+
+    def message(self, part: memoryview) -> bytes:
+        """To be sent now, the first part of it: how long the client waits from now on is in it."""
         self.attempts += 1
         if self.attempts > 1 and self._ends is not None:
             self._set_timeout()
-            return messages.with_bytes(self._head, memoryview(self._message)[-self.nbytes :])
-        return self._message
+        elif len(part) == self.nbytes:
+            return self._message
+        self._head.size = 0 if len(part) == self.nbytes else self.nbytes
+        return messages.with_bytes(self._head, part)
 
 
 class Connection:
@@ -133,11 +144,13 @@ class Connection:
     Attributes:
         address: Of the server.
         down: Why no stream is open now, though one is wanted; None: one is, or none was wanted yet.
+        max_part: The most bytes of a boundary that the server takes in one message; None: all.
     """
 
     def __init__(self, address: str, security: Security | None = None) -> None:
         self.address = address
         self.down: str | None = None
+        self.max_part: int | None = None
         self.reconnects = 0
         security = security or Security()
         self._metadata = metadata(security.token)
@@ -275,12 +288,16 @@ class Connection:
                 if pending.id not in self._pending:  # given up before its turn: a slow link would never catch up
                     self._dropped.discard(pending.id)
                     continue
-                item = pending.message()
-            del pending  # while it waits, it does not hold the reply
-            start = monotonic()
+                first, *others = pending.parts(self.max_part)
+                item, id_ = pending.message(first), pending.id
+            del pending, first  # while it waits, it does not hold the reply
+            start, nbytes = monotonic(), len(item) + sum(map(len, others))
             yield item
+            del item
+            for part in others:
+                yield messages.with_bytes(messages.Request(id=id_), part)
             if not outgoing.empty():
-                self._fed_bytes += len(item)
+                self._fed_bytes += nbytes
                 self._fed_s += monotonic() - start
 
     def _knock(self, wait_s: float) -> None:

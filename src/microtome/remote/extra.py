@@ -9,14 +9,15 @@ try:
     from google.protobuf import descriptor_pool, message_factory
     from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
     from google.protobuf.message import DecodeError
-    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+    from grpc_health.v1 import health_pb2
+    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 except ImportError as error:
     raise NotInstalled(
         f"{error.name} is not installed, which servers and clients need: pip install 'microtome[remote]'"
     ) from error
 
 __all__ = [
+    "CONTENT_TYPE_LATEST",
     "CollectorRegistry",
     "Counter",
     "DecodeError",
@@ -25,10 +26,8 @@ __all__ = [
     "Gauge",
     "Histogram",
     "descriptor_pool",
+    "generate_latest",
     "grpc",
-    "health",
     "health_pb2",
-    "health_pb2_grpc",
     "message_factory",
-    "start_http_server",
 ]

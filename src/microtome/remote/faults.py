@@ -23,12 +23,17 @@ class Late(MicrotomeError, TimeoutError):
     """Nobody waits for the answer any more."""
 
 
+class Draining(MicrotomeError):
+    """The server ends: another one, or the same later, may answer."""
+
+
 _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (WrongModel, "WRONG_MODEL"),
     (TooLarge, "TOO_LARGE"),
     (BadBoundary, "BAD_REQUEST"),
     (NoMatch, "NO_CUT"),
     (Late, "DEADLINE"),
+    (Draining, "DRAINING"),
     (MemoryError, "OUT_OF_MEMORY"),
     (torch.OutOfMemoryError, "OUT_OF_MEMORY"),
     (MicrotomeError, "BAD_REQUEST"),

@@ -7,6 +7,8 @@ import logging
 from datetime import UTC, datetime
 
 LEVELS = ("debug", "info", "warning", "error")
+#: How much of a request's id, which a client chooses, is logged.
+ID_CHARS = 64
 _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 

@@ -29,9 +29,9 @@ _MESSAGES = {
     "HelloRequest": "1 uint32 protocol, 2 string microtome, 3 string torch, 4 string fingerprint",
     "HelloReply": (
         "1 uint32 protocol, 2 string microtome, 3 string torch, 4 string model, 5 string fingerprint, 6 string device, "
-        "7 string* codecs, 8 string* cuts, 9 uint64 max_message, 10 uint32 batch"
+        "7 string* codecs, 8 string* cuts, 9 uint64 max_message, 10 uint32 batch, 11 uint64 max_part"
     ),
-    "Request": "1 string id, 2 double timeout_s, 3 string codec, 15 bytes boundary",
+    "Request": "1 string id, 2 double timeout_s, 3 string codec, 4 uint64 size, 15 bytes boundary",
     "Reply": "1 string id, 2 Error error, 3 Timing timing, 15 bytes output",
     "Error": "1 Error.Kind kind, 2 string message",
     "Timing": "1 double decode_s, 2 double queue_s, 3 double run_s, 4 double encode_s, 5 uint32 batch",

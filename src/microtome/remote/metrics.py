@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from microtome.errors import BadQuery, SensorFailed
 from microtome.measure.energy.find import pick
-from microtome.remote.extra import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from microtome.remote.exposition import Exposition
+from microtome.remote.extra import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -51,16 +51,15 @@ class Metrics:
             )
             gauge.set_function(lambda: _known(meter.read().joules))
 
-    def listen(self, address: str) -> Any:
+    def listen(self, address: str) -> Exposition:
         """Answer Prometheus at an address such as `:9090`."""
         host, _, port = address.rpartition(":")
         try:
-            server, _ = start_http_server(int(port), host or "127.0.0.1", self.registry)
+            return Exposition(host or "127.0.0.1", int(port), self.registry)
         except (ValueError, OverflowError) as error:
             raise BadQuery(f"metrics are shown at an address such as :9090, not {address!r}") from error
         except OSError as error:
             raise BadQuery(f"metrics cannot be shown at {address!r}: {error.strerror}") from error
-        return server
 
 
 def _known(joules: float | None) -> float:

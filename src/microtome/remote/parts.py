@@ -93,6 +93,7 @@ def shake_hands(connection: Connection, parts: Parts, timeout: float, *, any_tor
             "the last bits. Install the same, or allow it with any_torch=True",
             "REFUSED",
         )
+    connection.max_part = told.max_part or None
     return told
 
 

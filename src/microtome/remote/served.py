@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from microtome.errors import BadQuery, NoMatch, Unsupported
+from microtome.errors import BadQuery, NoMatch, Unsupported, said
 from microtome.inputs import Inputs
 from microtome.profile import profile
 from microtome.remote.faults import WrongModel
@@ -66,6 +66,20 @@ class Served:
     def device(self) -> torch.device | None:
         first = next((one for one in self.model.parameters() if not one.is_meta), None)
         return None if first is None else first.device
+
+    def device_failure(self) -> str | None:
+        """Why the device can compute nothing any more; None: it can.
+
+        A kernel of CUDA that fails, as on an index that is out of range, leaves the process unable to use the device.
+        """
+        device = self.device
+        if device is None or device.type != "cuda":
+            return None
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            return said(error)
+        return None
 
     def profile(self) -> str:
         """What the model costs here, as JSON."""

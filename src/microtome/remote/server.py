@@ -12,12 +12,15 @@ from typing import Any, Self
 from torch import nn
 
 from microtome.errors import BadQuery
-from microtome.remote import messages
-from microtome.remote.extra import grpc, health, health_pb2, health_pb2_grpc
+from microtome.remote.authentication import Authenticator
+from microtome.remote.extra import grpc
+from microtome.remote.health import Health
 from microtome.remote.metrics import Metrics
+from microtome.remote.peers import Peers
 from microtome.remote.security import Identity, is_loopback
 from microtome.remote.served import Served
 from microtome.remote.service import Service
+from microtome.remote.watchdog import Watchdog
 from microtome.remote.workers import Limits
 from microtome.split.stage import Stage
 from microtome.units import parse_seconds, parse_size, size
@@ -28,12 +31,12 @@ log = logging.getLogger("microtome.remote")
 ENVELOPE = 64 << 10
 #: The most bytes of one message: protobuf reads no more.
 MOST = (2 << 30) - 1 - ENVELOPE
-#: Streams and calls at once; those beyond are told to come again.
-STREAMS = 256
 #: A client that waits for a long request pings every 10 s; one that does so more often than this is disconnected.
 _PING_MS = 5_000
-#: What the health service knows of: all, and the one service.
-_NAMES = "", messages.SERVICE
+#: Bytes of a call that gRPC takes in before anybody reads it, and calls of one connection at once.
+_UNREAD, _STREAMS = 256 << 10, 128
+#: Milliseconds in which a connection must have said that it speaks HTTP/2, and TLS.
+_HANDSHAKE_MS = 10_000
 
 
 class Server:
@@ -42,6 +45,8 @@ class Server:
     Attributes:
         address: Where it listens.
         metrics: What it counts.
+        failure: Why its device can compute nothing any more, as after an error in a kernel of CUDA; None: it can. From
+            then on it says NOT_SERVING, and answers nothing: end the process, so that it is started again.
     """
 
     def __init__(self, served: Served, listen: str, identity: Identity, limits: Limits) -> None:
@@ -53,7 +58,12 @@ class Server:
         self._ready: Future[asyncio.AbstractEventLoop] = Future()
         self._stop = asyncio.Event()
         self._grace = 0.0
+        self._service: Service | None = None
         self._thread = threading.Thread(target=self._run, name="microtome-server", daemon=True)
+
+    @property
+    def failure(self) -> str | None:
+        return None if self._service is None else self._service.failure
 
     def start(self) -> Self:
         if ":" not in self.address:
@@ -106,40 +116,46 @@ class Server:
                 log.exception("the server failed")
 
     async def _serve(self) -> None:
-        service = Service(self.served, self._limits, self.metrics)
+        peers = Peers()
+        self._service = service = Service(self.served, self._limits, self.metrics, peers)
         try:
-            await self._serve_with(service)
+            await self._serve_with(service, peers)
         finally:
             await asyncio.to_thread(service.close, self._grace)
 
-    async def _serve_with(self, service: Service) -> None:
-        most = self._limits.max_message + ENVELOPE
+    async def _serve_with(self, service: Service, peers: Peers) -> None:
+        health = Health(service.draining, peers)
         server = grpc.aio.server(
-            interceptors=(_Doorkeeper(self._identity, self.metrics),),
-            maximum_concurrent_rpcs=STREAMS,
-            options=(
-                ("grpc.max_receive_message_length", most),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),
-                ("grpc.keepalive_time_ms", 20_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-                ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS),
-                ("grpc.keepalive_permit_without_calls", 1),
-            ),
+            interceptors=(Authenticator(self._identity, self.metrics, peers),), options=self._options()
         )
-        server.add_generic_rpc_handlers((_handlers(service),))
-        state = _Health(service.draining)
-        health_pb2_grpc.add_HealthServicer_to_server(state, server)
-        for name in _NAMES:
-            await state.set(name, health_pb2.HealthCheckResponse.SERVING)
+        server.add_generic_rpc_handlers((service.handlers(), health.handlers()))
         self.address = self._bound(server)
+        port = self.address.rpartition(":")[2]
+        peers.port = int(port) if port.isdigit() else None
         await server.start()
+        watching = asyncio.create_task(Watchdog(service, health, peers).run())
         self._ready.set_result(asyncio.get_running_loop())
         await self._stop.wait()
         log.info("draining")
         service.draining.set()
-        await state.enter_graceful_shutdown()
         await server.stop(self._grace)
+        watching.cancel()
+
+    def _options(self) -> tuple[tuple[str, int], ...]:
+        return (
+            ("grpc.max_receive_message_length", self._limits.part + ENVELOPE),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what is compressed may become any size
+            ("grpc.http2.bdp_probe", 0),  # else what nobody reads may be 16 MB a call
+            ("grpc.http2.lookahead_bytes", _UNREAD),
+            ("grpc.max_concurrent_streams", _STREAMS),
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS),
+            ("grpc.keepalive_permit_without_calls", 1),
+        )
 
     def _bound(self, server: Any) -> str:
         credentials = self._identity.credentials()
@@ -154,54 +170,6 @@ class Server:
                 f"cannot listen on {self.address!r}: is the port taken, or the address another's?"
             ) from error
         return f"{host}:{port}" if asked.isdigit() else self.address
-
-
-class _Health(health.aio.HealthServicer):  # type: ignore[misc]
-    """Ends with the server for those who watch it: others would wait for them."""
-
-    def __init__(self, draining: asyncio.Event) -> None:
-        super().__init__()
-        self._draining = draining
-
-    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802
-        reply = health_pb2.HealthCheckResponse
-        known = request.service in _NAMES
-        await context.write(reply(status=reply.SERVING if known else reply.SERVICE_UNKNOWN))
-        await self._draining.wait()
-        await context.write(reply(status=reply.NOT_SERVING if known else reply.SERVICE_UNKNOWN))
-
-
-class _Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Turns away who does not know the token. Health may be asked by anybody."""
-
-    def __init__(self, identity: Identity, metrics: Metrics) -> None:
-        self._identity = identity
-        self._metrics = metrics
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = await continuation(details)
-        ours = details.method.startswith(f"/{messages.SERVICE}/")
-        if handler is None or not ours or self._identity.knows(details.invocation_metadata):
-            return handler
-        self._metrics.refused.labels("unauthenticated").inc()
-        log.warning("refused", extra={"reason": "the token is wrong or missing"})
-
-        async def refuse(_: Any, context: Any) -> None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong or missing")
-
-        if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(refuse)
-        return grpc.unary_unary_rpc_method_handler(refuse)
-
-
-def _handlers(service: Service) -> Any:
-    made = {
-        name: (grpc.stream_stream_rpc_method_handler if method.streams else grpc.unary_unary_rpc_method_handler)(
-            getattr(service, name.lower())
-        )
-        for name, method in messages.METHODS.items()
-    }
-    return grpc.method_handlers_generic_handler(messages.SERVICE, made)
 
 
 def serve(

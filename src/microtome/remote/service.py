@@ -1,13 +1,16 @@
-"""The methods of the service that `split.proto` describes."""
+"""The methods of the service that `split.proto` describes.
+
+Each is a stream to gRPC, also those of one message: gRPC reads the message of any other call, whole, before anybody
+is asked. Here a call has first given its token, then has its place among the calls that are open, and then is read.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -15,11 +18,16 @@ import torch
 from microtome import __version__
 from microtome.errors import said
 from microtome.remote import messages
+from microtome.remote.budget import Pool, Replies
+from microtome.remote.calls import Call, Calls, Upload
 from microtome.remote.extra import DecodeError, grpc
+from microtome.remote.logs import ID_CHARS
 from microtome.remote.metrics import Metrics
+from microtome.remote.peers import Peers
 from microtome.remote.served import Served
 from microtome.remote.workers import Limits, Work, Workers
 from microtome.split.codecs import CODECS
+from microtome.units import size
 
 log = logging.getLogger("microtome.remote")
 
@@ -27,29 +35,56 @@ log = logging.getLogger("microtome.remote")
 ECHO = 8 << 20
 #: Requests of one stream that are taken in before the first is answered.
 WINDOW = 32
+#: Seconds after which a profile that failed is tried again: nothing else is computed meanwhile.
+RETRY_S = 60.0
 
 
 class Service:
-    """The methods of the service."""
+    """The methods of the service.
 
-    def __init__(self, served: Served, limits: Limits, metrics: Metrics) -> None:
+    Attributes:
+        calls: Those that are open.
+        uploads: Bytes of requests of which not all parts have come.
+        echoes: Bytes that are sent back where nothing else is asked for, and not yet written.
+        replies: Bytes of replies that are not yet written; gRPC holds them a second time while it writes them.
+        draining: Set when nothing new is taken.
+        failure: Why the device can compute nothing any more; None: it can.
+    """
+
+    def __init__(self, served: Served, limits: Limits, metrics: Metrics, peers: Peers) -> None:
         self._served = served
         self._limits = limits
         self._metrics = metrics
-        self._workers = Workers(served, limits, metrics)
+        self._loop = asyncio.get_running_loop()
+        self.calls = Calls(limits.calls, peers, trusted=True)
+        self.uploads = Pool(limits.share)
+        self._waiting = Pool(limits.share)
+        self.echoes = Pool(ECHO)
+        self.replies = Replies(limits.share // 2)
+        self._workers = Workers(served, limits, metrics, self.replies, self._fail)
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="microtome-profile")
         self._text: str | None = None
-        self._held = 0
-        self._room = asyncio.Event()
+        self._profile_failed: tuple[float, Exception] | None = None
         self.draining = asyncio.Event()
+        self.failure: str | None = None
+
+    def handlers(self) -> Any:
+        made = {name: grpc.stream_stream_rpc_method_handler(partial(self._handle, name)) for name in messages.METHODS}
+        return grpc.method_handlers_generic_handler(messages.SERVICE, made)
+
+    async def _handle(self, name: str, _: Any, context: Any) -> None:
+        if self.failure is not None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the device failed: {self.failure}")
+        await self.calls.run(context, getattr(self, name.lower()), is_stream=messages.METHODS[name].streams)
 
     # -- the methods ---------------------------------------------------------------------------------------------------
 
-    async def hello(self, data: bytes, context: Any) -> bytes:
-        asked = await self._read("HelloRequest", data, context)
-        log.info("hello", extra={"peer": context.peer(), "torch": asked.torch, "microtome": asked.microtome})
+    async def hello(self, call: Call) -> None:
+        asked = await self._read(call, "HelloRequest")
+        versions = {"torch": asked.torch[:ID_CHARS], "microtome": asked.microtome[:ID_CHARS]}
+        log.info("hello", extra={"peer": call.peer, **versions})
         served = self._served
-        reply: bytes = messages.HelloReply(
+        reply = messages.HelloReply(
             protocol=messages.PROTOCOL,
             microtome=__version__,
             torch=torch.__version__,
@@ -60,61 +95,65 @@ class Service:
             cuts=served.cuts,
             max_message=self._limits.max_message,
             batch=self._limits.batch,
-        ).SerializeToString()
-        return reply
+            max_part=self._limits.part,
+        )
+        await call.write(reply.SerializeToString())
 
-    async def echo(self, data: bytes, context: Any) -> bytes:
-        asked = await self._read("EchoRequest", data, context)
+    async def echo(self, call: Call) -> None:
+        asked = await self._read(call, "EchoRequest")
         if asked.reply_bytes > ECHO:
-            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, f"{asked.reply_bytes} bytes are too many")
-        reply: bytes = messages.EchoReply(payload=bytes(asked.reply_bytes)).SerializeToString()
-        return reply
-
-    async def profile(self, data: bytes, context: Any) -> bytes:
-        await self._read("ProfileRequest", data, context)
+            await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, f"{asked.reply_bytes} bytes are too many")
+        await self.echoes.take(asked.reply_bytes)
         try:
-            text = await asyncio.get_running_loop().run_in_executor(self._aside, self._profiled)
-        except Exception as error:
-            await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, f"it cannot be profiled: {said(error)}")
-            raise
-        reply: bytes = messages.ProfileReply(json=text).SerializeToString()
-        return reply
-
-    async def run(self, data: bytes, context: Any) -> bytes:
-        work = await self._work(data, context)
-        await self._take(work)
-        try:
-            return await self._answer(self._workers.submit(work))
+            await call.write(messages.EchoReply(payload=bytes(asked.reply_bytes)).SerializeToString())
         finally:
-            self._give_back(work.nbytes)
+            self.echoes.give_back(asked.reply_bytes)
 
-    async def stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
+    async def profile(self, call: Call) -> None:
+        await self._read(call, "ProfileRequest")
+        call.requests += 1
+        try:
+            text = await self._loop.run_in_executor(self._aside, self._profiled)
+        except Exception as error:
+            await self._refuse(call, grpc.StatusCode.FAILED_PRECONDITION, f"it cannot be profiled: {said(error)}")
+            raise
+        await call.write(messages.ProfileReply(json=text).SerializeToString())
+
+    async def run(self, call: Call) -> None:
+        data = await call.read()
+        if data is None:
+            await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, "expected a Request, got no message")
+            return
+        request, boundary = await self._parsed(call, data)
+        work = _work(request, boundary)
+        call.requests += 1
+        await self._waiting.take(work.nbytes)
+        begun = self._submit(work)
+        del data, boundary, work  # while it waits for the reply, it does not hold the request
+        try:
+            await self._answer(call, begun)
+        finally:
+            self._settle(call, begun)
+
+    async def stream(self, call: Call) -> None:
         """Read requests until the client ends, or the server does; write replies as they are ready."""
         self._metrics.streams.inc()
         answering: set[asyncio.Task[None]] = set()
         window = asyncio.Semaphore(WINDOW)
-        writing = asyncio.Lock()
 
-        async def answer(begun: Future[bytes]) -> None:
-            reply = await self._answer(begun)
-            async with writing:
-                await context.write(reply)
-
-        def over(nbytes: int, begun: Future[bytes], task: asyncio.Task[None]) -> None:
-            begun.cancel()  # of a task that was cancelled before it began
+        def over(begun: Future[bytes], task: asyncio.Task[None]) -> None:
+            self._settle(call, begun)
             answering.discard(task)
-            self._give_back(nbytes)
             window.release()
 
         async def read() -> None:
-            async for data in requests:
+            while (data := await call.read()) is not None:
                 await window.acquire()
-                work = await self._work(data, context)
-                await self._take(work)
-                begun = self._workers.submit(work)
-                task = asyncio.create_task(answer(begun))
+                work = await self._take(call, data)
+                begun = self._submit(work)
+                task = asyncio.create_task(self._answer(call, begun))
                 answering.add(task)
-                task.add_done_callback(partial(over, work.nbytes, begun))
+                task.add_done_callback(partial(over, begun))
                 del data, work, begun, task  # else what was read last is held until more comes
 
         reading = asyncio.create_task(read())
@@ -124,72 +163,154 @@ class Service:
             if not reading.done():
                 reading.cancel()  # what is not read by now is sent to another server, or again
             await asyncio.gather(*answering)
-            (ended,) = await asyncio.gather(reading, return_exceptions=True)
-            if isinstance(ended, Exception):
-                raise ended
+            if reading.done() and not reading.cancelled():
+                reading.result()
         finally:
             for task in (reading, drained, *answering):
                 task.cancel()
             await asyncio.gather(reading, drained, *answering, return_exceptions=True)
+            answering.clear()
+            del reading, drained, task  # an exception that holds itself, by its frames, is freed late
             self._metrics.streams.dec()
 
     def _profiled(self) -> str:
         with self._workers.pausing():  # it would time the requests that run beside it, and see their calls
+            if self._profile_failed is not None and monotonic() < self._profile_failed[0]:
+                raise self._profile_failed[1]
             if self._text is None:
-                self._text = self._served.profile()
+                try:
+                    self._text = self._served.profile()
+                except Exception as error:
+                    self._profile_failed = monotonic() + RETRY_S, error.with_traceback(None)
+                    raise
             return self._text
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
-    async def _work(self, data: bytes, context: Any) -> Work:
-        now = perf_counter()
+    async def _take(self, call: Call, data: bytes) -> Work:
+        """A request, with room among those that wait; its other parts are read where there are some."""
+        request, boundary = await self._parsed(call, data)
+        if not request.size:
+            work = _work(request, boundary)
+            call.requests += 1
+            await self._waiting.take(work.nbytes)
+            return work
+        if request.size > self._limits.max_message:
+            why = f"expected at most {size(self._limits.max_message)}, got a boundary of {size(request.size)}"
+            await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, why)
+        await self.uploads.take(request.size)
+        try:
+            call.upload = Upload()
+            whole = memoryview(bytearray(request.size))
+            try:
+                await self._assemble(call, request, boundary, whole)
+            except BaseException:
+                whole.release()  # the frames of an exception may live longer than it may be held
+                raise
+            work = _work(request, whole.toreadonly())
+            call.upload = None  # from here on the server alone makes it wait
+            call.requests += 1
+            await self._waiting.take(work.nbytes)
+            return work
+        finally:
+            call.upload = None
+            self.uploads.give_back(request.size)
+
+    async def _assemble(self, call: Call, request: Any, piece: memoryview, whole: memoryview) -> None:
+        """Fill in the boundary of a request that comes in parts, of which one is here."""
+        at = 0
+        while True:
+            if at + len(piece) > request.size or not len(piece):
+                why = f"expected {request.size - at} more bytes of the boundary, got {len(piece)}"
+                await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, why)
+            whole[at : at + len(piece)] = piece
+            at += len(piece)
+            assert call.upload is not None
+            call.upload.add(len(piece))
+            if at == request.size:
+                return
+            data = await call.read()
+            if data is None:
+                why = f"expected a boundary of {request.size} bytes, got {at}"
+                await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, why)
+                raise AssertionError(why)
+            part, piece = await self._parsed(call, data)
+            if part.id != request.id:
+                why = "expected the next part of a request, got another request"
+                await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, why)
+
+    async def _parsed(self, call: Call, data: bytes) -> tuple[Any, memoryview]:
         try:
             request, boundary = messages.apart(messages.Request, data)
         except (DecodeError, UnicodeDecodeError, ValueError) as error:
-            await self._refuse_bytes(context, "Request", error)
+            await self._refuse_bytes(call, "Request", error)
             raise
-        timeout = request.timeout_s if request.timeout_s > 0 else float("inf")
-        return Work(request.id, boundary, request.codec or "raw", now, now + timeout)
+        return request, boundary
 
-    async def _answer(self, begun: Future[bytes]) -> bytes:
-        """The reply to a request that was taken, whatever happens to it."""
-        reply = await asyncio.wrap_future(begun)
-        self._metrics.bytes.labels("sent").inc(len(reply))
-        return reply
-
-    async def _take(self, work: Work) -> None:
-        """Wait until there is room for a request; one alone is always taken."""
-        while self._held and self._held + work.nbytes > self._limits.held:
-            self._room.clear()
-            await self._room.wait()
-        self._held += work.nbytes
+    def _submit(self, work: Work) -> Future[bytes]:
+        """Have a request computed; it has room among those that wait until it is."""
         self._metrics.queue.inc()
         self._metrics.bytes.labels("received").inc(work.nbytes)
+        begun = self._workers.submit(work)
+        begun.add_done_callback(partial(self._computed, work.nbytes))
+        return begun
 
-    def _give_back(self, nbytes: int) -> None:
-        """It is answered, or nobody waits for it any more."""
+    def _computed(self, nbytes: int, _: Future[bytes]) -> None:
+        """It is computed, or nobody waits for it any more. In any thread."""
         self._metrics.queue.dec()
-        self._held -= nbytes
-        self._room.set()
+        self._loop.call_soon_threadsafe(self._waiting.give_back, nbytes)
+
+    async def _answer(self, call: Call, begun: Future[bytes]) -> None:
+        """Write the reply to a request that was taken, whatever happens to it."""
+        reply = await asyncio.wrap_future(begun)
+        self._metrics.bytes.labels("sent").inc(len(reply))
+        await call.write(reply)
+
+    def _settle(self, call: Call, begun: Future[bytes]) -> None:
+        """A request was answered, or nobody waits for it any more: then it is not computed if it has not begun."""
+        call.requests -= 1
+        begun.cancel()
+        begun.add_done_callback(self._drop)
+
+    def _drop(self, begun: Future[bytes]) -> None:
+        if not begun.cancelled():
+            self.replies.drop(len(begun.result()))
 
     # -- what is read --------------------------------------------------------------------------------------------------
 
-    async def _read(self, name: str, data: bytes, context: Any) -> Any:
+    async def _read(self, call: Call, name: str) -> Any:
+        data = await call.read()
+        if data is None:
+            await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, f"expected a {name}, got no message")
         try:
             return messages.MESSAGES[name].FromString(data)
         except (DecodeError, UnicodeDecodeError, ValueError) as error:
-            await self._refuse_bytes(context, name, error)
+            await self._refuse_bytes(call, name, error)
             raise
 
-    async def _refuse_bytes(self, context: Any, name: str, error: Exception) -> None:
-        await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, f"the bytes are no {name}: {said(error)}")
+    async def _refuse_bytes(self, call: Call, name: str, error: Exception) -> None:
+        await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, f"the bytes are no {name}: {said(error)}")
 
-    async def _refuse(self, context: Any, status: grpc.StatusCode, why: str) -> None:
+    async def _refuse(self, call: Call, status: grpc.StatusCode, why: str) -> None:
         """Close the call with a reason."""
         self._metrics.refused.labels(status.name.lower()).inc()
-        log.warning("refused", extra={"peer": context.peer(), "reason": why})
-        await context.abort(status, why)
+        log.warning("refused", extra={"peer": call.peer, "reason": why})
+        await call.context.abort(status, why)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _fail(self, why: str) -> None:
+        """Take nothing more: the device can compute nothing. In any thread."""
+        self.failure = why
+        log.error("the device failed", extra={"reason": why})
+        self._loop.call_soon_threadsafe(self.draining.set)
 
     def close(self, timeout: float) -> None:
         self._workers.close(timeout)
         self._aside.shutdown(wait=False, cancel_futures=True)
+
+
+def _work(request: Any, boundary: memoryview) -> Work:
+    now = perf_counter()
+    timeout = request.timeout_s if request.timeout_s > 0 else float("inf")
+    return Work(request.id, boundary, request.codec or "raw", now, now + timeout)

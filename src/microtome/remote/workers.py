@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
@@ -12,12 +12,21 @@ from time import perf_counter
 from typing import NamedTuple
 
 from microtome.remote import messages
-from microtome.remote.faults import Late, TooLarge, as_message
+from microtome.remote.budget import Replies
+from microtome.remote.faults import Draining, Late, TooLarge, as_message
+from microtome.remote.logs import ID_CHARS
 from microtome.remote.metrics import Metrics
 from microtome.remote.served import Decoded, Served, check_codec
 from microtome.units import size
 
 log = logging.getLogger("microtome.remote")
+
+
+#: The most bytes of a boundary in one message. gRPC holds a message that is not yet complete, on every call that is
+#: open, and nobody is told of it: what is longer comes in parts. 4 MiB is also gRPC's own limit where none is set.
+PART = 4 << 20
+#: The fewest and the most calls that are open at once.
+_CALLS = 16, 256
 
 
 class Limits(NamedTuple):
@@ -26,7 +35,8 @@ class Limits(NamedTuple):
     Attributes:
         max_message: Bytes of a request.
         concurrency: Requests, or batches of them, computed at once.
-        held: Bytes of requests that wait to be computed; further ones are not read until there is room.
+        held: Bytes that are held for clients: a quarter each for messages on their way, requests of which parts have
+            come, requests that wait to be computed, and replies that wait to be taken.
         batch: Requests computed together at most; 1: each alone.
         batch_window_s: Seconds that the first of a batch waits for others.
     """
@@ -36,6 +46,21 @@ class Limits(NamedTuple):
     held: int
     batch: int = 1
     batch_window_s: float = 0.0
+
+    @property
+    def share(self) -> int:
+        """Bytes of each of the four."""
+        return self.held // 4
+
+    @property
+    def part(self) -> int:
+        """The most bytes of a boundary in one message."""
+        return min(PART, self.max_message)
+
+    @property
+    def calls(self) -> int:
+        """How many may be open: as many as have room for a message on its way."""
+        return min(max(self.share // PART, _CALLS[0]), _CALLS[1])
 
 
 class Work(NamedTuple):
@@ -57,9 +82,22 @@ class Work(NamedTuple):
         return len(self.data) + len(self.id) + len(self.codec)
 
 
-class _Item(NamedTuple):
-    work: Work
-    reply: Future[bytes]
+class _Item:
+    """A request in the queue; if it is cancelled there, it holds nothing from then on."""
+
+    def __init__(self, work: Work) -> None:
+        self._work: Work | None = work
+        self.reply: Future[bytes] = Future()
+        self.reply.add_done_callback(self._forget)
+
+    @property
+    def work(self) -> Work:
+        assert self._work is not None
+        return self._work
+
+    def _forget(self, reply: Future[bytes]) -> None:
+        if reply.cancelled():
+            self._work = None
 
 
 class _Begun(NamedTuple):
@@ -71,10 +109,16 @@ class _Begun(NamedTuple):
 class Workers:
     """Threads that compute requests, several together where that is allowed."""
 
-    def __init__(self, served: Served, limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self, served: Served, limits: Limits, metrics: Metrics, replies: Replies, fail: Callable[[str], None]
+    ) -> None:
+        """Start them; `fail` is called, in one of them, when the device can compute nothing any more."""
         self._served = served
         self._limits = limits
         self._metrics = metrics
+        self._replies = replies
+        self._on_failure = fail
+        self._failure: str | None = None
         self._gate = _Gate()
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._threads = [
@@ -86,7 +130,7 @@ class Workers:
 
     def submit(self, work: Work) -> Future[bytes]:
         """The reply, later; cancelled, the request is not computed if it has not begun."""
-        item = _Item(work, Future())
+        item = _Item(work)
         self._queue.put(item)
         return item.reply
 
@@ -99,6 +143,7 @@ class Workers:
     def close(self, timeout: float) -> None:
         """Compute nothing more, and wait for what is being computed: Python aborts when it ends in the middle of it."""
         self._queue.put(None)
+        self._replies.close()
         ends = perf_counter() + timeout
         for thread in self._threads:
             thread.join(max(ends - perf_counter(), 0.0))
@@ -106,6 +151,7 @@ class Workers:
     def _run(self) -> None:
         while (first := self._queue.get()) is not None:
             items = [first, *self._others()]
+            self._replies.wait_for_room()
             with self._gate.shared():
                 self._compute([item for item in items if item.reply.set_running_or_notify_cancel()])
             del first, items  # while it waits, it holds nothing
@@ -141,6 +187,8 @@ class Workers:
 
     def _begin(self, item: _Item) -> _Begun:
         now, work = perf_counter(), item.work
+        if self._failure is not None:
+            raise Draining(f"the server ends, since its device failed: {self._failure}")
         if now > work.ends:
             raise Late(f"the request waited {now - work.arrived:.3f} s, longer than the client does")
         if len(work.data) > self._limits.max_message:
@@ -155,6 +203,9 @@ class Workers:
         except BaseException as error:  # noqa: BLE001  whatever the model raises, the client is told
             if len(group) == 1:
                 self._fail(group[0].item, error)
+            elif self._has_failed():
+                for begun in group:
+                    self._fail(begun.item, Draining(f"the server ends, since its device failed: {self._failure}"))
             else:  # one of them is to blame, and the others are not
                 for begun in group:
                     self._together([begun])
@@ -167,6 +218,7 @@ class Workers:
             except BaseException as error:  # noqa: BLE001  what the model returned cannot be sent
                 self._fail(begun.item, error)
             else:
+                self._replies.add(len(reply))
                 begun.item.reply.set_result(reply)  # on its way: what follows makes only the next one wait
                 self._note(begun, spent, len(group))
 
@@ -189,13 +241,24 @@ class Workers:
         self._metrics.requests.labels(at).inc()
         for phase, seconds in spent.items():
             self._metrics.seconds.labels(phase.removesuffix("_s")).observe(seconds)
-        log.info("answered", extra={"request": begun.item.work.id, "at": at, "batch": batch, **spent})
+        log.info("answered", extra={"request": begun.item.work.id[:ID_CHARS], "at": at, "batch": batch, **spent})
 
     def _fail(self, item: _Item, error: BaseException) -> None:
         kind, message = as_message(error)
         self._metrics.errors.labels(kind).inc()
-        log.warning("failed", extra={"request": item.work.id, "kind": kind, "reason": message.message})
-        item.reply.set_result(messages.Reply(id=item.work.id, error=message).SerializeToString())
+        log.warning("failed", extra={"request": item.work.id[:ID_CHARS], "kind": kind, "reason": message.message})
+        reply = messages.Reply(id=item.work.id, error=message).SerializeToString()
+        self._replies.add(len(reply))
+        item.reply.set_result(reply)
+        self._has_failed()
+
+    def _has_failed(self) -> bool:
+        """Whether the device can compute nothing any more; the first to notice says so."""
+        if self._failure is None:
+            self._failure = self._served.device_failure()
+            if self._failure is not None:
+                self._on_failure(self._failure)
+        return self._failure is not None
 
 
 class _Gate:

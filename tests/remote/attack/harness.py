@@ -12,15 +12,16 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +45,21 @@ BEGUN = "begun"
 _SPARE_S = 60.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Target:
     """A server under attack.
 
     Attributes:
         token: The server's, for attacks by somebody who has one.
-        seconds: How long the attack goes on.
+        seconds: How long the attack goes on, from when it first asks whether it is over.
+        extra: What else the attack needs to know: JSON values.
     """
 
     address: str
     token: str
     seconds: float
-    began: float = field(default_factory=time.monotonic)
+    extra: Sequence[Any] = ()
+    _began: float | None = None
 
     @property
     def host(self) -> tuple[str, int]:
@@ -64,7 +67,9 @@ class Target:
         return host, int(port)
 
     def is_over(self) -> bool:
-        return time.monotonic() - self.began >= self.seconds
+        if self._began is None:
+            self._began = time.monotonic()
+        return time.monotonic() - self._began >= self.seconds
 
 
 @dataclass
@@ -119,20 +124,20 @@ class Outcome:
 
 
 def attack_server(
-    name: str, seconds: float, *options: str, descriptors: int | None = None, connects: bool = True
+    name: str, seconds: float, *options: str, descriptors: int | None = None, extra: Sequence[Any] = ()
 ) -> Outcome:
     """Attack a server with `tests.remote.attack.NAME`.
 
     Args:
         options: Further ones of `microtome serve`.
         descriptors: The limit of open files of the server; None: that of this process.
-        connects: Whether the well-behaved client also opens new connections meanwhile.
+        extra: JSON values for the attack.
     """
     with _serving(options, descriptors) as server:
         rest = reset_peak(server.pid)
         server.limit_memory(BUDGET + RUNAWAY)
-        client = _WellBehaved(server.address, connects)
-        process = _start(f"tests.remote.attack.{name}:attack", server.address, TOKEN, seconds)
+        client = _WellBehaved(server.address)
+        process = _start(f"tests.remote.attack.{name}:attack", server.address, TOKEN, seconds, extra)
         _wait_for_start(process)
         faults = client.ask_while(lambda: process.poll() is None, seconds + _SPARE_S)
         result = _finish(process, timeout=5.0)
@@ -173,9 +178,9 @@ class _WellBehaved:
         waits: Seconds to each answer, and `connect_waits` those to the first one of a new connection.
     """
 
-    def __init__(self, address: str, connects: bool) -> None:
+    def __init__(self, address: str) -> None:
         torch.set_num_threads(1)
-        self.address, self.connects = address, connects
+        self.address = address
         self.waits: list[float] = []
         self.connect_waits: list[float] = []
         self._faults: list[str] = []
@@ -208,8 +213,7 @@ class _WellBehaved:
         is_over = threading.Event()
         with ThreadPoolExecutor(2) as threads:
             threads.submit(self._repeat, self._ask_again, self.waits, 0.01, is_over)
-            if self.connects:
-                threads.submit(self._repeat, self._connect_again, self.connect_waits, 0.1, is_over)
+            threads.submit(self._repeat, self._connect_again, self.connect_waits, 0.1, is_over)
             while goes_on() and time.monotonic() < ends:
                 time.sleep(0.02)
             is_over.set()
@@ -232,6 +236,13 @@ class _WellBehaved:
 
     def close(self) -> None:
         self._remote.close()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
 
 
 # -- memory, and processes ---------------------------------------------------------------------------------------------

@@ -1,0 +1,105 @@
+"""Ends what waits for a peer longer than it may."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import logging
+import sys
+from time import monotonic
+
+from microtome.remote.calls import STUCK_S, Call, Calls
+from microtome.remote.extra import grpc
+from microtome.remote.health import Health
+from microtome.remote.peers import Peers
+from microtome.remote.service import Service
+
+log = logging.getLogger("microtome.remote")
+
+#: Seconds between two looks at the calls, and at the number of connections, of which thousands may come in a second.
+_TICK_S, _TRIM_S = 0.1, 0.02
+#: Seconds between two times that memory is given back, after calls were ended.
+_FREE_S = 0.5
+#: Seconds that a peer may take: for the message of a call that brings one, for the next part of a request, for a reply.
+MESSAGE_S, PART_S, WRITE_S = 30.0, 30.0, 20.0
+#: Bytes a second below which a peer is slow: replies may take as long as that needs, and where others wait for room,
+#: requests in parts may not.
+SLOW = 256 << 10
+
+
+class Watchdog:
+    """Looks again and again at the calls of a server, and at its connections."""
+
+    def __init__(self, service: Service, health: Health, peers: Peers) -> None:
+        self._service = service
+        self._health = health
+        self._peers = peers
+
+    async def run(self) -> None:
+        looked = freed = monotonic()
+        dropped = 0
+        while True:
+            await asyncio.sleep(_TRIM_S)
+            closed = self._peers.trim()
+            if closed:
+                log.warning("too many connections", extra={"closed": closed})
+            if (now := monotonic()) - looked > _TICK_S:
+                looked = now
+                self.look(now)
+            if self._service.calls.dropped > dropped and now - freed > _FREE_S:
+                freed, dropped = now, self._service.calls.dropped
+                await asyncio.to_thread(_free)
+
+    def look(self, now: float) -> None:
+        """End what waits too long at a time of `monotonic`."""
+        service = self._service
+        for calls in (service.calls, self._health.asking, self._health.watching):
+            for call in calls:
+                self._look_at(calls, call, now)
+        if service.replies.is_full:
+            self._end_stuck([call for call in service.calls if call.is_stream or call.requests], now)
+        if service.echoes.is_contended:
+            self._end_stuck([call for call in service.calls if not call.is_stream and not call.requests], now)
+        if service.uploads.is_contended:
+            self._end_slow_upload(now)
+
+    def _look_at(self, calls: Calls, call: Call, now: float) -> None:
+        if call.writing is not None:
+            began, nbytes = call.writing
+            if now - began > WRITE_S + nbytes / SLOW:
+                self._disconnect(calls, call)
+        elif call.upload is not None:
+            if now - call.upload.last > PART_S:
+                call.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"expected the next part of a request in {PART_S:g} s")
+        elif not call.is_stream and not call.has_spoken and now - call.quiet_since > MESSAGE_S:
+            call.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"expected a message in {MESSAGE_S:g} s")
+
+    def _end_stuck(self, calls: list[Call], now: float) -> None:
+        """Where others wait for room, end the call whose reply has waited longest for its peer."""
+        stuck = [call for call in calls if call.writing is not None and now - call.writing[0] > STUCK_S]
+        if stuck:
+            self._disconnect(self._service.calls, min(stuck, key=lambda call: call.writing or (now, 0)))
+
+    def _disconnect(self, calls: Calls, call: Call) -> None:
+        calls.disconnect(call, "the reply was not taken")
+        log.warning("disconnected", extra={"peer": call.peer, "reason": "it does not take its replies"})
+
+    def _end_slow_upload(self, now: float) -> None:
+        """Where requests wait for room, end the slowest one of those that come in parts and take long."""
+        slow = [
+            (call.upload.rate(now), id(call), call)
+            for call in self._service.calls
+            if call.upload is not None and now - call.upload.began > 1.0 and call.upload.rate(now) < SLOW
+        ]
+        if slow:
+            why = f"expected a request in parts at {SLOW >> 10} KiB/s or more while others wait"
+            min(slow)[2].end(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+
+
+def _free() -> None:
+    """Give back what calls held that were ended: their frames may hold each other, and glibc keeps what is freed."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
