@@ -17,7 +17,7 @@ _ON_THE_WAY = 256 * 2**20
 class Add(Protocol):
     """Takes a tensor of its own, or, where it is borrowed, is done with it when it returns."""
 
-    def __call__(self, name: str, tensor: Tensor, *, borrowed: bool = False) -> None: ...
+    def __call__(self, name: str, tensor: Tensor, *, borrowed: bool = False, run: int | None = None) -> None: ...
 
 
 class _Waiting(NamedTuple):
@@ -48,19 +48,20 @@ class Copier:
         self._bytes = 0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def add(self, name: str, tensor: Tensor, *, fresh: bool = False) -> None:
+    def add(self, name: str, tensor: Tensor, *, fresh: bool = False, run: int | None = None) -> None:
         """Take a tensor, which the model may write to when this has returned.
 
         Args:
             fresh: Whether nobody else has it, so that it need not be copied.
+            run: The number of the run that it is of.
         """
         if not tensor.is_cuda:
-            self._add(name, tensor.cpu(), borrowed=not fresh and tensor.device.type == "cpu")
+            self._add(name, tensor.cpu(), borrowed=not fresh and tensor.device.type == "cpu", run=run)
             return
         self._hand_on(done_only=True)
         while self._waiting and self._bytes + tensor.nbytes > _ON_THE_WAY:
             self._hand_on_one()
-        self._send(name, tensor, fresh=fresh)
+        self._send(name, tensor, run, fresh=fresh)
 
     def after_these(self, do: Callable[[], None]) -> None:
         """Call a function once everything that was added before is handed on."""
@@ -73,7 +74,7 @@ class Copier:
         """Hand on everything, waiting for what is on its way."""
         self._hand_on(done_only=False)
 
-    def _send(self, name: str, tensor: Tensor, *, fresh: bool) -> None:
+    def _send(self, name: str, tensor: Tensor, run: int | None, *, fresh: bool) -> None:
         # On the model's stream, where it is quick: the model may write to the tensor while the slow copy is on its way.
         kept = tensor if fresh else tensor.clone(memory_format=torch.contiguous_format)
         if kept.device not in self._streams:
@@ -86,7 +87,7 @@ class Copier:
             arrived = torch.cuda.Event()
             arrived.record()
         kept.record_stream(stream)  # its memory is not given to others before
-        self._waiting.append(_Waiting(partial(self._hand, name, there), arrived, there.nbytes))
+        self._waiting.append(_Waiting(partial(self._hand, name, there, run), arrived, there.nbytes))
         self._bytes += there.nbytes
 
     def _hand_on(self, *, done_only: bool) -> None:
@@ -100,5 +101,5 @@ class Copier:
         self._bytes -= first.nbytes
         first.do()
 
-    def _hand(self, name: str, there: Tensor) -> None:
-        self._add(name, there.clone())  # pinned memory is scarce
+    def _hand(self, name: str, there: Tensor, run: int | None) -> None:
+        self._add(name, there.clone(), run=run)  # pinned memory is scarce

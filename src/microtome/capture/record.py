@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
@@ -18,6 +19,7 @@ from microtome.capture.attention_weights import Heads, Part, Rows
 from microtome.capture.copying import Copier
 from microtome.capture.manifest import manifest_of, text_of
 from microtome.capture.reduce import Reduce, reduction
+from microtome.capture.runs import RunNumbers
 from microtome.capture.store import DiskStore, MemoryStore, Recording, Series, Stats, open_folder
 from microtome.capture.targets import Targets, never_ran
 from microtome.capture.wish import check_kinds, check_wish
@@ -127,6 +129,7 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
         self._open = None if to is None else partial(DiskStore, to, manifest, append=append, **limits)
         self._copier = Copier(self._store.add)
         self._folder = to
+        self._numbers = RunNumbers(itertools.count())
         self._session: Session | None = None
         self._read: Recording | None = None
         self._is_done = False
@@ -152,6 +155,7 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
         if self._open is not None:
             self._store = self._open()
             self._copier = Copier(self._store.add)
+            self._numbers = RunNumbers(itertools.count(self._store.next_run))
         try:
             self._session = session.__enter__()
         except BaseException:
@@ -211,16 +215,19 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
                     raise BadQuery(f"reduce gives a tensor, and gave a {type(kept).__name__} at {name!r}")
             self._records += 1
             self._nbytes += kept.nbytes
-            self._copier.add(name + place, kept, fresh=self._own_reduction and _is_fresh(kept, tensor))
+            fresh = self._own_reduction and _is_fresh(kept, tensor)
+            self._copier.add(name + place, kept, fresh=fresh, run=self._numbers.current)
         return added
 
     def begin_run(self) -> None:
         """Note that a run of the model begins."""
+        self._numbers.begin()
         if isinstance(self._store, DiskStore):
             self._copier.after_these(self._store.begin_run)
 
     def end_run(self) -> None:
         """Note that a run of the model has ended, by an exception or not."""
+        self._numbers.end()
         if isinstance(self._store, DiskStore):
             self._copier.after_these(self._store.end_run)
 

@@ -99,13 +99,14 @@ class Batch:
         piece.dropped += dropped
         self.seen_bytes += tensor.nbytes
 
-    def keep(self, name: str, number: int, tensor: Tensor, no_stats: Stats) -> None:
-        """Have the tensor written, as the one of this number among those of its name."""
+    def keep(self, name: str, number: int, tensor: Tensor, no_stats: Stats, run: int | None = None) -> None:
+        """Have the tensor of a run written, as the one of this number among those of its name."""
         piece, key = self._piece(name, no_stats), tensor_key(name, number)
         if not piece.shapes:
             piece.first = number
         piece.shapes.append(list(tensor.shape))
         piece.dtypes.append(CODES[tensor.dtype])
+        piece.runs.append(run)
         self.tensors[key] = tensor
         self.held_bytes += cost(tensor)
         self._header_bytes += header_bytes(key, tensor)

@@ -83,13 +83,14 @@ class DiskStore:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def add(self, name: str, tensor: Tensor, *, borrowed: bool = False) -> None:
+    def add(self, name: str, tensor: Tensor, *, borrowed: bool = False, run: int | None = None) -> None:
         """Take a tensor; waits while the queue is full.
 
         Args:
             borrowed: The tensor is somebody else's, who may write to it when this has returned; else it belongs to the
                 store from now on. A large one is not copied: this waits until it is written, and takes the statistics
                 meanwhile.
+            run: The number of the run that it is of.
         """
         with self._lock:
             self._check_open()
@@ -99,11 +100,16 @@ class DiskStore:
                 lent = is_lent(ordered, tensor, borrowed=borrowed)
                 self._full |= self._limit_bytes is not None and self._nbytes + ordered.nbytes > self._limit_bytes
             if self._keep == "all" and not self._full:
-                self._write(name, ordered, lent=lent)
+                self._write(name, ordered, run, lent=lent)
             else:
                 self._count_in(name, tensor)
             if self._batch.is_complete and (not self._runs_open or self._batch.is_overdue):
                 self._cut()
+
+    @property
+    def next_run(self) -> int:
+        """The number of the first run of this recorder: those of runs that are there already are smaller."""
+        return self._totals.next_run
 
     def begin_run(self) -> None:
         """Hold back from the index what is added until the run ends."""
@@ -117,7 +123,7 @@ class DiskStore:
             if not self._runs_open and not self._closed and (self._was_cut or self._batch.is_complete):
                 self._cut()
 
-    def _write(self, name: str, tensor: Tensor, *, lent: bool) -> None:
+    def _write(self, name: str, tensor: Tensor, run: int | None, *, lent: bool) -> None:
         """Have a tensor written and count it; when this has returned, one that is lent is no longer needed."""
         if lent and not can_go_alone(tensor):
             tensor, lent = tensor.clone(), False
@@ -127,7 +133,7 @@ class DiskStore:
         self._make_room(tensor)
         if lent:
             self._writer.drain()  # what takes long comes first, so that an interrupt finds nothing half done
-        self._batch.keep(name, number, tensor, self._no_stats)
+        self._batch.keep(name, number, tensor, self._no_stats, run)
         self._kept[name] = number + 1
         self._nbytes += tensor.nbytes
         if lent:

@@ -40,6 +40,7 @@ class Piece:
         shapes: Of the tensors in the shard.
         dtypes: Theirs, as safetensors calls them.
         sums: Their checksums; empty where the recording was made without.
+        runs: The numbers of the runs they are of; empty where the recording was made without.
     """
 
     stats: Stats
@@ -49,6 +50,7 @@ class Piece:
     shapes: list[list[int]] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     sums: list[str] = field(default_factory=list)
+    runs: list[int | None] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -111,6 +113,8 @@ class Line:
                 raise ValueError("a tensor of no dtype that is known")
             if piece.sums and len(piece.sums) != len(piece.shapes):
                 raise ValueError("a tensor without a checksum")
+            if piece.runs and len(piece.runs) != len(piece.shapes):
+                raise ValueError(f"expected {len(piece.shapes)} numbers of runs, got {len(piece.runs)}")
             if piece.shapes and self.file is None:
                 raise ValueError("a tensor in no shard")
 
@@ -145,6 +149,7 @@ class Totals:
         nbytes: Of those in shards.
         shards: How many shards there are.
         kept: How many tensors of each name are in shards.
+        next_run: The number after the largest of a run.
     """
 
     count: int = 0
@@ -153,6 +158,7 @@ class Totals:
     nbytes: int = 0
     shards: int = 0
     full: bool = False
+    next_run: int = 0
     kept: dict[str, int] = field(default_factory=dict)
     stats: dict[str, Stats] = field(default_factory=dict)
 
@@ -164,6 +170,7 @@ class Totals:
             self.written += len(piece.shapes)
             self.dropped += piece.dropped
             self.nbytes += piece.nbytes
+            self.next_run = max(self.next_run, *(run + 1 for run in piece.runs if run is not None), 0)
             self.kept[name] = self.kept.get(name, 0) + len(piece.shapes)
             if name not in self.stats:
                 self.stats[name] = piece.stats.new()

@@ -53,7 +53,7 @@ class MemoryStore:
         self.keep = keep
         self.count = self.dropped = self.nbytes = 0
         self._no_stats = Stats(histogram=None if histogram is None else Histogram(*histogram))
-        self._held: OrderedDict[int, tuple[str, Tensor]] = OrderedDict()
+        self._held: OrderedDict[int, tuple[str, Tensor, int | None]] = OrderedDict()
         self._numbers: dict[str, deque[int]] = {}
         self._stats: dict[str, Stats] = {}
         self._summed: dict[str, int] = {}
@@ -64,11 +64,12 @@ class MemoryStore:
     def names(self) -> list[str]:
         return list(self._numbers)
 
-    def add(self, name: str, tensor: Tensor, *, borrowed: bool = False) -> None:
+    def add(self, name: str, tensor: Tensor, *, borrowed: bool = False, run: int | None = None) -> None:
         """Take a tensor.
 
         Args:
             borrowed: It is somebody else's and is copied; else it belongs to the store from now on.
+            run: The number of the run that it is of.
         """
         with self._lock:
             if self.keep == "all":
@@ -81,7 +82,7 @@ class MemoryStore:
                 self._stats[name] = self._no_stats.new()
                 self._summed[name] = -1
             if self.keep == "all":
-                self._held[self.count] = name, tensor
+                self._held[self.count] = name, tensor, run
                 self._numbers[name].append(self.count)
                 self.nbytes += tensor.nbytes
             else:
@@ -126,7 +127,7 @@ class MemoryStore:
         return self.nbytes + BESIDE_BYTES * len(self._held) + beside
 
     def _drop(self, number: int) -> None:
-        name, tensor = self._held.pop(number)
+        name, tensor, _ = self._held.pop(number)
         oldest = self._numbers[name].popleft()
         assert oldest == number
         self._sum(name, number, tensor)
@@ -142,7 +143,7 @@ class MemoryStore:
         """The tensors of a name that are here now, the oldest first."""
         with self._lock:
             self._check(name)
-            return Series(name, [InMemory(self._held[number][1]) for number in self._numbers[name]])
+            return Series(name, [InMemory(*self._held[number][1:]) for number in self._numbers[name]])
 
     def stats(self, name: str) -> Stats:
         """Of all elements of all tensors of the name that were given so far."""

@@ -47,7 +47,8 @@ class Recording:
                 assert line.file is not None
                 key = tensor_key(name, piece.first + at)
                 checksum = piece.sums[at] if piece.sums else None
-                held.append(OnDisk(self._shards, line.file, key, tuple(shape), DTYPES[code], checksum))
+                run = piece.runs[at] if piece.runs else None
+                held.append(OnDisk(self._shards, line.file, key, tuple(shape), DTYPES[code], checksum, run))
 
     @property
     def names(self) -> list[str]:

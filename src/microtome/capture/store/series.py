@@ -24,6 +24,8 @@ class Held(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def run(self) -> int | None: ...
     def load(self) -> Tensor: ...
 
 
@@ -31,6 +33,7 @@ class InMemory(NamedTuple):
     """A tensor that is here."""
 
     tensor: Tensor
+    run: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,6 +85,14 @@ class Series(Sequence[Tensor]):
     @property
     def dtypes(self) -> list[torch.dtype]:
         return [held.dtype for held in self._held]
+
+    @property
+    def runs(self) -> list[int | None]:
+        """The number of the run that each is of; None where a recording was made without.
+
+        Tensors of two names are of one run if they have the same number.
+        """
+        return [held.run for held in self._held]
 
     @property
     def nbytes(self) -> int:

@@ -304,7 +304,7 @@ def _check_sum(what: str, expected: str, found: str) -> None:
 
 
 class OnDisk(NamedTuple):
-    """A tensor in a shard, with its checksum where it is known."""
+    """A tensor in a shard, with its checksum and the number of its run where these are known."""
 
     shards: Shards
     file: str
@@ -312,6 +312,7 @@ class OnDisk(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     checksum: str | None
+    run: int | None
 
     @property
     def nbytes(self) -> int:
