@@ -26,8 +26,27 @@ Each also derives from the builtin a caller would expect (`TypeError`, `LookupEr
 from __future__ import annotations
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Text without what would move the cursor, change colours, break the line or reverse the direction of writing.
+
+    Whatever a peer, a file or a model named passes here before it is shown: in errors, logs and tables.
+
+    Args:
+        keep: Characters that stay as they are.
+
+    >>> printable("new\\nline, \\x1b[31mred, r\\u202etl")
+    'new�line, �[31mred, r�tl'
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in keep else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
 class MicrotomeError(Exception):
-    """Base of every error that microtome raises on purpose."""
+    """Base of every error that microtome raises on purpose. Its message can be printed, whatever it quotes."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message, keep="\n"))
 
 
 class NotAModule(MicrotomeError, TypeError):
@@ -115,6 +134,5 @@ def said(error: BaseException) -> str:
     # A SyntaxError's text says the line too, which is said beside it.
     lines = str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines()
     text = lines[0] if lines else ""
-    if len(text) > 300:
-        text = text[:300] + "…"
+    text = printable(text[:300]) + ("…" if len(text) > 300 else "")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

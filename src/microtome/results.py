@@ -44,7 +44,7 @@ class Result:
         return self._report().text(self)
 
     def __rich__(self) -> Any:
-        return self._report().renderable(self)
+        return import_module("microtome.report.terminal").Printable(self._report().renderable(self))
 
     def _repr_html_(self) -> str | None:
         """What a notebook shows."""

@@ -23,7 +23,7 @@ from microtome.cli.split import split
 from microtome.cli.sweep import sweep
 from microtome.cli.top import top
 from microtome.cli.track import track
-from microtome.errors import MicrotomeError
+from microtome.errors import MicrotomeError, printable
 
 
 class _Refused(click.ClickException):
@@ -37,9 +37,9 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except click.FileError as error:
-            raise _Refused(error.format_message()) from error
+            raise _Refused(printable(error.format_message(), keep="\n")) from error
         except (MicrotomeError, OSError) as error:
-            raise _Refused(str(error)) from error
+            raise _Refused(printable(str(error), keep="\n")) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

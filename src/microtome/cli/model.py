@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from microtome import zoo
-from microtome.errors import BadInputs, MicrotomeError, said
+from microtome.errors import BadInputs, MicrotomeError, printable, said
 from microtome.zoo import Resolved
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -93,7 +93,7 @@ def working(what: str) -> Iterator[Callable[[str, int, int], None]]:
 
 def say(notes: tuple[str, ...]) -> None:
     for note in notes:
-        click.echo(f"Note: {note}", err=True)
+        click.echo(printable(f"Note: {note}"), err=True)
 
 
 def _read(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, Any]:

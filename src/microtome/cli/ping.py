@@ -15,6 +15,7 @@ from microtome import __version__
 from microtome.cli.connection import connection_options
 from microtome.cli.model import working
 from microtome.cli.outputs import put, refuse_same
+from microtome.errors import printable
 from microtome.units import rate, seconds, size
 
 #: How many cuts are named.
@@ -88,7 +89,7 @@ def _text(found: dict[str, Any]) -> str:
     told = [head, *(f"  {name:<11} {value}" for name, value in lines.items())]
     if found["torch"].partition("+")[0] != torch.__version__.partition("+")[0]:
         told.append(f"Note: here is torch {torch.__version__}: a client is refused unless it allows another version")
-    return "\n".join(told)
+    return "\n".join(map(printable, told))
 
 
 def _cuts(cuts: list[str]) -> str:

@@ -6,6 +6,8 @@ import json
 import logging
 from datetime import UTC, datetime
 
+from microtome.errors import printable
+
 LEVELS = ("debug", "info", "warning", "error")
 #: How much of a request's id, which a client chooses, is logged.
 ID_CHARS = 64
@@ -20,9 +22,8 @@ class JsonLines(logging.Formatter):
         beside = {name: value for name, value in vars(record).items() if name not in _USUAL}
         if record.exc_info and record.exc_info[1] is not None:
             beside["error"] = repr(record.exc_info[1])
-        return json.dumps(
-            {"time": when, "level": record.levelname.lower(), "event": record.getMessage(), **beside}, default=str
-        )
+        line = {"time": when, "level": record.levelname.lower(), "event": record.getMessage(), **beside}
+        return printable(json.dumps(line, default=str))
 
 
 def log_to_stderr(level: str) -> None:

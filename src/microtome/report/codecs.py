@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv as csv_format
-import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from microtome.plan.codecs import CodecCosts
-from microtome.report.terminal import plain_text
+from microtome.report.spreadsheet import csv_text
+from microtome.report.terminal import escaped, plain_text
 from microtome.units import seconds, share, size
 
 _HEADERS = ("codec", "values", "bytes", "of raw", "encode", "decode")
@@ -34,18 +33,14 @@ def text(costs: CodecCosts) -> str:
 
 def markdown(costs: CodecCosts) -> str:
     lines = [list(_HEADERS), ["---", *["---:"] * (len(_HEADERS) - 1)], *_rows(costs)]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"**{costs.model}**\n\n{table}\n\n- {_note(costs)}\n"
+    table = "\n".join("| " + " | ".join(map(escaped, line)) + " |" for line in lines)
+    return f"**{escaped(costs.model)}**\n\n{table}\n\n- {escaped(_note(costs))}\n"
 
 
 def csv(costs: CodecCosts) -> str:
     """A line for each codec and value, raw numbers."""
-    file = io.StringIO()
-    writer = csv_format.writer(file)
-    writer.writerow(["codec", "value", "nbytes", "encode_s", "decode_s"])
-    for codec, known in costs.costs.items():
-        writer.writerows([codec, name, *cost] for name, cost in known.items())
-    return file.getvalue()
+    rows = ([codec, name, *cost] for codec, known in costs.costs.items() for name, cost in known.items())
+    return csv_text(["codec", "value", "nbytes", "encode_s", "decode_s"], rows)
 
 
 def _rows(costs: CodecCosts) -> Iterator[list[str]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv as csv_format
-import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +10,9 @@ from rich.console import Group as Stack
 from rich.table import Table
 from rich.text import Text
 
-from microtome.report.terminal import bar, code, escaped, fitted, plain_text, printable, shortened
+from microtome.errors import printable
+from microtome.report.spreadsheet import csv_text
+from microtome.report.terminal import bar, code, escaped, fitted, plain_text, shortened
 from microtome.split.data import Cut, Cuts, Live
 from microtome.units import count, shape, size
 
@@ -98,14 +98,10 @@ def markdown(cuts: Cuts, view: View | None = None) -> str:
 
 def csv(cuts: Cuts) -> str:
     """A line a place, raw numbers, those that are refused included, in the order of the run."""
-    file = io.StringIO()
-    writer = csv_format.DictWriter(file, _FIELDS)
-    writer.writeheader()
     places = sorted((*cuts.offered, *cuts.refused), key=lambda cut: cut.index)
-    for cut in places:
-        record = {name: getattr(cut, name) for name in _FIELDS if name != "live"}
-        writer.writerow(record | {"live": " ".join(live.name for live in cut.live)})
-    return file.getvalue()
+    records = [{name: getattr(cut, name) for name in _FIELDS if name != "live"} for cut in places]
+    live = (" ".join(one.name for one in cut.live) for cut in places)
+    return csv_text(_FIELDS, (record | {"live": names} for record, names in zip(records, live, strict=True)))
 
 
 _FIELDS = ("at", "type", "depth", "live", "nbytes", "head_macs", "tail_macs", "head_params", "tail_params", "head_param_bytes", "tail_param_bytes", "dominates", "refused")  # fmt: skip  # noqa: E501

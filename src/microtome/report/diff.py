@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv as csv_format
-import io
 from collections.abc import Callable, Iterator
 from math import isinf
 from typing import Any
@@ -12,8 +10,10 @@ from rich.console import Group as Stack
 from rich.table import Table
 from rich.text import Text
 
+from microtome.errors import printable
 from microtome.profile.difference import Change, Diff, LayerChange
-from microtome.report.terminal import code, escaped, plain_text, printable, shortened
+from microtome.report.spreadsheet import csv_text
+from microtome.report.terminal import code, escaped, plain_text, shortened
 from microtome.units import UNKNOWN, count, joules, seconds, size
 
 #: How many layers are shown on a terminal and in Markdown.
@@ -76,17 +76,11 @@ def markdown(diff: Diff) -> str:
 
 def csv(diff: Diff) -> str:
     """A line a change, raw numbers; those of the whole have no address."""
-    file = io.StringIO()
-    writer = csv_format.writer(file)
-    writer.writerow(["address", "type", "what", "quantity", "before", "after", "growth", "is_noise"])
-    for one in diff.totals:
-        writer.writerow(["", "", "total", one.quantity, one.before, one.after, one.growth, one.is_noise])
-    for layer in diff.layers:
-        about = [layer.address, layer.type, layer.what]
-        writer.writerows(
-            [*about, one.quantity, one.before, one.after, one.growth, one.is_noise] for one in layer.changes
-        )
-    return file.getvalue()
+    header = ["address", "type", "what", "quantity", "before", "after", "growth", "is_noise"]
+    changes = [(["", "", "total"], one) for one in diff.totals]
+    changes += [([layer.address, layer.type, layer.what], one) for layer in diff.layers for one in layer.changes]
+    rows = ([*about, one.quantity, one.before, one.after, one.growth, one.is_noise] for about, one in changes)
+    return csv_text(header, rows)
 
 
 def name_of(change: Change) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv as csv_format
-import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isinf
@@ -14,8 +12,10 @@ from rich.console import Group as Stack
 from rich.table import Table
 from rich.text import Text
 
+from microtome.errors import printable
 from microtome.plan.data import Candidate, Plan
-from microtome.report.terminal import escaped, fitted, plain_text, printable, shortened
+from microtome.report.spreadsheet import csv_text
+from microtome.report.terminal import escaped, fitted, plain_text, shortened
 from microtome.units import UNKNOWN, count, joules, rate, ratio, seconds, size
 
 #: How many candidates a table shows beside those that are always there, and how many cuts a chart.
@@ -88,12 +88,8 @@ def markdown(plan: Plan) -> str:
 
 def csv(plan: Plan) -> str:
     """A line a candidate, raw numbers, those that cannot be chosen included."""
-    file = io.StringIO()
     records = [_record(plan, candidate) for candidate in plan]
-    writer = csv_format.DictWriter(file, list(records[0]))
-    writer.writeheader()
-    writer.writerows(records)
-    return file.getvalue()
+    return csv_text(list(records[0]), records)
 
 
 def _record(plan: Plan, candidate: Candidate) -> dict[str, Any]:

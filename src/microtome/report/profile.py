@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv as csv_format
-import io
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +9,7 @@ from rich.console import Group as Stack
 from rich.table import Table
 from rich.text import Text
 
+from microtome.errors import printable
 from microtome.profile import Group, Profile, Row
 from microtome.profile.files import flat
 from microtome.profile.rows import AMOUNTS
@@ -28,7 +27,8 @@ from microtome.report.columns import (
 )
 from microtome.report.notes import notes_of
 from microtome.report.scale import spanning
-from microtome.report.terminal import bar, code, escaped, fitted, plain_text, printable, shortened
+from microtome.report.spreadsheet import csv_text
+from microtome.report.terminal import bar, code, escaped, fitted, plain_text, shortened
 from microtome.report.view import View, check, deepest, depth_of, rows_of, whole_tree
 
 #: The shortest that a name is cut to on a terminal.
@@ -99,17 +99,13 @@ def csv(profile: Profile, view: View | None = None) -> str:
     """Every row of the view, all calls if it does not say which, with all their numbers."""
     view = whole_tree(profile, view or View())
     check(view)
-    file = io.StringIO()
     records = [flat(row) if isinstance(row, Row) else _flat_group(row) for row, _ in rows_of(profile, view)]
     if view.columns:
         records = [
             _chosen(row, record, profile, view)
             for (row, _), record in zip(rows_of(profile, view), records, strict=True)
         ]
-    writer = csv_format.DictWriter(file, list(dict.fromkeys(name for record in records for name in record)))
-    writer.writeheader()
-    writer.writerows(records)
-    return file.getvalue()
+    return csv_text(list(dict.fromkeys(name for record in records for name in record)), records)
 
 
 def _chosen(row: Any, record: dict[str, Any], profile: Profile, view: View) -> dict[str, Any]:

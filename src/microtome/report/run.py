@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv as csv_format
-import io
 from collections.abc import Iterator
 from dataclasses import fields
 from datetime import datetime
@@ -14,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from microtome.remote.ran import Moved, Ran, record
-from microtome.report.terminal import plain_text
+from microtome.report.spreadsheet import csv_text
+from microtome.report.terminal import escaped, plain_text
 from microtome.units import UNKNOWN, joules, ratio, seconds, size
 
 #: How many reasons and moves are told.
@@ -39,19 +38,15 @@ def text(ran: Ran) -> str:
 
 def markdown(ran: Ran) -> str:
     lines = [["a request", "median", "95 %"], ["---", "---:", "---:"], *_rows(ran)]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    notes = "\n".join(f"- {note}" for note in _notes(ran))
-    return f"**{_title(ran)}**\n\n{table}\n\n{notes}\n"
+    table = "\n".join("| " + " | ".join(map(escaped, line)) + " |" for line in lines)
+    notes = "\n".join(f"- {escaped(note)}" for note in _notes(ran))
+    return f"**{escaped(_title(ran))}**\n\n{table}\n\n{notes}\n"
 
 
 def csv(ran: Ran) -> str:
     """A line a request, raw numbers."""
-    file = io.StringIO()
     names = [field.name for field in fields(type(ran.requests[0])) if field.name != "began"] if ran.requests else ["at"]
-    writer = csv_format.DictWriter(file, names)
-    writer.writeheader()
-    writer.writerows(map(record, ran.requests))
-    return file.getvalue()
+    return csv_text(names, map(record, ran.requests))
 
 
 def place(at: str | None, codec: str = "raw") -> str:

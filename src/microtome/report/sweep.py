@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv as csv_format
-import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,10 +12,12 @@ from rich.console import Group as Stack
 from rich.table import Table
 from rich.text import Text
 
+from microtome.errors import printable
 from microtome.remote.swept import Sweep, Timed
 from microtome.report.run import short
+from microtome.report.spreadsheet import csv_text
 from microtome.report.sweep_page import html
-from microtome.report.terminal import fitted, plain_text, printable, shortened
+from microtome.report.terminal import escaped, fitted, plain_text, shortened
 from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
 
 __all__ = ["csv", "html", "markdown", "renderable", "text"]
@@ -65,8 +65,8 @@ def renderable(sweep: Sweep, width: int | None = None) -> Any:
         style = "bold green" if row is sweep.best else "dim" if row.failed else ""
         marked = f"{_mark(sweep, row):<2} {shortened(row.name, _WHERE)}"
         table.add_row(Text(printable(marked)), *(Text(cells[name][at]) for name in chosen), style=style)
-    notes = Text("\n".join(_notes(sweep, rows)), style="dim")
-    return Stack(Text(_title(sweep), style="italic"), table, Text(""), Text(_chart(sweep, width)), notes)
+    notes = Text("\n".join(map(printable, _notes(sweep, rows))), style="dim")
+    return Stack(Text(printable(_title(sweep)), style="italic"), table, Text(""), Text(_chart(sweep, width)), notes)
 
 
 def text(sweep: Sweep) -> str:
@@ -78,23 +78,19 @@ def markdown(sweep: Sweep) -> str:
     columns = _columns(sweep)
     lines = [["cut", *(column.header for column in columns.values())], ["---", *["---:"] * len(columns)]]
     for row in sweep:
-        name = f"**{row.name}**" if row is sweep.best else row.name
-        lines.append([name, *(column.cell(row) for column in columns.values())])
-    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    notes = "\n".join(f"- {note}" for note in _notes(sweep, list(sweep)))
-    return f"**{_title(sweep)}**\n\n{table}\n\n{notes}\n"
+        name = f"**{escaped(row.name)}**" if row is sweep.best else escaped(row.name)
+        lines.append([name, *(escaped(column.cell(row)) for column in columns.values())])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    notes = "\n".join(f"- {escaped(note)}" for note in _notes(sweep, list(sweep)))
+    return f"**{escaped(_title(sweep))}**\n\n{table}\n\n{notes}\n"
 
 
 def csv(sweep: Sweep) -> str:
     """A line a cut, raw numbers, those that could not be measured included."""
-    file = io.StringIO()
     marks = [
         {"name": row.name, "best": row is sweep.best, "planned": row is sweep.planned, **asdict(row)} for row in sweep
     ]
-    writer = csv_format.DictWriter(file, list(marks[0]))
-    writer.writeheader()
-    writer.writerows(marks)
-    return file.getvalue()
+    return csv_text(list(marks[0]), marks)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -7,10 +7,13 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.segment import Segment
+
+from microtome.errors import printable
 
 #: The width of text that goes to a file or a pipe.
 _WIDTH = 140
@@ -22,17 +25,20 @@ def plain_text(draw: Callable[[int], Any]) -> str:
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal or "COLUMNS" in os.environ else _WIDTH
     file = io.StringIO()
-    Console(file=file, width=width, force_terminal=terminal, legacy_windows=False).print(draw(width))
+    console = Console(file=file, width=width, force_terminal=terminal, legacy_windows=False)
+    console.print(Printable(draw(width)))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def printable(text: str) -> str:
-    """Text without what would move the cursor, change colours, break the line or turn the writing around.
+class Printable:
+    """What rich draws, cleaned by `printable`: the colours are ours, and no text brings its own."""
 
-    >>> printable("new\\nline, \\x1b[31mred, r\\u202etl")
-    'new�line, �[31mred, r�tl'
-    """
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    def __init__(self, drawn: Any) -> None:
+        self._drawn = drawn
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for text, style, control in console.render(self._drawn, options):
+            yield Segment(printable(text, keep="\n"), style, control)
 
 
 def escaped(text: str) -> str:

@@ -10,11 +10,11 @@ from rich.console import Group as Stack
 from rich.table import Table
 from rich.text import Text
 
-from microtome.errors import BadQuery
+from microtome.errors import BadQuery, printable
 from microtome.profile import Profile, Row
 from microtome.report.notes import notes_of
 from microtome.report.scale import Kind, shared
-from microtome.report.terminal import bar, fitted, plain_text, printable, shortened
+from microtome.report.terminal import bar, fitted, plain_text, shortened
 from microtome.units import UNKNOWN, share
 
 #: How long the longest bar is, and what it takes with the figure behind it.
