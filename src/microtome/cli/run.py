@@ -39,6 +39,9 @@ _AT = "Where to cut: an address of `microtome cuts`; auto: where it is the faste
 @click.option("--at", default="auto", metavar="ADDRESS", help=_AT)
 @click.option("--codec", default="auto", metavar="NAME", help="How what crosses is encoded, such as raw, zstd or fp16.")
 @click.option("--deadline", type=click.FloatRange(min=0, min_open=True), metavar="S", help=_DEADLINE)
+@click.option(
+    "--max-reply", metavar="SIZE", help="The most bytes of a reply, such as 256MB, if values decide its size."
+)
 @click.option("--window", type=click.IntRange(min=1), default=8, metavar="N", help="Requests on their way at most.")
 @click.option("--warmup", type=click.IntRange(min=0), default=1, metavar="N", help="Requests before, not counted.")
 @click.option("--stages", metavar="FOLDER", help="Run the first stage that `microtome split` wrote there.")
@@ -60,6 +63,7 @@ def run(
     at: str,
     codec: str,
     deadline: float | None,
+    max_reply: str | None,
     window: int,
     warmup: int,
     stages: str | None,
@@ -85,7 +89,7 @@ def run(
     target, example = part_of(model, inputs, args, weights=weights, stages=stages, device=device)
     items, whole = _items(data, repeat or 100, batch, example)
     with working(f"connecting to {server}"):
-        remote = connect(target, example, server, at, deadline=deadline, codec=codec, **reach)
+        remote = connect(target, example, server, at, deadline=deadline, codec=codec, max_reply=max_reply, **reach)
     with remote, open_tensors(to) as keep, working(f"running {model}") as tell:
         _warm(remote, example, warmup)
         began = len(remote.history)

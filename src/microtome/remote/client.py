@@ -20,6 +20,7 @@ from microtome.remote.connection import Connection, Pending, Security
 from microtome.remote.faults import PASSING
 from microtome.remote.parts import Parts, shake_hands
 from microtome.remote.payloads import INPUTS, of_inputs, to_output
+from microtome.remote.replies import Expected
 from microtome.remote.sent import Job, Sent
 from microtome.remote.streaming import Calls, streamed
 from microtome.remote.tuning import LOSSLESS, Move, Tuner, Way, best_codec, tuned
@@ -27,7 +28,7 @@ from microtome.split.boundary import Boundary
 from microtome.split.codecs import codec_of
 from microtome.split.stage import Stage
 from microtome.split.stages import copied
-from microtome.units import size
+from microtome.units import parse_size, size
 
 #: Seconds that a request is sent again for when the stream breaks: if it must be answered there, and if it need not.
 _PATIENCE_S = 15.0, 1.0
@@ -53,8 +54,10 @@ class Remote:
         way: Way | Tuner,
         deadline: float | None,
         fallback: str | None,
+        max_reply: int | None = None,
     ) -> None:
         self._parts = parts
+        self._max_reply = max_reply
         self._connection = connection
         self._deadline = deadline
         self._fallback = fallback == "local" and parts.is_whole
@@ -135,7 +138,8 @@ class Remote:
         patience_s = _PATIENCE_S[self._fallback]
         if job.ends is not None and not self._fallback:
             patience_s = job.ends - monotonic()
-        pending = Pending(head, job.boundary, job.sent.codec, job.ends, patience_s)
+        job.expected = Expected(self._parts.templates.example, job.given, self._max_reply)
+        pending = Pending(head, job.boundary, job.sent.codec, job.ends, patience_s, job.expected.reply_bytes)
         if pending.nbytes > self.server.max_message:
             raise RemoteError(
                 f"{size(pending.nbytes)} cross at {job.sent.at!r}, and {self._connection.address} takes "
@@ -172,8 +176,9 @@ class Remote:
         if reply is None:
             return self._fall_back(job)
         start = perf_counter()
-        boundary = Boundary.from_bytes(reply.output, limit=max(4 * len(reply.output), 1 << 30))
-        output = to_output(boundary, self._parts.templates.output, self._parts.device)
+        assert job.expected is not None
+        boundary = Boundary.from_bytes(reply.output, limit=job.expected.reading_bytes)
+        output = to_output(boundary, self._parts.templates.output, self._parts.device, job.expected)
         job.sent.decode_s = perf_counter() - start
         return output
 
@@ -197,12 +202,12 @@ class Remote:
             if not self._fallback:
                 raise RemoteError(sent.reason, "DEADLINE") from error
             return None
-        timing = reply.timing
         sent.attempts = job.pending.attempts
-        sent.server_decode_s, sent.queue_s = timing.decode_s, timing.queue_s
-        sent.tail_s, sent.server_encode_s = timing.run_s, timing.encode_s
-        spent = timing.decode_s + timing.queue_s + timing.run_s + timing.encode_s
-        sent.wire_s = max(job.pending.answered - job.began - spent, 0.0)
+        took, timing = job.pending.answered - job.began, reply.timing
+        phases = (timing.decode_s, timing.queue_s, timing.run_s, timing.encode_s)
+        phases = tuple(phase if 0 <= phase <= took else 0.0 for phase in phases)  # or it is no time of this request
+        sent.server_decode_s, sent.queue_s, sent.tail_s, sent.server_encode_s = phases
+        sent.wire_s = max(took - sum(phases), 0.0)
         sent.received_bytes = len(reply.output)
         return reply
 
@@ -290,6 +295,7 @@ def connect(
     token: str | None = None,
     server_name: str | None = None,
     any_torch: bool = False,
+    max_reply: int | str | None = None,
     timeout: float = 10.0,
 ) -> Remote:
     """Run a model partly here and partly on a server.
@@ -309,6 +315,8 @@ def connect(
         token: What the server asks for.
         server_name: The name in the server's certificate, if it is not that of the address.
         any_torch: Go on though the other side has another version of torch, whose results may differ in the last bits.
+        max_reply: The most bytes of a reply, such as `"256MB"`, if the size of an output depends on values. None: twice
+            what the example and the inputs explain, and 32 MiB at least.
         timeout: Seconds to wait for the server at first.
 
     >>> import microtome as mt
@@ -328,7 +336,8 @@ def connect(
     try:
         told = shake_hands(connection, parts, timeout, any_torch=any_torch)
         way = _way(parts, connection, told, at, codec)
-        remote = Remote(parts, connection, told, way, deadline, fallback)
+        most = None if max_reply is None else parse_size(max_reply)
+        remote = Remote(parts, connection, told, way, deadline, fallback, most)
         remote.rehearse(remote.way)
         return remote
     except BaseException:

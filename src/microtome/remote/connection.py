@@ -7,18 +7,21 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
-from microtome.errors import BadQuery, RemoteError
+from microtome.errors import RemoteError
 from microtome.remote import messages
-from microtome.remote.extra import grpc
+from microtome.remote.channel import MOST, REPLY, Security, check_address, open_channel
+from microtome.remote.extra import DecodeError, grpc
 from microtome.remote.faults import from_message
-from microtome.remote.security import channel_credentials, metadata
+from microtome.remote.security import metadata
 from microtome.split.boundary import Boundary
 from microtome.split.wire import encode
+from microtome.units import size
+
+__all__ = ["Connection", "Pending", "Security"]
 
 log = logging.getLogger("microtome.remote")
 
@@ -30,6 +33,8 @@ _KNOCK_S = 0.1
 _PART = 1 << 20
 #: What must have been sent to tell how fast the link is; buffers take the first of it at once.
 _TELLING_BYTES, _TELLING_S = 4 << 20, 0.2
+#: The most bytes of what a server says of itself: a few strings, and the addresses of its cuts.
+_HELLO = 4 << 20
 #: What asking again does not help against.
 _FINAL = {
     grpc.StatusCode.UNAUTHENTICATED: "wants another token",
@@ -38,56 +43,6 @@ _FINAL = {
     grpc.StatusCode.INVALID_ARGUMENT: "refuses what it is sent",
     grpc.StatusCode.FAILED_PRECONDITION: "cannot do this",
 }
-
-
-@dataclass(frozen=True)
-class Security:
-    """How a client shows who it is, as files, and whom it believes.
-
-    Attributes:
-        tls: Whether the connection is encrypted; it is, too, where a file or a name of the server is given.
-        ca: Who signs the server's certificate; None: those that the system believes.
-        cert: The client's certificate, and `key` its key.
-        server_name: The name in the server's certificate, where it is not that of the address.
-    """
-
-    tls: bool = False
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
-    token: str | None = field(default=None, repr=False)
-    server_name: str | None = None
-
-
-def _is_address(address: str) -> bool:
-    """Whether it has a host and a port; gRPC takes a port that is too large for another one."""
-    host, _, port = address.rpartition(":")
-    if address.startswith(("unix:", "dns:", "ipv4:", "ipv6:")):
-        return True
-    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
-
-
-def open_channel(address: str, security: Security) -> grpc.Channel:
-    options: list[tuple[str, int | str]] = [
-        ("grpc.max_receive_message_length", -1),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 200),
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.http2.max_pings_without_data", 0),  # a request may take long
-        ("grpc.enable_http_proxy", 0),
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
-    if not isinstance(address, str) or not _is_address(address):
-        raise BadQuery(f"a server has an address such as host:7070, got {address!r}")
-    if security.server_name is not None:
-        options.append(("grpc.ssl_target_name_override", security.server_name))
-    if security.tls or security.ca or security.cert or security.key or security.server_name:
-        credentials = channel_credentials(security.ca, security.cert, security.key)
-        return grpc.secure_channel(address, credentials, options)
-    return grpc.insecure_channel(address, options)
 
 
 class Pending:
@@ -99,14 +54,24 @@ class Pending:
         attempts: How often it was sent.
         answered: When the reply came, as `perf_counter` says it.
         patient_until: When it is no longer sent again after a stream breaks.
+        reply_bytes: The most bytes of the reply.
     """
 
-    def __init__(self, head: Any, boundary: Boundary, codec: str, ends: float | None, patience_s: float = 15.0) -> None:
+    def __init__(
+        self,
+        head: Any,
+        boundary: Boundary,
+        codec: str,
+        ends: float | None,
+        patience_s: float = 15.0,
+        reply_bytes: int = REPLY,
+    ) -> None:
         self.id: str = head.id
         self.reply: Future[Any] = Future()
         self.attempts = 0
         self.answered = 0.0
         self.patient_until = monotonic() + patience_s
+        self.reply_bytes = reply_bytes
         self._head = head
         self._ends = ends
         self._set_timeout()
@@ -152,10 +117,12 @@ class Connection:
         self.down: str | None = None
         self.max_part: int | None = None
         self.reconnects = 0
-        security = security or Security()
-        self._metadata = metadata(security.token)
-        self._channel = open_channel(address, security)
-        self._methods = {name: self._method(name, method) for name, method in messages.METHODS.items()}
+        self._security = security or Security()
+        self._metadata = metadata(self._security.token)
+        check_address(address, self._security)
+        self._channel = self._stream_channel = open_channel(address, self._security)
+        self._channel_bytes = self._reply_bytes = REPLY
+        self._methods = {name: self._channel.unary_unary(_path(name)) for name in messages.METHODS if name != "Stream"}
         self._changed = threading.Condition()
         self._pending: dict[str, Pending] = {}
         self._dropped: set[str] = set()  # requests of this stream for whose replies nobody waits any more
@@ -164,10 +131,6 @@ class Connection:
         self._closed = False
         self._fed_bytes, self._fed_s = 0, 0.0
         self._thread: threading.Thread | None = None
-
-    def _method(self, name: str, method: messages.Method) -> Any:
-        make = self._channel.stream_stream if method.streams else self._channel.unary_unary
-        return make(f"/{messages.SERVICE}/{name}", response_deserializer=method.read_reply)
 
     def ask(self, name: str, request: Any, timeout: float) -> Any:
         """Call a method that gives one reply.
@@ -179,7 +142,8 @@ class Connection:
         while True:
             left = ends - monotonic()
             try:
-                return self._methods[name](data, timeout=max(left, 0.001), metadata=self._metadata)
+                reply = self._methods[name](data, timeout=max(left, 0.001), metadata=self._metadata)
+                return self._parsed(name, reply)
             except grpc.RpcError as error:
                 told = self._told(error)
                 # The reason is lost if gRPC waits for the server by itself.
@@ -189,6 +153,14 @@ class Connection:
                 raise self._was_closed() from error
             sleep(_KNOCK_S)
 
+    def _parsed(self, name: str, reply: bytes) -> Any:
+        if name == "Hello" and len(reply) > _HELLO:
+            raise RemoteError(f"{self.address} answers {size(len(reply))}, expected at most {size(_HELLO)}", "REFUSED")
+        try:
+            return messages.METHODS[name].read_reply(reply)
+        except (DecodeError, UnicodeDecodeError) as error:
+            raise RemoteError(f"{self.address} answers bytes that are no {name} reply", "REFUSED") from error
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def submit(self, pending: Pending) -> None:
@@ -197,6 +169,9 @@ class Connection:
             if self._closed:
                 raise self._was_closed()
             self._pending[pending.id] = pending
+            if pending.reply_bytes > self._reply_bytes:  # another stream is opened once this one has its replies
+                self._reply_bytes = min(1 << (pending.reply_bytes - 1).bit_length(), MOST)
+                self._end_stream()
             if self._outgoing is not None:
                 self._outgoing.put(pending)
             if self._thread is None:
@@ -219,15 +194,14 @@ class Connection:
     def give_up(self, pending: Pending) -> None:
         """Wait no longer: a reply that still comes is dropped."""
         with self._changed:
-            if self._pending.pop(pending.id, None) is not None and self._outgoing is not None:
+            if self._pending.pop(pending.id, None) is not None and self._call is not None:
                 self._dropped.add(pending.id)
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             left, self._pending = list(self._pending.values()), {}
-            if self._outgoing is not None:
-                self._outgoing.put(None)
+            self._end_stream()
             if self._call is not None:
                 self._call.cancel()
             self._changed.notify_all()
@@ -235,7 +209,14 @@ class Connection:
             pending.reply.set_exception(self._was_closed())
         if self._thread is not None:
             self._thread.join()
+        self._stream_channel.close()
         self._channel.close()
+
+    def _end_stream(self) -> None:
+        """Send nothing more on the stream that is open."""
+        if self._outgoing is not None:
+            self._outgoing.put(None)
+            self._outgoing = None
 
     # -- the stream, in a thread of its own ----------------------------------------------------------------------------
 
@@ -253,17 +234,19 @@ class Connection:
                 continue
             error = self._read(call)
             with self._changed:
-                assert self._outgoing is not None
-                self._outgoing.put(None)
-                self._outgoing = self._call = None
+                is_planned = self._outgoing is None and error.kind == "UNREACHABLE"
+                self._end_stream()
+                self._call = None
                 if self._closed:
                     return
+                if is_planned:
+                    continue
                 if self._answered:
                     wait_s = _BACKOFF_S[0]
                 self.down = str(error)
                 self.reconnects += 1
                 for pending in list(self._pending.values()):
-                    if error.kind == "REFUSED" or monotonic() > pending.patient_until:
+                    if error.kind in ("REFUSED", "TOO_LARGE") or monotonic() > pending.patient_until:
                         del self._pending[pending.id]
                         pending.reply.set_exception(error)
                 log.warning("the stream broke", extra={"server": self.address, "reason": str(error)})
@@ -276,7 +259,14 @@ class Connection:
         for pending in self._pending.values():
             outgoing.put(pending)
         self._dropped.clear()
-        self._call = self._methods["Stream"](self._feed(outgoing), metadata=self._metadata)
+        if self._reply_bytes > self._channel_bytes:
+            if self._stream_channel is not self._channel:
+                self._stream_channel.close()
+            self._channel_bytes = self._reply_bytes
+            self._stream_channel = open_channel(self.address, self._security, self._channel_bytes)
+        method = messages.METHODS["Stream"]
+        stream = self._stream_channel.stream_stream(_path("Stream"), response_deserializer=method.read_reply)
+        self._call = stream(self._feed(outgoing), metadata=self._metadata)
         return self._call
 
     def _feed(self, outgoing: SimpleQueue[Pending | None]) -> Iterator[bytes]:
@@ -348,8 +338,22 @@ class Connection:
         code, details = error.code(), error.details()
         if "CERTIFICATE_VERIFY_FAILED" in str(details):
             return RemoteError(f"{self.address} has a certificate that is not believed here: {details}", "REFUSED")
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in str(details):
+            return RemoteError(
+                f"{self.address} answers more than the {size(self._channel_bytes)} that the example explains: "
+                f"{details}. Split the model on a larger example, or raise max_reply=",
+                "TOO_LARGE",
+            )
+        if "Compression algorithm" in str(details):
+            return RemoteError(
+                f"{self.address} compresses messages, which could unpack to anything: {details}", "REFUSED"
+            )
         if code in _FINAL:
             return RemoteError(f"{self.address} {_FINAL[code]}: {details}", "REFUSED")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return RemoteError(f"{self.address} did not answer in time: {details}", "UNREACHABLE")
         return RemoteError(f"{self.address} cannot be reached: {details}", "UNREACHABLE")
+
+
+def _path(name: str) -> str:
+    return f"/{messages.SERVICE}/{name}"

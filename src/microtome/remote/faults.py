@@ -10,6 +10,9 @@ from microtome.remote import messages
 #: Kinds after which the same request may be answered by the edge itself, or later by the server.
 PASSING = frozenset({"OUT_OF_MEMORY", "DEADLINE", "DRAINING", "UNREACHABLE"})
 
+#: The most characters of a message that are sent, and shown.
+_MESSAGE = 2000
+
 
 class WrongModel(BadBoundary):
     """A boundary of another model."""
@@ -58,10 +61,10 @@ def as_message(error: BaseException) -> tuple[str, messages.Error]:
 
 def _sendable(text: str) -> str:
     """What of a text goes into a message: names that came from outside may hold halves of characters."""
-    return text[:2000].encode(errors="backslashreplace").decode()
+    return text[:_MESSAGE].encode(errors="backslashreplace").decode()
 
 
 def from_message(error: messages.Error, server: str) -> RemoteError:
     """The error that a server told of."""
     kind = messages.KINDS[error.kind] if 0 <= error.kind < len(messages.KINDS) else "UNKNOWN"
-    return RemoteError(f"{server} could not answer: {error.message}", kind)
+    return RemoteError(f"{server} could not answer: {error.message[:_MESSAGE]}", kind)

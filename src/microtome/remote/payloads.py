@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
 from microtome.split.memory import moved
 from microtome.split.templates import Plain, Template, check_same, take_apart
+
+if TYPE_CHECKING:
+    from microtome.remote.replies import Expected
 
 #: The address that stands for the model's inputs: all of it runs where they are sent to.
 INPUTS = ""
@@ -43,9 +47,13 @@ def of_output(output: Any, template: Template, at: str, fingerprint: str) -> Bou
     return _packed(at, fingerprint, tensors, plain)
 
 
-def to_output(boundary: Boundary, template: Template, device: torch.device | None) -> Any:
-    """What the model returned on the other side."""
-    return _unpacked(boundary, template, device, "the output")
+def to_output(boundary: Boundary, template: Template, device: torch.device | None, expected: Expected) -> Any:
+    """What the model returned on the other side.
+
+    Raises:
+        BadBoundary: If it is none that the model could have returned.
+    """
+    return _unpacked(boundary, template, device, "the output", expected.check)
 
 
 def _packed(at: str, fingerprint: str, tensors: list[Tensor], plain: list[Plain]) -> Boundary:
@@ -55,7 +63,13 @@ def _packed(at: str, fingerprint: str, tensors: list[Tensor], plain: list[Plain]
     return Boundary(at, fingerprint, named, {"plain": plain, "tensors": order})
 
 
-def _unpacked(boundary: Boundary, template: Template, device: torch.device | None, what: str) -> Any:
+def _unpacked(
+    boundary: Boundary,
+    template: Template,
+    device: torch.device | None,
+    what: str,
+    check: Callable[[Boundary, list[str]], None] | None = None,
+) -> Any:
     plain, order = boundary.facts.get("plain"), boundary.facts.get("tensors")
     fits = isinstance(order, list) and len(order) == template.tensors and set(boundary.tensors) == {*map(str, order)}
     fits = fits and isinstance(plain, list) and len(plain) == template.plain
@@ -68,5 +82,7 @@ def _unpacked(boundary: Boundary, template: Template, device: torch.device | Non
         )
     assert isinstance(plain, list)
     assert isinstance(order, list)
+    if check is not None:
+        check(boundary, list(map(str, order)))
     there = {name: tensor if device is None else moved(tensor, device) for name, tensor in boundary.tensors.items()}
     return template.fill([there[str(name)] for name in order], plain)

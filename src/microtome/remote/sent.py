@@ -11,6 +11,7 @@ from microtome.split.boundary import Boundary
 
 if TYPE_CHECKING:
     from microtome.remote.connection import Pending
+    from microtome.remote.replies import Expected
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Job:
     Attributes:
         ends: When its deadline is; None: it has none.
         boundary: What crosses; None: nothing does.
+        expected: What may come back.
         began: When it was sent.
     """
 
@@ -63,4 +65,5 @@ class Job:
     ends: float | None
     boundary: Boundary | None = None
     pending: Pending | None = None
+    expected: Expected | None = None
     began: float = 0.0

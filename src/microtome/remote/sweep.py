@@ -19,16 +19,15 @@ from microtome.measure.energy import metered, pick
 from microtome.measure.environment import environment
 from microtome.plan import codec_costs, plan
 from microtome.profile import profile
-from microtome.remote import messages
 from microtome.remote.client import Remote
 from microtome.remote.connection import Connection, Security
 from microtome.remote.link import Measured, probe
 from microtome.remote.parts import Parts, shake_hands
 from microtome.remote.payloads import INPUTS
+from microtome.remote.replies import ask_profile
 from microtome.remote.sent import Sent
 from microtome.remote.swept import Sweep, Timed
 from microtome.remote.tuning import Way, way_of
-from microtome.results import parse
 from microtome.split.codecs import codec_of
 from microtome.split.data import Cut
 from microtome.split.stage import Stage
@@ -217,8 +216,7 @@ def _planned(
     """What a plan over the same cuts says of each way, or why there is none."""
     cuts = replace(splitter.cuts, offered=tuple(chosen))
     try:
-        reply = connection.ask("Profile", messages.ProfileRequest(), timeout=_PROFILE_S)
-        cloud = parse(reply.json, f"what {connection.address} says of its device")
+        cloud = ask_profile(connection, splitter, timeout=_PROFILE_S)
         with torch.no_grad():
             edge = profile(splitter.model, splitter.given, measure="time", repeat=10)
             costs = codec_costs(cuts, tuple({"raw", codec}), model=splitter.model, inputs=splitter.given)

@@ -16,11 +16,10 @@ from microtome.plan import codec_costs, plan
 from microtome.plan.data import Candidate, Plan
 from microtome.plan.link import Link
 from microtome.profile import profile
-from microtome.remote import messages
 from microtome.remote.connection import Connection
 from microtome.remote.link import Measured, probe
 from microtome.remote.payloads import INPUTS
-from microtome.results import parse
+from microtome.remote.replies import ask_profile
 from microtome.units import rate, seconds
 
 if TYPE_CHECKING:
@@ -247,8 +246,7 @@ def tuned(splitter: Splitter, connection: Connection, codecs: Sequence[str], ser
     with torch.no_grad():
         edge = profile(model, given, measure="time", repeat=5)
         costs = codec_costs(cuts, tuple(dict.fromkeys(("raw", *codecs))), model=model, inputs=given)
-    reply = connection.ask("Profile", messages.ProfileRequest(), timeout=120.0)
-    cloud = parse(reply.json, f"what {connection.address} says of its device")
+    cloud = ask_profile(connection, splitter, timeout=120.0)
     measured = probe(connection)
     found = plan(cuts, edge=edge, cloud=cloud, link=measured.link, codec=codecs, costs=costs)
     return Tuner(found, measured, connection, codecs)

@@ -146,7 +146,8 @@ def _check_prefix(view: memoryview, limit: int) -> int:
 
 def _too_large(need: int, limit: int) -> BadBoundary:
     return BadBoundary(
-        f"reading the boundary may take {size(need)} and the limit is {size(limit)}: raise limit= if it may"
+        f"reading the boundary may take {size(need)} and the limit is {size(limit)}: raise limit= if it may (for a "
+        "server max_message, for a client max_reply)"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -29,7 +30,7 @@ from microtome.split.randomness import random_state
 from microtome.split.snapshot import Snapshot, restored
 from microtome.split.stage import Stage
 from microtome.split.study import Study, study
-from microtome.split.templates import Templates
+from microtome.split.templates import Example, Templates, TensorFacts, take_apart
 from microtome.split.trail import trail_to
 from microtome.split.verification import hide_attributes, refuse_errors
 from microtome.split.weights import digest_of, stripped, structure_of, weights_of
@@ -189,9 +190,17 @@ class Splitter:
         """The operators that draw random numbers, as indices."""
         return list(self._seen.draws)
 
-    @property
+    @cached_property
     def templates(self) -> Templates:
-        return Templates(self._seen.inputs, self._seen.shapes[0].output)
+        seen, trace = self._seen, self._seen.trace
+        values, root = trace.values, trace.calls[0]
+        taken, returned = (
+            tuple(TensorFacts(values[listed[rank]].shape, values[listed[rank]].dtype) for rank in ranks)
+            for listed, ranks in ((root.inputs, seen.taken), (root.outputs, seen.shapes[0].given))
+        )
+        plain = take_apart((self.given.args, self.given.kwargs))[2]
+        is_static = not trace.reads and not any(self._liveness.read_by(op) for op in trace.ops)
+        return Templates(seen.inputs, seen.shapes[0].output, Example(taken, plain, returned, is_static))
 
     def cut(self, where: Any) -> Cut:
         """The one cut that a user names."""

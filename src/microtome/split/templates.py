@@ -99,11 +99,39 @@ class Template:
 _TENSOR = Template(Slot(0), tensors=1, plain=0)
 
 
+class TensorFacts(NamedTuple):
+    """The shape and the dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+class Example(NamedTuple):
+    """The example that a model was split on.
+
+    Attributes:
+        inputs: The tensors among the model's arguments, each as often as it is there.
+        plain: The plain values among them.
+        outputs: The tensors in what the model returned.
+        is_static: Whether neither operators nor code read values of tensors, so that shapes follow from shapes alone.
+    """
+
+    inputs: tuple[TensorFacts, ...]
+    plain: list[Plain]
+    outputs: tuple[TensorFacts, ...]
+    is_static: bool
+
+
 class Templates(NamedTuple):
-    """The structure of what a model takes, positional and by name, and of what it returns."""
+    """The structure of what a model takes, positional and by name, and of what it returns; and of what example."""
 
     inputs: Template
     output: Template
+    example: Example
 
 
 def take_apart(value: Any, arguments: Any = ()) -> tuple[Template, list[Tensor], list[Plain]]:

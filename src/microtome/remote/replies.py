@@ -1,0 +1,122 @@
+"""Bound and check what a server answers, by the output of the example."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from microtome.errors import BadBoundary, BadFile, RemoteError
+from microtome.inputs import Inputs
+from microtome.profile import Profile
+from microtome.remote import messages
+from microtome.remote.channel import MOST, REPLY
+from microtome.remote.connection import Connection
+from microtome.results import parse
+from microtome.split.boundary import Boundary
+from microtome.split.sizes import stated_bytes
+from microtome.split.stages import Splitter
+from microtome.split.templates import Example, TensorFacts, take_apart
+from microtome.units import size
+
+#: How many bytes reading a reply may take for each byte of the output: codecs and layouts need room for a moment.
+_READING = 12
+#: The most characters of a profile, and of what it says of one call.
+_PROFILE, _ROW = 64 << 10, 16 << 10
+
+
+class Expected:
+    """What may come back for one request."""
+
+    def __init__(self, example: Example, given: Inputs, most: int | None = None) -> None:
+        """Compare a request with the example.
+
+        Args:
+            most: The most bytes of a reply; None: as many as the example explains.
+        """
+        _, tensors, plain = take_apart((given.args, given.kwargs))
+        now = [TensorFacts.of(tensor) for tensor in tensors]
+        self._example = example
+        self._same_kind = [one.dtype for one in now] == [one.dtype for one in example.inputs]
+        self._same_kind = self._same_kind and repr(plain) == repr(example.plain)
+        self._same_shapes = self._same_kind and now == list(example.inputs)
+        self._same_rank = self._same_kind and not _may_squeeze(now, example.inputs)
+        explained = _bytes_of(example.outputs) * _growth(now, example.inputs)
+        #: Bytes of the message.
+        self.reply_bytes = min(most if most is not None else max(REPLY, 2 * round(explained)), MOST)
+        #: Bytes that reading it may take.
+        self.reading_bytes = max(_READING * min(2 * round(explained), self.reply_bytes), 2 * self.reply_bytes)
+
+    def check(self, output: Boundary, order: Sequence[str]) -> None:
+        """Raise if an output is not one of this model.
+
+        Args:
+            order: The names of its tensors, as often as each is in the output.
+        """
+        for at, (name, known) in enumerate(zip(order, self._example.outputs, strict=True)):
+            tensor = output.tensors[name]
+            if self._same_kind and tensor.dtype != known.dtype:
+                raise _wrong(at, f"dtype {known.dtype}", tensor)
+            if self._same_rank and tensor.dim() != len(known.shape):
+                raise _wrong(at, f"{len(known.shape)} dimensions", tensor)
+            if self._same_shapes and self._example.is_static and tuple(tensor.shape) != known.shape:
+                raise _wrong(at, f"shape {known.shape}", tensor)
+
+
+def _wrong(at: int, expected: str, tensor: Tensor) -> BadBoundary:
+    return BadBoundary(
+        f"the server's answer is none of this model: expected {expected} for tensor {at} of the output, as on the "
+        f"example, got {tensor.dtype} of shape {tuple(tensor.shape)}"
+    )
+
+
+def _bytes_of(several: Sequence[TensorFacts]) -> int:
+    return sum(stated_bytes(one.shape, None, one.dtype) for one in several)
+
+
+def _growth(now: Sequence[TensorFacts], example: Sequence[TensorFacts]) -> float:
+    """How much larger an output may be: by the bytes of the inputs and, for the square of a length, by the longest."""
+    before = _bytes_of(example)
+    more = max(_bytes_of(now) / before, 1.0) if before else 1.0
+    if not _have_same_ranks(now, example):
+        return more**2
+    lengths = (
+        one / max(known, 1)
+        for shapes in zip(now, example, strict=True)
+        for one, known in zip(shapes[0].shape[1:], shapes[1].shape[1:], strict=True)
+    )
+    return more * max([1.0, *lengths])
+
+
+def _may_squeeze(now: Sequence[TensorFacts], example: Sequence[TensorFacts]) -> bool:
+    """Whether a dimension of size 1, which `squeeze` removes, has another size in the one or in the other."""
+    if not _have_same_ranks(now, example):
+        return True
+    pairs = (pair for one, known in zip(now, example, strict=True) for pair in zip(one.shape, known.shape, strict=True))
+    return any((one == 1) != (known == 1) for one, known in pairs)
+
+
+def _have_same_ranks(now: Sequence[TensorFacts], example: Sequence[TensorFacts]) -> bool:
+    return [len(one.shape) for one in now] == [len(one.shape) for one in example]
+
+
+def ask_profile(connection: Connection, splitter: Splitter, timeout: float) -> Profile:
+    """What the model costs where the server computes.
+
+    Raises:
+        RemoteError: If there is none, or a longer one than the model has calls for.
+        BadFile: If it is no profile.
+    """
+    reply = connection.ask("Profile", messages.ProfileRequest(), timeout)
+    most = _PROFILE + _ROW * len(splitter.ranks)
+    if len(reply.json) > most:
+        raise RemoteError(
+            f"{connection.address} answers a profile of {size(len(reply.json))}, expected at most {size(most)} for the "
+            f"{len(splitter.ranks)} calls of the model",
+            "TOO_LARGE",
+        )
+    what = f"what {connection.address} says of its device"
+    found = parse(reply.json, what)
+    if not isinstance(found, Profile):
+        raise BadFile(f"{what} is a {type(found).__name__}, expected a Profile")
+    return found

@@ -1,0 +1,378 @@
+"""A client holds no more for a server that lies than the example explains, and takes and prints nothing strange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+
+import microtome as mt
+from microtome import zoo
+from microtome.cli import main
+from microtome.errors import BadBoundary, BadFile, MicrotomeError, RemoteError, printable
+from microtome.inputs import Inputs
+from microtome.remote import messages
+from microtome.remote.channel import REPLY
+from microtome.remote.client import Remote
+from microtome.remote.connection import Connection, Security
+from microtome.remote.replies import Expected
+from microtome.remote.served import Served
+from microtome.split.boundary import Boundary
+from microtome.split.stages import Splitter
+from tests.remote.hostile import Answer, Hostile
+
+ESCAPES = "\x1b]0;pwned\x07\x1b[31m\u202egnorw\x9b2J"
+
+
+class Chooses(nn.Module):
+    """Returns as many rows as its inputs have positive ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x)
+        return y[x[:, 0] > 0]
+
+
+class Squeezes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.stem(x)
+        return y.squeeze()
+
+
+class Squares(nn.Module):
+    """Its output grows with the square of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.stem(x)
+        return y @ y.mT
+
+
+class Widens(nn.Module):
+    """Its output is of the dtype of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.stem(x)
+        return y + 1
+
+
+@pytest.fixture(scope="module")
+def resnet() -> tuple[nn.Module, Tensor, Served]:
+    model, x = zoo.build("tiny-resnet")
+    assert isinstance(x, Tensor)
+    model.eval()
+    return model, x, Served(model, x)
+
+
+@contextmanager
+def facing(hostile: Hostile, model: nn.Module, x: Any, at: str = "layer1", **options: Any) -> Iterator[Remote]:
+    options = {"fallback": None, "codec": "raw"} | options
+    with hostile.listening() as address, torch.no_grad(), mt.connect(model, x, address, at=at, **options) as remote:
+        yield remote
+
+
+def lying(change: Callable[[Boundary], Boundary], codec: str = "raw") -> Answer:
+    """Change the output of every reply."""
+
+    def answer(request: Any, reply: Any) -> bytes:
+        data = change(Boundary.from_bytes(reply.output)).to_bytes(codec)
+        lie: bytes = messages.Reply(id=request.id, output=data).SerializeToString()
+        return lie
+
+    return answer
+
+
+def output(change: Callable[[Tensor], Tensor]) -> Callable[[Boundary], Boundary]:
+    return lambda boundary: replace(boundary, tensors={"0": change(boundary.tensors["0"])})
+
+
+# -- size --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reply_that_the_example_does_not_explain_is_not_received(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+    model, x, served = resnet
+    hostile = Hostile(served)
+    with facing(hostile, model, x) as remote:
+        hostile.reply = lambda request, reply: messages.Reply(id=request.id, output=bytes(REPLY)).SerializeToString()
+        with pytest.raises(
+            RemoteError, match=r"answers more than the 32.0 MiB that the example explains.* max_reply="
+        ) as no:
+            remote(x)
+        assert no.value.kind == "TOO_LARGE"
+        hostile.reply = lambda request, reply: reply.SerializeToString()
+        assert remote(x).equal(model(x))
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_a_compressed_reply_is_not_unpacked(
+    resnet: tuple[nn.Module, Tensor, Served], compression: grpc.Compression
+) -> None:
+    model, x, served = resnet
+    refused = pytest.raises(RemoteError, match="compresses messages, which could unpack to anything")
+    with Hostile(served, compression).listening() as address, torch.no_grad(), refused:
+        mt.connect(model, x, address, at="layer1", codec="raw", fallback=None)
+
+
+def test_a_small_reply_that_unpacks_to_much_is_refused(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+    model, x, served = resnet
+    hostile = Hostile(served)
+    with facing(hostile, model, x) as remote:
+        hostile.reply = lying(output(lambda _: torch.zeros(1 << 26)), "zstd")  # 256 MiB in a few KiB
+        with pytest.raises(
+            BadBoundary, match=r"reading the boundary may take 256 MiB and the limit is 64.0 MiB.*max_reply"
+        ):
+            remote(x)
+
+
+def test_outputs_that_grow_with_the_inputs_are_received() -> None:
+    model = Squares().eval()
+    x = torch.linspace(-1, 1, 8).view(1, 2, 4)
+    long = torch.linspace(-1, 1, 12_000).view(1, 3000, 4)  # 48 kB give 36 MB: more than every channel takes
+    with (
+        mt.serve(model, x, listen="127.0.0.1:0", max_message="1GB") as server,
+        torch.no_grad(),
+        mt.connect(model, x, server.address, at="stem", codec="raw", fallback=None) as remote,
+    ):
+        small = [remote(x) for _ in range(2)]
+        assert remote(long).equal(model(long))
+        assert all(one.equal(model(x)) for one in (*small, remote(x)))
+        assert [sent.attempts for sent in remote.requests] == [1] * 4
+        many = [long, x, long, x]
+        assert all(got.equal(model(one)) for got, one in zip(remote.stream(many, 4), many, strict=True))
+
+
+def test_outputs_whose_size_depends_on_values_need_an_option() -> None:
+    class Spreads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            count: Tensor = self.stem(x).sum()
+            return torch.zeros(int(count.item()), 1000)
+
+    model, x = Spreads().eval(), torch.ones(2)
+    many = torch.full((2,), 5000.0)  # 40 MB
+    with mt.serve(model, x, listen="127.0.0.1:0") as server, torch.no_grad():
+        with (
+            mt.connect(model, x, server.address, at="", fallback=None) as remote,
+            pytest.raises(RemoteError, match="raise max_reply="),
+        ):
+            remote(many)
+        with mt.connect(model, x, server.address, at="", fallback=None, max_reply="64MB") as remote:
+            assert remote(many).shape == (10_000, 1000)
+
+
+def test_what_a_reply_may_take_follows_the_inputs_and_not_the_server() -> None:
+    example = Splitter(
+        Squares().eval(), torch.ones(1, 256, 256, 4).mean(-1, keepdim=True).expand(1, 256, 256, 4)[0]
+    ).templates.example
+
+    def most(*shape: int) -> int:
+        return Expected(example, Inputs(torch.ones(1).expand(shape))).reply_bytes
+
+    one = 256 * 256 * 256 * 4  # the output of the example: 64 MiB
+    assert most(256, 256, 4) == 2 * one
+    assert most(512, 256, 4) == 4 * one  # twice the batch
+    assert most(256, 512, 4) == 8 * one  # twice the length, of which the output has the square
+    assert most(1, 1, 4) == 2 * one
+
+
+# -- dtype and shape ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda y: y.double(), r"expected dtype torch.float32 for tensor 0 .* got torch.float64 of shape"),
+        (lambda y: y.unsqueeze(0), r"expected 2 dimensions for tensor 0 .* got torch.float32 of shape \(1, 2, 10\)"),
+        (lambda y: y[:, :3], r"expected shape \(2, 10\) for tensor 0 .* got torch.float32 of shape \(2, 3\)"),
+        (lambda y: y.repeat(5, 1), r"expected shape \(2, 10\) for tensor 0 .* got torch.float32 of shape \(10, 10\)"),
+    ],
+)
+def test_an_output_of_another_dtype_or_shape_is_refused(
+    resnet: tuple[nn.Module, Tensor, Served], change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    model, x, served = resnet
+    hostile = Hostile(served)
+    with facing(hostile, model, x) as remote:
+        hostile.reply = lying(output(change))
+        with pytest.raises(BadBoundary, match=f"the server's answer is none of this model: {message}"):
+            remote(x)
+
+
+def test_more_tensors_than_the_model_returns_are_refused(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+    model, x, served = resnet
+    hostile = Hostile(served)
+    with facing(hostile, model, x) as remote:
+        hostile.reply = lying(lambda boundary: replace(boundary, tensors={**boundary.tensors, "1": torch.ones(1)}))
+        with pytest.raises(BadBoundary, match="the output that came have 1 tensors, and 1 with 0 other values"):
+            remote(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "example", "others"),
+    [
+        (Chooses, torch.ones(2, 4), [-torch.ones(2, 4), torch.tensor([[1.0] * 4, [-1.0] * 4]), torch.ones(7, 4)]),
+        (Squeezes, torch.ones(1, 4), [torch.ones(2, 4), torch.ones(3, 4)]),
+        (Squares, torch.ones(1, 2, 4), [torch.ones(5, 2, 4), torch.ones(1, 9, 4)]),
+        (
+            Widens,
+            torch.ones(2),
+            [torch.ones(3, dtype=torch.float64), torch.ones(2, dtype=torch.int64), torch.ones(1, 2)],
+        ),
+    ],
+)
+def test_what_a_model_returns_for_other_inputs_is_taken(
+    make: Callable[[], nn.Module], example: Tensor, others: list[Tensor]
+) -> None:
+    model = make().eval()
+    with mt.serve(model, example, listen="127.0.0.1:0") as server, torch.no_grad():
+        for at in ("", "stem"):
+            with mt.connect(model, example, server.address, at=at, fallback=None) as remote:
+                assert all(remote(x).equal(model(x)) for x in (example, *others))
+
+
+def test_times_that_cannot_be_are_not_believed(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+    model, x, served = resnet
+    hostile = Hostile(served)
+    wrong = messages.Timing(decode_s=-1.0, queue_s=float("nan"), run_s=1e9, encode_s=float("inf"))
+    hostile.reply = lambda request, reply: messages.Reply(
+        id=reply.id, output=reply.output, timing=wrong
+    ).SerializeToString()
+    with facing(hostile, model, x) as remote:
+        assert remote(x).equal(model(x))
+        sent = remote.requests[-1]
+        assert (sent.server_decode_s, sent.queue_s, sent.tail_s, sent.server_encode_s) == (0.0,) * 4
+        assert 0 < sent.wire_s <= sent.total_s
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def test_no_text_of_a_server_reaches_a_terminal_as_an_escape(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+    _, _, served = resnet
+    hostile = Hostile(served)
+    names = ("microtome", "torch", "model", "fingerprint", "device")
+    hostile.hello = dict.fromkeys(names, ESCAPES) | {"codecs": [ESCAPES], "cuts": [ESCAPES, "a\nb"]}
+    with hostile.listening() as address:
+        ran = CliRunner().invoke(main, ["ping", address])
+    assert ran.exit_code == 0, ran.output
+    assert "gnorw" in ran.output
+    assert printable(ran.output, keep="\n") == ran.output
+
+
+def test_no_error_of_a_server_is_printed_as_an_escape(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+    model, x, served = resnet
+    hostile = Hostile(served)
+    long = ESCAPES + 10**6 * "x"
+
+    def fail(request: Any, reply: Any) -> bytes:
+        data: bytes = messages.Reply(id=reply.id, error=messages.Error(kind=1, message=long)).SerializeToString()
+        return data
+
+    with facing(hostile, model, x) as remote:
+        hostile.reply = fail
+        with pytest.raises(RemoteError, match="gnorw") as told:
+            remote(x)
+        assert str(told.value).isprintable()
+        assert len(str(told.value)) < 3000
+        assert remote.requests[-1].reason == str(told.value)
+    for hello in ({"fingerprint": ESCAPES}, {"torch": ESCAPES}, {"protocol": 9, "microtome": ESCAPES}):
+        hostile.hello = hello
+        with hostile.listening() as address, pytest.raises(RemoteError, match="gnorw") as refused:
+            mt.connect(model, x, address, at="layer1")
+        assert str(refused.value).isprintable()
+
+
+# -- what else it says -------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_says_too_much_of_itself_is_refused(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+    model, x, served = resnet
+    hostile = Hostile(served)
+    hostile.hello = {"cuts": ["a"] * (2 << 20)}
+    with (
+        hostile.listening() as address,
+        pytest.raises(RemoteError, match="6.00 MiB, expected at most 4.00 MiB"),
+    ):
+        mt.connect(model, x, address, at="layer1")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        (
+            '{"kind": "profile"}' + " " * (2 << 20),
+            RemoteError,
+            r"a profile of 2.00 MiB, expected at most .* calls of the",
+        ),
+        ("[" * 1000, BadFile, "is not JSON"),
+        ('{"kind": "profile", "schema": 99}', BadFile, "has version 99 of a profile"),
+        ('{"kind": "run", "schema": 1}', BadFile, "is not a whole run"),
+    ],
+)
+def test_a_profile_that_is_none_is_refused(
+    resnet: tuple[nn.Module, Tensor, Served], text: str, kind: type[MicrotomeError], message: str
+) -> None:
+    model, x, served = resnet
+    hostile = Hostile(served)
+    hostile.profile = lambda: text
+    with hostile.listening() as address, pytest.raises(kind, match=message):
+        mt.connect(model, x, address, at="auto")
+
+
+def test_another_result_than_a_profile_is_refused(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+    model, x, served = resnet
+    hostile = Hostile(served)
+    hostile.profile = mt.cuts(model, x).to_json
+    with hostile.listening() as address, pytest.raises(BadFile, match="is a Cuts, expected a Profile"):
+        mt.connect(model, x, address, at="auto")
+
+
+def test_bytes_that_are_no_reply_are_refused(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+    hostile = Hostile(resnet[2])
+    hostile.echo = lambda request: b"\xff" * 9
+    refused = pytest.raises(RemoteError, match="answers bytes that are no Echo reply")
+    with hostile.listening() as address, closing(Connection(address)) as connection, refused:
+        connection.ask("Echo", messages.EchoRequest(), timeout=10.0)
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["example.invalid:7070", "192.0.2.1:7070", "dns:example.invalid:7070"])
+def test_a_token_without_tls_is_warned_about(address: str) -> None:
+    with pytest.warns(RuntimeWarning, match=f"the token is sent to {address} without TLS.*--tls, --ca") as said:
+        Connection(address, Security(token="secret")).close()
+    assert "secret" not in str(said[0].message)
+    Connection(address, Security(token="secret", tls=True)).close()
+    Connection(address, Security()).close()
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:7070", "localhost:7070", "[::1]:7070", "ipv4:127.0.0.1:7070", "unix:/x"]
+)
+def test_a_token_on_this_machine_needs_no_tls(address: str) -> None:
+    Connection(address, Security(token="secret")).close()
