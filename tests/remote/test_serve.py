@@ -338,7 +338,7 @@ def test_one_whole_request_goes_through_a_plain_unary_call(resnet: tuple[nn.Modu
         (lambda good: b"", "BAD_REQUEST", "bytes"),
         (lambda good: good.to_bytes()[:-1], "BAD_REQUEST", "truncated boundary"),
         (lambda good: mt.Boundary("layer1", "other", good.tensors, good.facts).to_bytes(), "WRONG_MODEL", "other"),
-        (lambda good: mt.Boundary("layer1", "\ud800", good.tensors, good.facts).to_bytes(), "WRONG_MODEL", "ud800"),
+        (lambda good: mt.Boundary("layer1", "\ud800", good.tensors, good.facts).to_bytes(), "WRONG_MODEL", "\ufffd"),
         (lambda good: mt.Boundary("layer9", good.fingerprint, {}, {}).to_bytes(), "NO_CUT", "not served from 'layer9'"),
         (lambda good: mt.Boundary("\ud800", good.fingerprint, {}, {}).to_bytes(), "NO_CUT", "not served from"),
         (lambda good: mt.Boundary("", good.fingerprint, {}, {}).to_bytes(), "BAD_REQUEST", "the inputs"),

@@ -140,9 +140,9 @@ class Remote:
             patience_s = job.ends - monotonic()
         job.expected = Expected(self._parts.templates.example, job.given, self._max_reply)
         pending = Pending(head, job.boundary, job.sent.codec, job.ends, patience_s, job.expected.reply_bytes)
-        if pending.nbytes > self.server.max_message:
+        if (nbytes := max(pending.nbytes, job.boundary.nbytes)) > self.server.max_message:  # as sent, or as unpacked
             raise RemoteError(
-                f"{size(pending.nbytes)} cross at {job.sent.at!r}, and {self._connection.address} takes "
+                f"{size(nbytes)} cross at {job.sent.at!r}, and {self._connection.address} takes "
                 f"{size(self.server.max_message)}: raise --max-message there, or cut elsewhere",
                 "TOO_LARGE",
             )

@@ -96,7 +96,7 @@ class Served:
             NoMatch: If the cut is not served.
         """
         start = perf_counter()
-        boundary = Boundary.from_bytes(data, limit=limit)
+        boundary = Boundary.from_bytes(data, limit=limit, most=limit // 4)  # which is `max_message`
         if boundary.fingerprint != self.fingerprint:
             raise WrongModel(
                 f"the boundary is of a model with the fingerprint {boundary.fingerprint:.80}, and {self.name} "

@@ -77,7 +77,9 @@ class Boundary:
         return encode(self.about, self.tensors, codec)
 
     @classmethod
-    def from_bytes(cls, data: bytes | bytearray | memoryview, *, limit: int | str = "4GB") -> Self:
+    def from_bytes(
+        cls, data: bytes | bytearray | memoryview, *, limit: int | str = "4GB", most: int | None = None
+    ) -> Self:
         """What `to_bytes` made bytes of.
 
         The tensors are on the CPU, in memory of their own, with the strides and the alignment they had: kernels round
@@ -87,13 +89,14 @@ class Boundary:
         Args:
             limit: The most memory that reading may take, in bytes or such as "256MB", the header's objects included and
                 `data` itself not. A quarter of it is what the facts may describe beyond what the tensors explain.
+            most: The most bytes of the tensors, whatever they were compressed to; None: only `limit` bounds them.
 
         Raises:
             BadBoundary: If they are no boundary, are damaged, or need more than the limit.
         """
-        most = _bytes_of(limit)
-        about, tensors = decode(data, most)
-        return cls(**about, tensors=tensors, spare_bytes=most // 4)
+        room = _bytes_of(limit)
+        about, tensors = decode(data, room, most)
+        return cls(**about, tensors=tensors, spare_bytes=room // 4)
 
     def __repr__(self) -> str:
         count = len(self.tensors)

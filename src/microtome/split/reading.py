@@ -93,11 +93,11 @@ class Entry:
         return need
 
 
-def decode(data: Any, limit: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def decode(data: Any, limit: int, most: int | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What is said of a boundary, and its tensors.
 
     Raises:
-        BadBoundary: If it is none, is damaged, or needs more than `limit` bytes.
+        BadBoundary: If it is none, is damaged, needs more than `limit` bytes, or has tensors of more than `most`.
     """
     view = _bytes_view(data)
     header_bytes = _check_prefix(view, limit)
@@ -108,6 +108,12 @@ def decode(data: Any, limit: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise BadBoundary(f"the checksum of the header does not fit it: {_DAMAGED}")
     header = _read_json(header_text)
     entries = [_entry(number, fields) for number, fields in enumerate(header.pop("tensors"))]
+    unpacked = sum(entry.values.elements * entry.dtype.itemsize for entry in entries)
+    if most is not None and unpacked > most:
+        raise BadBoundary(
+            f"the tensors of the boundary have {size(unpacked)}, expected at most {size(most)}, whatever they are "
+            "compressed to: send fewer rows at once, or raise max_message on the server"
+        )
     _check_sizes(entries, len(view) - header_end - CHECKSUM_BYTES, limit - JSON_COST * header_bytes)
     packed = _fill(entries, view, header_end, digest)
     for piece, stored in packed:
