@@ -91,3 +91,15 @@ def test_classes_with_constructors_of_their_own_keep_their_kinds() -> None:
     assert (type(record), record.held) == (Record, 1.0)
     assert (type(rows), [*rows]) == (Rows, [1.0])
     assert (type(marked), [*marked]) == (Marked, [2.0])
+
+
+def test_tensors_of_a_dataclass_are_mapped_in_the_order_in_which_they_are_found() -> None:
+    @dataclass
+    class Scores:
+        total: Any
+        at: Any
+
+    value = Scores(torch.ones(1), {"z": torch.ones(2), "a": torch.ones(3)})
+    seen: list[Any] = []
+    map_tensors(seen.append, value)
+    assert [id(one) for one in seen] == [id(one) for one in tensors_in(value)]

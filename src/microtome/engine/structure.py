@@ -194,9 +194,9 @@ def _mapped(
             mapping[key] = _mapped(change, item, other, inside)
         return mapping
     if is_dataclass(value) and not isinstance(value, type):
-        names = {field.name for field in fields(value)}
-        held = {name: item for name, item in attributes_of(value).items() if name in names}
-        changed = {name: _mapped(change, item, other, inside) for name, item in held.items()}
+        held = attributes_of(value)
+        names = [field.name for field in fields(value) if field.name in held]  # in the order of `tensors_in`
+        changed = {name: _mapped(change, held[name], other, inside) for name in names}
         return _rebuild(value, changed, copy.copy(value))
     if is_record(value):
         held = attributes_of(value)
