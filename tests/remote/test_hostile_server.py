@@ -176,11 +176,11 @@ def test_outputs_whose_size_depends_on_values_need_an_option() -> None:
     many = torch.full((2,), 5000.0)  # 40 MB
     with mt.serve(model, x, listen="127.0.0.1:0") as server, torch.no_grad():
         with (
-            mt.connect(model, x, server.address, at="", fallback=None) as remote,
+            mt.connect(model, x, server.address, at="", codec="raw", fallback=None) as remote,
             pytest.raises(RemoteError, match="raise max_reply="),
         ):
             remote(many)
-        with mt.connect(model, x, server.address, at="", fallback=None, max_reply="64MB") as remote:
+        with mt.connect(model, x, server.address, at="", codec="raw", fallback=None, max_reply="64MB") as remote:
             assert remote(many).shape == (10_000, 1000)
 
 

@@ -204,8 +204,8 @@ class Remote:
             return None
         sent.attempts = job.pending.attempts
         took, timing = job.pending.answered - job.began, reply.timing
-        phases = (timing.decode_s, timing.queue_s, timing.run_s, timing.encode_s)
-        phases = tuple(phase if 0 <= phase <= took else 0.0 for phase in phases)  # or it is no time of this request
+        told = (timing.decode_s, timing.queue_s, timing.run_s, timing.encode_s)
+        phases = [phase if 0 <= phase <= took else 0.0 for phase in told]  # or it is no time of this request
         sent.server_decode_s, sent.queue_s, sent.tail_s, sent.server_encode_s = phases
         sent.wire_s = max(took - sum(phases), 0.0)
         sent.received_bytes = len(reply.output)
