@@ -50,14 +50,23 @@ class Exposition:
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._answer, sock=self._socket, limit=_REQUEST_BYTES)
-        async with server:
-            await server.serve_forever()
+        try:
+            async with server:
+                await server.serve_forever()
+        finally:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.sleep(0)  # transports close in the next turn
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         if len(self._open) >= _CONNECTIONS:
-            next(iter(self._open)).cancel()
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.cancel()
         self._open[task] = None
         try:
             with suppress(TimeoutError, OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
