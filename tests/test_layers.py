@@ -11,6 +11,7 @@ import microtome
 LINES = [
     ["errors"],
     ["units"],
+    ["files"],
     ["importing", "results"],
     ["inputs"],
     ["count", "engine", "measure"],

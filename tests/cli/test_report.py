@@ -119,11 +119,11 @@ def test_a_page_that_cannot_be_written_is_said_in_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"macs": "many"}, "calls[1].macs is 'many', not a number"),
-        ({"time_s": float("nan")}, "calls[1].time_s is 'NaN', not a number"),
-        ({"params": None}, "calls[1].params is None, not a number"),
-        ({"type": 7}, "calls[1].type is 7, not a text"),
-        ({"own": {"flops": [1]}}, "calls[1].own.flops is [1], not a number"),
+        ({"macs": "many"}, "calls[1].macs: expected a whole number, got 'many'"),
+        ({"time_s": float("nan")}, "calls[1].time_s: expected a number, got 'NaN'"),
+        ({"params": None}, "calls[1].params: expected a whole number, got None"),
+        ({"type": 7}, "calls[1].type: expected a string, got 7"),
+        ({"own": {"flops": [1]}}, "calls[1].own.flops: expected a whole number, got [1]"),
     ],
 )
 def test_a_profile_with_a_wrong_value_is_refused_with_its_file_and_field(

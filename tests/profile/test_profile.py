@@ -281,7 +281,7 @@ def test_what_is_written_as_json_is_read_again(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ("[]", "holds no result of microtome: its 'kind' is None"),
         ('{"kind": "profile", "schema": 99}', "has version 99 of a profile; this microtome reads 2"),
-        ('{"kind": "profile", "schema": 2}', "is not a whole profile: KeyError 'calls'"),
+        ('{"kind": "profile", "schema": 2}', "p.json' is damaged: KeyError: 'calls'"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str, message: str) -> None:

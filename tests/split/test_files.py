@@ -218,7 +218,7 @@ def test_messages_say_what_is_wrong(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_of_other_sizes_is_refused(folder: Path) -> None:
-    with pytest.raises(BadWeights, match=r"'fc.bias' is \(10,\) torch.float32 in the folder and \(11,\)"):
+    with pytest.raises(BadWeights, match=r"'fc.weight' is \(10, 16\) torch.float32 in the folder and \(11, 16\)"):
         mt.load_stage(lambda: zoo.resolve("zoo:tiny-resnet", args={"classes": 11}).model, folder, 1)
 
 
@@ -234,10 +234,12 @@ def test_weights_that_cannot_be_read_are_refused(folder: Path) -> None:
     whole = file.read_bytes()
     for broken in (b"", whole[:100], whole[:-10]):
         file.write_bytes(broken)
-        with pytest.raises(BadFile, match=r"cannot read '.*stage1.safetensors'"):
+        with pytest.raises(
+            BadFile, match=r"stage1.safetensors' is damaged: ValueError|cannot read '.*stage1.safetensors'"
+        ):
             mt.load_stage(built_in("tiny-resnet"), folder, 1)
     file.unlink()
-    with pytest.raises(BadFile, match=r"cannot read '.*stage1.safetensors'"):
+    with pytest.raises(BadFile, match=r"stage1.safetensors' is damaged: ValueError|cannot read '.*stage1.safetensors'"):
         mt.load_stage(built_in("tiny-resnet"), folder, 1)
 
 
@@ -323,7 +325,10 @@ def test_weights_that_were_changed_after_saving_are_refused(folder: Path) -> Non
         changed = bytearray(whole)
         changed[at] ^= 1
         file.write_bytes(changed)
-        with pytest.raises(BadFile, match=r"stage1.safetensors' was changed since it was saved|cannot read"):
+        with pytest.raises(
+            BadFile,
+            match=r"stage1.safetensors' was changed since it was saved|stage1.safetensors' is (damaged|not JSON)",
+        ):
             mt.load_stage(built_in("tiny-resnet"), folder, 1)
         assert mt.load_stage(built_in("tiny-resnet"), folder, 0).index == 0  # the other file is as it was
     file.write_bytes(whole)

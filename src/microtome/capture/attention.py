@@ -18,8 +18,8 @@ from microtome.engine import Selector, Session
 from microtome.engine.addresses import Addresses, CallSelection, other_names
 from microtome.engine.select import check_model, no_path
 from microtome.errors import BadQuery, NoMatch
+from microtome.files.reading import File
 from microtome.inputs import Inputs, device_of
-from microtome.results import File
 from microtome.units import shape
 
 __all__ = ["ATTENTION", "Attention", "AttentionProbe", "attention", "rollout"]

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from microtome.engine.addresses import Addresses
 from microtome.engine.select import no_path
 from microtome.errors import BadQuery, NoMatch
+from microtome.files.reading import File
 from microtome.inputs import Inputs
-from microtome.results import File
 
 
 class Features(Mapping[str, Any]):

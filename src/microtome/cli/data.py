@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -12,10 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from microtome.errors import BadFile, BadInputs, said
+from microtome.files.reading import damage, opened
 from microtome.inputs import Inputs
 from microtome.zoo.packages import need
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
+#: What is looked for in an image, whatever its name ends in, and the most pixels that one may have.
+_FORMATS, _PIXELS = ("PNG", "JPEG", "BMP", "WEBP"), 1 << 26
 
 
 def lone_tensor(inputs: Inputs, instead: str) -> Tensor:
@@ -29,7 +34,7 @@ def lone_tensor(inputs: Inputs, instead: str) -> Tensor:
 def count_of(data: str) -> int:
     """How many samples there are."""
     path = Path(data)
-    return len(_files(path)) if path.is_dir() else len(_array(path))
+    return len(_files(path)) if path.is_dir() else len(_Array(path))
 
 
 def batches(data: str, size: int, like: Tensor) -> Iterator[Tensor]:
@@ -39,9 +44,9 @@ def batches(data: str, size: int, like: Tensor) -> Iterator[Tensor]:
     """
     path = Path(data)
     if not path.is_dir():
-        array = _array(path)
+        array = _Array(path)
         for at in range(0, len(array), size):
-            yield _as_tensor(array[at : at + size], like, path)
+            yield array.read(at, at + size, like)
         return
     files = _files(path)
     for at in range(0, len(files), size):
@@ -54,37 +59,71 @@ def batches(data: str, size: int, like: Tensor) -> Iterator[Tensor]:
 
 
 def _files(path: Path) -> list[Path]:
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() in {".npy", *_IMAGES})
+    with damage(repr(str(path))):
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in {".npy", *_IMAGES})
     if not files:
         raise BadFile(f"{str(path)!r} holds no .npy file and no image ({', '.join(sorted(_IMAGES))})")
     return files
 
 
-def _array(path: Path) -> Any:
-    numpy: Any = need("numpy")
-    try:
-        array = numpy.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise BadFile(f"cannot read {str(path)!r} as .npy: {said(error)}") from error
-    if not hasattr(array, "ndim") or array.ndim == 0 or not len(array):
-        raise BadFile(f"{str(path)!r} is no array of samples")
-    return array
+class _Array:
+    """The samples of a .npy file, read when they are asked for.
 
+    Not mapped: a mapped file that is truncated ends the process.
+    """
 
-def _as_tensor(array: Any, like: Tensor, path: Path) -> Tensor:
-    if array.dtype.kind not in "fiub":
-        raise BadFile(f"{str(path)!r} holds {array.dtype}: numbers or truth values are needed")
-    return torch.tensor(array.astype(array.dtype.newbyteorder("="))).to(like.dtype)
+    def __init__(self, path: Path) -> None:
+        numpy: Any = need("numpy")
+        self._path = path
+        try:
+            with opened(path) as stream:
+                version = numpy.lib.format.read_magic(stream)
+                read = {(1, 0): numpy.lib.format.read_array_header_1_0, (2, 0): numpy.lib.format.read_array_header_2_0}
+                self.shape, self._is_fortran, self._dtype = read[version](stream)
+                self._begin, there = stream.tell(), os.fstat(stream.fileno()).st_size
+        except Exception as error:  # numpy's parser raises all kinds
+            raise BadFile(f"cannot read {str(path)!r} as .npy: {said(error)}") from error
+        if not self.shape or not self.shape[0]:
+            raise BadFile(f"{str(path)!r} is no array of samples")
+        if self._dtype.kind not in "fiub":
+            raise BadFile(f"{str(path)!r} holds {self._dtype}: numbers or truth values are needed")
+        need_bytes = math.prod(self.shape) * self._dtype.itemsize
+        if min(self.shape) < 0 or self._begin + need_bytes > there:
+            got = there - self._begin
+            raise BadFile(f"truncated array in {str(path)!r}: expected {need_bytes} bytes of {self.shape}, got {got}")
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def read(self, begin: int, end: int, like: Tensor) -> Tensor:
+        """Samples, of the dtype of a tensor like this one."""
+        numpy: Any = need("numpy")
+        end = min(end, len(self))
+        row = math.prod(self.shape[1:]) * self._dtype.itemsize
+        shape = (end - begin, *self.shape[1:])
+        with opened(self._path) as stream:
+            if self._is_fortran:  # the samples do not lie one after the other
+                stream.seek(self._begin)
+                whole = numpy.frombuffer(stream.read(len(self) * row), self._dtype)
+                array = whole.reshape(self.shape, order="F")[begin:end]
+            else:
+                stream.seek(self._begin + begin * row)
+                array = numpy.frombuffer(stream.read((end - begin) * row), self._dtype).reshape(shape)
+            return torch.tensor(array.astype(self._dtype.newbyteorder("="))).to(like.dtype)
 
 
 def _sample(file: Path, like: Tensor) -> Tensor:
     if file.suffix.lower() == ".npy":
-        return _as_tensor(_array(file)[...], like, file)
+        array = _Array(file)
+        return array.read(0, len(array), like)
     image: Any = need("PIL", lambda: import_module("PIL.Image"))
     try:
-        with image.open(file) as opened:
-            data, (width, height) = opened.convert("RGB").tobytes(), opened.size
-    except OSError as error:
+        with opened(file) as stream, image.open(stream, formats=_FORMATS) as found:
+            width, height = found.size
+            if width * height > _PIXELS:
+                raise BadFile(f"expected at most {_PIXELS} pixels, got {width} x {height}")
+            data = found.convert("RGB").tobytes()
+    except Exception as error:  # each decoder has errors of its own
         raise BadFile(f"cannot read the image {str(file)!r}: {said(error)}") from error
     pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, height, width, 3).permute(0, 3, 1, 2) / 255
     sized = F.interpolate(pixels, like.shape[-2:], mode="bilinear", antialias=True) if like.ndim == 4 else pixels

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from microtome.engine.structure import places_in
 from microtome.errors import BadFile
+from microtome.files.tensors import CODES, write_tensors
+from microtome.files.writing import failure
 
 _FILE = ".safetensors"
 
@@ -30,18 +31,27 @@ def open_tensors(to: str | None) -> Iterator[Callable[[Any], None]]:
             raise BadFile(f"cannot write {to!r}: there is no folder {str(Path(to).parent)!r}")
         kept: list[dict[str, Tensor]] = []
         yield lambda output: kept.append(_named(output))
-        save_file(_joined(kept, to), to)
+        _write(Path(to).resolve(), _joined(kept, to))
     else:
         folder = Path(to)
-        folder.mkdir(parents=True, exist_ok=True)
+        with failure(repr(to)):
+            folder.mkdir(parents=True, exist_ok=True)
         if any(folder.glob(f"*{_FILE}")):
             raise BadFile(f"{to!r} already holds {_FILE} files: name another folder, or remove them")
         numbers = iter(range(10**9))
-        yield lambda output: save_file(_named(output), folder / f"{next(numbers):06}{_FILE}")
+        yield lambda output: _write(folder / f"{next(numbers):06}{_FILE}", _named(output))
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in CODES:
+            raise BadFile(f"cannot write {name!r} to {str(file)!r}: safetensors files do not hold {tensor.dtype}")
+    with failure(repr(str(file))):
+        write_tensors(file, tensors)
 
 
 def _named(output: Any) -> dict[str, Tensor]:
-    """The tensors of an output by their places, none of which shares memory with another."""
+    """Copies of the tensors of an output by their places."""
     return {f"output{place}": tensor.detach().cpu().contiguous().clone() for place, tensor in places_in(output)}
 
 

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from microtome.engine.addresses import find_address
 from microtome.errors import BadQuery
+from microtome.files.reading import File
 from microtome.plan.link import Link
-from microtome.results import File, Result, write
+from microtome.results import Result, write
 
 Objective = Literal["latency", "energy", "throughput"]
 What = Literal["run", "encode", "send", "decode", "back"]
@@ -198,9 +199,25 @@ class Plan(Result):
         known["candidates"] = tuple(map(_candidate, data["candidates"]))
         known["energy_of"], known["notes"] = tuple(data["energy_of"]), tuple(data["notes"])
         plan = cls(**known)
-        if not 0 <= plan.chosen < len(plan.candidates):
-            raise ValueError(f"its winner is candidate {plan.chosen} of {len(plan.candidates)}")
+        plan._check()
         return plan
+
+    def _check(self) -> None:
+        """Raise if its parts do not belong together."""
+        if not 0 <= self.chosen < len(self.candidates):
+            raise ValueError(f"its winner is candidate {self.chosen} of {len(self.candidates)}")
+        if self.winner.refused is not None:
+            raise ValueError(f"its winner is refused: {self.winner.refused:.80}")
+        if len(self.links) != len(self.devices) - 1:
+            raise ValueError(f"expected a link between each two devices, got {len(self.links)} for {len(self.devices)}")
+        for candidate in self.candidates:
+            if len(candidate.memory_bytes) != len(self.devices):
+                raise ValueError(f"expected the memory of each device of {candidate.name!r:.80}")
+            if (least := min((*(step.seconds for step in candidate.steps), *candidate.sent_bytes), default=0)) < 0:
+                raise ValueError(f"expected seconds and bytes from 0 on of {candidate.name!r:.80}, got {least}")
+        named = {step.where for candidate in self.candidates for step in candidate.steps} | {*self.limits}
+        if foreign := named - self.devices.keys():
+            raise ValueError(f"expected devices of {', '.join(self.devices)}, got {min(foreign)!r:.80}")
 
     def __repr__(self) -> str:
         return f"<Plan for {self.model}: {self.winner.name}, of {len(self.candidates)} candidates>"

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from microtome.engine.addresses import find_address
 from microtome.engine.select import glob, is_glob, no_path
 from microtome.errors import BadQuery
+from microtome.files.reading import File
 from microtome.profile.how import EnergyUse, MemoryUse, Sampling, Timing
 from microtome.profile.rows import AMOUNTS, Group, Row, add
 from microtome.profile.timeline import Timeline
-from microtome.results import File, Result, write
+from microtome.results import Result, write
 
 if TYPE_CHECKING:
     from microtome.profile.difference import Diff

@@ -288,4 +288,6 @@ def _notes(before: Profile, after: Profile) -> Iterator[str]:
 
 
 def _changes(listed: list[dict[str, Any]]) -> tuple[Change, ...]:
+    if foreign := [one["quantity"] for one in listed if one["quantity"] not in QUANTITIES]:
+        raise ValueError(f"expected a quantity of {', '.join(QUANTITIES)}, got {foreign[0]!r:.80}")
     return tuple(Change(**one) for one in listed)

@@ -83,7 +83,7 @@ def profile_from(data: dict[str, Any]) -> dict[str, Any]:
         **{name: data[name] for name in ("environment", "unavailable")},
         "timing": _with_spreads(Timing, data["timing"]),
         **{name: _with_spreads(kind, data[name]) for name, kind in _HOW.items()},
-        "timeline": Timeline.from_dict(data["timeline"]) if data.get("timeline") else None,
+        "timeline": Timeline.from_dict(data["timeline"], len(data["calls"])) if data.get("timeline") else None,
         "gradients": data.get("gradients"),
     }
 
@@ -98,11 +98,16 @@ def _numbered(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _check_parents(calls: list[dict[str, Any]]) -> None:
-    """Raise if a call is not after the one around it: whoever walks up from there would not come to an end."""
+    """Raise if a call is not after the one around it, or deeper than there are calls.
+
+    Whoever walks up from there would not come to an end.
+    """
     seen: set[str] = set()
     for row in calls:
         if row["parent"] is not None and row["parent"] not in seen:
             raise ValueError(f"expected the call {row['parent']!r} before {row['address']!r}, which is inside it")
+        if not 0 <= row["depth"] < len(calls) or not 1 <= row["height"] <= len(calls):
+            raise ValueError(f"expected a depth and a height within {len(calls)} calls at {row['address']!r}")
         seen.add(row["address"])
 
 

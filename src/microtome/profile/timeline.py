@@ -53,9 +53,15 @@ class Timeline:
         return max(range(len(self.live_bytes)), key=self.live_bytes.__getitem__, default=None)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
+    def from_dict(cls, data: dict[str, Any], rows: int) -> Self:
+        """The timeline that a dict describes, of a profile with so many rows."""
         alive = tuple(Alive(**one) for one in data["alive"])
-        return cls(tuple(data["live_bytes"]), tuple(data["calls"]), data["forward"], alive)
+        made = cls(tuple(data["live_bytes"]), tuple(data["calls"]), data["forward"], alive)
+        if len(made.calls) != len(made.live_bytes) or not 0 <= made.forward <= len(made.calls):
+            raise ValueError(f"expected a row for each of {len(made.live_bytes)} operators, got {len(made.calls)}")
+        if outside := [at for at in made.calls if not 0 <= at < rows]:
+            raise ValueError(f"expected operators of {rows} rows, got one of row {outside[0]}")
+        return made
 
 
 def timeline(trace: Trace, live: Sequence[int]) -> Timeline:

@@ -11,8 +11,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
+from microtome.files.reading import File
 from microtome.remote.sent import Sent
-from microtome.results import File, Result, write
+from microtome.results import Result, write
 
 #: What a request is made of, in its order: the name of each part, and the fields of `Sent` that it is the sum of.
 PHASES: dict[str, tuple[str, ...]] = {
@@ -147,6 +148,8 @@ class Ran(Result):
         known = {field.name: data[field.name] for field in fields(cls)}
         known["requests"] = tuple(_sent(one) for one in data["requests"])
         known["moves"] = tuple(Moved(**one) for one in data["moves"])
+        if not known["requests"] and known["samples"]:
+            raise ValueError(f"expected no samples without requests, got {known['samples']}")
         return cls(**known)
 
     def __repr__(self) -> str:

@@ -6,10 +6,10 @@ import hmac
 import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from microtome.errors import BadFile, BadQuery
+from microtome.files.reading import read_bytes
 from microtome.remote.extra import grpc
 
 _HEADER = "authorization"
@@ -75,10 +75,7 @@ def channel_credentials(ca: str | None, cert: str | None, key: str | None) -> gr
 
 
 def read_file(file: str) -> bytes:
-    try:
-        return Path(file).read_bytes()
-    except OSError as error:
-        raise BadFile(f"cannot read {file!r}: {error.strerror}") from error
+    return read_bytes(file, 1 << 20)
 
 
 def read_token(file: str) -> str:

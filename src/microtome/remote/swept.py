@@ -8,8 +8,9 @@ from importlib import import_module
 from typing import Any, ClassVar, Self
 
 from microtome.engine.addresses import find_address
+from microtome.files.reading import File
 from microtome.remote.link import Measured
-from microtome.results import File, Result, write
+from microtome.results import Result, write
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,8 @@ class Sweep(Result):
         known["link"], known["rows"] = Measured(**data["link"]), tuple(Timed(**row) for row in data["rows"])
         if all(row.failed is not None for row in known["rows"]):
             raise ValueError("nothing in it was measured")
+        if took := [row.total_s for row in known["rows"] if row.failed is None and row.total_s <= 0]:
+            raise ValueError(f"expected requests that take time, got {took[0]} s")
         return cls(**known)
 
     def __repr__(self) -> str:

@@ -47,7 +47,8 @@ def _share(coverage: Coverage) -> str:
 def _measured(profile: Profile) -> Iterator[str]:
     where = profile.environment
     if where:
-        yield f"measured on {where['cpu']}, {where['threads']} threads, torch {where['torch']}{_gpu(where)}"
+        cpu, threads, version = (where.get(key, "unknown") for key in ("cpu", "threads", "torch"))
+        yield f"measured on {cpu}, {threads} threads, torch {version}{_gpu(where)}"
     if profile.timing is not None:
         yield from _timing(profile, profile.timing)
     if (memory := profile.memory) is not None:
@@ -70,7 +71,7 @@ def _measured(profile: Profile) -> Iterator[str]:
 def _gpu(where: dict[str, str]) -> str:
     if "gpu" not in where:
         return ""
-    parts = [where["gpu"], f"CUDA {where['cuda']}"]
+    parts = [where["gpu"], f"CUDA {where.get('cuda', 'unknown')}"]
     if "driver" in where:
         parts.append(f"driver {where['driver']}")
     if "gpu_clock" in where:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from microtome.results import File
+from microtome.files.reading import File
+from microtome.files.writing import failure
 
 #: Nine colours of matplotlib's viridis, evenly spaced: as light as what they stand for is large.
 _VIRIDIS = (0x440154, 0x472C7A, 0x3B518B, 0x2C718E, 0x21908D, 0x27AD81, 0x5CC863, 0xAADC32, 0xFDE725)
@@ -35,7 +36,8 @@ class Picture:
         return png(self.pixels)
 
     def save(self, file: File) -> None:
-        Path(file).write_bytes(png(self.pixels))
+        with failure(repr(str(file))):
+            Path(file).write_bytes(png(self.pixels))
 
     def __repr__(self) -> str:
         return f"<Picture, {self.pixels.shape[1]} wide, {self.pixels.shape[0]} high>"

@@ -176,7 +176,8 @@ def _bar(plan: Plan, row: Candidate, whole: float, room: int) -> str:
         at_s += step.seconds
         runs = step.what == "run"
         ink = _INKS[devices.index(step.where) % len(_INKS)] if runs else _WIRE
-        drawn += ink * max(round(room * at_s / whole) - len(drawn), int(runs and step.seconds > 0))
+        end = round(min(room * at_s / whole, room + 1))
+        drawn += ink * max(end - len(drawn), int(runs and step.seconds > 0))
     return drawn[:room] if row.latency_s <= whole else drawn[: room - 1] + _CUT_OFF
 
 
@@ -257,5 +258,5 @@ def _spans(plan: Plan, most: int = 8) -> str:
 
 
 def _first_refused(plan: Plan) -> str:
-    one = next(one for one in plan if one.refused)
+    one = next(one for one in plan if one.refused is not None)
     return f"{one.name}: {one.refused}"

@@ -157,7 +157,7 @@ def _bar(row: Timed, whole: float, room: int) -> str:
     between = max(row.total_s - row.head_s - row.tail_s, 0.0)
     for ink, spent in ((_HEAD, row.head_s), (_BETWEEN, between), (_TAIL, row.tail_s)):
         at_s += spent
-        drawn += ink * max(round(room * at_s / whole) - len(drawn), 0)
+        drawn += ink * max(round(min(room * at_s / whole, room + 1)) - len(drawn), 0)
     return drawn if len(drawn) <= room else drawn[: room - 1] + _CUT_OFF
 
 

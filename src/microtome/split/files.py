@@ -3,26 +3,65 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from microtome.engine.select import check_model, named
 from microtome.errors import BadFile, BadQuery, BadWeights, Unsupported, said
+from microtome.files.reading import File, damage, read_json
+from microtome.files.tensors import CODES, read_tensors, write_tensors
+from microtome.files.types import mismatch
+from microtome.files.writing import failure, write_all, write_whole
 from microtome.inputs import Inputs
-from microtome.results import File
 from microtome.split.stage import Stage
 from microtome.split.weights import strip, tensor_at
 
 _PLAN = "plan.json"
 _SCHEMA = 2  # since calls are numbered by rank
+
+
+@dataclass(frozen=True)
+class _SavedStage:
+    """What a folder says of a stage.
+
+    Attributes:
+        file: Its weights.
+        weights: Their names.
+        nbytes: Of the weights.
+        xxh3_128: The checksum of the file.
+    """
+
+    file: str
+    weights: list[str]
+    nbytes: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True)
+class _SavedSplit:
+    """What a folder says of a split model.
+
+    Attributes:
+        at: The addresses of the cuts.
+        inputs: The example, described.
+        more: What else crosses each cut, as `Splitter.stages` takes it.
+    """
+
+    model: str
+    at: list[str]
+    fingerprint: str
+    torch: str
+    inputs: dict[str, Any]
+    more: list[list[list[Any]]]
+    stages: list[_SavedStage]
 
 
 def save_stages(
@@ -35,32 +74,43 @@ def save_stages(
         "kwargs": {name: _described(value, name, known) for name, value in given.kwargs.items()},
     }
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / _PLAN).unlink(missing_ok=True)
-    for old in path.glob("stage*.safetensors"):
-        old.unlink()
-    listed = []
-    for stage in stages:
-        weights = {name: _plain(stage, name) for name in stage.parameters_needed()}
-        weights |= {f"{_ATTRIBUTE}{name}": tensor.contiguous() for name, tensor in _attributes(stage.model)}
-        file = f"stage{stage.index}.safetensors"
-        save_file(weights, path / file)
-        nbytes = sum(tensor.nbytes for tensor in weights.values())
-        digest = _digest_of(path / file)
-        listed.append({"file": file, "weights": sorted(weights), "nbytes": nbytes, "xxh3_128": digest})
-    plan = {
-        "kind": "split",
-        "schema": _SCHEMA,
-        "model": type(stages[0].model).__qualname__,
-        "at": list(at),
-        "fingerprint": fingerprint,
-        "torch": torch.__version__,
-        "inputs": inputs,
-        "more": more,
-        "stages": listed,
-    }
-    # Last, so that a folder that has it is whole.
-    (path / _PLAN).write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+    with failure(repr(str(path))):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / _PLAN).unlink(missing_ok=True)
+        for old in path.iterdir():
+            if re.fullmatch(r"stage[0-9]+\.safetensors", old.name):
+                old.unlink()
+        plan = {
+            "kind": "split",
+            "schema": _SCHEMA,
+            "model": type(stages[0].model).__qualname__,
+            "at": list(at),
+            "fingerprint": fingerprint,
+            "torch": torch.__version__,
+            "inputs": inputs,
+            "more": more,
+            "stages": [_save_stage(path, stage) for stage in stages],
+        }
+        text = json.dumps(plan, indent=1) + "\n"
+        # Last, so that a folder that has it is whole.
+        write_whole(path / _PLAN, lambda descriptor: write_all(descriptor, [text.encode()]))
+
+
+def _save_stage(folder: Path, stage: Stage) -> dict[str, Any]:
+    """Write the weights of a stage; returns what the plan says of them."""
+    weights = {name: _plain(stage, name) for name in stage.parameters_needed()}
+    weights |= {f"{_ATTRIBUTE}{name}": tensor.detach().cpu() for name, tensor in _attributes(stage.model)}
+    for name, tensor in weights.items():
+        if tensor.dtype not in CODES:
+            raise Unsupported(f"{name!r} is of {tensor.dtype}, which safetensors files cannot hold")
+    file = _file_of(stage.index)
+    digest = write_tensors(folder / file, {name: tensor.contiguous() for name, tensor in weights.items()})
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    return {"file": file, "weights": sorted(weights), "nbytes": nbytes, "xxh3_128": digest}
+
+
+def _file_of(index: int) -> str:
+    return f"stage{index}.safetensors"
 
 
 def load_stage(
@@ -87,47 +137,50 @@ def load_stage(
     if isinstance(model, nn.Module):
         raise BadQuery("give what makes the model, such as its class or a lambda, so that it is built without weights")
     plan = _read_plan(Path(folder))
-    count = len(plan["stages"])
+    count = len(plan.stages)
     if not isinstance(index, int) or not -count <= index < count:
         raise BadFile(f"{str(folder)!r} has the stages 0 to {count - 1}, not {index!r}")
     index %= count
-    file = Path(folder) / plan["stages"][index]["file"]
-    try:
-        digest = _digest_of(file)
-        weights = load_file(file, device=str(device or "cpu"))
-    except (OSError, SafetensorError) as error:
-        raise BadFile(f"cannot read {str(file)!r}: {said(error)}") from error
-    if digest != plan["stages"][index]["xxh3_128"]:
-        expected = plan["stages"][index]["xxh3_128"]
-        raise BadFile(
-            f"{str(file)!r} was changed since it was saved: expected checksum {expected}, got {digest}. Save the "
-            "stages again, or copy the folder again"
-        )
+    weights = _read_weights(Path(folder) / _file_of(index), plan.stages[index], device or "cpu")
     built = _built(model, weights)
-    if type(built).__qualname__ != plan["model"]:
-        raise BadWeights(f"the folder is of a {plan['model']}, and a {type(built).__qualname__} was made")
+    if type(built).__qualname__ != plan.model:
+        raise BadWeights(f"the folder is of a {plan.model}, and a {type(built).__qualname__} was made")
     built.eval()
-    inputs = plan["inputs"]
-    made: list[Tensor] = []
-    args = [_remade(value, made) for value in inputs["args"]]
-    given = Inputs(*args, **{name: _remade(value, made) for name, value in inputs["kwargs"].items()})
-    load_stages = import_module("microtome.split.stages").load_stages  # which imports this
-    stages: list[Stage] = load_stages(built, given, plan["at"], plan["fingerprint"], plan["more"])
+    stages = _split_again(built, plan, Path(folder) / _PLAN)
     for name, tensor in weights.items():  # after it was looked at, for which it must lie in one place
         _put(built, name.removeprefix(_ATTRIBUTE), tensor)
     return stages[index]
 
 
+def _split_again(model: nn.Module, plan: _SavedSplit, file: Path) -> list[Stage]:
+    """The stages of a model without weights, as the plan in a file says."""
+    with damage(repr(str(file))):
+        made: list[Tensor] = []
+        args = [_remade(value, made) for value in plan.inputs["args"]]
+        given = Inputs(*args, **{name: _remade(value, made) for name, value in plan.inputs["kwargs"].items()})
+    load_stages = import_module("microtome.split.stages").load_stages  # which imports this
+    try:
+        stages: list[Stage] = load_stages(model, given, plan.at, plan.fingerprint, plan.more)
+    except Unsupported:  # the model cannot be run without weights, whatever the file says
+        raise
+    except Exception as error:  # the model's own code runs, on an example that is described in the file
+        raise BadFile(f"{str(file)!r} does not fit the {plan.model} that was made: {said(error)}") from error
+    return stages
+
+
+def _read_weights(file: Path, saved: _SavedStage, device: str | torch.device) -> dict[str, Tensor]:
+    weights, digest = read_tensors(file, device)
+    if digest != saved.xxh3_128:
+        raise BadFile(
+            f"{str(file)!r} was changed since it was saved: expected checksum {saved.xxh3_128:.40}, got {digest}. Save "
+            "the stages again, or copy the folder again"
+        )
+    if sorted(weights) != saved.weights:
+        raise BadFile(f"{str(file)!r} does not hold the weights that {_PLAN} lists: save the stages again")
+    return weights
+
+
 _ATTRIBUTE = "attribute:"
-
-
-def _digest_of(file: Path) -> str:
-    """The checksum of a file, read in pieces."""
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as opened:
-        while piece := opened.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _plain(stage: Stage, name: str) -> Tensor:
@@ -135,7 +188,7 @@ def _plain(stage: Stage, name: str) -> Tensor:
     assert tensor is not None
     if tensor.is_meta:
         raise Unsupported(f"the weights {name!r} of stage {stage.index} are not here: save before they are dropped")
-    return tensor.detach().contiguous().clone()  # tied weights share memory, which the format does not allow
+    return tensor.detach().cpu()
 
 
 def _attributes(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -148,16 +201,24 @@ def _attributes(model: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _read_plan(folder: Path) -> dict[str, Any]:
-    try:
-        plan = json.loads((folder / _PLAN).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadFile(f"{str(folder)!r} holds no split model: {_PLAN}: {error.strerror}") from error
-    except ValueError as error:
-        raise BadFile(f"{str(folder / _PLAN)!r} is not JSON: {error}") from error
+def _read_plan(folder: Path) -> _SavedSplit:
+    file = folder / _PLAN
+    if not os.path.lexists(file):
+        raise BadFile(f"{str(folder)!r} holds no split model: {_PLAN}: No such file or directory")
+    plan = read_json(file)
     if not isinstance(plan, dict) or plan.get("kind") != "split" or plan.get("schema") != _SCHEMA:
-        raise BadFile(f"{str(folder / _PLAN)!r} is no plan of a split model that this microtome reads")
-    return plan
+        raise BadFile(f"{str(file)!r} is no plan of a split model that this microtome reads")
+    with damage(repr(str(file))):
+        known = {field.name: plan[field.name] for field in fields(_SavedSplit)}
+        saved = _SavedSplit(**known | {"stages": [_SavedStage(**stage) for stage in plan["stages"]]})
+        if (wrong := mismatch(saved, _SavedSplit)) is not None:
+            raise BadFile(f"{str(file)!r}{wrong}")
+        for index, stage in enumerate(saved.stages):
+            if stage.file != _file_of(index):  # a path would lead out of the folder
+                raise ValueError(f"expected the file {_file_of(index)!r} for stage {index}, got {stage.file!r:.80}")
+        if len(saved.stages) != len(saved.at) + 1 or len(saved.more) != len(saved.at):
+            raise ValueError(f"expected one stage more than cuts, got {len(saved.stages)} and {len(saved.at)}")
+    return saved
 
 
 def _built(make: Callable[[], nn.Module], weights: dict[str, Tensor]) -> nn.Module:
@@ -204,8 +265,12 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
     elif last in module._buffers:
         _check(name, module._buffers[last], tensor)
         module._buffers[last] = tensor
-    else:
+    elif isinstance(getattr(module, last, None), Tensor | None):
         module.__dict__[last] = tensor
+    else:
+        raise BadWeights(
+            f"{name!r} is a tensor in the folder and a {type(getattr(module, last)).__name__} in the model"
+        )
 
 
 def _check(name: str, held: Tensor | None, tensor: Tensor) -> None:
@@ -234,7 +299,10 @@ def _remade(value: dict[str, Any], made: list[Tensor]) -> Any:
     if "repeats" in value:
         return made[value["repeats"]]
     if "shape" in value:
-        made.append(torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device="meta"))
+        dtype = getattr(torch, value["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"torch {torch.__version__} has no dtype {value['dtype']!r:.80}")
+        made.append(torch.empty(value["shape"], dtype=dtype, device="meta"))
         return made[-1]
     if "value" in value:
         return value["value"]

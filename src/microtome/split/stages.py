@@ -14,8 +14,8 @@ from microtome.engine.select import check_model
 from microtome.engine.standin import LOOKING, copy_inputs
 from microtome.engine.structure import clone_tensors, map_tensors, tensors_in
 from microtome.errors import BadQuery, Unsupported
+from microtome.files.reading import File
 from microtome.inputs import Inputs, device_of
-from microtome.results import File
 from microtome.split.boundary import Boundary
 from microtome.split.choice import choose_cuts, stage_index
 from microtome.split.codecs import is_lossless

@@ -15,7 +15,8 @@ import torch
 from microtome.engine import Phase
 from microtome.engine.addresses import find_address
 from microtome.engine.standin import Stand
-from microtome.results import File, write
+from microtome.files.reading import File
+from microtome.results import write
 
 
 class Value(NamedTuple):

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from microtome.errors import BadWeights, Unsupported, said
+from microtome.errors import BadFile, BadWeights, Unsupported, said
+from microtome.files.tensors import read_tensors
 
 _PICKLED = (".pt", ".pth")
 
@@ -36,8 +35,8 @@ def _read(file: Path) -> dict[str, Tensor]:
     if file.suffix in _PICKLED:
         return _read_pickled(file)
     try:
-        return load_file(file)
-    except SafetensorError as error:
+        return read_tensors(file)[0]
+    except BadFile as error:
         raise BadWeights(f"{file} cannot be read: {said(error)}") from error
 
 

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from microtome.capture.store.index import INDEX, Line, Piece, Totals, append_lines, tensor_key
 from microtome.capture.store.owned import BESIDE_BYTES, cost
-from microtome.capture.store.shard import CODES, OpenShard, header_bytes, write_shard
+from microtome.capture.store.shard import OpenShard, header_bytes, write_shard
 from microtome.capture.store.stats import Stats
+from microtome.files.tensors import CODES
+from microtome.files.writing import open_own
 
 #: The most tensors in a shard: readers of safetensors take headers of up to 100 MB.
 _TENSORS = 8192
@@ -154,7 +156,7 @@ class Shelf:
         self._sync = sync
         self._shard: OpenShard | None = None
         self._held_back: list[Line] = []
-        self._index = os.open(folder / INDEX, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._index = open_own(folder / INDEX, os.O_WRONLY | os.O_APPEND)
 
     def write(self, item: Part | Batch, begun: Callable[[], None] = lambda: None) -> None:
         """Write a part, or the rest of a batch; `begun` is called when all that a part needs is left to the system."""

@@ -15,10 +15,10 @@ from microtome.capture.store.batch import Batch, Part, Shelf, can_go_alone
 from microtome.capture.store.folder import begin, claim, refusal
 from microtome.capture.store.index import tensor_key
 from microtome.capture.store.owned import check_limits, cost, in_order, is_lent
-from microtome.capture.store.shard import CODES
 from microtome.capture.store.stats import Histogram, Stats
 from microtome.capture.store.writer import Writer
 from microtome.errors import BadFile, BadQuery, NoMatch, said
+from microtome.files.tensors import CODES
 from microtome.units import size
 
 MIB = 2**20

@@ -12,6 +12,8 @@ from microtome.capture.store.index import INDEX, MANIFEST, Totals, read_index, r
 from microtome.capture.store.lock import LOCK, FolderLock
 from microtome.capture.store.stats import Stats
 from microtome.errors import BadFile, BadQuery
+from microtome.files.reading import damage
+from microtome.files.writing import open_own
 
 #: What of a manifest must be the same to append to a recording.
 _SAME = ("model", "layout", "selectors", "reduce")
@@ -50,8 +52,9 @@ def begin(folder: Path, manifest: Mapping[str, Any], no_stats: Stats, *, append:
         write_manifest(folder, mine, sync=sync)
         return totals
     lines, end = read_index(folder, checked=read_manifest(folder).checked)
-    for line in lines:
-        totals.add(line)
+    with damage(repr(str(folder / INDEX))):
+        for line in lines:
+            totals.add(line)
     if not append and not totals.count:  # one that ended before anything was recorded
         write_manifest(folder, mine, sync=sync)
         return totals
@@ -68,9 +71,17 @@ def begin(folder: Path, manifest: Mapping[str, Any], no_stats: Stats, *, append:
             f"not kept, and what is added now would not line up with the rest; record to another folder, or go on with "
             f"the statistics alone: keep='stats'"
         )
-    if (folder / INDEX).exists():
-        os.truncate(folder / INDEX, end)
+    _cut_off(folder / INDEX, end)
     return totals
+
+
+def _cut_off(index: Path, end: int) -> None:
+    """Remove what a process that was killed left after the last whole run."""
+    descriptor = open_own(index, os.O_WRONLY)
+    try:
+        os.ftruncate(descriptor, end)
+    finally:
+        os.close(descriptor)
 
 
 def _as_json(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from microtome.capture.store.shard import DTYPES, ShardSums, write_all, write_whole
+from microtome.capture.store.shard import ShardSums
 from microtome.capture.store.stats import Stats
-from microtome.errors import BadFile, said
+from microtome.errors import BadFile
+from microtome.files.reading import JSON_LIMIT, damage, opened, parse_json, read_json
+from microtome.files.tensors import DTYPES
+from microtome.files.types import mismatch
+from microtome.files.writing import write_all, write_whole
 
 MANIFEST = "manifest.json"
 INDEX = "index.jsonl"
@@ -23,6 +29,9 @@ SCHEMA = 2
 
 #: The version without checksums, which is still read and appended to.
 _UNCHECKED = 1
+
+#: The longest line that is read: of more bytes, the objects in it would take too much memory.
+_LINE_BYTES = JSON_LIMIT // 8
 
 _SUM, _SUM_END = b',"sum":"', b'"}'
 _SUM_BYTES = len(_SUM) + 16 + len(_SUM_END)
@@ -96,19 +105,24 @@ class Line:
         Args:
             checked: Whether it must have a checksum.
         """
-        data = json.loads(_verified(text) if checked or _has_sum(text) else text)
+        data = parse_json(_verified(text) if checked or _has_sum(text) else text, "it", finite=False)
         pieces = {
             name: Piece(**(piece | {"stats": Stats.from_dict(piece["stats"])}))
             for name, piece in data["pieces"].items()
         }
         line = cls(**(data | {"pieces": pieces}))
+        if (wrong := mismatch(line, cls, finite=False)) is not None:
+            raise ValueError(wrong.removeprefix("."))
         line._check()
         return line
 
     def _check(self) -> None:
-        if self.file is not None and Path(self.file).name != self.file:
-            raise ValueError("its shard is not in the folder")
-        for piece in self.pieces.values():
+        if self.file is not None and not re.fullmatch(r"shard-[0-9]{5,}\.safetensors", self.file):
+            raise ValueError(f"its shard is not in the folder: {self.file!r:.80}")
+        for name, piece in self.pieces.items():
+            numbers = [self.file_bytes, piece.given, piece.dropped, piece.first, piece.stats.count]
+            if not all(0 <= number < 2**62 for number in chain(numbers, *piece.shapes)):
+                raise ValueError(f"a count or a size of {name!r:.80} below 0 or beyond any memory")
             if not set(piece.dtypes) <= DTYPES.keys() or len(piece.shapes) != len(piece.dtypes):
                 raise ValueError("a tensor of no dtype that is known")
             if piece.sums and len(piece.sums) != len(piece.shapes):
@@ -117,6 +131,8 @@ class Line:
                 raise ValueError(f"expected {len(piece.shapes)} numbers of runs, got {len(piece.runs)}")
             if piece.shapes and self.file is None:
                 raise ValueError("a tensor in no shard")
+        if (need := sum(piece.nbytes for piece in self.pieces.values())) > self.file_bytes:
+            raise ValueError(f"tensors of {need} bytes in a shard of {self.file_bytes}")
 
 
 def tensor_key(name: str, number: int) -> str:
@@ -186,20 +202,18 @@ def read_index(folder: Path, *, checked: bool) -> tuple[list[Line], int]:
         checked: Whether every line must have a checksum.
     """
     file = folder / INDEX
-    try:
-        data = file.read_bytes()
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return [], 0
-    except OSError as error:
-        raise BadFile(f"cannot read {str(file)!r}: {error.strerror}") from error
     lines: list[Line] = []
     ends = [0]
-    *texts, rest = data.split(b"\n")
-    for number, text in enumerate(texts, 1):
-        lines.append(_parse(file, number, text, checked=checked))
-        ends.append(ends[-1] + len(text) + 1)
-    if rest and _is_line(rest[:-1]):  # a whole line whose newline is another character
-        raise _damaged(file, len(texts) + 1, "expected a newline at its end")
+    with opened(file) as stream:
+        while (text := stream.readline(_LINE_BYTES)).endswith(b"\n"):
+            lines.append(_parse(file, len(lines) + 1, text[:-1], checked=checked))
+            ends.append(ends[-1] + len(text))
+    if text and _is_line(text[:-1]):  # a whole line whose newline is another character
+        raise _damaged(file, len(lines) + 1, "expected a newline at its end")
+    if len(text) == _LINE_BYTES:
+        raise _damaged(file, len(lines) + 1, f"expected less than {_LINE_BYTES} bytes")
     while lines and not lines[-1].ends_run:
         lines.pop()
     return lines, ends[len(lines)]
@@ -207,15 +221,17 @@ def read_index(folder: Path, *, checked: bool) -> tuple[list[Line], int]:
 
 def _parse(file: Path, number: int, text: bytes, *, checked: bool) -> Line:
     try:
-        return Line.parse(text, checked=checked)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(file, number, said(error)) from error
+        with damage("it"):
+            return Line.parse(text, checked=checked)
+    except BadFile as error:
+        raise _damaged(file, number, str(error)) from error
 
 
 def _is_line(text: bytes) -> bool:
     try:
-        Line.parse(text)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        with damage("it"):
+            Line.parse(text)
+    except BadFile:
         return False
     return True
 
@@ -260,12 +276,9 @@ def write_manifest(folder: Path, manifest: dict[str, Any], *, sync: bool) -> Non
 
 def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
-    try:
-        data = json.loads(file.read_bytes())
-    except OSError as error:
-        raise BadFile(f"{str(folder)!r} holds no recording: {MANIFEST}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise BadFile(f"{str(file)!r} is not JSON: {error}") from error
+    if not file.exists():
+        raise BadFile(f"{str(folder)!r} holds no recording: {MANIFEST}: No such file or directory")
+    data = read_json(file)
     if not isinstance(data, dict) or data.get("kind") != KIND or not isinstance(data.get("manifest"), dict):
         raise BadFile(f"{str(folder)!r} holds no recording: its {MANIFEST} is of something else")
     if data.get("schema") not in (SCHEMA, _UNCHECKED):

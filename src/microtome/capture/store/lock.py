@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from microtome.errors import BadFile
+from microtome.files.writing import open_own
 
 LOCK = ".lock"
 
@@ -16,7 +17,7 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         import fcntl  # not on Windows, where all else works
 
-        self._descriptor: int | None = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        self._descriptor: int | None = open_own(folder / LOCK, os.O_RDWR)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._descriptor, 0)

@@ -11,10 +11,12 @@ from typing import Any, Self
 
 from microtome.capture.store.index import Line, Totals, read_index, read_manifest, tensor_key
 from microtome.capture.store.series import Series
-from microtome.capture.store.shard import DTYPES, OnDisk, Shards
+from microtome.capture.store.shard import OnDisk, Shards
 from microtome.capture.store.stats import Stats
 from microtome.engine.addresses import Addresses
 from microtome.errors import BadFile, NoMatch
+from microtome.files.reading import damage
+from microtome.files.tensors import DTYPES
 from microtome.units import size
 
 
@@ -128,4 +130,6 @@ def open_folder(path: str | PathLike[str]) -> Recording:
     if not folder.is_dir():
         raise BadFile(f"{str(folder)!r} holds no recording: it is no folder")
     manifest = read_manifest(folder)
-    return Recording(folder, manifest.content, read_index(folder, checked=manifest.checked)[0])
+    lines, _ = read_index(folder, checked=manifest.checked)
+    with damage(f"the recording in {str(folder)!r}"):
+        return Recording(folder, manifest.content, lines)

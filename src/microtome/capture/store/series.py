@@ -52,7 +52,7 @@ class InMemory(NamedTuple):
 
 
 class Series(Sequence[Tensor]):
-    """The tensors of one name, each read when it is asked for; from disk they are memory-mapped.
+    """The tensors of one name, each read when it is asked for.
 
     >>> series = Series("fc", [InMemory(torch.zeros(2, 3)), InMemory(torch.ones(1, 3))])
     >>> len(series), series.shapes, series.cat().shape

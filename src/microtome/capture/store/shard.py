@@ -1,117 +1,23 @@
-"""Files of tensors in the safetensors format: written whole or not at all, read one tensor at a time.
-
-Written here and not by `safetensors.torch.save_file`, which refuses tensors that share memory, needs numpy and tells
-a full disk only in the text of an error of its own. The format: 8 bytes that say how long the header is, the header
-(JSON: dtype, shape and place of each tensor), then the values.
-"""
+"""Shards of a recording: safetensors files with checksums, written whole or part by part, read one tensor at a time."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from microtome.errors import BadFile, BadQuery, said
-
-#: What safetensors calls each dtype.
-CODES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {code: dtype for dtype, code in CODES.items()}
-
-#: The most files that a reader has mapped at a time, beside those whose tensors somebody has.
-_MAPPED_FILES = 64
-
-#: The most buffers that the system takes in one call.
-_BUFFERS = 1024
-
-
-def write_whole(file: Path, write: Callable[[int], None], *, sync: bool) -> None:
-    """Have a file written under another name, then give it its own; on an error nothing is left of it."""
-    partial = Partial(file)
-    try:
-        write(partial.descriptor)
-        partial.finish(sync=sync)
-    except BaseException:
-        partial.discard()
-        raise
-
-
-class Partial:
-    """A file that has another name until it is whole."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._path = file.with_name(f".{file.name}.tmp")
-        self._is_open = True
-        self.descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-
-    def finish(self, *, sync: bool) -> None:
-        """Give it its name."""
-        if sync:
-            os.fsync(self.descriptor)
-        self._close()
-        os.replace(self._path, self._file)
-        if sync:
-            sync_folder(self._file.parent)
-
-    def discard(self) -> None:
-        """Leave nothing of it, unless it is finished."""
-        self._close()
-        self._path.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            os.close(self.descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder outlive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_all(descriptor: int, buffers: Iterable[Any]) -> None:
-    """Write buffers of bytes, whatever part of them the system takes at a time."""
-    left = [memoryview(buffer) for buffer in buffers]
-    left.reverse()
-    while left:
-        done = os.writev(descriptor, left[: -_BUFFERS - 1 : -1])
-        while left and done >= left[-1].nbytes:  # empty ones too
-            done -= left.pop().nbytes
-        if done:
-            left[-1] = left[-1][done:]
+from microtome.errors import BadFile, BadQuery
+from microtome.files.reading import opened
+from microtome.files.tensors import Place, bytes_of, head, places, read_header, read_values
+from microtome.files.writing import Partial, write_all, write_whole
 
 
 class ShardSums(NamedTuple):
@@ -123,10 +29,10 @@ class ShardSums(NamedTuple):
 
 def write_shard(file: Path, tensors: Mapping[str, Tensor], *, sync: bool) -> tuple[int, ShardSums]:
     """Write contiguous tensors of the CPU; returns the size of the file and its checksums."""
-    header, ordered, end = _places(tensors, 0)
-    head = _head(header, 0)
-    write_whole(file, lambda descriptor: write_all(descriptor, [head, *map(_bytes_of, ordered)]), sync=sync)
-    return len(head) + end, ShardSums(xxh3_64_hexdigest(head), _sums_of(tensors))
+    header, ordered, end = places(tensors, 0)
+    start = head(header, 0)
+    write_whole(file, lambda descriptor: write_all(descriptor, [start, *map(bytes_of, ordered)]), sync=sync)
+    return len(start) + end, ShardSums(xxh3_64_hexdigest(start), _sums_of(tensors))
 
 
 def _sums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -134,7 +40,7 @@ def _sums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _sum_of(tensor: Tensor) -> str:
-    return xxh3_64_hexdigest(_bytes_of(tensor) if tensor.nbytes else b"")
+    return xxh3_64_hexdigest(bytes_of(tensor) if tensor.nbytes else b"")
 
 
 class OpenShard:
@@ -160,9 +66,9 @@ class OpenShard:
         """
         if tensors.keys() <= self._header.keys():
             return
-        header, ordered, end = _places(tensors, self._end)
+        header, ordered, end = places(tensors, self._end)
         os.lseek(self._file.descriptor, 8 + self._room + self._end, os.SEEK_SET)
-        values, whole = [*map(_bytes_of, ordered)], self._header | header
+        values, whole = [*map(bytes_of, ordered)], self._header | header
         begun()
         write_all(self._file.descriptor, values)
         self._sums |= _sums_of(tensors)
@@ -170,12 +76,12 @@ class OpenShard:
 
     def finish(self, *, sync: bool) -> tuple[int, ShardSums]:
         """Write the header and give the file its name; returns its size and its checksums."""
-        head = _head(self._header, self._room)
-        assert len(head) == 8 + self._room, "the header is longer than the room that was left for it"
+        start = head(self._header, self._room)
+        assert len(start) == 8 + self._room, "the header is longer than the room that was left for it"
         os.lseek(self._file.descriptor, 0, os.SEEK_SET)
-        write_all(self._file.descriptor, [head])
+        write_all(self._file.descriptor, [start])
         self._file.finish(sync=sync)
-        return len(head) + self._end, ShardSums(xxh3_64_hexdigest(head), self._sums)
+        return len(start) + self._end, ShardSums(xxh3_64_hexdigest(start), self._sums)
 
     def discard(self) -> None:
         self._file.discard()
@@ -186,34 +92,13 @@ def header_bytes(key: str, tensor: Tensor) -> int:
     return len(json.dumps(key)) + 20 * tensor.ndim + 128
 
 
-def _places(tensors: Mapping[str, Tensor], end: int) -> tuple[dict[str, Any], list[Tensor], int]:
-    """What the header says of the tensors when they come after `end`, those of them with values in order, their end."""
-    header: dict[str, Any] = {}
-    # The widest first, so that each begins at a multiple of its width.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    for key, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        header[key] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    return header, [tensor for _, tensor in ordered if tensor.nbytes], end
-
-
-def _head(header: dict[str, Any], room: int) -> bytes:
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(max(room, len(text) + -len(text) % 8))
-    return len(text).to_bytes(8, "little") + text
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
 class Shards:
-    """The files of a recording that tensors are read from, few of them mapped at a time.
+    """The files of a recording that tensors are read from.
 
     Not with `safetensors.safe_open`, which reads the whole header whenever a file is opened: with many shards, and many
     names that are read one after the other, nothing else would be done.
 
-    A tensor's checksum is verified when it is first read, and so is that of the header of its file.
+    The checksums of a tensor, and of the header of its file, are verified when they are read.
 
     Args:
         folder: Where they are.
@@ -225,9 +110,7 @@ class Shards:
         self._folder = folder
         self._sizes = sizes
         self._header_sums = header_sums
-        self._verified: set[tuple[str, str]] = set()
-        self._mapped: OrderedDict[str, Tensor] = OrderedDict()
-        self._begins: dict[str, dict[str, int]] = {}
+        self._places: dict[str, dict[str, Place]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -238,53 +121,33 @@ class Shards:
         Args:
             expected: Its checksum, where it is known.
         """
-        with self._lock:
-            if self._closed:
-                raise BadQuery(f"the recording {str(self._folder)!r} was closed; open it again to read from it")
-            try:
-                whole = self._map(file)
-                begin = self._begin(file, whole, key)
-                end = begin + math.prod(shape) * dtype.itemsize
-                if not 8 <= begin <= end <= len(whole):
-                    raise ValueError(f"{key!r} would be at {begin} to {end} of {len(whole)} bytes")
-                values = whole[begin:end]
-                if expected is not None and (file, key) not in self._verified:
-                    _check_sum(f"tensor {key!r}", expected, _sum_of(values))
-                    self._verified.add((file, key))
-                return values.view(dtype).view(shape)
-            except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise BadFile(f"shard {str(self._folder / file)!r} cannot be read: {said(error)}") from error
-
-    def _map(self, file: str) -> Tensor:
-        """The bytes of a file."""
-        if file not in self._mapped:
-            self._check(file)
-            while len(self._mapped) >= _MAPPED_FILES:
-                self._mapped.popitem(last=False)
-            # Not shared with the file: who writes to a tensor writes to a page of its own.
-            path, size = str(self._folder / file), self._sizes[file]
-            self._mapped[file] = torch.from_file(path, shared=False, size=size, dtype=torch.uint8, device="cpu")
-        self._mapped.move_to_end(file)
-        return self._mapped[file]
-
-    def _begin(self, file: str, whole: Tensor, key: str) -> int:
-        """Where in the file a tensor begins."""
-        if file not in self._begins:
-            length = int.from_bytes(_bytes_of(whole[:8]), "little")
-            if not 0 < length <= len(whole) - 8:
-                raise ValueError(f"its header would be {length} bytes long")
-            if (expected := self._header_sums.get(file)) is not None:
-                _check_sum("its header", expected, xxh3_64_hexdigest(_bytes_of(whole[: 8 + length])))
-            header = json.loads(bytes(_bytes_of(whole[8 : 8 + length])))
-            self._begins[file] = {name: 8 + length + place["data_offsets"][0] for name, place in header.items()}
-        return self._begins[file][key]
-
-    def _check(self, file: str) -> None:
-        """Before it is mapped: reading past the end of a mapped file would end the process."""
         path = self._folder / file
+        if self._closed:
+            raise BadQuery(f"the recording {str(self._folder)!r} was closed; open it again to read from it")
         if not path.exists():
             raise BadFile(f"shard {str(path)!r} is missing; the tensors in the other shards can still be read")
-        there, whole = path.stat().st_size, self._sizes[file]
+        with opened(path) as stream:
+            self._check_size(path, stream)
+            place = self._place(file, stream, key)
+            if (place.shape, place.dtype) != (shape, dtype):
+                raise ValueError(f"{key!r}: the index says {dtype} {shape}, got {place.dtype} {place.shape}")
+            values = read_values(stream, key, place)
+            if expected is not None:
+                _check_sum(f"tensor {key!r}", expected, _sum_of(values))
+            return values
+
+    def _place(self, file: str, stream: BinaryIO, key: str) -> Place:
+        """Where in the file a tensor is."""
+        with self._lock:
+            if file not in self._places:
+                start, found = read_header(stream, self._folder / file)
+                if (expected := self._header_sums.get(file)) is not None:
+                    _check_sum("its header", expected, xxh3_64_hexdigest(start))
+                self._places[file] = found
+            return self._places[file][key]
+
+    def _check_size(self, path: Path, stream: BinaryIO) -> None:
+        there, whole = os.fstat(stream.fileno()).st_size, self._sizes[path.name]
         if there != whole:
             raise BadFile(
                 f"shard {str(path)!r} is not whole: it has {there} bytes and was written with {whole}; "
@@ -294,13 +157,12 @@ class Shards:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            self._mapped.clear()
-            self._begins.clear()
+            self._places.clear()
 
 
 def _check_sum(what: str, expected: str, found: str) -> None:
     if found != expected:
-        raise ValueError(f"{what} is damaged: expected the checksum {expected}, got {found}")
+        raise ValueError(f"{what}: expected the checksum {expected}, got {found}")
 
 
 class OnDisk(NamedTuple):

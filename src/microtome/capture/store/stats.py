@@ -179,6 +179,9 @@ class Stats:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         histogram = data.get("histogram")
+        if histogram is not None and histogram["bins"] != len(histogram["counts"]):  # else it takes memory for all bins
+            bins, counts = histogram["bins"], len(histogram["counts"])
+            raise ValueError(f"expected a count for each of {bins!r:.80} bins, got {counts}")
         return cls(**(data | {"histogram": None if histogram is None else Histogram(**histogram)}))
 
 

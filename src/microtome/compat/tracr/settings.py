@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -11,9 +12,15 @@ import torch
 from torch import nn
 
 from microtome.errors import BadFile, BadInputs, BadQuery, Unsupported, said
+from microtome.files.reading import read_bytes
 from microtome.profile.measured import QUANTITIES
 from microtome.zoo.packages import need
 from microtome.zoo.resolver import resolve
+
+#: The longest and the deepest configuration that is read.
+_CONFIG_BYTES, _CONFIG_DEPTH = 1 << 16, 32
+#: The largest input that a configuration may ask for: 1 GiB of float32.
+_INPUT_ELEMENTS = 1 << 28
 
 _DEFAULTS: dict[str, Any] = {"depth": 2, "save_layers": (), "warmup_iterations": 2, "collect_metrics": True}
 
@@ -80,13 +87,30 @@ def _configured(config: Any) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise BadQuery(f"a WrappedModel is made of an nn.Module or a configuration, got a {type(config).__name__}")
     default, section = (config.get(name) or {} for name in ("default", "model"))
+    for name, part in (("default", default), ("model", section)):
+        if not isinstance(part, Mapping):
+            raise BadQuery(f"expected names and values in the section `{name}`, got a {type(part).__name__}")
     for key in ("model_name", "input_size"):
         if key not in section:
             raise BadQuery(f"the section `model` of the configuration lacks {key!r}")
+    _check_section(section)
     known = {key: section[key] for key in _DEFAULTS if section.get(key) is not None}
     if default.get("collect_metrics") is not None:
         known["collect_metrics"] = default["collect_metrics"]
     return known | _built(section, str(default.get("device", "cpu")))
+
+
+def _check_section(section: Mapping[str, Any]) -> None:
+    name, sizes = section["model_name"], section["input_size"]
+    if not isinstance(name, str):
+        raise BadQuery(f"expected the name of a model as `model_name`, got {name!r:.80}")
+    if not isinstance(sizes, list | tuple) or not all(type(size) is int and size > 0 for size in sizes):
+        raise BadQuery(f"expected whole numbers from 1 on as `input_size`, got {sizes!r:.80}")
+    if math.prod(sizes) > _INPUT_ELEMENTS:
+        raise BadQuery(f"expected at most {_INPUT_ELEMENTS} elements of `input_size`, got {sizes!r:.80}")
+    for key, kind in (("weight_path", str | Path), ("mode", str), ("num_classes", int)):
+        if section.get(key) is not None and not isinstance(section[key], kind):
+            raise BadQuery(f"expected a {kind} as `{key}`, got {section[key]!r:.80}")
 
 
 def _built(section: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -120,6 +144,19 @@ def _check_device(device: str) -> None:
 def _read(file: Path) -> Any:
     yaml = need("yaml")
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = read_bytes(file, _CONFIG_BYTES).decode()
+        _check_events(yaml, text)
+        return yaml.safe_load(text)
+    except (BadFile, UnicodeDecodeError, RecursionError, ValueError, yaml.YAMLError) as error:
         raise BadFile(f"{file} cannot be read as a configuration: {said(error)}") from error
+
+
+def _check_events(yaml: Any, text: str) -> None:
+    """Raise for aliases, a few of which can stand for any amount of text, and for deep nesting, which takes long."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise BadFile(f"expected a value, got the alias {event.anchor!r:.80}: write it out")
+        if depth > _CONFIG_DEPTH:
+            raise BadFile(f"expected at most {_CONFIG_DEPTH} levels")

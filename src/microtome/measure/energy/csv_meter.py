@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from microtome.errors import SensorFailed
+from microtome.errors import SensorFailed, said
 from microtome.measure.energy.meter import Log, Reading, finite, read_raw
 
 
@@ -93,6 +93,12 @@ class CsvMeter(Log):
         return points
 
     def _parsed(self) -> Iterator[Point]:
+        try:
+            yield from self._rows()
+        except csv.Error as error:
+            raise SensorFailed(f"{self._path} cannot be read as CSV: {said(error)}") from error
+
+    def _rows(self) -> Iterator[Point]:
         rows = csv.reader(self._lines())
         header = [name.strip() for name in next(rows, [])]
         column = "joules" if "joules" in header else "watts"
@@ -113,7 +119,7 @@ class CsvMeter(Log):
                 raise SensorFailed(f"{where}: the counter goes backwards, from {last.joules} to {value} J")
             else:
                 joules = value
-            last = Point(rows.line_num, time_s, joules)
+            last = Point(rows.line_num, time_s, finite(joules, f"{where}: joules until here"))
             yield last
 
     def _lines(self) -> list[str]:

@@ -10,9 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Literal, Self
 
-from microtome.errors import SensorFailed, said
+from microtome.errors import BadFile, SensorFailed, said
+from microtome.files.reading import read_bytes
 
 Kind = Literal["counter", "power", "log"]
+
+#: The largest file that is read: a reading a second for three months.
+_LIMIT = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -110,12 +114,14 @@ def read_text(path: Path) -> str:
 def read_raw(path: Path) -> str:
     """The text of a file; what goes wrong is a sensor that failed."""
     try:
-        return path.read_text()
-    except FileNotFoundError as error:
-        raise SensorFailed(f"{path} is not there") from error
-    except PermissionError as error:
-        raise SensorFailed(f"{path} may not be read: permission denied") from error
-    except (OSError, UnicodeDecodeError) as error:
+        return read_bytes(path, _LIMIT).decode().replace("\r\n", "\n").replace("\r", "\n")
+    except BadFile as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise SensorFailed(f"{path} is not there") from error.__cause__
+        if isinstance(error.__cause__, PermissionError):
+            raise SensorFailed(f"{path} may not be read: permission denied") from error.__cause__
+        raise SensorFailed(str(error)) from error
+    except UnicodeDecodeError as error:
         raise SensorFailed(f"{path} cannot be read: {said(error)}") from error
 
 
@@ -123,7 +129,7 @@ def read_whole(path: Path, *, signed: bool = False) -> int:
     """The whole number that a file holds, zero or above where it has no sign."""
     text = read_text(path)
     # int() would also take 1_000 and digits of other alphabets.
-    if not re.fullmatch("-?[0-9]+" if signed else "[0-9]+", text):
+    if not re.fullmatch("-?[0-9]{1,40}" if signed else "[0-9]{1,40}", text):
         raise SensorFailed(f"{path} says {text[:40]!r}, which is no {'' if signed else 'unsigned '}whole number")
     return int(text)
 

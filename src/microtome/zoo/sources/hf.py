@@ -6,14 +6,14 @@ Nothing is ever downloaded, and no code of a folder is run.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from microtome.errors import BuildFailed, NoMatch, said
+from microtome.errors import BadFile, BuildFailed, NoMatch, said
+from microtome.files.reading import read_json
 from microtome.zoo.operators import import_torchvision, operators_note
 from microtome.zoo.packages import installed, need
 from microtome.zoo.sources.found import Found, unknown
@@ -91,14 +91,14 @@ def _read(transformers: ModuleType, name: str) -> dict[str, Any]:
         why = " It takes a model type or a folder with a config.json, and downloads nothing."
         raise unknown("hf", name, names(), why)
     file = Path(name) / "config.json"
+    if not file.exists():
+        raise NoMatch(f"the folder {name} has no config.json")
     try:
-        values = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise NoMatch(f"the folder {name} has no config.json") from error
-    except ValueError as error:
-        raise BuildFailed(f"{file} is not JSON: {error}") from error
+        values = read_json(file)
+    except BadFile as error:
+        raise BuildFailed(str(error)) from error
     kind = values.get("model_type") if isinstance(values, dict) else None
-    if kind not in transformers.CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise NoMatch(
             f"{file} has the model_type {kind!r}, which transformers {transformers.__version__} does not have; "
             "code that comes with a model is not run"
