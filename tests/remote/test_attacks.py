@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.remote.attack.__main__ import attacks
@@ -19,14 +21,14 @@ def test_an_attack_costs_neither_memory_nor_answers(name: str) -> None:
 
 
 def test_more_memory_than_allowed_and_lost_answers_are_noticed() -> None:
-    fine = {"name": "a", "tried": 1, "held": 1, "peak_mb": 700.0, "rest_mb": 300.0, "budget_mb": 128.0, "p99_s": 0.1}
-    Outcome(**fine, answers=1).check()
+    fine = Outcome("a", tried=1, held=1, peak_mb=700.0, rest_mb=300.0, budget_mb=128.0, p99_s=0.1, answers=1)
+    fine.check()
     with pytest.raises(AssertionError, match="at most 428 MB more, got 429 MB"):
-        Outcome(**{**fine, "peak_mb": 729.0}, answers=1).check()
+        replace(fine, peak_mb=729.0).check()
     with pytest.raises(AssertionError, match="got no answer"):
-        Outcome(**fine).check()
+        replace(fine, answers=0).check()
     with pytest.raises(AssertionError, match="lost"):
-        Outcome(**fine, answers=1, faults=("lost",)).check()
+        replace(fine, faults=("lost",)).check()
 
 
 def test_what_runs_in_a_limited_process_is_measured_and_bounded() -> None:

@@ -68,7 +68,12 @@ def recorded(made: Made, at: str) -> str:
 
 def edited(made: Made, at: str) -> str:
     seen: list[str] = []
-    with mt.edit(made.model, {at: lambda out: seen.append(at) or out}):
+
+    def note(output: Any) -> Any:
+        seen.append(at)
+        return output
+
+    with mt.edit(made.model, {at: note}):
         made.model(made.x)
     assert len(seen) == 1  # one call alone
     return seen[0]

@@ -225,6 +225,7 @@ def _keep(modules: list[nn.Module], classes: set[type], stack: ExitStack) -> lis
             if id(item) in seen:
                 continue
             seen.add(id(item))
+            kind: Any = type(item)
             if isinstance(item, CONTAINERS):
                 before = copy_container(item) if item else ()
                 kept.append((item, before))
@@ -236,9 +237,9 @@ def _keep(modules: list[nn.Module], classes: set[type], stack: ExitStack) -> lis
                 pending.extend(item)
             elif isinstance(item, torch.Generator):
                 stack.callback(item.set_state, item.get_state())
-            elif isinstance(item, nn.Module) or _has_own_state(item.__class__):  # in a list: a hidden part of the model
+            elif isinstance(item, nn.Module) or _has_own_state(kind):  # in a list: a hidden part of the model
                 pending.append(dict_of(item))
-                if slots := _slots_of(type(item)):
+                if slots := _slots_of(kind):
                     held = attributes_of(item)
                     before = [(name, held[name]) for name in slots if name in held]
                     slotted.append((item, slots, dict(before)))
