@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test test-gpu zoo soak lint format bench bench-gpu bench-remote docs pictures clean
+.PHONY: demo test test-gpu zoo soak lint format bench bench-gpu bench-remote lock sbom docs pictures clean
 
 demo: $(VENV)/.dev        ## everything on built-in models, in less than a minute; leaves demo/report.html
 	$(BIN)/python -m demo
@@ -44,6 +44,14 @@ bench-gpu: $(VENV)/.bench ## how right times, memory and energy are on a CUDA de
 bench-remote: $(VENV)/.bench ## two hosts as network namespaces, as root; eight minutes; SAVE=1 as above
 	$(BIN)/python -m benchmarks.remote $(if $(SAVE),--save)
 
+lock:                     ## the versions and digests of the development environment, into requirements-dev.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --dry-run --ignore-installed --report $(VENV)/report.json '.[dev,docs,bench]'
+	$(BIN)/python -m tools.lock $(VENV)/report.json
+
+sbom: $(VENV)/.dev        ## what the environment is made of, as CycloneDX, into sbom.json
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible --of JSON -o sbom.json $(BIN)/python
+
 docs: $(VENV)/.docs       ## the manual, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -53,9 +61,16 @@ pictures: $(VENV)/.dev    ## the pictures of the manual, into docs/pictures/
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
+# With LOCKED=1 everything but torch is what requirements-dev.lock has the digest of.
 $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifdef LOCKED
+	$(PIP) torch torchvision
+	$(BIN)/pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements-dev.lock
+	$(PIP) --no-deps -e .
+else
 	$(PIP) -e '.[dev]'
+endif
 	@touch $@
 
 $(VENV)/.browser: $(VENV)/.dev
