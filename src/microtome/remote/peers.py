@@ -22,7 +22,7 @@ if sys.platform != "win32":
 #: Where a process finds its open files.
 _FILES = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 #: The share of the files that may be open, from which on connections are closed, and the share of these that are kept.
-_SHARE, _KEPT = 0.75, 0.9
+_SHARE, _KEPT = 0.75, 0.6
 
 
 class Peers:
