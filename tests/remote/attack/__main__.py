@@ -29,6 +29,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     lines += [
         "",
         f"The budget of the server is {BUDGET / 1e6:.0f} MB: its memory may grow by that and {ALLOWANCE / 1e6:.0f} MB.",
+        "Held are attempts that were refused, ended or answered correctly; the others were open at the end, in bounds.",
         "p99 is of the seconds that a well-behaved client with the token waits for an answer, over one connection or",
         "over a new one, the worse of the two; it is to be under 1 s.",
     ]
@@ -56,7 +57,7 @@ def main() -> int:
             sys.stdout.write(f"FAILED: {error}\n")
     sys.stdout.write(f"\n{table(outcomes)}\n")
     if given.save:
-        sys.stdout.write(f"\nwritten to {save('attacks', table(outcomes), 'make soak SAVE=1')}\n")
+        sys.stdout.write(f"\nwritten to {save('attacks', table(outcomes), 'python -m tests.remote.attack --save')}\n")
     return int(failed)
 
 

@@ -25,7 +25,7 @@ def attack(target: Target) -> Tally:
     before = 0
     while not target.is_over():
         if not line.is_open:
-            before += len(line.ended)
+            before += line.count_ended()
             line.close()
             line = Line(target.host)
         if line.count_open() >= CALLS:
@@ -35,6 +35,6 @@ def attack(target: Target) -> Tally:
         stream = line.call(method, token, (("grpc-encoding", "gzip"),))
         tally.tried += 1
         line.send(stream, data, end=True, timeout=0.2)
-    tally.held = before + len(line.ended)
+    tally.held = before + line.count_ended()
     line.close()
     return tally

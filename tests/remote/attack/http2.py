@@ -88,6 +88,10 @@ class Line:
         """Calls that the server has not ended."""
         return (self._next - 1) // 2 - len(self.ended) if self.is_open else 0
 
+    def count_ended(self) -> int:
+        """Calls that the server has ended, by themselves or with the connection."""
+        return len(self.ended) if self.is_open else (self._next - 1) // 2
+
     def close(self) -> None:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

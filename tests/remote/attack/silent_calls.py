@@ -34,7 +34,7 @@ def attack(target: Target) -> Tally:
     while not target.is_over():
         for at, line in enumerate(lines):
             if not line.is_open:
-                ended += len(line.ended) + 1
+                ended += line.count_ended()
                 lines[at] = line = Line(target.host)
             if line.count_open() < 6 * CALLS // LINES:
                 method, token, data = next(kinds)
@@ -43,7 +43,7 @@ def attack(target: Target) -> Tally:
                 if data:
                     line.send(stream, data, end=True, timeout=0.1)
             time.sleep(0.0005)  # else it takes the processor from everybody, which is another attack
-    tally.held = ended + sum(len(line.ended) for line in lines)
+    tally.held = ended + sum(line.count_ended() for line in lines)
     for line in lines:
         line.close()
     return tally

@@ -30,7 +30,7 @@ def attack(target: Target) -> Tally:
     while not target.is_over():
         for at, line in enumerate(lines):
             if not line.is_open:
-                before += len(line.ended)
+                before += line.count_ended()
                 line.close()
                 lines[at] = line = Line(target.host)
             if line.count_open() >= CALLS:
@@ -40,7 +40,7 @@ def attack(target: Target) -> Tally:
             stream = line.call(method, token)
             tally.tried += 1
             line.send(stream, data, timeout=0.05)
-    tally.held = before + sum(len(line.ended) for line in lines)
+    tally.held = before + sum(line.count_ended() for line in lines)
     for line in lines:
         line.close()
     return tally

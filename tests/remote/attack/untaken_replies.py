@@ -35,7 +35,7 @@ def attack(target: Target) -> Tally:
     while not target.is_over():
         for at, line in enumerate(lines):
             if not line.is_open:
-                before += len(line.ended) + 1
+                before += line.count_ended()
                 line.close()
                 lines[at] = line = Line(target.host, window=0)
             if line.count_open() >= CALLS:
@@ -45,7 +45,7 @@ def attack(target: Target) -> Tally:
             stream = line.call("Echo" if is_echo else "Stream", target.token)
             tally.tried += 1
             line.send(stream, echo if is_echo else requests, timeout=0.05)
-    tally.held = before + sum(len(line.ended) for line in lines)
+    tally.held = before + sum(line.count_ended() for line in lines)
     for line in lines:
         line.close()
     return tally
