@@ -17,7 +17,7 @@ ATTACKS = attacks()
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_costs_neither_memory_nor_answers(name: str) -> None:
-    ATTACKS[name](3.0).check()
+    ATTACKS[name](2.0).check()
 
 
 def test_more_memory_than_allowed_and_lost_answers_are_noticed() -> None:
