@@ -199,6 +199,20 @@ def test_what_a_reply_may_take_follows_the_inputs_and_not_the_server() -> None:
     assert most(1, 1, 4) == 2 * one
 
 
+def test_a_request_that_unpacks_to_more_than_the_server_takes_is_not_sent() -> None:
+    model, x = Squares().eval(), torch.zeros(1, 2, 4)
+    many = torch.zeros(1, 10_000, 4)  # 160 kB in a few bytes
+    with (
+        mt.serve(model, x, listen="127.0.0.1:0", max_message="100KB") as server,
+        torch.no_grad(),
+        mt.connect(model, x, server.address, at="", codec="zstd", fallback=None) as remote,
+    ):
+        with pytest.raises(RemoteError, match="156 KiB cross at '', and .* takes 97.7 KiB") as refused:
+            remote(many)
+        assert refused.value.kind == "TOO_LARGE"
+        assert remote(x).equal(model(x))
+
+
 # -- dtype and shape ---------------------------------------------------------------------------------------------------
 
 
