@@ -203,6 +203,16 @@ def test_a_histogram_of_more_bins_than_counts_is_refused(tmp_path: Path) -> None
         mt.load(tmp_path)
 
 
+def test_a_negative_sum_of_squares_is_refused(tmp_path: Path) -> None:
+    with DiskStore(tmp_path, MANIFEST) as store:
+        store.add("0", torch.zeros(3))
+    text = (tmp_path / "index.jsonl").read_text().partition(',"sum"')[0] + "}\n"
+    (tmp_path / "index.jsonl").write_text(text.replace('"squares":0.0', '"squares":-1.0'))
+    (tmp_path / "manifest.json").write_text('{"kind": "recording", "schema": 1, "manifest": {}}')
+    with pytest.raises(BadFile, match="line 1 of .*index.jsonl.*expected squares of '0' from 0 on, got -1.0"):
+        mt.load(tmp_path)
+
+
 CUT_WHILE_READ = """
 import os, sys
 import torch

@@ -123,6 +123,8 @@ class Line:
             numbers = [self.file_bytes, piece.given, piece.dropped, piece.first, piece.stats.count]
             if not all(0 <= number < 2**62 for number in chain(numbers, *piece.shapes)):
                 raise ValueError(f"a count or a size of {name!r:.80} below 0 or beyond any memory")
+            if piece.stats.squares < 0:
+                raise ValueError(f"expected squares of {name!r:.80} from 0 on, got {piece.stats.squares}")
             if not set(piece.dtypes) <= DTYPES.keys() or len(piece.shapes) != len(piece.dtypes):
                 raise ValueError("a tensor of no dtype that is known")
             if piece.sums and len(piece.sums) != len(piece.shapes):
