@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -679,3 +681,21 @@ def test_products_of_different_dtypes_are_refused_as_in_a_real_run() -> None:
         model = nn.Linear(4, 4)
     with pytest.raises(Unsupported, match="aten.addmm.default takes one dtype, and got"):
         mt.trace(model, torch.zeros(1, 4, dtype=torch.int64, device="meta"))
+
+
+def test_a_collection_that_a_run_put_off_is_made_up_for_before_its_tensors_die() -> None:
+    # CPython 3.11 crashes if it collects weak references while it clears those of a storage that dies.
+    collected_in: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collected_in.append(sys._getframe(1).f_code.co_name)
+
+    model, x = zoo.build("tiny-resnet")
+    gc.callbacks.append(note)
+    try:
+        mt.trace(model, x)
+    finally:
+        gc.callbacks.remove(note)
+    assert "_enable_collector" in collected_in
+    assert gc.isenabled()

@@ -65,7 +65,7 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
             stack.enter_context(exclude_other_threads(model, modules))
         if gc.isenabled():  # so many small objects would set it off, with little for it to free
             gc.disable()
-            stack.callback(gc.enable)
+            stack.callback(_enable_collector)
         classes = {cls for module in modules for cls in type(module).__mro__ if not cls.__module__.startswith(_NOT_OWN)}
         given = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
         stack.enter_context(keep_random_states(classes, gpus_in(given) if stand == "real" else ()))
@@ -88,6 +88,16 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
         standing = copy_arguments(inputs, make, modules)
         stack.push(Modes().restore_after)
         yield standing
+
+
+def _enable_collector() -> None:
+    """Enable garbage collection, and collect now what is overdue.
+
+    Else the next allocation would, which may be the one in `PyObject_ClearWeakRefs`. CPython 3.11 crashes when weak
+    references are collected there.
+    """
+    gc.enable()
+    gc.collect(0)
 
 
 def copy_inputs(inputs: Inputs, model: nn.Module, shared: Iterable[Tensor] = ()) -> Inputs:
