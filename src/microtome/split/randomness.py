@@ -5,17 +5,15 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch._ops import OpOverload
 
 from microtome.count.whole import AttentionArguments
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.random_states import refer_to
 from microtome.trace.data import Op
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -77,7 +75,7 @@ def is_random(func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 def random_state(
-    model: nn.Module, devices: Iterable[torch.device], generators: Iterable[torch.Generator], *, draws: bool
+    devices: Iterable[torch.device], generators: Iterable[torch.Generator], *, draws: bool, packages: Collection[str]
 ) -> Callable[[], None]:
     """Take the state of all generators that a run may draw from; return a function that sets them to it again.
 
@@ -87,17 +85,17 @@ def random_state(
         devices: Those that the run computes on, beside the CPU.
         generators: Those that the model draws from beside the default ones.
         draws: Whether an operator of the model draws.
+        packages: Of `PythonDraw`: whose generators its Python code draws from.
     """
     alone = threading.active_count() == 1
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
     restore: list[tuple[Callable[[Any], object], Any]] = []
     if alone or draws:
         cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
         default = [torch.default_generator, *(torch.cuda.default_generators[at] for at in cuda)]
         restore += [(generator.set_state, generator.get_state()) for generator in (*default, *generators)]
-    if alone or refer_to(classes, "random"):
+    if alone or "Python's random" in packages:
         restore.append((random.setstate, random.getstate()))
-    if (numpy := sys.modules.get("numpy")) and (alone or refer_to(classes, "numpy")):
+    if (numpy := sys.modules.get("numpy")) and (alone or "numpy.random" in packages):
         restore.append((numpy.random.set_state, numpy.random.get_state(legacy=False)))
 
     def reset() -> None:

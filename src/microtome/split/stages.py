@@ -265,10 +265,10 @@ class Splitter:
         """
         tensors = (*self.model.parameters(), *self.model.buffers(), *tensors_in((self.given.args, self.given.kwargs)))
         draw_again = random_state(
-            self.model,
             {tensor.device for tensor in tensors},
             self._seen.generators,
             draws=bool(self._seen.draws),
+            packages={draw.package for draw in self._seen.python_draws},
         )
 
         def reset() -> None:
