@@ -80,6 +80,18 @@ def test_sides_may_be_split_on_examples_of_another_batch_size(batches: tuple[int
         assert tail(boundary).equal(model(x))
 
 
+def test_a_call_whose_outputs_are_computed_otherwise_than_in_the_head_is_refused() -> None:
+    x = torch.rand(2, 12)
+    with torch.no_grad():
+        head, tail = mt.split(Columns().eval(), x, at="one#2")
+        boundary = head(x)
+        boundary.facts["hash_seed"] = "another"
+        for call in boundary.facts["calls"]:
+            call["o"] = ["0" * 16]
+        with pytest.raises(Unsupported, match=r"what 'one(#0)?' returns is computed in another way or order"):
+            tail(boundary)
+
+
 class Noisy(nn.Module):
     """Draws random numbers between calls."""
 

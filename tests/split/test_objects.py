@@ -175,11 +175,12 @@ def test_objects_are_inputs_and_outputs() -> None:
 def test_an_object_that_holds_something_else_is_refused_with_the_reason(held: Any) -> None:
     def make(x: Tensor) -> Boxes:
         boxes = Boxes(x)
-        boxes.held = held  # type: ignore[attr-defined]
+        boxes.held = {"at": [1, held]}  # type: ignore[attr-defined]
         return boxes
 
     model = Net(make, lambda boxes: boxes.tensor)
-    with pytest.raises(NoMatch, match=r"'makes' runs in the head, and it returns a Boxes, which is no tensor, number"):
+    found = rf"it returns a Boxes \(\.held\['at'\]\[1\] is a {type(held).__name__}\), which is no tensor, number"
+    with pytest.raises(NoMatch, match=found):
         mt.split(model, torch.randn(2, 4), at="makes")
     assert {cut.at for cut in mt.cuts(model, torch.randn(2, 4)).refused} == {"makes", "passes", "last"}
 

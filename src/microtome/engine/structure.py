@@ -88,6 +88,31 @@ def _is_data(value: Any, above: tuple[int, ...]) -> bool:
     return is_record(value, above)
 
 
+def find_foreign(value: Any, above: tuple[int, ...] = ()) -> tuple[str, Any] | None:
+    """The path inside a value to the first item for which an object is no record, and the item; None: there is none.
+
+    >>> class Boxes:
+    ...     def __init__(self, held):
+    ...         self.held = held
+    >>> find_foreign(Boxes({"at": [1, open]})), find_foreign(Boxes(1))
+    ((".held['at'][1]", <built-in function open>), None)
+    """
+    if _is_data(value, above):
+        return None
+    if isinstance(value, Mapping):
+        items = [(f"[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(f"[{at}]", item) for at, item in enumerate(value)]
+    elif _is_plain_class(type(value)) and id(value) not in above:
+        items = [(f".{name}", item) for name, item in attributes_of(value).items()]
+    else:
+        return "", value
+    for name, item in items:
+        if (found := find_foreign(item, (*above, id(value)))) is not None:
+            return name + found[0], found[1]
+    return "", value
+
+
 _DATA = (Tensor, int, float, str, Size, dtype, layout, memory_format, enum.Enum, type)
 _HEAP_TYPE = 1 << 9  # of a class that was made by a class statement
 

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from microtome.engine.structure import attributes_of, dict_of, fields_of, is_record, map_tensors, parts_of
+from microtome.engine.structure import (
+    attributes_of,
+    dict_of,
+    fields_of,
+    find_foreign,
+    is_record,
+    map_tensors,
+    parts_of,
+)
 from microtome.errors import BadInputs
 
 #: What travels beside tensors.
@@ -234,7 +242,10 @@ def name_of(value: Any) -> str | None:
 
 def _kind_of(value: Any) -> str:
     kind = type(value).__name__
-    return f"{kind} {value.__qualname__}" if isinstance(value, type | FunctionType) else kind
+    if isinstance(value, type | FunctionType):
+        return f"{kind} {value.__qualname__}"
+    path, item = find_foreign(value) or ("", value)
+    return f"{kind} ({path} is a {type(item).__name__})" if path else kind
 
 
 def _no_tensor(tensor: Tensor) -> Tensor:
