@@ -344,7 +344,7 @@ def test_a_server_that_says_too_much_of_itself_is_refused(resnet: tuple[nn.Modul
         ),
         ("[" * 1000, BadFile, "is not JSON"),
         ('{"kind": "profile", "schema": 99}', BadFile, "has version 99 of a profile"),
-        ('{"kind": "run", "schema": 1}', BadFile, "is not a whole run"),
+        ('{"kind": "run", "schema": 1}', BadFile, "is damaged"),
     ],
 )
 def test_a_profile_that_is_none_is_refused(

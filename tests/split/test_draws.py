@@ -422,12 +422,14 @@ def test_calls_that_a_random_answer_of_a_module_chooses_are_refused() -> None:
 
 
 def test_what_python_code_draws_before_a_cut_in_a_call_around_it_is_refused() -> None:
-    def body(net: Any, x: Tensor) -> Tensor:
-        x = net.a(x)
-        scale = random.random()
-        return net.c(net.b(x * scale)) * scale
+    class Scaled(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            scale = random.random()
+            y: Tensor = self.c(self.b(x * scale)) * scale
+            return y
 
-    model, x = Net(body), torch.ones(3, 4)
+    model, x = Scaled(before), torch.ones(3, 4)
     with background_thread():
         cuts = mt.cuts(model, x)
     assert [cut.at for cut in cuts] == ["a"]  # the draws after it are the tail's own

@@ -185,6 +185,14 @@ def test_an_object_that_holds_something_else_is_refused_with_the_reason(held: An
     assert {cut.at for cut in mt.cuts(model, torch.randn(2, 4)).refused} == {"makes", "passes", "last"}
 
 
+def test_an_object_that_holds_itself_is_refused_with_the_reason() -> None:
+    boxes: Any = Boxes(torch.ones(2, 4))
+    boxes.all = [boxes]
+    (cut, *_) = mt.cuts(Takes(), boxes).refused
+    assert cut.refused is not None
+    assert "Boxes (.all[0] is a Boxes), which cannot be sent" in cut.refused
+
+
 def test_an_object_that_a_call_changes_is_refused() -> None:
     class Changes(nn.Module):
         def forward(self, boxes: Boxes) -> Tensor:

@@ -97,13 +97,16 @@ def find_foreign(value: Any, above: tuple[int, ...] = ()) -> tuple[str, Any] | N
     >>> find_foreign(Boxes({"at": [1, open]})), find_foreign(Boxes(1))
     ((".held['at'][1]", <built-in function open>), None)
     """
+    kind: Any = type(value)
     if _is_data(value, above):
         return None
+    if id(value) in above:  # it holds itself
+        return "", value
     if isinstance(value, Mapping):
         items = [(f"[{key!r}]", item) for key, item in value.items()]
     elif isinstance(value, list | tuple):
         items = [(f"[{at}]", item) for at, item in enumerate(value)]
-    elif _is_plain_class(type(value)) and id(value) not in above:
+    elif _is_plain_class(kind):
         items = [(f".{name}", item) for name, item in attributes_of(value).items()]
     else:
         return "", value

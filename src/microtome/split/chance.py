@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
+from microtome.engine.random_states import refer_to
 from microtome.split.randomness import random_state
 
 #: So many more runs are compared where code reads elements of tensors and random numbers are drawn. What all of them
@@ -33,26 +36,26 @@ class PythonDraw(NamedTuple):
 
 
 class PythonDraws(Probe):
-    """Notes which calls draw from the generators of `random` and `numpy.random` in their own code.
+    """Notes which calls draw from the generators of `random` and `numpy.random` in their own code."""
 
-    Draws of another thread meanwhile are taken for the model's: cuts are refused then without need.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._stack: list[int] = []
         self._begun = self._ended = 0
+        alone = threading.active_count() == 1  # or another thread may draw meanwhile
+        classes = {cls for module in model.modules() for cls in type(module).__mro__}
+        self._packages = [name for name in ("random", "numpy") if alone or refer_to(classes, name)]
         self._last = self._states()
         self.found: list[PythonDraw] = []
 
     def _states(self) -> list[Any]:
-        return [state() for state in _STATES.values()]
+        return [_STATES[name]() for name in self._packages]
 
     def _note(self) -> None:
         """Attribute the draws since the last call began or ended to the code that ran since."""
         states = self._states()
-        for package, before, now in zip(_STATES, self._last, states, strict=True):
+        for package, before, now in zip(self._packages, self._last, states, strict=True):
             if before != now and self._stack:
-                self.found.append(PythonDraw(self._stack[-1], package, self._ended))
+                self.found.append(PythonDraw(self._stack[-1], _NAMES[package], self._ended))
         self._last = states
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -75,7 +78,8 @@ def _numpy_state() -> Any:
     return repr(state.get("state")), state.get("has_gauss"), state.get("gauss")
 
 
-_STATES = {"Python's random": random.getstate, "numpy.random": _numpy_state}
+_STATES = {"random": random.getstate, "numpy": _numpy_state}
+_NAMES = {"random": "Python's random", "numpy": "numpy.random"}
 
 
 class CallTree(Probe):
@@ -105,7 +109,7 @@ def find_varying(first: CallTree, run: Callable[[Probe], None]) -> frozenset[str
         run: Runs the model once more under a probe.
     """
     varying: set[str] = set()
-    restore = random_state((), (), draws=True, packages=_STATES)
+    restore = random_state((), (), draws=True, packages=_NAMES.values())
     try:
         for _ in range(_RUNS):
             # Each run restores what it drew from, and would draw the same again.

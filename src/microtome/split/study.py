@@ -343,7 +343,7 @@ def study(model: nn.Module, inputs: Any) -> Study:
     state = State()
 
     def beside(recorder: Recorder) -> tuple[Probe, ...]:
-        watches.append((_Watch(recorder), StateProbe(), PythonDraws(), CallTree(), recorder))
+        watches.append((_Watch(recorder), StateProbe(), PythonDraws(model), CallTree(), recorder))
         return watches[-1][:-1]
 
     def after(again: Callable[[Probe], None]) -> None:
