@@ -23,7 +23,7 @@ from microtome.remote.metrics import Metrics
 from microtome.remote.server import Server
 from microtome.remote.watchdog import MESSAGE_S, PART_S, WRITE_S, Watchdog
 from tests.remote.attack.http2 import Line, prefixed
-from tests.remote.proxy import until
+from tests.remote.proxy import Proxy, Weather, until
 from tests.remote.small import small
 
 
@@ -139,6 +139,54 @@ def test_who_takes_no_reply_is_disconnected(server: Server) -> None:
         look(server, WRITE_S + 10)
         until(lambda: not line.is_open)
     until(lambda: server._service.echoes.held == 0)  # type: ignore[union-attr]
+
+
+class Wide(nn.Module):
+    """Returns 4 MiB for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        return y.repeat(1, 1 << 18)
+
+
+@torch.no_grad()
+def test_a_slow_client_gets_a_reply_that_takes_all_room_if_nobody_else_waits() -> None:
+    model, x = Wide().eval(), torch.ones(1, 4)
+    slow = Weather(bytes_per_s=4 << 20)  # STUCK_S is over long before the reply is there
+    with (
+        mt.serve(model, x, listen="127.0.0.1:0", max_message="4MB") as started,
+        Proxy(started.address, lambda _: (Weather(), slow)) as proxy,
+        mt.connect(model, x, proxy.address, at="first", codec="raw", fallback=None) as remote,
+    ):
+        assert remote(x).equal(model(x))
+        assert remote.requests[-1].attempts == 1
+
+
+def test_a_call_that_sends_a_request_is_ended_after_those_that_do_not(server: Server) -> None:
+    size = 8 << 20
+    first = prefixed(messages.Request(id="1", size=size, boundary=b"1" * 10).SerializeToString())
+    service: Any = server._service
+    with Line(host(server)) as line:
+        line.send(line.call("Stream"), first)
+        until(lambda: any(call.upload for call in service.calls))
+        for _ in range(service.calls.most + 5):
+            line.call("Stream")
+        until(lambda: len(line.ended) >= 5)
+        assert any(call.upload for call in service.calls)
+
+
+@torch.no_grad()
+def test_the_link_to_a_server_that_takes_short_messages_is_measured() -> None:
+    model, x = small()
+    with (
+        mt.serve(model, x, listen="127.0.0.1:0", max_message="1MB") as started,
+        mt.connect(model, x, started.address, at="", codec="auto", fallback=None) as remote,
+    ):
+        assert remote(x).equal(model(x))
 
 
 def test_a_wrong_token_is_answered_late_and_the_right_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 CONTAINERS = (dict, list, set, deque)
@@ -11,7 +11,9 @@ _MISSING = object()
 
 def copy_container(held: Any) -> Any:
     """What a container holds, past methods that a subclass overrides: a dict may make what it gives when asked."""
-    return dict(dict.items(held)) if isinstance(held, dict) else held.copy()
+    if isinstance(held, dict):
+        return dict(OrderedDict.items(held) if isinstance(held, OrderedDict) else dict.items(held))
+    return held.copy()
 
 
 def restore_containers(kept: list[tuple[Any, Any]]) -> None:
@@ -31,7 +33,7 @@ def restore_containers(kept: list[tuple[Any, Any]]) -> None:
 
 
 def restore_dict(held: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Give a dict the items of another, in their order; it has each item at any moment if it had it before."""
+    """Give a dict the items of another, in their order, without emptying it on the way."""
     if not held and not before:
         return
     for key, value in before.items():

@@ -107,7 +107,7 @@ def read_tensors(file: File, device: torch.device | str = "cpu") -> tuple[dict[s
         start, listed = read_header(stream, file)
         digest = xxhash.xxh3_128(start)
         found, end = {}, len(start)
-        for key, place in sorted(listed.items(), key=lambda item: item[1].begin):
+        for key, place in sorted(listed.items(), key=lambda item: (item[1].begin, item[1].end)):
             if place.begin != end:
                 raise ValueError(f"expected tensor {key!r:.80} at byte {end}, got {place.begin}")
             values = read_values(stream, key, place)

@@ -43,6 +43,7 @@ class Call:
         quiet_since: When it opened or last brought a message.
         writing: When the reply that is being written was begun, and its bytes; None: none is.
         upload: The request of which parts have come; None: there is none.
+        waits: Whether it waits for room that others hold.
         ended: The status and the reason with which the server ends it; None: it does not.
     """
 
@@ -55,14 +56,20 @@ class Call:
         self.quiet_since = monotonic()
         self.writing: tuple[float, int] | None = None
         self.upload: Upload | None = None
+        self.waits = False
         self.ended: tuple[grpc.StatusCode, str] | None = None
         self.task: asyncio.Future[None] | None = None
         self._lock = asyncio.Lock()
 
     @property
     def is_idle(self) -> bool:
-        """Whether the server has nothing to do for it."""
+        """Whether the server has nothing to do for it, or not yet a whole request."""
         return not self.requests and self.writing is None
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a request of it has begun and is not yet whole."""
+        return self.waits or self.upload is not None
 
     async def read(self) -> bytes | None:
         """The next message; None: there are no more."""
@@ -157,15 +164,22 @@ class Calls:
             self._waiting -= 1
 
     def _end_idle(self) -> bool:
-        """End an idle call of the peer that has most calls: one that has brought nothing, or the one idle longest."""
+        """End an idle call of the peer that has most calls: one that has brought nothing, or the one idle longest.
+
+        One that is sending a request is ended only if there is no other.
+        """
         idle = [call for call in self._open if call.is_idle]
         if not idle:
             return False
         counts = Counter(call.peer for call in self._open)
-        call = max(idle, key=lambda one: (counts[one.peer], not one.has_spoken, -one.quiet_since))
+        call = max(idle, key=lambda one: (not one.is_sending, counts[one.peer], not one.has_spoken, -one.quiet_since))
         del self._open[call]
         self.dropped += call.has_spoken
-        call.end(grpc.StatusCode.UNAVAILABLE, "the call was idle and others wait: open one when there is a request")
+        if call.is_sending:
+            why = "all calls are in use: send the request again later"
+        else:
+            why = "the call was idle and others wait: open one when there is a request"
+        call.end(grpc.StatusCode.UNAVAILABLE, why)
         return True
 
     def _end_stuck(self) -> bool:

@@ -147,7 +147,11 @@ class Connection:
             except grpc.RpcError as error:
                 told = self._told(error)
                 # The reason is lost if gRPC waits for the server by itself.
-                if told.kind == "REFUSED" or error.code() == grpc.StatusCode.DEADLINE_EXCEEDED or left < _KNOCK_S:
+                if (
+                    told.kind in ("REFUSED", "TOO_LARGE")
+                    or error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+                    or left < _KNOCK_S
+                ):
                     raise told from error
             except ValueError as error:  # what gRPC says of a channel that was closed
                 raise self._was_closed() from error
@@ -337,7 +341,9 @@ class Connection:
     def _told(self, error: grpc.RpcError) -> RemoteError:
         code, details = error.code(), error.details()
         if "CERTIFICATE_VERIFY_FAILED" in str(details):
-            return RemoteError(f"{self.address} has a certificate that is not believed here: {details}", "REFUSED")
+            return RemoteError(f"{self.address}: TLS verification failed: {details}", "REFUSED")
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED and str(details).startswith("SERVER:"):
+            return RemoteError(f"{self.address} was sent more than it takes: {details}", "TOO_LARGE")
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in str(details):
             return RemoteError(
                 f"{self.address} answers more than the {size(self._channel_bytes)} that the example explains: "

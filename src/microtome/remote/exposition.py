@@ -35,6 +35,7 @@ class Exposition:
         self.port: int = self._socket.getsockname()[1]
         self._open: dict[asyncio.Task[None], None] = {}
         self._loop = asyncio.new_event_loop()
+        self._serving = self._loop.create_task(self._serve())
         self._thread = threading.Thread(target=self._run, name="microtome-metrics", daemon=True)
         self._thread.start()
 
@@ -44,7 +45,6 @@ class Exposition:
 
     def _run(self) -> None:
         with suppress(asyncio.CancelledError):
-            self._serving = self._loop.create_task(self._serve())
             self._loop.run_until_complete(self._serving)
         self._loop.close()
 

@@ -44,8 +44,9 @@ def probe(connection: Connection, timeout: float = 30.0, most: int = _MOST) -> M
 
     Args:
         timeout: Seconds that one message may take.
-        most: Bytes of the longest message.
+        most: Bytes of the longest message, if the server takes as many.
     """
+    most = min(most, connection.max_part or most)
     pings = [_took(connection, 0, 0, timeout) for _ in range(_PINGS + 1)][1:]  # the first opens the connection
     least = min(pings)
     up = _speed(lambda nbytes: _took(connection, nbytes, 0, timeout), least, most)

@@ -23,6 +23,8 @@ if sys.platform != "win32":
 _FILES = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 #: The share of the files that may be open, from which on connections are closed, and the share of these that are kept.
 _SHARE, _KEPT = 0.75, 0.6
+#: From so many trusted peers on, those that are gone are forgotten.
+_FEW = 1024
 
 
 class Peers:
@@ -37,12 +39,14 @@ class Peers:
         self._trusted: set[str] = set()
         self._seen: dict[tuple[str, int], int] = {}
         self._count = 0
+        self._most_trusted = _FEW
 
     def trust(self, peer: str) -> None:
         """A call of this peer had the token: its connection is closed last."""
         self._trusted.add(peer)
-        if len(self._trusted) > _limit():
+        if len(self._trusted) > self._most_trusted:
             self._forget()
+            self._most_trusted = max(_FEW, 2 * len(self._trusted))
 
     def disconnect(self, peer: str) -> None:
         """Close the connection of a peer, as `context.peer()` names it."""

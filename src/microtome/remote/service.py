@@ -103,7 +103,7 @@ class Service:
         asked = await self._read(call, "EchoRequest")
         if asked.reply_bytes > ECHO:
             await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, f"{asked.reply_bytes} bytes are too many")
-        await self.echoes.take(asked.reply_bytes)
+        await self._wait(call, self.echoes, asked.reply_bytes)
         try:
             await call.write(messages.EchoReply(payload=bytes(asked.reply_bytes)).SerializeToString())
         finally:
@@ -198,7 +198,7 @@ class Service:
         if request.size > self._limits.max_message:
             why = f"expected at most {size(self._limits.max_message)}, got a boundary of {size(request.size)}"
             await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, why)
-        await self.uploads.take(request.size)
+        await self._wait(call, self.uploads, request.size)
         try:
             call.upload = Upload()
             whole = memoryview(bytearray(request.size))
@@ -215,6 +215,14 @@ class Service:
         finally:
             call.upload = None
             self.uploads.give_back(request.size)
+
+    async def _wait(self, call: Call, pool: Pool, nbytes: int) -> None:
+        """Wait for room in a pool."""
+        call.waits = True
+        try:
+            await pool.take(nbytes)
+        finally:
+            call.waits = False
 
     async def _assemble(self, call: Call, request: Any, piece: memoryview, whole: memoryview) -> None:
         """Fill in the boundary of a request that comes in parts, of which one is here."""

@@ -41,12 +41,16 @@ class Watchdog:
         dropped = 0
         while True:
             await asyncio.sleep(_TRIM_S)
-            closed = self._peers.trim()
-            if closed:
-                log.warning("too many connections", extra={"closed": closed})
-            if (now := monotonic()) - looked > _TICK_S:
-                looked = now
-                self.look(now)
+            now = monotonic()
+            try:
+                closed = self._peers.trim()
+                if closed:
+                    log.warning("too many connections", extra={"closed": closed})
+                if now - looked > _TICK_S:
+                    looked = now
+                    self.look(now)
+            except Exception:  # without it nothing would bound the time that peers take
+                log.exception("watchdog")
             if self._service.calls.dropped > dropped and now - freed > _FREE_S:
                 freed, dropped = now, self._service.calls.dropped
                 await asyncio.to_thread(_free)
@@ -57,7 +61,7 @@ class Watchdog:
         for calls in (service.calls, self._health.asking, self._health.watching):
             for call in calls:
                 self._look_at(calls, call, now)
-        if service.replies.is_full:
+        if service.replies.is_full and any(call.requests and call.writing is None for call in service.calls):
             self._end_stuck([call for call in service.calls if call.is_stream or call.requests], now)
         if service.echoes.is_contended:
             self._end_stuck([call for call in service.calls if not call.is_stream and not call.requests], now)

@@ -74,8 +74,11 @@ class PythonDraws(Probe):
 
 def _numpy_state() -> Any:
     numpy = sys.modules.get("numpy")
-    state = {} if numpy is None else numpy.random.get_state(legacy=False)
-    return repr(state.get("state")), state.get("has_gauss"), state.get("gauss")
+    if numpy is None:
+        return None
+    held = numpy.random.get_state(legacy=False)
+    state = [part.tobytes() if hasattr(part, "tobytes") else part for part in held["state"].values()]
+    return state, held.get("has_gauss"), held.get("gauss")
 
 
 _STATES = {"random": random.getstate, "numpy": _numpy_state}
