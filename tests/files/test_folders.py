@@ -17,7 +17,7 @@ import microtome as mt
 from microtome.capture.store import DiskStore
 from microtome.errors import BadFile
 from microtome.files.reading import json_cost, parse_json, read_bytes
-from microtome.files.writing import write_all, write_whole
+from microtome.files.writing import Partial, write_all, write_whole
 from tests.files.samples import Sample, net, samples
 from tests.files.test_damage import KINDS
 
@@ -109,7 +109,7 @@ def test_a_lock_that_is_a_link_is_named(tmp_path: Path, victim: Path) -> None:
         record(folder)
 
 
-@pytest.mark.parametrize("name", ["plan.json", ".plan.json.tmp", "stage0.safetensors", ".stage1.safetensors.tmp"])
+@pytest.mark.parametrize("name", ["plan.json", "stage0.safetensors"])
 def test_saving_stages_to_a_prepared_folder_leaves_what_its_links_point_to(
     tmp_path: Path, victim: Path, name: str
 ) -> None:
@@ -119,6 +119,18 @@ def test_saving_stages_to_a_prepared_folder_leaves_what_its_links_point_to(
     save(folder)
     assert mt.load_stage(net, folder, 1).index == 1
     assert not any(file.is_symlink() for file in folder.iterdir())
+
+
+def test_of_two_that_write_one_file_at_once_each_writes_it_whole(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    one, other = Partial(file), Partial(file)
+    for partial, data in ((one, b"one"), (other, b"other")):
+        write_all(partial.descriptor, [data])
+    one.finish(sync=False)
+    assert file.read_bytes() == b"one"
+    other.finish(sync=False)
+    assert file.read_bytes() == b"other"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_saving_stages_leaves_files_of_others(tmp_path: Path) -> None:

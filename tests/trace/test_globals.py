@@ -109,7 +109,7 @@ def test_a_dict_that_makes_what_it_gives_holds_afterwards_what_it_held(fake: boo
 
 
 def test_the_order_of_a_models_ordered_dict_is_kept() -> None:
-    model = nn.Linear(4, 4)
+    model: Any = nn.Linear(4, 4)
     model.recent = OrderedDict(a=1, b=2)
     model.recent.move_to_end("a")
     mt.trace(model, torch.ones(2, 4))

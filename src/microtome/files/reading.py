@@ -79,8 +79,11 @@ def read_bytes(file: File, limit: int) -> bytes:
     """
     with opened(file) as stream:
         there = os.fstat(stream.fileno()).st_size
-        data = stream.read(max(min(there, limit), 1 << 16) + 1)  # files of the kernel say no size
-        if max(there, len(data)) > limit:
+        data = stream.read(min(there, limit) + 1)
+        while len(data) <= limit and (more := stream.read(1 << 16)):  # files of the kernel state no size
+            data += more
+        there = max(there, len(data))
+        if there > limit:
             raise BadFile(f"cannot read {os.fspath(file)!r}: expected at most {size(limit)}, got {size(there)}")
         return data
 

@@ -152,6 +152,8 @@ def read_values(stream: BinaryIO, key: str, place: Place) -> Tensor:
 
 def _place(key: str, fields: Any, start: int, total: int) -> Place:
     """What the header says of a tensor, checked."""
+    if fields["dtype"] not in DTYPES:
+        raise ValueError(f"expected a dtype that this torch has for {key!r:.80}, got {fields['dtype']!r:.20}")
     dtype, shape, (begin, end) = DTYPES[fields["dtype"]], fields["shape"], fields["data_offsets"]
     numbers = [*shape, begin, end]
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers) or len(shape) > 64:

@@ -8,6 +8,7 @@ own.
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -72,9 +73,8 @@ class Partial:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._path = file.with_name(f".{file.name}.tmp")
+        self._path = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")  # another process may write it too
         self._is_open = True
-        self._path.unlink(missing_ok=True)  # of a process that was killed
         self.descriptor = os.open(self._path, _NEW, 0o666)
 
     def finish(self, *, sync: bool) -> None:

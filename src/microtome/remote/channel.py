@@ -61,8 +61,10 @@ def _is_address(address: str) -> bool:
 
 
 def _is_here(address: str) -> bool:
-    scheme = next((one for one in _SCHEMES[2:] if address.startswith(one)), "")
-    return is_loopback(address.removeprefix(scheme))
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    scheme = next((one for one in _SCHEMES if address.startswith(one)), "")
+    return is_loopback(address.removeprefix(scheme).removeprefix("///"))
 
 
 def open_channel(address: str, security: Security, reply_bytes: int = REPLY) -> grpc.Channel:
