@@ -8,7 +8,6 @@ own.
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from microtome.errors import BadFile, said
 _BUFFERS = 1024
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_NEW |= getattr(os, "O_BINARY", 0)
 _OWN = os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -73,7 +73,7 @@ class Partial:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._path = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")  # another process may write it too
+        self._path = file.with_name(f".{file.name}.{os.urandom(4).hex()}.tmp")  # another process may write it too
         self._is_open = True
         self.descriptor = os.open(self._path, _NEW, 0o666)
 
@@ -111,7 +111,10 @@ def write_all(descriptor: int, buffers: Iterable[Any]) -> None:
     left = [memoryview(buffer) for buffer in buffers]
     left.reverse()
     while left:
-        done = os.writev(descriptor, left[: -_BUFFERS - 1 : -1])
+        if hasattr(os, "writev"):
+            done = os.writev(descriptor, left[: -_BUFFERS - 1 : -1])
+        else:  # on Windows
+            done = os.write(descriptor, left[-1])
         while left and done >= left[-1].nbytes:  # empty ones too
             done -= left.pop().nbytes
         if done:
