@@ -108,9 +108,10 @@ def test_a_dict_that_makes_what_it_gives_holds_afterwards_what_it_held(fake: boo
     assert list(OrderedDict.items(MAKING)) == [("relu", nn.ReLU), ("gelu", nn.GELU)]
 
 
-def test_the_order_of_a_models_ordered_dict_is_kept() -> None:
-    model: Any = nn.Linear(4, 4)
+@pytest.mark.parametrize("action", [mt.trace, lambda model, x: mt.split(model, x, at="0")], ids=["trace", "split"])
+def test_the_order_of_a_models_ordered_dict_is_kept(action: Any) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model.recent = OrderedDict(a=1, b=2)
     model.recent.move_to_end("a")
-    mt.trace(model, torch.ones(2, 4))
+    action(model, torch.ones(2, 4))
     assert list(model.recent) == ["b", "a"]

@@ -1,8 +1,7 @@
-"""What a model holds, kept and put back around runs of it."""
+"""Keep the state that a model holds, and restore it around runs."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from microtome.engine.containers import CONTAINERS, copy_container, restore_containers
 from microtome.engine.interrupts import uninterrupted
 from microtome.engine.structure import dict_of
 
@@ -24,7 +24,7 @@ class _Kept(NamedTuple):
 
 
 class Snapshot:
-    """What the modules of a model hold: attributes, what lies in their containers and objects, and tensors.
+    """The state that the modules of a model hold: attributes, containers and objects with their items, and tensors.
 
     Values of parameters are kept by name only, where a run is known to write into them: they take the most memory.
     """
@@ -45,9 +45,10 @@ class Snapshot:
             seen.add(id(item))
             if isinstance(item, Tensor):
                 self._keep(item, copies=not isinstance(item, nn.Parameter) or id(item) in wanted)
-            elif isinstance(item, dict | list | set | deque):
-                self._holders.append((item, item.copy()))
-                pending += item.values() if isinstance(item, dict) else item
+            elif isinstance(item, CONTAINERS):
+                before = copy_container(item)
+                self._holders.append((item, before))
+                pending += before.values() if isinstance(before, dict) else before
             elif isinstance(item, tuple):
                 pending += item
             elif isinstance(item, nn.Module) or is_dataclass(item):
@@ -62,15 +63,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Have the model hold what it held; again, if it was interrupted."""
-        for holder, before in self._holders:
-            if isinstance(holder, dict):
-                _restore_dict(holder, before)
-            elif isinstance(holder, set):
-                holder.difference_update(holder - before)
-                holder.update(before - holder)  # all of it would change the order of what is there
-            elif len(holder) != len(before) or any(one is not other for one, other in zip(holder, before, strict=True)):
-                holder.clear()
-                holder.extend(before)
+        restore_containers(self._holders)
         for cls, attributes in self._classes:
             for name, value in list(vars(cls).items()):
                 if name not in attributes:
@@ -79,18 +72,6 @@ class Snapshot:
                     setattr(cls, name, attributes[name])
         for kept in self._tensors:
             _restore_tensor(kept)
-
-
-def _restore_dict(holder: dict[Any, Any], before: dict[Any, Any]) -> None:
-    for key in [key for key in holder if key not in before]:
-        del holder[key]
-    for key, value in before.items():
-        if key not in holder or holder[key] is not value:
-            holder[key] = value
-    if list(holder) != list(before):  # in the order in which they were
-        for key, value in before.items():
-            del holder[key]
-            holder[key] = value
 
 
 def _restore_tensor(kept: _Kept) -> None:
