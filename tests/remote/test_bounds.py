@@ -166,19 +166,6 @@ def test_a_slow_client_gets_a_reply_that_takes_all_room_if_nobody_else_waits() -
         assert remote.requests[-1].attempts == 1
 
 
-def test_a_call_that_sends_a_request_is_ended_after_those_that_do_not(server: Server) -> None:
-    size = 8 << 20
-    first = prefixed(messages.Request(id="1", size=size, boundary=b"1" * 10).SerializeToString())
-    service: Any = server._service
-    with Line(host(server)) as line:
-        line.send(line.call("Stream"), first)
-        until(lambda: any(call.upload for call in service.calls))
-        for _ in range(service.calls.most + 5):
-            line.call("Stream")
-        until(lambda: len(line.ended) >= 5)
-        assert any(call.upload for call in service.calls)
-
-
 @torch.no_grad()
 def test_the_link_to_a_server_that_takes_short_messages_is_measured() -> None:
     model, x = small()
