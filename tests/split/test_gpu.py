@@ -12,6 +12,7 @@ from torch import nn
 
 import microtome as mt
 from microtome import zoo
+from tests.split.test_draws import Encoder
 from tests.split.test_stages import same
 
 pytestmark = [
@@ -128,3 +129,14 @@ def test_two_streams_and_two_devices_of_inputs() -> None:
         stream.synchronize()
         assert same(tail(boundary), whole)
         assert same(tail(boundary.to("cpu")), whole)
+
+
+def test_cuts_among_layers_dropped_by_draws_on_a_gpu_are_refused() -> None:
+    encoder = Encoder(lambda: torch.rand(1, device="cuda").item())
+    model, x = nn.Sequential(nn.Linear(4, 4), encoder, nn.Linear(4, 4)).cuda(), torch.ones(2, 4, device="cuda")
+    torch.cuda.manual_seed(0)
+    before = torch.cuda.get_rng_state()
+    cuts = mt.cuts(model, x)
+    assert [cut.at for cut in cuts] == ["0", "1.first", "1", "2"]
+    assert all("'1' draws, it makes other calls in other runs" in (cut.refused or "") for cut in cuts.refused)
+    assert torch.cuda.get_rng_state().equal(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.random_states import refer_to
-from microtome.split.randomness import random_state
+from microtome.split.randomness import default_generators, random_state
 
 #: So many more runs are compared where code reads elements of tensors and random numbers are drawn. What all of them
 #: have in common by chance is found when the model is split or run.
@@ -105,18 +105,27 @@ class CallTree(Probe):
         self.reads |= isinstance(output, bool | int | float)
 
 
-def find_varying(first: CallTree, run: Callable[[Probe], None]) -> frozenset[str]:
+def find_varying(
+    first: CallTree,
+    run: Callable[[Probe], None],
+    devices: Collection[torch.device] = (),
+    generators: Collection[torch.Generator] = (),
+) -> frozenset[str]:
     """The addresses of the calls that make other calls in other runs.
 
     Args:
         run: Runs the model once more under a probe.
+        devices: Those that the model computes on.
+        generators: Those that it draws from beside the default ones.
     """
     varying: set[str] = set()
-    restore = random_state((), (), draws=True, packages=_NAMES.values())
+    restore = random_state(devices, generators, draws=True, packages=_NAMES.values())
     try:
         for _ in range(_RUNS):
             # Each run restores what it drew from, and would draw the same again.
-            torch.rand(1), random.random()
+            for generator in (*default_generators(devices), *generators):
+                torch.rand(1, generator=generator, device=generator.device)
+            random.random()
             if (numpy := sys.modules.get("numpy")) is not None:
                 numpy.random.random()
             other = CallTree()

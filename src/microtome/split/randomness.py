@@ -74,6 +74,12 @@ def is_random(func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return True
 
 
+def default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """The generators that operators on these devices, and on the CPU, draw from unless they are given another."""
+    cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    return [torch.default_generator, *(torch.cuda.default_generators[at] for at in cuda)]
+
+
 def random_state(
     devices: Iterable[torch.device], generators: Iterable[torch.Generator], *, draws: bool, packages: Collection[str]
 ) -> Callable[[], None]:
@@ -90,9 +96,8 @@ def random_state(
     alone = threading.active_count() == 1
     restore: list[tuple[Callable[[Any], object], Any]] = []
     if alone or draws:
-        cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-        default = [torch.default_generator, *(torch.cuda.default_generators[at] for at in cuda)]
-        restore += [(generator.set_state, generator.get_state()) for generator in (*default, *generators)]
+        every = (*default_generators(devices), *generators)
+        restore += [(generator.set_state, generator.get_state()) for generator in every]
     if alone or "Python's random" in packages:
         restore.append((random.setstate, random.getstate()))
     if (numpy := sys.modules.get("numpy")) and (alone or "numpy.random" in packages):

@@ -13,6 +13,7 @@ from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
+from microtome.engine.structure import tensors_in
 from microtome.inputs import Inputs, device_of
 from microtome.split.chance import CallTree, PythonDraw, PythonDraws, find_varying
 from microtome.split.compare import held_tensors
@@ -370,9 +371,13 @@ def study(model: nn.Module, inputs: Any) -> Study:
         watch.scalars,
         state,
         drawn.found,
-        find_varying(tree, lambda probe: _look(model, example, probe)) if is_chance else frozenset(),
+        _find_varying(model, example, tree, watch) if is_chance else frozenset(),
     )
 
 
-def _look(model: nn.Module, example: Inputs, probe: Probe) -> None:
-    record(model, example, beside=lambda _: [probe], values=True)
+def _find_varying(model: nn.Module, example: Inputs, tree: CallTree, watch: _Watch) -> frozenset[str]:
+    def look(probe: Probe) -> None:
+        record(model, example, beside=lambda _: [probe], values=True)
+
+    tensors = (*model.parameters(), *model.buffers(), *tensors_in((example.args, example.kwargs)))
+    return find_varying(tree, look, {tensor.device for tensor in tensors}, watch.generators.values())
