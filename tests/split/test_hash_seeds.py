@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,6 +91,44 @@ def test_a_call_whose_outputs_are_computed_otherwise_than_in_the_head_is_refused
         for call in boundary.facts["calls"]:
             call["o"] = ["0" * 16]
         with pytest.raises(Unsupported, match=r"what 'one(#0)?' returns is computed in another way or order"):
+            tail(boundary)
+
+
+class Applied(nn.Module):
+    """Applies a function that it is called with, and also returns a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
+        return function(self.linear(x)), 1.5
+
+
+class Lambdas(nn.Module):
+    """Calls one module with two lambdas, which another process cannot tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.last = Applied(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (a, p), (b, q) = self.one(x, lambda y: y * 2), self.one(x, lambda y: y * 3)
+        y: Tensor = self.last(a * p - b * q)
+        return y
+
+
+def test_calls_that_nothing_tells_apart_are_taken_in_order_with_one_hash_seed_and_else_refused() -> None:
+    model, x = Lambdas().eval(), torch.rand(2, 4)
+    with torch.no_grad():
+        head, tail = mt.split(model, x, at="last")
+        boundary = head(x)
+        assert tail(boundary).equal(model(x))
+        boundary.facts["hash_seed"] = "another"
+        refusal = (
+            r"'one#0' runs several times, and nothing says which of its calls in the head this is: "
+        )
+        with pytest.raises(Unsupported, match=refusal):
             tail(boundary)
 
 
