@@ -100,7 +100,7 @@ def _enable_collector() -> None:
     gc.collect(0)
 
 
-def copy_inputs(inputs: Inputs, model: nn.Module, shared: Iterable[Tensor] = ()) -> Inputs:
+def copy_inputs(inputs: Inputs, model: nn.Module | None = None, shared: Iterable[Tensor] = ()) -> Inputs:
     """Copy inputs deeply, the tensors inside objects included; tensors that share memory share it in the copy.
 
     Args:
@@ -119,7 +119,7 @@ def copy_inputs(inputs: Inputs, model: nn.Module, shared: Iterable[Tensor] = ())
         def copy_tensor(tensor: Tensor) -> Tensor:
             return made[id(tensor)] if id(tensor) in made else make(tensor)
 
-        return copy_arguments(inputs, copy_tensor, [module for _, module in named(model)])
+        return copy_arguments(inputs, copy_tensor, [] if model is None else [module for _, module in named(model)])
 
 
 def _clone_span(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Session, tensors_in
 from microtome.engine.addresses import unnumbered
+from microtome.engine.standin import copy_inputs
 from microtome.errors import BadInputs, BadQuery
 from microtome.inputs import Inputs
 from microtome.measure.environment import environment
@@ -21,7 +22,6 @@ from microtome.results import Result
 from microtome.split.boundary import Boundary
 from microtome.split.codecs import codec_of
 from microtome.split.data import Cuts, Live
-from microtome.split.stages import copied
 
 #: How often a value is encoded and decoded at most, and the seconds after which no further time begins.
 _REPEAT, _BUDGET_S = 5, 0.05
@@ -142,7 +142,7 @@ def codec_costs(
         for codec in names:
             real[codec][name] = _cost(tensor, codec)
 
-    _run(model, copied(Inputs.of(inputs)), wanted, measure)
+    _run(model, copy_inputs(Inputs.of(inputs), model), wanted, measure)
     return CodecCosts(cuts.model, REAL, real, environment())
 
 

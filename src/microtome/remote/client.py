@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from microtome.engine.standin import copy_inputs
 from microtome.errors import BadQuery, MicrotomeError, RemoteError
 from microtome.inputs import Inputs
 from microtome.plan.data import Plan
@@ -27,7 +28,6 @@ from microtome.remote.tuning import LOSSLESS, Move, Tuner, Way, best_codec, tune
 from microtome.split.boundary import Boundary
 from microtome.split.codecs import codec_of
 from microtome.split.stage import Stage
-from microtome.split.stages import copied
 from microtome.units import parse_size, size
 
 #: Seconds that a request is sent again for when the stream breaks: if it must be answered there, and if it need not.
@@ -223,9 +223,10 @@ class Remote:
 
         With a deadline, the edge learns how long before it it must begin to finish by itself.
         """
-        if way.at is None or self._parts.splitter is None:
+        splitter = self._parts.splitter
+        if way.at is None or splitter is None:
             return
-        job = self._prepare(copied(self._parts.splitter.given), way)  # the model may write into it
+        job = self._prepare(copy_inputs(splitter.given, splitter.model), way)  # the model may write into it
         job.ends = None
         self._encode(job)
         if job.pending is not None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from microtome.engine.dependence import Dependence
+from microtome.engine.standin import copy_inputs
 from microtome.engine.structure import map_tensors
 from microtome.errors import MicrotomeError, said
 from microtome.inputs import Inputs
@@ -30,7 +31,6 @@ from microtome.remote.tolerance import is_near, tolerances
 from microtome.split.boundary import Boundary
 from microtome.split.compare import differences
 from microtome.split.ghost import awake
-from microtome.split.stages import copied
 from microtome.split.templates import take_apart
 
 log = logging.getLogger("microtome.remote")
@@ -163,7 +163,7 @@ def learn(head: Head, tail: Tail, given: Inputs) -> Joiner | None:
 
 
 def _learn(head: Head, tail: Tail, given: Inputs) -> Joiner:
-    given = copied(given)  # the model may write into it
+    given = copy_inputs(given)  # the model may write into it
     other = _map(given, _perturb)
     both = Inputs(*_cat(given.args, other.args), **_cat(given.kwargs, other.kwargs))
     one, two, twice = (head(*inputs.args, **inputs.kwargs) for inputs in (given, other, both))

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from microtome.engine.standin import copy_inputs
 from microtome.inputs import Inputs
 from microtome.remote.sent import Job
-from microtome.split.stages import copied
 
 
 class Calls(NamedTuple):
@@ -45,7 +45,7 @@ def streamed(calls: Calls, items: Iterator[Any], window: int) -> Iterator[Any]:
                 if stopped.is_set():
                     break
                 try:
-                    given = copied(Inputs.of(next(items)))  # whoever gave them may write into them again
+                    given = copy_inputs(Inputs.of(next(items)))  # whoever gave them may write into them again
                 except StopIteration:
                     break
                 job = calls.prepare(given)

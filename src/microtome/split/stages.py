@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from microtome.engine.select import check_model
 from microtome.engine.standin import LOOKING, copy_inputs
-from microtome.engine.structure import clone_tensors, map_tensors, tensors_in
+from microtome.engine.structure import map_tensors, tensors_in
 from microtome.errors import BadQuery, Unsupported
 from microtome.files.reading import File
 from microtome.inputs import Inputs, device_of
@@ -330,12 +330,6 @@ class Splitter:
 
 def _is_whole(model: nn.Module) -> bool:
     return not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
-def copied(given: Inputs) -> Inputs:
-    """The same inputs in tensors of their own, which alias each other where those do."""
-    args, kwargs = clone_tensors((given.args, given.kwargs))
-    return Inputs(*args, **kwargs)
 
 
 def _run(stage: Stage, given: Inputs) -> Any:

@@ -22,7 +22,8 @@ from microtome.compat.tracr.settings import quantities, settle, training_of, who
 from microtome.engine import Session
 from microtome.engine.compiled import run_uncompiled
 from microtome.engine.select import check_model
-from microtome.engine.structure import clone_tensors, tensors_in
+from microtome.engine.standin import copy_inputs
+from microtome.engine.structure import tensors_in
 from microtome.errors import BadBoundary, BadInputs, BadQuery
 from microtome.inputs import Inputs, device_of
 from microtome.profile import Profile, profile
@@ -88,7 +89,8 @@ class WrappedModel(nn.Module):
             collect_metrics=collect_metrics,
         )
         self.model = check_model(known["model"])
-        self.inputs = _copied(known["inputs"], device_of(self.model))
+        given = Inputs.of(known["inputs"], device=device_of(self.model))
+        self.inputs = copy_inputs(given, self.model)  # whoever gave them may write into them
         self.depth = whole_number("depth", known["depth"], 1)
         self.save_layers: Collection[int] = known["save_layers"]
         self.warmup_iterations = whole_number("warmup_iterations", known["warmup_iterations"], 0)
@@ -335,9 +337,3 @@ class WrappedModel(nn.Module):
             "layer_information": {at: LayerRecord(self.forward_info[at]) for at in self._ran},
         }
         self.master_dict.update({base: run})
-
-
-def _copied(inputs: Any, device: str) -> Inputs:
-    given = Inputs.of(inputs, device=device)
-    args, kwargs = clone_tensors((given.args, given.kwargs))
-    return Inputs(*args, **kwargs)
