@@ -125,9 +125,7 @@ def test_calls_that_nothing_tells_apart_are_taken_in_order_with_one_hash_seed_an
         boundary = head(x)
         assert tail(boundary).equal(model(x))
         boundary.facts["hash_seed"] = "another"
-        refusal = (
-            r"'one#0' runs several times, and nothing says which of its calls in the head this is: "
-        )
+        refusal = r"'one#0' runs several times, and nothing says which of its calls in the head this is: "
         with pytest.raises(Unsupported, match=refusal):
             tail(boundary)
 
