@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 
 from microtome.capture.attention_probe import AttentionProbe, Source, by_heads
 from microtome.engine import Call, Probe
 from microtome.engine.functions import unseen
+from microtome.engine.torch_internals import count_dispatch_modes
 
 
 class KnownAttention(Probe):
@@ -42,7 +42,7 @@ class KnownAttention(Probe):
         self._seen.append(call.address)
         source = self._sources.get(call.address)
         if source is not None and source.wanted:
-            with unseen(output.device) if _len_torch_dispatch_stack() else torch.no_grad():
+            with unseen(output.device) if count_dispatch_modes() else torch.no_grad():
                 self._keep(source.address, by_heads(output, source.layer).clone())
 
     def fits(self) -> bool:

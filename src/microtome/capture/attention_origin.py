@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from microtome.engine import Call
 from microtome.engine.probes import AnyOp
+from microtome.engine.torch_internals import OpOverload, schema_of, storage_id
 
 
 class Role(Enum):
@@ -75,7 +75,7 @@ def role_of(func: AnyOp) -> Role:
 
 
 def _find_role(func: AnyOp) -> Role:
-    name = func._schema.name if isinstance(func, OpOverload) else str(func)
+    name = schema_of(func).name if isinstance(func, OpOverload) else str(func)
     if name in _BY_NAME:
         return _BY_NAME[name]
     if isinstance(func, OpOverload) and torch.Tag.pointwise in func.tags:
@@ -152,6 +152,6 @@ def _address(tensor: Tensor) -> int | None:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     try:
-        return tensor.untyped_storage()._cdata
+        return storage_id(tensor)
     except (NotImplementedError, RuntimeError):  # a wrapper around another tensor
         return None

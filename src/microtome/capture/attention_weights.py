@@ -12,6 +12,7 @@ from torch import Tensor
 
 from microtome.count.whole import AttentionArguments
 from microtome.engine.functions import unseen
+from microtome.engine.torch_internals import safe_softmax
 from microtome.errors import BadQuery, Unsupported
 
 Heads = Sequence[int] | None
@@ -164,4 +165,4 @@ class _Scores:
                 scores.masked_fill_(~mask, -torch.inf)
             else:
                 scores.add_(mask)
-        return torch._safe_softmax(scores, -1)
+        return safe_softmax(scores, -1)

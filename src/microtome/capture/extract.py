@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from microtome.capture.targets import Targets, op_name
 from microtome.count.whole import WHOLE
 from microtome.engine import Call, Probe, Selector, Session, Stop, Stopped, tensors_in
 from microtome.engine.addresses import call_of, other_names
+from microtome.engine.backward import watch_gradient
 from microtome.engine.interrupts import grad_mode
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.select import check_model, named
@@ -194,7 +194,7 @@ class _OpCapture(_Capture):
 def _collect(output: Any, feats: Features) -> Callable[[], Any]:
     """Note the gradients of a value when they come; what is returned gives them, in the value's structure.
 
-    The hooks go with the features: a tensor of the model or of the user may live longer.
+    They are noted as long as the features live: a tensor of the model or of the user may live longer.
     """
     grads: dict[int, Tensor] = {}
     places: dict[int, int] = {}
@@ -206,7 +206,7 @@ def _collect(output: Any, feats: Features) -> Callable[[], Any]:
         place = torch.empty(0)
         places[id(place)] = at = len(places)
         if tensor.requires_grad:
-            weakref.finalize(feats, tensor.register_hook(partial(note, at)).remove)
+            watch_gradient(tensor, partial(note, at), owner=feats)
         return place
 
     structure = map_tensors(placed, output)

@@ -12,6 +12,7 @@ from torch import Tensor
 from microtome.engine import Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.structure import map_tensors, tensors_in
+from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadQuery, said
 from microtome.trace.facts import facts_of
 
@@ -87,7 +88,7 @@ class CopyOnWrite(Probe):
         """Watch over the memory of the tensors in a value."""
         for tensor in tensors_in(value):
             if _has_one_memory(tensor):
-                self._held.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+                self._held.setdefault(storage_id(tensor), []).append(tensor)
 
     def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._held or not (facts := facts_of(func)).may_write:
@@ -99,6 +100,6 @@ class CopyOnWrite(Probe):
         """Have what was captured lie elsewhere than this tensor from now on."""
         if not _has_one_memory(tensor):
             return
-        for held in self._held.pop(tensor.untyped_storage()._cdata, ()):
+        for held in self._held.pop(storage_id(tensor), ()):
             with torch.no_grad():
                 held.set_(held.clone())  # type: ignore[call-overload]  # the same tensor, in memory of its own

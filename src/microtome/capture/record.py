@@ -29,6 +29,7 @@ from microtome.engine.functions import is_stand_in
 from microtome.engine.interrupts import Uninterrupted
 from microtome.engine.select import check_model
 from microtome.engine.structure import places_in
+from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadQuery, SessionError, Unsupported
 from microtome.units import parse_size
 
@@ -349,4 +350,4 @@ def _is_fresh(kept: Tensor, tensor: Tensor) -> bool:
     if kept.layout is not torch.strided or tensor.layout is not torch.strided:
         return False
     memory = kept.untyped_storage()
-    return memory._cdata != tensor.untyped_storage()._cdata and memory.nbytes() == kept.nbytes
+    return storage_id(kept) != storage_id(tensor) and memory.nbytes() == kept.nbytes

@@ -177,5 +177,5 @@ def why_not(model: nn.Module, path: str, ran: set[str]) -> str:
 
 def op_name(func: AnyOp) -> str:
     """The short name of an operator: `softmax` of `aten._softmax.default`."""
-    name = getattr(func, "_overloadpacket", func).__name__
+    name = getattr(func, "overloadpacket", func).__name__
     return str(name).lstrip("_")

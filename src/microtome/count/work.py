@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+from microtome.engine.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
 from microtome.errors import BadFormula, NoMatch, said
 
 
@@ -116,7 +116,7 @@ def work_by(formula: Formula, func: Any, args: tuple[Any, ...], kwargs: dict[str
 def registered(function: Any) -> Formula | None:
     """What a user registered for an operator, or for the operator of a function that is shown whole."""
     if isinstance(function, OpOverload):
-        return _registered.get(function._overloadpacket)
+        return _registered.get(function.overloadpacket)
     packet = getattr(torch.ops.aten, function.__name__, None)
     return _registered.get(function) or _registered.get(packet)
 
@@ -126,7 +126,7 @@ def _find(func: Any) -> Formula | None:
     formula = _find_any(func)
     if formula is None or not isinstance(func, OpOverload):
         return formula
-    outs = {a.name for a in func._schema.arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write}
+    outs = {a.name for a in schema_of(func).arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write}
     if not outs:
         return formula
 
@@ -139,7 +139,7 @@ def _find(func: Any) -> Formula | None:
 def _find_any(func: Any) -> Formula | None:
     if not isinstance(func, OpOverload):  # an operator on functions
         return _registered.get(func) or _of_torch(func)
-    packet = func._overloadpacket
+    packet = func.overloadpacket
     if func in _registered or packet in _registered:
         return _registered.get(func) or _registered[packet]
     name = packet.__name__
@@ -165,10 +165,10 @@ def _of_torch(packet: Any) -> Formula | None:
 
 def _by_tags(func: OpOverload, name: str) -> Formula | None:
     tags = set(func.tags)
-    if name != func._overloadpacket.__name__ and hasattr(torch.ops.aten, name):  # some in-place ones carry no tags
+    if name != func.overloadpacket.__name__ and hasattr(torch.ops.aten, name):  # some in-place ones carry no tags
         base = getattr(torch.ops.aten, name)
         tags.update(tag for overload in base.overloads() for tag in getattr(base, overload).tags)
-    schema = func._schema
+    schema = schema_of(func)
     if torch.Tag.inplace_view in tags or any(r.alias_info and not r.alias_info.is_write for r in schema.returns):
         return lambda *_, out, **__: NOTHING  # a view
     if torch.Tag.pointwise in tags:
@@ -185,4 +185,4 @@ def first(out: Any) -> Tensor:
 
 def op_name(func: Any) -> str:
     """The name of an operator without its overload."""
-    return func._overloadpacket.__name__ if isinstance(func, OpOverload) else func.__name__
+    return func.overloadpacket.__name__ if isinstance(func, OpOverload) else func.__name__

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from microtome.engine.select import named
 from microtome.engine.structure import parts_of
+from microtome.engine.torch_internals import disable_current_modes
 from microtome.errors import Unsupported, said
 from microtome.inputs import Inputs
 
@@ -95,7 +95,7 @@ class _Copier:
     def _copy_object(self, value: Any, place: str) -> Any:
         try:
             # No mode may see it: a FakeTensorMode would take the copies of real tensors for its own.
-            with _disable_current_modes(), _CopyTensors(self._copy_tensor):
+            with disable_current_modes(), _CopyTensors(self._copy_tensor):
                 return copy.deepcopy(value, self._memo)
         except (CannotStand, Unsupported):
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from microtome.engine.calls import Call
 from microtome.engine.interrupts import uninterrupted
-from microtome.engine.owners import DEEPEST, AccumulateGrad, Node, Owners, current_node, next_number, nodes_of
-from microtome.engine.threads import Thread, Threads, graph_task
+from microtome.engine.owners import DEEPEST, Node, Owners, nodes_of
+from microtome.engine.threads import Thread, Threads
+from microtome.engine.torch_internals import AccumulateGrad, current_graph_task, current_node, next_sequence_number
 from microtome.errors import ProbeError, Unsupported
 
 
@@ -40,7 +42,7 @@ class Backward:
         self._create_graph = create_graph
         self._thread = threads.here()
         # A reentrant checkpoint runs a backward inside a node of another: what is open there is not entered again.
-        self._outer = self._thread.in_backward if graph_task() != -1 else ()
+        self._outer = self._thread.in_backward if current_graph_task() != -1 else ()
         # By thread, for on a GPU the nodes run in another one: the calls whose backward is open, outermost first.
         self._open: dict[Thread, list[Call]] = {}
         self._handles: list[Any] = []
@@ -95,11 +97,11 @@ class Backward:
             thread.in_backward = (*self._outer, *calls)
 
     def _claim_after(self, node: Node, call: Call) -> None:
-        start = next_number()
+        start = next_sequence_number()
 
         def after(outputs: Sequence[Tensor | None], _: Any) -> None:
             handle.remove()
-            self._owners.claim_made(call, range(start, next_number()), outputs)
+            self._owners.claim_made(call, range(start, next_sequence_number()), outputs)
 
         handle = node.register_hook(after)
 
@@ -138,6 +140,11 @@ def keep_gradients(roots: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for leaf, grad in before:
             leaf.grad = grad
+
+
+def watch_gradient(tensor: Tensor, note: Callable[[Tensor], None], *, owner: object) -> None:
+    """Call a function with each gradient of a tensor, in any backward, as long as the owner lives."""
+    weakref.finalize(owner, tensor.register_hook(note).remove)
 
 
 def leaves_below(roots: Iterable[Tensor]) -> list[Tensor]:

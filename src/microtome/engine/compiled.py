@@ -7,7 +7,8 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch._compile import _disable_dynamo
+
+from microtome.engine.torch_internals import disable_dynamo
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -18,7 +19,7 @@ def run_uncompiled(function: Callable[P, R]) -> Callable[P, R]:
 
     For functions that open sessions. `torch.compiler.disable` does the same, and imports dynamo to do it.
     """
-    outside: Callable[P, R] = _disable_dynamo(function)
+    outside: Callable[P, R] = disable_dynamo(function)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from microtome.engine.overrides import hide_modes
 from microtome.engine.structure import map_tensors, tensors_in
+from microtome.engine.torch_internals import OpOverload, TorchDispatchMode
 from microtome.errors import MicrotomeError
 
 _aten = torch.ops.aten

@@ -10,7 +10,8 @@ from types import FrameType
 
 from torch import nn
 
-_CALL_IMPL = nn.Module._call_impl.__code__
+from microtome.engine.torch_internals import CALL
+
 _lock = threading.RLock()
 
 
@@ -41,11 +42,11 @@ def walk(frame: FrameType | None) -> Iterator[FrameType]:
 
 def is_in_module(frame: FrameType) -> bool:
     """Whether a stack is inside the call of a module."""
-    return any(outer.f_code is _CALL_IMPL for outer in walk(frame))
+    return any(outer.f_code is CALL for outer in walk(frame))
 
 
 def runs_elsewhere(modules: Iterable[nn.Module]) -> bool:
     """Whether another thread is inside a call of one of these modules."""
     wanted, here = set(map(id, modules)), threading.get_ident()
     outside = [frame for thread, top in stacks().items() if thread != here for frame in walk(top)]
-    return any(frame.f_code is _CALL_IMPL and id(frame.f_locals["self"]) in wanted for frame in outside)
+    return any(frame.f_code is CALL and id(frame.f_locals["self"]) in wanted for frame in outside)

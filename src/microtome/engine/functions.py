@@ -12,12 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from microtome.engine import integers
 from microtome.engine.interrupts import deliver, uninterrupted, waiting
 from microtome.engine.ops import signature
 from microtome.engine.structure import map_tensors, tensors_in
+from microtome.engine.torch_internals import (
+    DisableTorchFunction,
+    disable_current_modes,
+    fake_tensor_types,
+    is_autocast_enabled,
+    pack_padded_sequence,
+    pad_packed_sequence,
+)
 
 Function = Callable[..., Any]
 #: Functions that read the values of a tensor without an operator, and the position of that argument.
@@ -25,8 +32,8 @@ READS: dict[Function, int] = {
     Tensor.tolist: 0,
     Tensor.numpy: 0,
     Tensor.__array__: 0,
-    torch._VF._pack_padded_sequence: 1,
-    torch._VF._pad_packed_sequence: 1,
+    pack_padded_sequence: 1,
+    pad_packed_sequence: 1,
 }
 TellRead = Callable[[Tensor], None]
 RunWhole = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -65,7 +72,7 @@ class FunctionMode(TorchFunctionMode):
         if waiting:
             deliver()
         self.function = func
-        self.autocast = _is_autocast()
+        self.autocast = is_autocast_enabled()
         try:
             if func in self._whole:
                 return self._run_whole(func, args, kwargs or {})
@@ -82,7 +89,6 @@ class FunctionMode(TorchFunctionMode):
 
 
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
-_is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def run_standing(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,7 +133,7 @@ def outcome(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _on_meta(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         meta_args, meta_kwargs = map_tensors(partial(_empty, "meta"), (args, kwargs))
         output = function(*meta_args, **meta_kwargs)
         if function in _ATTENTION:
@@ -170,9 +176,7 @@ def is_stand_in(tensor: Tensor) -> bool:
         return True
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return False
-    from torch._subclasses.fake_tensor import FakeTensor  # slow to import, seldom needed
-
-    return isinstance(tensor, FakeTensor)
+    return isinstance(tensor, fake_tensor_types()[0])
 
 
 def _transparent(function: Any) -> Any:
@@ -194,14 +198,14 @@ def _transparent(function: Any) -> Any:
 
 _transparent_attention = _transparent(F.multi_head_attention_forward)
 
-plain = torch._C.DisableTorchFunction
+plain = DisableTorchFunction
 
 
 @uninterrupted
 def unseen(device: torch.device) -> Iterator[None]:
     """Compute what is no part of the run: no session sees it, no graph holds it, no autocast changes its dtype."""
     with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(disable_current_modes())
         stack.enter_context(plain())
         stack.enter_context(torch.no_grad())
         if torch.amp.is_autocast_available(device.type):

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
 from microtome.engine.structure import map_tensors, tensors_in
+from microtome.engine.torch_internals import DisableTorchFunction, OpOverload, disable_current_modes
 
 DTYPES = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 #: What has more bytes is not followed.
@@ -52,7 +51,7 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves_meta = func is torch.ops.aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
     if not leaves_meta and READING.isdisjoint(func.tags):
         return NotImplemented
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if not any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
             return NotImplemented  # of a real run, while another run's meta tensors are still alive
         output = _compute(func, args, kwargs)
@@ -63,7 +62,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     """Compute the values of what an operator made of integers, where all that it was given is known."""
     if not isinstance(func, OpOverload):
         return
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         made = [tensor for tensor in tensors_in(output) if tensor.is_meta]
         writes = any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments)
         inside = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
@@ -84,7 +83,7 @@ def known_index(index: Any) -> Any:
         return tuple(known_index(item) for item in index)
     if not isinstance(index, list) or not index or not all(type(item) in (int, bool) for item in index):
         return index
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with DisableTorchFunction(), disable_current_modes():
         return _as_meta(torch.tensor(index))
 
 

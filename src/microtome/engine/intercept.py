@@ -22,17 +22,21 @@ import threading
 import warnings
 from collections.abc import Callable, Container
 from functools import partial
-from types import CodeType, FrameType, MethodType
+from types import FrameType, MethodType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from microtome.engine.frames import stacks, walk
+from microtome.engine.torch_internals import (
+    MODULE_CALL,
+    RUN_BACKWARD,
+    WRAPPED_CALL,
+    count_compiled_graphs,
+    is_dynamo_imported,
+)
 from microtome.errors import Unsupported
-
-_CALL = "_compiled_call_impl"
-_BACKWARD = "_engine_run_backward"
 
 AnyCall = Callable[..., Any]
 
@@ -64,7 +68,7 @@ class Chain:
         self._undo: list[Callable[[], object]] = []
         self._eager = False
         self._slow = False
-        self._backward: AnyCall = vars(torch.autograd)[_BACKWARD]
+        self._backward: AnyCall = vars(torch.autograd)[RUN_BACKWARD]
 
     def add(self, session: Interceptor) -> None:
         with self._lock:
@@ -72,8 +76,8 @@ class Chain:
             if not session.fast_paths and not self._slow:
                 self._fast_paths_off()
             if not self._open:
-                self._backward = vars(torch.autograd)[_BACKWARD]
-                self._undo.append(partial(setattr, torch.autograd, _BACKWARD, self._backward))
+                self._backward = vars(torch.autograd)[RUN_BACKWARD]
+                self._undo.append(partial(setattr, torch.autograd, RUN_BACKWARD, self._backward))
                 self._undo.append(partial(_leave, _found()))
             self._open.append(session)
             self._rebuild()
@@ -84,7 +88,7 @@ class Chain:
             if self._open:
                 self._rebuild()
                 return
-            missed = not self._eager and "torch._dynamo" in sys.modules
+            missed = not self._eager and is_dynamo_imported()
             while self._undo:
                 self._undo.pop()()
             self._eager = self._slow = False
@@ -102,8 +106,8 @@ class Chain:
             if session.feeds:
                 call = session.wrap_call(call)
         assert call is not None
-        setattr(nn.Module, _CALL, _Slot(call, self._open[0].others if len(self._open) == 1 else ()))
-        setattr(torch.autograd, _BACKWARD, backward)
+        setattr(nn.Module, MODULE_CALL, _Slot(call, self._open[0].others if len(self._open) == 1 else ()))
+        setattr(torch.autograd, RUN_BACKWARD, backward)
 
     def _fast_paths_off(self) -> None:
         """Keep TransformerEncoderLayer and MultiheadAttention from running their children inside one fused operator."""
@@ -114,7 +118,7 @@ class Chain:
 
     def run_eagerly(self) -> None:
         """Have compiled code run as Python, for it calls no modules. Nothing is compiled before dynamo is imported."""
-        if self._eager or "torch._dynamo" not in sys.modules:
+        if self._eager or not is_dynamo_imported():
             return
         with self._lock:
             try:
@@ -129,7 +133,7 @@ class Chain:
 
     def _warn_of_compiled(self) -> None:
         """Dynamo was imported while a session was open, and what it compiled ran before any module did."""
-        if torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+        if count_compiled_graphs():
             warnings.warn(
                 "compiled code ran in this session before torch.compile could be told to run as Python: calls of "
                 "modules inside it were not seen. Call torch.compile before the session is opened.",
@@ -152,11 +156,11 @@ class _Slot:
         return module._call_impl if id(module) in self._others else MethodType(self._call, module)
 
     def __set__(self, module: nn.Module, value: Any) -> None:
-        module.__dict__[_CALL] = value
+        module.__dict__[MODULE_CALL] = value
 
     def __delete__(self, module: nn.Module) -> None:
-        if module.__dict__.pop(_CALL, None) is None:
-            raise AttributeError(_CALL)
+        if module.__dict__.pop(MODULE_CALL, None) is None:
+            raise AttributeError(MODULE_CALL)
 
 
 class _PassThrough(_Slot):
@@ -173,20 +177,20 @@ class _PassThrough(_Slot):
         caller = sys._getframe(1)
         if not _is_read_anywhere(but=caller):
             self.remove()
-        compiled: AnyCall | None = None if module is None else module.__dict__.get(_CALL)
+        compiled: AnyCall | None = None if module is None else module.__dict__.get(MODULE_CALL)
         if module is None or compiled is not None or not _is_at(caller, _SECOND_READ):
             return compiled
         return module._call_impl
 
     def remove(self) -> None:
         with chain._lock:
-            if vars(nn.Module)[_CALL] is self:
-                setattr(nn.Module, _CALL, None)
+            if vars(nn.Module)[MODULE_CALL] is self:
+                setattr(nn.Module, MODULE_CALL, None)
 
 
 def _found() -> Any:
     """The attribute as torch or somebody else set it."""
-    held = vars(nn.Module)[_CALL]
+    held = vars(nn.Module)[MODULE_CALL]
     return None if isinstance(held, _PassThrough) else held
 
 
@@ -194,23 +198,20 @@ def _leave(found: Any) -> None:
     """Give the attribute back what it held, at once if no thread is about to call what it read as not None."""
     if found is None and _is_installed():
         passing = _PassThrough()
-        setattr(nn.Module, _CALL, passing)  # from now on, only those who are between the reads can need it
+        setattr(nn.Module, MODULE_CALL, passing)  # from now on, only those who are between the reads can need it
         if _is_read_anywhere():
             return
-    setattr(nn.Module, _CALL, found)
+    setattr(nn.Module, MODULE_CALL, found)
 
 
 def _is_installed() -> bool:
-    return isinstance(vars(nn.Module)[_CALL], _Slot)
-
-
-_WRAPPED: CodeType = nn.Module._wrapped_call_impl.__code__
+    return isinstance(vars(nn.Module)[MODULE_CALL], _Slot)
 
 
 def _reads() -> tuple[range, range]:
     """The offsets in the bytecode of `nn.Module.__call__` from its first read to its second, and of the second."""
-    offsets = [step.offset for step in dis.get_instructions(_WRAPPED)] + [len(_WRAPPED.co_code)]
-    reads = [step.offset for step in dis.get_instructions(_WRAPPED) if step.argval == _CALL]
+    offsets = [step.offset for step in dis.get_instructions(WRAPPED_CALL)] + [len(WRAPPED_CALL.co_code)]
+    reads = [step.offset for step in dis.get_instructions(WRAPPED_CALL) if step.argval == MODULE_CALL]
     if len(reads) < 2:  # one read cannot disagree with itself
         return range(0), range(0)
     end = offsets[offsets.index(reads[-1]) + 1]
@@ -221,7 +222,7 @@ _BOTH_READS, _SECOND_READ = _reads()
 
 
 def _is_at(frame: FrameType, offsets: range) -> bool:
-    return frame.f_code is _WRAPPED and frame.f_lasti in offsets
+    return frame.f_code is WRAPPED_CALL and frame.f_lasti in offsets
 
 
 def _is_read_anywhere(*, but: FrameType | None = None) -> bool:

@@ -30,6 +30,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 
 from microtome.engine.frames import walk
+from microtome.engine.torch_internals import OPERATOR_FILES
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -162,21 +163,7 @@ _HELD = {Uninterrupted.__enter__.__code__, Uninterrupted.__exit__.__code__}
 
 _TORCH = os.path.dirname(torch.__file__)
 #: Where torch implements operators in Python, and pushes and pops modes.
-_OPERATORS = tuple(
-    os.path.join(_TORCH, *name.split("/"))
-    for name in (
-        "_decomp",
-        "_library",
-        "_meta_registrations",
-        "_ops.py",
-        "_prims",
-        "_refs",
-        "_subclasses",
-        "autograd/grad_mode.py",
-        "overrides.py",
-        "utils/_python_dispatch.py",
-    )
-)
+_OPERATORS = tuple(os.path.join(_TORCH, *name.split("/")) for name in OPERATOR_FILES)
 
 
 def _is_held(frame: FrameType | None) -> bool:

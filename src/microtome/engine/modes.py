@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from torch import overrides
-from torch.utils import _python_dispatch
+from microtome.engine.torch_internals import (
+    dispatch_modes,
+    function_modes,
+    mode_flags,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+    set_mode_flags,
+)
 
 
 class Modes:
@@ -14,9 +22,9 @@ class Modes:
     """
 
     def __init__(self) -> None:
-        self._functions = overrides._get_current_function_mode_stack()
-        self._dispatch = _python_dispatch._get_current_dispatch_mode_stack()
-        self._flags = {name: getattr(_python_dispatch, name) for name in _FLAGS}
+        self._functions = function_modes()
+        self._dispatch = dispatch_modes()
+        self._flags = mode_flags()
 
     def restore_after(self, _: object, error: BaseException | None, __: object) -> None:
         """As the callback of an exit stack: restore them if the block was left by an interrupt."""
@@ -24,22 +32,14 @@ class Modes:
             self.restore()
 
     def restore(self) -> None:
-        if overrides._get_current_function_mode_stack() != self._functions:
-            while overrides._get_current_function_mode_stack():
-                overrides._pop_mode()
-            for function_mode in self._functions:
-                overrides._push_mode(function_mode)
-        if _python_dispatch._get_current_dispatch_mode_stack() != self._dispatch:
-            while stack := _python_dispatch._get_current_dispatch_mode_stack():
-                _python_dispatch._pop_mode(getattr(stack[-1], "_mode_key", None))
-            for dispatch_mode in self._dispatch:
-                _python_dispatch._push_mode(dispatch_mode)
-        for name, value in self._flags.items():
-            setattr(_python_dispatch, name, value)
-        if _SET_FLAG is not None:
-            _SET_FLAG(self._flags[_FLAG])
-
-
-_FLAG = "_is_in_any_mode_without_ignore_compile_internals"  # which torch keeps in C too
-_SET_FLAG = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
-_FLAGS = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
+        if function_modes() != self._functions:
+            while function_modes():
+                pop_function_mode()
+            for mode in self._functions:
+                push_function_mode(mode)
+        if dispatch_modes() != self._dispatch:
+            while stack := dispatch_modes():
+                pop_dispatch_mode(stack[-1])
+            for mode in self._dispatch:
+                push_dispatch_mode(mode)
+        set_mode_flags(self._flags)

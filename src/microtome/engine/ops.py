@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from microtome.engine import integers
 from microtome.engine.random_states import note_draw, see_operators
 from microtome.engine.structure import map_tensors, tensors_in
+from microtome.engine.torch_internals import (
+    OpOverload,
+    TorchDispatchMode,
+    grouped_product_output,
+    has_kernel,
+    has_kernel_for_key,
+)
 
 #: Takes where it runs, the operator, its arguments and, when it ran, its output.
 Tell = Callable[..., None]
@@ -160,10 +165,10 @@ def _find_kind(func: Any) -> _Kind:
         return _Kind(func)
     if func is torch.ops.aten._grouped_mm.default:
         return _GroupedProduct(func)
-    if func._schema.name in _QUERIES or not torch._C._dispatch_has_kernel(func.name()):
+    if func._schema.name in _QUERIES or not has_kernel(func.name()):
         return _QUERY
     composed = "CompositeImplicitAutograd"
-    if func._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composed):
+    if func._can_decompose() and has_kernel_for_key(func.name(), composed):
         return _Composite(func)
     if func is torch.ops.aten._to_copy.default:
         return _Copy(func)
@@ -190,11 +195,9 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any
     """An output of `_grouped_mm` without values, as torch's kernel for meta tensors makes it, for any dtype."""
     if a.dtype is torch.bfloat16 or a.dtype is not b.dtype or bias is not None or dtype is not None:
         return torch.ops.aten._grouped_mm.default(a, b, offs, bias, dtype)
-    from torch._meta_registrations import _create_grouped_mm_output_tensor  # slow to import, seldom needed
-
     if (a.dim(), b.dim()) != (2, 2) and a.shape[-1] != b.shape[-2]:  # else the groups are of the contracted dimension
         raise RuntimeError(f"expected matrices that can be multiplied, got {tuple(a.shape)} and {tuple(b.shape)}")
-    return _create_grouped_mm_output_tensor(a, b, offs, dtype)
+    return grouped_product_output(a, b, offs, dtype)
 
 
 def _compute(kind: _Kind, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

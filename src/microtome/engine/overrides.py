@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor, nn, overrides
+
+from microtome.engine.torch_internals import disabled_torch_function, function_modes, is_torch_function_enabled
 
 _NAMES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _lock = threading.Lock()
@@ -55,11 +56,10 @@ def _replace(by: dict[int, Any]) -> None:
 def _without_ours(original: Callable[..., bool], arguments: Callable[..., Any]) -> Callable[..., bool]:
     @wraps(original)
     def ask(*args: Any) -> bool:
-        count = torch._C._len_torch_function_stack()
-        modes = [torch._C._get_function_stack_at(at) for at in range(count)]
+        modes = function_modes()
         if not modes or not all(type(mode).__module__.startswith("microtome.") for mode in modes):
             return original(*args)
-        if not torch._C._is_torch_function_enabled():
+        if not is_torch_function_enabled():
             return False
         return any(map(_overrides_functions, arguments(*args)))
 
@@ -69,7 +69,7 @@ def _without_ours(original: Callable[..., bool], arguments: Callable[..., Any]) 
 def _overrides_functions(value: Any) -> bool:
     handler = getattr(type(value), "__torch_function__", None)
     plain = type(value) is Tensor or type(value) is nn.Parameter
-    return not plain and handler is not None and handler is not torch._C._disabled_torch_function_impl
+    return not plain and handler is not None and handler is not disabled_torch_function
 
 
 _ARGUMENTS: tuple[Callable[..., Any], ...] = (lambda several: several, lambda one: (one,), lambda *several: several)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from microtome.engine.calls import Call, Run, Site
@@ -14,14 +13,17 @@ from microtome.engine.functions import Whole
 from microtome.engine.interrupts import uninterrupted
 from microtome.engine.sites import Sites
 from microtome.engine.structure import tensors_in
-from microtome.engine.threads import Thread, Threads, graph_task
+from microtome.engine.threads import Thread, Threads
+from microtome.engine.torch_internals import (
+    AccumulateGrad,
+    DisableTorchFunction,
+    current_graph_task,
+    current_node,
+    next_sequence_number,
+)
 
 #: An autograd node: a `torch.autograd.graph.Node`, whose stub lacks much.
 Node = Any
-
-next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-current_node: Callable[[], Node] = torch._C._current_autograd_node
-AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 #: The most nodes in a row that Python may look at: torch 2.13 overflows the stack as it frees some 40,000 of them.
 DEEPEST = 10_000
@@ -32,7 +34,7 @@ _REENTRANT = "CheckpointFunctionBackward"
 
 def nodes_of(value: Any) -> list[Node]:
     """The autograd nodes that made the tensors in a value."""
-    with torch._C.DisableTorchFunction():  # reading grad_fn must not show in the user's modes and subclasses
+    with DisableTorchFunction():  # reading grad_fn must not show in the user's modes and subclasses
         return [node for tensor in tensors_in(value) if (node := _node_of(tensor)) is not None]
 
 
@@ -70,7 +72,7 @@ class Owners:
     def bound(self, thread: Thread, inputs: Any) -> None:
         """Before a run begins: note which of its inputs another thread made, with a number that could be the run's."""
         for node in nodes_of(inputs):
-            if node._sequence_nr() >= next_number():
+            if node._sequence_nr() >= next_sequence_number():
                 node.metadata[self._wall] = thread.key
 
     def anchor(self, run: Run, output: Any) -> None:
@@ -82,7 +84,7 @@ class Owners:
     def claim(self, run: Run, output: Any) -> None:
         """Tag what the output was computed from, back to where the run began. Each node is tagged once."""
         pending = nodes_of(output)
-        made = range(run.start, next_number())
+        made = range(run.start, next_sequence_number())
         if len(made) > DEEPEST:
             self.anchor(run, output)
             return
@@ -115,7 +117,7 @@ class Owners:
             return tag
         if type(node) is AccumulateGrad:
             thread, run = self._home()
-            return thread.first_call(self._sites.holding(node.variable, graph_task()), run)
+            return thread.first_call(self._sites.holding(node.variable, current_graph_task()), run)
         made_by = self._run_of(node)
         return None if made_by is None else made_by.owner(node._sequence_nr())
 
@@ -157,7 +159,7 @@ class Owners:
 
     def _home(self) -> tuple[Thread, Run | None]:
         """Whose graph the backward runs through that runs now in this thread."""
-        return self._homes.get(graph_task()) or (self._threads.here(), None)
+        return self._homes.get(current_graph_task()) or (self._threads.here(), None)
 
     @uninterrupted
     def home(self, roots: list[Node]) -> Iterator[None]:
@@ -168,8 +170,8 @@ class Owners:
         tasks: list[int] = []
 
         def begin(_: Any) -> None:
-            tasks.append(graph_task())
-            self._homes[graph_task()] = home, run
+            tasks.append(current_graph_task())
+            self._homes[current_graph_task()] = home, run
 
         # A root runs before all else in its backward, and in the thread, perhaps autograd's own, that others ask from.
         handles = [root.register_prehook(begin) for root in roots]

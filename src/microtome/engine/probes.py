@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch._ops import OpOverload
 
 from microtome.engine.calls import Call, Phase
 from microtome.engine.functions import Function, Whole
 from microtome.engine.select import Selector
+from microtome.engine.torch_internals import OpOverload
 
 #: An operator, or a function of torch that the session shows whole.
 AnyOp = OpOverload | Function

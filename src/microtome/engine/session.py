@@ -24,13 +24,14 @@ from microtome.engine.interrupts import Uninterrupted, deliver, waiting
 from microtome.engine.modes import Modes
 from microtome.engine.ops import OpMode
 from microtome.engine.overrides import hide_modes
-from microtome.engine.owners import Owners, next_number, nodes_of
+from microtome.engine.owners import Owners, nodes_of
 from microtome.engine.probes import Feed, Intervention, Probe, Replace, ReplaceOp, Skip, Stop, Stopped, Where
 from microtome.engine.select import Selector, check_model, select
 from microtome.engine.sites import ModelSites, ProcessSites, Sites
 from microtome.engine.structure import tensors_in
 from microtome.engine.telling import methods_of, tell, tell_moves
-from microtome.engine.threads import Thread, Threads, graph_task
+from microtome.engine.threads import Thread, Threads
+from microtome.engine.torch_internals import current_graph_task, next_sequence_number
 from microtome.errors import MicrotomeError, SessionError, Unsupported
 
 
@@ -159,7 +160,7 @@ class Session(Uninterrupted[Any]):
         """The innermost call that runs now in this thread: its forward, or in a backward, its backward."""
         if self._open is None:
             return None
-        task, thread = graph_task(), self._threads.here()
+        task, thread = current_graph_task(), self._threads.here()
         if thread.told is not None:
             return thread.told
         if thread.run is not None and thread.run.task == task:
@@ -175,7 +176,7 @@ class Session(Uninterrupted[Any]):
     @property
     def is_backward(self) -> bool:
         """Whether this thread is inside a backward. A recomputation is; so is telling of the calls open at its end."""
-        return self._open is not None and (graph_task() != -1 or self._threads.here().told is not None)
+        return self._open is not None and (current_graph_task() != -1 or self._threads.here().told is not None)
 
     def module_of(self, path: str) -> nn.Module:
         """The module at a path or address. A shared module answers to all its names."""
@@ -218,7 +219,7 @@ class Session(Uninterrupted[Any]):
                     return self._run_elsewhere(inner, site, module, args, kwargs)
                 thread = self._threads.here()
             run = thread.run
-            task = graph_task()
+            task = current_graph_task()
             if run is None or run.task != task or not run.open:
                 began = self._begin(thread, module, site, task, (args, kwargs))
                 if began is None:
@@ -228,7 +229,9 @@ class Session(Uninterrupted[Any]):
             index = counts.get(site, 0)
             counts[site] = index + 1
             # Numbers of autograd's nodes say whose they are: without owners, nobody asks.
-            call = Call(site, index, stack[-1] if stack else run.base, run.phase, next_number() if owned else 0)
+            call = Call(
+                site, index, stack[-1] if stack else run.base, run.phase, next_sequence_number() if owned else 0
+            )
             try:
                 stack.append(call)
                 if owned:
@@ -258,14 +261,14 @@ class Session(Uninterrupted[Any]):
                 if stack and stack[-1] is call:  # or a signal came before it was there
                     stack.pop()
                 if owned:
-                    call._end = end = next_number()
+                    call._end = end = next_sequence_number()
                     if end == run.start and run.calls:
                         del run.calls[-1]  # no node was made so far; a loop without grad must not grow
                 if not stack:
                     thread.end(run)
             if owners is not None and end > call._start and (thread.tags or not stack):
                 (owners.claim if thread.tags else owners.anchor)(run, output)
-                call._end = next_number()  # asking a view for its grad_fn may have made one
+                call._end = next_sequence_number()  # asking a view for its grad_fn may have made one
             if change is not None and change.stops(call):
                 raise Stopped(call, output)
             return output
@@ -350,7 +353,7 @@ class Session(Uninterrupted[Any]):
         return run_shown
 
     def _where(self) -> Where:
-        task = graph_task()
+        task = current_graph_task()
         try:
             run = self._threads.local.state.run
         except AttributeError:
@@ -384,7 +387,7 @@ class Session(Uninterrupted[Any]):
         where = self._where()
         for method in self._op_begins:
             method(where, func, args, kwargs)
-        whole = Whole(func, next_number())
+        whole = Whole(func, next_sequence_number())
         ops.silent, ops.ran = True, False
         standing = any(map(is_stand_in, tensors_in((args, kwargs))))
         stopped: BaseException | None = None
@@ -397,7 +400,7 @@ class Session(Uninterrupted[Any]):
             stopped, output = error, outcome(func, args, kwargs)
         finally:
             ops.silent = False
-        whole.end = next_number()
+        whole.end = next_sequence_number()
         if whole.end > whole.start:
             self._threads.here().wholes.append(whole)
         for method in self._op if ops.ran else ():
@@ -425,7 +428,7 @@ class Session(Uninterrupted[Any]):
             self._owners.bound(thread, inputs)
             if task != -1:
                 base, index = self._owners.original(found)
-        thread.run = run = Run(thread.key, thread.run, task, base, next_number())
+        thread.run = run = Run(thread.key, thread.run, task, base, next_sequence_number())
         run.counts[found] = index
         return run, found
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from microtome.engine.calls import Site
 from microtome.engine.select import Selector, check_model, named, names, no_path, select
+from microtome.engine.torch_internals import MODULE_CALL
 from microtome.errors import BadSelector, NoMatch, Unsupported
 
 _Children = tuple[tuple[str, ...], tuple[int, ...]]
@@ -292,7 +293,7 @@ def _module_at(top: nn.Module, path: str, given: str) -> nn.Module:
 
 def unseen_root(kind: type[nn.Module]) -> Unsupported:
     """The error for a model of a class whose calls no session sees."""
-    overrides = "__call__" if kind.__call__ is not nn.Module.__call__ else "_compiled_call_impl"
+    overrides = "__call__" if kind.__call__ is not nn.Module.__call__ else MODULE_CALL
     return Unsupported(
         f"expected a model that runs through nn.Module.__call__, got {kind.__name__}, which overrides {overrides} and "
         "does not call that of nn.Module: its run is not seen. Call it there, or give a module that holds the model "

@@ -32,6 +32,7 @@ from microtome.engine.references import Global, references_of
 from microtome.engine.select import named
 from microtome.engine.sites import refuse_script
 from microtome.engine.structure import attributes_of, dict_of, gpus_in, tensors_in
+from microtome.engine.torch_internals import FAKE_TENSOR_LOGGER, fake_tensor_types
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 
@@ -178,10 +179,8 @@ def _maker(stand: Stand) -> Iterator[Callable[[Tensor], Tensor]]:
     if stand != "fake":
         yield once(copy)
         return
-    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, seldom needed
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    mode = fake_tensor_types()[1](allow_non_fake_inputs=True)
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     quiet, logger.disabled = logger.disabled, True  # what it logs is raised too
     try:
         with warnings.catch_warnings(), mode:

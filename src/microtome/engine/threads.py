@@ -13,16 +13,13 @@ from contextlib import contextmanager
 from operator import attrgetter, itemgetter
 from typing import Any
 
-import torch
 from torch import nn
 
 from microtome.engine.calls import Call, Run, Site
 from microtome.engine.changes import Change
 from microtome.engine.frames import is_in_module
 from microtome.engine.functions import Whole
-
-#: The backward that runs in this thread, by a number; -1: none does.
-graph_task: Callable[[], int] = torch._C._current_graph_task_id
+from microtome.engine.torch_internals import current_graph_task
 
 _keys = itertools.count()
 _start = itemgetter(0)
@@ -157,7 +154,7 @@ class Threads:
         """
         if getattr(self.local, "apart", False):
             return False
-        if graph_task() != -1:
+        if current_graph_task() != -1:
             return self._backwards > 0
         run = self.opener.run
         calls = [] if run is None else run.open[-1:]

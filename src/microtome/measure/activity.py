@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile, record_function
 
+from microtome.engine.torch_internals import is_profiler_enabled
 from microtome.errors import Unsupported
 
 _PREFIX = "microtome:"
@@ -71,7 +72,7 @@ def watch(*, memory: bool = False) -> Iterator[Activity]:
     Args:
         memory: Whether to have the allocator's moves too.
     """
-    if torch._C._autograd._profiler_enabled():
+    if is_profiler_enabled():
         raise Unsupported("torch's profiler is running, and there can be one only: measure outside of it")
     activity = Activity()
     with profile(use_device="cuda", use_kineto=True, profile_memory=memory) as profiler:

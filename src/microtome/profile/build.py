@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from microtome.count.conventions import Convention, Cost
 from microtome.engine.select import named
+from microtome.engine.torch_internals import own_buffers, own_parameters
 from microtome.profile.data import Coverage, Unknown
 from microtome.profile.rows import Amounts, Group, Row, Tensor, add
 from microtome.profile.timeline import Timeline, timeline
@@ -187,8 +188,8 @@ class _Holdings:
             while owner and owner not in first:  # at the latest the root ran: a trace begins with it
                 owner = owner.rpartition(".")[0]
             index = first[owner].index
-            params = [tensor for tensor in module._parameters.values() if tensor is not None]
-            buffers = [tensor for tensor in module._buffers.values() if tensor is not None]
+            params = [tensor for tensor in own_parameters(module).values() if tensor is not None]
+            buffers = [tensor for tensor in own_buffers(module).values() if tensor is not None]
             self._held.setdefault(owner, []).extend(params)
             self._params.setdefault(index, []).extend(_new(params, seen))
             self._buffers.setdefault(index, []).extend(_new(buffers, seen))

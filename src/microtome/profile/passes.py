@@ -18,6 +18,7 @@ from microtome.engine.backward import keep_gradients
 from microtome.engine.interrupts import grad_mode, uninterrupted
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.standin import copy_inputs, stand_in
+from microtome.engine.torch_internals import version_of
 from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs
 from microtome.profile.tree import Tree
@@ -135,7 +136,7 @@ class Passes:
         self.backward = backward
         self._tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
         self.devices = sorted({tensor.device.index for tensor in self._tensors if tensor.is_cuda})
-        self._versions = [(tensor, tensor._version, tensor.detach().clone()) for tensor in _restorable(inputs)]
+        self._versions = [(tensor, version_of(tensor), tensor.detach().clone()) for tensor in _restorable(inputs)]
         self._leaves = [tensor for tensor in self._tensors if tensor.is_leaf and tensor.requires_grad]
 
     def once(self, told: Callable[[str], object] = _nobody) -> Lap:
@@ -200,10 +201,10 @@ class Passes:
     def renew(self) -> None:
         """Restore the inputs as they were given: the last pass may have written to them, or to objects among them."""
         for at, (tensor, version, before) in enumerate(self._versions):
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 with torch.no_grad():
                     tensor.copy_(before)
-                self._versions[at] = tensor, tensor._version, before
+                self._versions[at] = tensor, version_of(tensor), before
         self.inputs = copy_inputs(self._given, self.model, shared=[tensor for tensor, _, _ in self._versions])
 
     def again(self) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from microtome.engine.module_state import replace_tensors, set_attribute, set_buffer
 from microtome.engine.select import check_model, named
+from microtome.engine.torch_internals import own_buffers, own_parameters
 from microtome.errors import BadFile, BadQuery, BadWeights, Unsupported, said
 from microtome.files.reading import File, damage, read_json
 from microtome.files.tensors import CODES, read_tensors, write_tensors
@@ -253,20 +255,16 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
         module = model.get_submodule(path)
     except AttributeError as error:
         raise BadWeights(f"the model that was made has no module {path!r}: {said(error)}") from error
-    if last in module._parameters:
-        held = module._parameters[last]
+    if last in own_parameters(module):
+        held = own_parameters(module)[last]
         _check(name, held, tensor)
         parameter = nn.Parameter(tensor, requires_grad=held is not None and held.requires_grad)
-        for other in model.modules():  # tied weights stay tied
-            for key, value in other._parameters.items():
-                if value is held and value is not None:
-                    other._parameters[key] = parameter
-        module._parameters[last] = parameter
-    elif last in module._buffers:
-        _check(name, module._buffers[last], tensor)
-        module._buffers[last] = tensor
+        replace_tensors(model, lambda other: parameter if other is held else other)  # tied weights stay tied
+    elif last in own_buffers(module):
+        _check(name, own_buffers(module)[last], tensor)
+        set_buffer(module, last, tensor)
     elif isinstance(getattr(module, last, None), Tensor | None):
-        module.__dict__[last] = tensor
+        set_attribute(module, last, tensor)
     else:
         raise BadWeights(
             f"{name!r} is a tensor in the folder and a {type(getattr(module, last)).__name__} in the model"

@@ -7,15 +7,20 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import _disable_current_modes
 
 from microtome.engine.functions import READS
 from microtome.engine.structure import map_tensors, tensors_in
+from microtome.engine.torch_internals import (
+    HigherOrderOperator,
+    disable_current_modes,
+    disabled_torch_function,
+    make_wrapper_subclass,
+    schema_of,
+)
 from microtome.errors import Unsupported, said
 from microtome.trace.facts import facts_of
 
-_as_tensors: Any = torch._C._disabled_torch_function_impl
+_as_tensors: Any = disabled_torch_function
 #: Operators that take of their first argument its shape alone.
 _SHAPE_ONLY = "new_empty new_zeros new_ones new_full new_empty_strided empty_like zeros_like ones_like full_like"
 SHAPE_ONLY = frozenset(f"aten.{name}.default" for name in _SHAPE_ONLY.split())
@@ -78,9 +83,7 @@ class Ghost(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, of: str, source: Any = None) -> Self:
-        made: Self = Tensor._make_wrapper_subclass(
-            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
-        )
+        made: Self = make_wrapper_subclass(cls, meta, device)
         made.of = of
         made.source = source
         made.alive = None
@@ -122,11 +125,11 @@ class Ghost(Tensor):
             message = f"{func} would write {first.of}, which did not cross the cut, into a tensor that did"
             raise GhostRead(message, first)
         if written:  # what an in-place operator returns
-            return written[0] if len(func._schema.returns) == 1 else tuple(written)
+            return written[0] if len(schema_of(func).returns) == 1 else tuple(written)
         if str(func) in SHAPE_ONLY:
             return func(*map_tensors(_empty, args), **kwargs)
         device = kwargs.get("device") or first.device
-        with _disable_current_modes():
+        with disable_current_modes():
             meta_args, meta_kwargs = map_tensors(_meta, (args, kwargs), _on_meta)
             try:
                 output = func(*meta_args, **meta_kwargs)

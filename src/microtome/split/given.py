@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from microtome.engine.structure import dict_of, is_record, occurrences_in, parts_of
+from microtome.engine.torch_internals import version_of
 from microtome.split.templates import strange_in
 
 
@@ -92,11 +93,6 @@ def _differ(before: list[Any], after: list[Any]) -> bool:
         and not (isinstance(one, plain) and isinstance(other, plain) and repr(one) == repr(other))
         for one, other in zip(before, after, strict=True)
     )
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written into, as far as torch counts that."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def state_of(value: Any, depth: int = 6) -> Any:

@@ -10,10 +10,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
 from microtome.count.whole import AttentionArguments
 from microtome.engine.probes import AnyOp, Where
+from microtome.engine.torch_internals import OpOverload
 from microtome.trace.data import Op
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention

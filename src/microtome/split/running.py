@@ -10,14 +10,16 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import Call, Probe
+from microtome.engine.module_state import has_forward_hooks, run_forward_hooks
 from microtome.engine.structure import map_tensors, occurrences_in
+from microtome.engine.torch_internals import storage_id, version_of
 from microtome.errors import BadBoundary, Unsupported, said
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
 from microtome.split.compare import held_tensors
 from microtome.split.crossing import Place
 from microtome.split.ghost import Ghost, GhostRead, awake
-from microtome.split.given import Given, given, holders_in, version_of
+from microtome.split.given import Given, given, holders_in
 from microtome.split.memory import duplicate, moved
 from microtome.split.signature import HASH_SEED, check_same_call, describe, find_call, sign
 from microtome.split.sizes import SizeBudget
@@ -40,7 +42,6 @@ from microtome.split.told import (
     listed,
     repeated,
     revive,
-    run_hooks,
     shared,
     sharing,
     uses,
@@ -148,8 +149,9 @@ class Run(Probe):
         self._still += [(step.address, arguments[at], version_of(arguments[at])) for at in step.shares]
         self._replay.exit()
         output = step.output.fill(tensors, entry["p"], (args, kwargs))
-        if call.module is not None and call.module._forward_hooks:
-            run_hooks(call.module, args, kwargs, output)
+        if call.module is not None and has_forward_hooks(call.module):
+            # What they return is part of the output that was sent; what they could not see was there in the head.
+            run_forward_hooks(call.module, args, kwargs, output, ignore=GhostRead)
         return output
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -201,7 +203,7 @@ class Run(Probe):
     def boundary(self, fingerprint: str) -> Boundary:
         self._check_still()
         for name, version in self._versions.items():
-            if self._tensors[name]._version != version:
+            if version_of(self._tensors[name]) != version:
                 raise Unsupported(f"{name!r} was changed in place before the cut, which it was not on the example")
         assert self._ends is not None
         overlapping = [*sharing(self._tensors), *self._overlapping]
@@ -239,8 +241,7 @@ class Run(Probe):
             name += "'"
         if known is None:
             self._tensors[name] = tensor = duplicate(tensor) if sent.copied else tensor
-            if not tensor.is_inference():
-                self._versions[name] = tensor._version
+            self._versions[name] = version_of(tensor)
         return name
 
     def _join(self, name: str, tensor: Tensor) -> Any:
@@ -248,7 +249,7 @@ class Run(Probe):
         storage = tensor.untyped_storage()
         whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
         for known, held in self._tensors.items():
-            if held.untyped_storage()._cdata == storage._cdata and held.dim() == 1 and is_same(held, whole):
+            if storage_id(held) == storage_id(tensor) and held.dim() == 1 and is_same(held, whole):
                 name = known
                 break
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 
 from microtome.engine import Probe, ReplaceOp, Session, Skip, Stop, Stopped
 from microtome.engine.interrupts import uninterrupted
+from microtome.engine.module_state import copy_attributes, restore_attributes
 from microtome.engine.select import named
 from microtome.engine.structure import tensors_in
 from microtome.errors import BadBoundary, BadInputs, MicrotomeError, Unsupported
@@ -121,13 +121,13 @@ class Stage:
     @uninterrupted
     def _as_found(self, session: Session, run: Run, *, kept: bool) -> Iterator[None]:
         """Afterwards, have the run hold nothing and the modules around the cut no ghosts, and keep the session."""
-        had = [(module, _contents(module)) for module in self._around]
+        had = [(module, copy_attributes(module)) for module in self._around]
         try:
             yield
         finally:
             run.begin()
             for module, attributes in had:
-                _put_back(module, attributes)
+                restore_attributes(module, attributes, where=_holds_ghosts)
             if kept:
                 self._free.append((session, run))
 
@@ -199,29 +199,5 @@ class Stage:
         return f"<Stage {self.index} of {type(self.model).__name__}, from {start} to {end}>"
 
 
-def _contents(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """The attributes of a module, and copies of those that are containers."""
-    return {
-        name: (value, value.copy() if isinstance(value, _CONTAINERS) else None)
-        for name, value in module.__dict__.items()
-        if name not in _TORCHS
-    }
-
-
-def _put_back(module: nn.Module, attributes: dict[str, tuple[Any, Any]]) -> None:
-    """Leave no ghosts in a module that keeps what it computes: what it had before the run is the better answer."""
-    for name, value in list(module.__dict__.items()):
-        if name in _TORCHS or not any(isinstance(tensor, Ghost) for tensor in tensors_in(value)):
-            continue
-        if name not in attributes:
-            del module.__dict__[name]
-            continue
-        before, contents = attributes[name]
-        module.__dict__[name] = before
-        if contents is not None:
-            before.clear()
-            before.extend(contents) if isinstance(before, list | deque) else before.update(contents)
-
-
-_TORCHS = frozenset(nn.Module().__dict__)
-_CONTAINERS = (list, dict, set, deque)
+def _holds_ghosts(value: Any) -> bool:
+    return any(isinstance(tensor, Ghost) for tensor in tensors_in(value))

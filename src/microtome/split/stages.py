@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine.select import check_model
+from microtome.engine.snapshot import Snapshot, restored
 from microtome.engine.standin import LOOKING, copy_inputs
 from microtome.engine.structure import map_tensors, tensors_in
 from microtome.errors import BadQuery, Unsupported
@@ -27,7 +28,6 @@ from microtome.split.files import save_stages
 from microtome.split.ghost import GhostRead
 from microtome.split.liveness import Liveness
 from microtome.split.randomness import random_state
-from microtome.split.snapshot import Snapshot, restored
 from microtome.split.stage import Stage
 from microtome.split.study import Study, study
 from microtome.split.templates import Example, Templates, TensorFacts, take_apart

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.structure import dict_of, tensors_in
+from microtome.engine.torch_internals import storage_id
 from microtome.split.crossing import Crossing
 from microtome.split.dataflow import scalars_of
 from microtome.split.given import state_of
@@ -218,7 +219,7 @@ _TYPES = (*_PLAIN, *_HOLDS, type(None), Tensor, nn.Module, type)
 def memory_of(tensor: Tensor) -> int:
     """The identity of the memory of a tensor; 0: it does not lie in one place."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_id(tensor)
     except NotImplementedError:
         return 0
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import Call, Probe
+from microtome.engine.module_state import has_forward_hooks
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.structure import tensors_in
 from microtome.inputs import Inputs, device_of
@@ -251,7 +252,7 @@ class _Watch(Probe):
         if _is_fused(call.module, args, kwargs):
             self.fused.add(len(self.shapes))
         self.shapes[call] = _OPEN
-        around = [] if call.module is None or not call.module._forward_hooks else call.stack[:-1]
+        around = [] if call.module is None or not has_forward_hooks(call.module) else call.stack[:-1]
         outer = {other: own(other.module) for other in around}
         arguments = describe(args, kwargs, model=call.stack[0].module)
         self._before[call] = _Before(given(args, kwargs), own(call.module), arguments, outer)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadBoundary, Unsupported, said
 from microtome.split.boundary import Boundary
-from microtome.split.ghost import Ghost, GhostRead, awake
+from microtome.split.ghost import Ghost, awake
 from microtome.split.given import Given
 from microtome.split.memory import span_of
 from microtome.split.sizes import SizeBudget
@@ -61,7 +61,7 @@ def sharing(tensors: dict[str, Tensor]) -> list[str]:
     for name, tensor in tensors.items():
         begin = int(tensor.storage_offset()) * tensor.itemsize
         end = begin + span_of(tensor.shape, tensor.stride()) * tensor.itemsize
-        spans.setdefault(tensor.untyped_storage()._cdata, []).append((begin, end, name))
+        spans.setdefault(storage_id(tensor), []).append((begin, end, name))
     found: set[str] = set()
     for several in spans.values():
         last, holder = -1, ""
@@ -133,7 +133,7 @@ def dtype_of(name: Any) -> torch.dtype:
 def is_same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same place in memory, seen in the same way."""
     return (
-        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        storage_id(one) == storage_id(other)
         and one.storage_offset() == other.storage_offset()
         and one.shape == other.shape
         and one.stride() == other.stride()
@@ -209,9 +209,7 @@ def argument_of(step: Step, item: dict[str, Any], arguments: list[Tensor]) -> Te
 
 def _share(tensor: Tensor, others: list[Tensor]) -> bool | None:
     """Whether a tensor lies in the memory of another; None: there are ghosts among them, which lie nowhere."""
-    memories = [
-        None if isinstance(one, Ghost) else one.untyped_storage()._cdata for one in map(awake, (tensor, *others))
-    ]
+    memories = [None if isinstance(one, Ghost) else storage_id(one) for one in map(awake, (tensor, *others))]
     return None if None in memories else memories[0] in memories[1:]
 
 
@@ -250,13 +248,3 @@ def revive(argument: Tensor, tensor: Tensor) -> Tensor:
         with torch.no_grad():
             held.copy_(tensor)
     return held
-
-
-def run_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Run a module's forward hooks for what they do; what they return is part of the output that was sent."""
-    for key, hook in list(module._forward_hooks.items()):
-        with suppress(GhostRead):  # what it wanted to see was there in the head
-            if key in module._forward_hooks_with_kwargs:
-                hook(module, args, kwargs, output)
-            else:
-                hook(module, args, output)

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from microtome.engine.containers import restore_dict
 from microtome.engine.interrupts import uninterrupted
+from microtome.engine.module_state import without_attributes
 from microtome.errors import MicrotomeError, Unsupported, said
 from microtome.split.data import Cut
 
@@ -31,12 +31,9 @@ def refuse_errors(model: nn.Module, cut: Cut) -> Iterator[None]:
 def hide_attributes(model: nn.Module, kept: dict[str, set[str]]) -> Iterator[None]:
     """Have modules lack what they keep of their runs in the head: where the head runs elsewhere, the tail has none."""
     modules = [(model.get_submodule(path), names) for path, names in kept.items()]
-    had = [(module.__dict__, dict(module.__dict__)) for module, _ in modules]
     try:
-        for module, names in modules:
-            for name in names:
-                module.__dict__.pop(name, None)
-        yield
+        with without_attributes(modules):
+            yield
     except AttributeError as error:
         for module, names in modules:
             if error.obj is module and error.name in names:
@@ -45,6 +42,3 @@ def hide_attributes(model: nn.Module, kept: dict[str, set[str]]) -> Iterator[Non
                     "would not be there, or be that of another run. Have the call return it, or cut before the call"
                 ) from error
         raise
-    finally:
-        for attributes, before in had:
-            restore_dict(attributes, {**before, **attributes})  # in the order in which they were

@@ -10,6 +10,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from microtome.engine.module_state import replace_tensors
+from microtome.engine.torch_internals import own_buffers, own_parameters
 from microtome.split.crossing import Crossing
 from microtome.split.signature import describe
 from microtome.split.study import Study
@@ -56,8 +58,8 @@ def tensor_at(model: nn.Module, name: str) -> Tensor | None:
     """The parameter or buffer of this name."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
-    found = module._parameters.get(last)
-    return module._buffers.get(last) if found is None else found
+    found = own_parameters(module).get(last)
+    return own_buffers(module).get(last) if found is None else found
 
 
 def stripped(model: nn.Module, kept: Iterable[str]) -> nn.Module:
@@ -71,11 +73,7 @@ def strip(model: nn.Module, kept: Iterable[str]) -> None:
     """Put all but these weights of a model on meta."""
     keep = set(kept)
     empty = {id(tensor): _empty(tensor) for name, tensor in _held(model) if name not in keep}
-    for module in model.modules():
-        spaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for space in spaces:
-            for name, tensor in space.items():
-                space[name] = empty.get(id(tensor), tensor)
+    replace_tensors(model, lambda tensor: empty.get(id(tensor), tensor))
 
 
 def _empty(tensor: Tensor) -> Tensor:

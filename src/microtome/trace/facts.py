@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from microtome.engine.probes import AnyOp
+from microtome.engine.torch_internals import OpOverload, schema_of
 
 _BATCH_NORMS = {
     torch.ops.aten.native_batch_norm.default,
@@ -44,9 +44,9 @@ class Facts:
             self.name = str(func)
             self.is_view = torch.Tag.inplace_view in func.tags
             self._is_batch_norm = func in _BATCH_NORMS
-            self.is_gather = func._overloadpacket in _GATHERS
-            self.is_product = func._overloadpacket in _PRODUCTS
-            arguments = enumerate(func._schema.arguments)
+            self.is_gather = func.overloadpacket in _GATHERS
+            self.is_product = func.overloadpacket in _PRODUCTS
+            arguments = enumerate(schema_of(func).arguments)
             self.writes = tuple((at, a.name) for at, a in arguments if a.alias_info and a.alias_info.is_write)
         self.may_write = bool(self.writes) or self._is_batch_norm
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from microtome.count.conventions import Convention, Cost
@@ -20,6 +19,7 @@ from microtome.engine.originals import Originals
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.sites import unseen_root
 from microtome.engine.standin import Stand
+from microtome.engine.torch_internals import is_autocast_enabled
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 from microtome.trace.data import How, Op, Read, Trace, TracedCall
@@ -113,7 +113,7 @@ class Recorder(Probe):
     # -- what the session tells ----------------------------------------------------------------------------------------
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._stand == "meta" and torch._C._is_any_autocast_enabled():
+        if self._stand == "meta" and is_autocast_enabled():
             raise CannotStand("autocast chooses dtypes by the device")
         if call.parent is None and call.phase == "forward":
             self._check_root(call)

@@ -14,6 +14,7 @@ from xxhash import xxh3_64_hexdigest
 from microtome.engine import tensors_in
 from microtome.engine.functions import is_stand_in, unseen
 from microtome.engine.integers import value_of
+from microtome.engine.torch_internals import is_functorch_wrapped
 from microtome.errors import Unsupported
 from microtome.trace.data import Memory, Value
 from microtome.trace.facts import tensors
@@ -165,7 +166,7 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
     try:
         return tensor.untyped_storage()
     except NotImplementedError as error:
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if is_functorch_wrapped(tensor):
             raise Unsupported("a module runs inside a transform of torch.func (vmap, grad, jvp)") from error
         raise _lies_apart(str(tensor.layout)) from error
 

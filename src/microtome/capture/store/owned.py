@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadQuery
 
 #: What a tensor takes in memory beside its values: itself, its storage, its place in a store. About 820 bytes were
@@ -28,7 +29,7 @@ def is_lent(ordered: Tensor, tensor: Tensor, *, borrowed: bool) -> bool:
     """Whether memory of `in_order(tensor)` is somebody else's, or pins more than it is: a view's."""
     if ordered.untyped_storage().nbytes() > ordered.nbytes:
         return True
-    return borrowed and ordered.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    return borrowed and storage_id(ordered) == storage_id(tensor)
 
 
 def owned(tensor: Tensor, *, borrowed: bool = False) -> Tensor:

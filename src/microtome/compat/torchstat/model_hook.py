@@ -18,6 +18,7 @@ from microtome.count import torchstat
 from microtome.engine import Call, Probe, Session, tensors_in
 from microtome.engine.select import check_model, named
 from microtome.engine.standin import stand_in
+from microtome.engine.torch_internals import own_parameters
 from microtome.inputs import Inputs
 from microtome.units import shape
 
@@ -126,7 +127,7 @@ def _modules(model: nn.Module, runs: dict[str, list[_Run]], seconds: dict[str, f
     seen: set[int] = set()
     modules: OrderedDict[str, ModuleStat] = OrderedDict()
     for path, module in named(model):
-        own = {id(p): p for p in module._parameters.values() if p is not None and id(p) not in seen}
+        own = {id(p): p for p in own_parameters(module).values() if p is not None and id(p) not in seen}
         seen.update(own)
         did = runs.get(path, [])
         modules[path] = ModuleStat(

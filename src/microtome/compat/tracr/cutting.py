@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from microtome.compat.tracr.early import HookExitException
+from microtome.engine.torch_internals import own_buffers, own_children, own_parameters, version_of
 from microtome.errors import NoMatch, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.stages import Splitter, Stages
@@ -53,8 +54,8 @@ def _state(modules: Iterable[nn.Module]) -> Any:
     return [
         (
             module.training,
-            [id(child) for child in module._modules.values()],
-            [_version(tensor) for held in (module._parameters, module._buffers) for tensor in held.values()],
+            [id(child) for child in own_children(module).values()],
+            [_version(tensor) for held in (own_parameters(module), own_buffers(module)) for tensor in held.values()],
         )
         for module in modules
     ]
@@ -63,4 +64,4 @@ def _state(modules: Iterable[nn.Module]) -> Any:
 def _version(tensor: Tensor | None) -> Any:
     if tensor is None:
         return None
-    return id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    return id(tensor), tensor.data_ptr(), version_of(tensor)

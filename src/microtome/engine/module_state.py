@@ -1,0 +1,105 @@
+"""Read and write what modules hold, past their `__setattr__`, and run the hooks that users registered on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor, nn
+
+from microtome.engine.containers import CONTAINERS, copy_container, restore_containers, restore_dict
+from microtome.engine.interrupts import uninterrupted
+
+#: The names that torch itself keeps in the `__dict__` of every module.
+TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
+
+#: What a module holds under a name, with a copy of it if it is a container.
+Attributes = dict[str, tuple[Any, Any]]
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter and buffer of a model; a tied one is replaced everywhere it is held."""
+    for module in model.modules():
+        spaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for space in spaces:
+            for name, tensor in space.items():
+                if tensor is not None:
+                    space[name] = replacement(tensor)
+
+
+def set_buffer(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace one buffer of a module."""
+    module._buffers[name] = tensor
+
+
+# -- attributes --------------------------------------------------------------------------------------------------------
+
+
+def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute of a module that is neither parameter nor buffer, whatever it is set to."""
+    module.__dict__[name] = value
+
+
+def copy_attributes(module: nn.Module) -> Attributes:
+    """The attributes of a module, but for those of torch, with copies of those that are containers."""
+    return {
+        name: (value, copy_container(value) if isinstance(value, CONTAINERS) else None)
+        for name, value in module.__dict__.items()
+        if name not in TORCH_ATTRIBUTES
+    }
+
+
+def restore_attributes(module: nn.Module, before: Attributes, *, where: Callable[[Any], bool]) -> None:
+    """Restore the attributes whose values now are such; delete those that the module did not have."""
+    for name, value in list(module.__dict__.items()):
+        if name in TORCH_ATTRIBUTES or not where(value):
+            continue
+        if name not in before:
+            del module.__dict__[name]
+            continue
+        held, contents = before[name]
+        module.__dict__[name] = held
+        if contents is not None:
+            restore_containers([(held, contents)])
+
+
+@uninterrupted
+def without_attributes(modules: Iterable[tuple[nn.Module, Iterable[str]]]) -> Iterator[None]:
+    """Have modules lack these attributes in the block; one that is set meanwhile keeps its new value."""
+    modules = list(modules)
+    had = [(module.__dict__, dict(module.__dict__)) for module, _ in modules]
+    try:
+        for module, names in modules:
+            for name in names:
+                module.__dict__.pop(name, None)
+        yield
+    finally:
+        for attributes, before in had:
+            restore_dict(attributes, {**before, **attributes})  # in the order in which they were
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether somebody registered forward hooks on a module."""
+    return bool(module._forward_hooks)
+
+
+def run_forward_hooks(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, ignore: type[BaseException]
+) -> None:
+    """Run a module's forward hooks for their side effects, where its call is skipped; a hook may raise what is ignored.
+
+    What they return is dropped.
+    """
+    for key, hook in list(module._forward_hooks.items()):
+        with suppress(ignore):
+            if key in module._forward_hooks_with_kwargs:
+                hook(module, args, kwargs, output)
+            else:
+                hook(module, args, output)
