@@ -95,6 +95,10 @@ class Chain:
             if missed:
                 self._warn_of_compiled()
 
+    def run_unseen_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run autograd's engine without telling the open sessions."""
+        return self._backward(*args, **kwargs)
+
     def _rebuild(self) -> None:
         call: AnyCall | None = None
         backward = self._backward

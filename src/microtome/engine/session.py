@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from microtome.engine import self_test
 from microtome.engine.backward import Backward, BackwardProbes, watch_moves
 from microtome.engine.calls import Call, Run, Site
 from microtome.engine.changes import Change
@@ -119,6 +120,7 @@ class Session(Uninterrupted[Any]):
     def _set_up(self) -> Self:
         if self._open is not None:
             raise SessionError("this session is already open: use a new one for each `with` that lies inside another")
+        self_test.CALLS.ensure()
         chain.run_eagerly()
         self._threads = Threads(everywhere=self._other_threads == "seen")
         self._opener = self._threads.here()
@@ -327,6 +329,7 @@ class Session(Uninterrupted[Any]):
         moves = self._backward_moves
 
         def run_backward(roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+            self_test.BACKWARD.ensure()
             create_graph = bool(args[2])  # roots, grad_tensors, retain_graph, create_graph, inputs, ...
             roots = tuple(roots)
             nodes = [node for root in roots for node in (nodes_of(root) if isinstance(root, Tensor) else [root.node])]

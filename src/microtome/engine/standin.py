@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from microtome.engine import integers
+from microtome.engine import integers, self_test
 from microtome.engine.arguments import CannotStand, as_result, copy_arguments, modules_in
 from microtome.engine.caches import keep_closures, replace_caches
 from microtome.engine.containers import CONTAINERS, copy_container, restore_containers
@@ -54,10 +54,11 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
     Args:
         originals: What is told before a tensor is written to in a real run; without it, all are copied first.
     """
+    self_test.CALLS.ensure()
     refuse_script(named(model))
     _refuse_lazy(model)
     if stand != "real":
-        _import_shapes()
+        self_test.SHAPES.ensure()
     with LOOKING, ExitStack() as stack:
         stack.push(Modes().restore_after)
         found = [module for _, module in named(model)] + modules_in(inputs)
@@ -131,16 +132,6 @@ def _clone_span(tensor: Tensor) -> Tensor:
     return empty.set_(span.untyped_storage(), 0, tensor.size(), tensor.stride())
 
 
-@cache
-def _import_shapes() -> None:
-    """Have torch import what computes the shapes of meta tensors.
-
-    It does so at the first operator that needs it, and the frames that run then are kept by a cycle, with all tensors
-    in them: those of the model, if it were running.
-    """
-    torch.empty(1, device="meta").clone().add(torch.empty(1, device="meta"))
-
-
 # -- making ------------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +170,7 @@ def _maker(stand: Stand) -> Iterator[Callable[[Tensor], Tensor]]:
     if stand != "fake":
         yield once(copy)
         return
+    self_test.FAKE.ensure()
     mode = fake_tensor_types()[1](allow_non_fake_inputs=True)
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     quiet, logger.disabled = logger.disabled, True  # what it logs is raised too
