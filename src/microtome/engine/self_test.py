@@ -332,6 +332,10 @@ def _knows_schemas() -> bool:
     return schema.name == "aten::add_" and first.alias_info.is_write and second.alias_info is None
 
 
+def _takes_masked_rows() -> bool:
+    return not internals.safe_softmax(torch.full((1, 2), -torch.inf), -1).any()
+
+
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
@@ -349,7 +353,7 @@ def _counts_writes() -> bool:
 
 class _Wrapper(Tensor):
     @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         raise NotImplementedError(func)
 
 
@@ -372,26 +376,28 @@ def _computes_shapes() -> bool:
 
 def _computes_fake_shapes() -> bool:
     fake_tensor, fake_mode = internals.fake_tensor_types()
+    real = torch.ones(2, 3)
     with fake_mode(allow_non_fake_inputs=True) as mode:
-        x = mode.from_tensor(torch.ones(2, 3))
+        x = mode.from_tensor(real)
         product = x @ x.t()
-    return isinstance(product, fake_tensor) and product.shape == (2, 2) and product.device.type == "cpu"
+    fake = isinstance(x, fake_tensor) and isinstance(product, fake_tensor)
+    return fake and product.shape == (2, 2) and product.device.type == "cpu"
 
 
 #: In such an order that a check relies only on those before it.
 CALLS = SelfTest(
     {
-        "torch.nn.Module._call_impl": _runs_calls,
+        "torch.nn.Module._call_impl or torch.nn.Module._forward_hooks": _runs_calls,
         "torch.nn.Module._compiled_call_impl": _sees_calls,
         "torch.nn.Module._forward_hooks_with_kwargs": _knows_hooks_with_kwargs,
         "torch.nn.Module._parameters": _holds("_parameters", "weight"),
         "torch.nn.Module._buffers": _holds("_buffers", "count"),
         "torch.nn.Module._modules": _holds("_modules", "inner"),
         "torch.autograd._engine_run_backward": _sees_backward,
-        "torch._C._autograd._get_sequence_nr": _numbers_nodes,
+        "torch._C._autograd._get_sequence_nr or Node._sequence_nr": _numbers_nodes,
         "torch._C._functions.AccumulateGrad": _knows_leaves,
         "OpOverload._schema": _knows_schemas,
-        "torch._C._dispatch_has_kernel_for_dispatch_key": _knows_kernels,
+        "torch._C._dispatch_has_kernel_for_dispatch_key or OpOverload._can_decompose": _knows_kernels,
         "torch.utils._python_dispatch.TorchDispatchMode": _sees_operators,
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack": _stacks_dispatch_modes,
         "torch._C._len_torch_dispatch_stack": _counts_dispatch_modes,
@@ -400,6 +406,7 @@ CALLS = SelfTest(
         "torch._C.DisableTorchFunction": _hides_functions,
         "torch._VF._pack_padded_sequence": _sees_reads,
         "torch._C._is_any_autocast_enabled": _knows_autocast,
+        "torch._safe_softmax": _takes_masked_rows,
         "UntypedStorage._cdata": _knows_storages,
         "Tensor._version": _counts_writes,
         "Tensor._make_wrapper_subclass": _wraps,

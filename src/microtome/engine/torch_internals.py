@@ -224,6 +224,33 @@ def count_compiled_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+#: What `self_test.py` does not check, and why.
+UNCHECKED = {
+    "ATTRIBUTES": "is a list",
+    "CALL": "a frame that is not recognised is taken for one outside a call, in other threads alone",
+    "FAKE_TENSOR_LOGGER": "another logger leaves a message more on the screen",
+    "HigherOrderOperator": "a class, for isinstance",
+    "MODULE_CALL": "is checked by what `intercept.py` does with it",
+    "OPERATOR_FILES": "what is not there is not found in any stack",
+    "OpOverloadPacket": "a class, for isinstance",
+    "RUN_BACKWARD": "is checked by what `intercept.py` does with it",
+    "WRAPPED_CALL": "where the reads are not found in its code, there is none to wait for",
+    "count_compiled_graphs": "needs dynamo, which is slow to import; for a warning",
+    "disable_dynamo": "needs dynamo, which is slow to import",
+    "disabled_torch_function": "is the base class's own: what a subclass does with it is tested by torch",
+    "grouped_product_output": "needs decompositions, which are slow to import",
+    "is_dynamo_imported": "asks Python",
+    "is_functorch_wrapped": "needs functorch, which is slow to import",
+    "is_profiler_enabled": "needs a profiler, which is slow to start",
+    "mode_flags": "flags that are not there are not restored",
+    "own_buffers": "is checked as `_buffers`",
+    "own_children": "is checked as `_modules`",
+    "own_parameters": "is checked as `_parameters`",
+    "pad_packed_sequence": "goes with `pack_padded_sequence`",
+    "set_mode_flags": "flags that are not there are not restored",
+    "UNCHECKED": "is a list",
+}
+
 __all__ = [
     "ATTRIBUTES",
     "CALL",
@@ -231,6 +258,7 @@ __all__ = [
     "MODULE_CALL",
     "OPERATOR_FILES",
     "RUN_BACKWARD",
+    "UNCHECKED",
     "WRAPPED_CALL",
     "AccumulateGrad",
     "DisableTorchFunction",
