@@ -2,15 +2,36 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TORCH_VENV := .venv-torch-$(VERSION)$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
+UNITS := $(addprefix tests/,capture count engine files measure plan profile report split trace track test_inputs.py test_layers.py test_public.py)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test test-gpu zoo soak lint format bench bench-gpu bench-remote lock sbom docs pictures clean
+.PHONY: demo test test-all test-fast test-torch test-gpu zoo soak lint format bench bench-gpu bench-remote lock sbom docs pictures clean
 
 demo: $(VENV)/.dev        ## everything on built-in models, in less than a minute; leaves demo/report.html
 	$(BIN)/python -m demo
 
-test: $(VENV)/.docs $(VENV)/.browser ## everything that CI runs, examples in docs and docstrings included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --durations 10
+# One thread for each process of pytest: there are as many as cores. Files are distributed whole, to share their fixtures.
+PYTEST := -m pytest -n auto --dist loadfile --durations 10
+SELECTED := not gpu and not zoo and not slow
+QUICK := --hypothesis-profile quick -m '$(SELECTED)'
+
+test: $(VENV)/.docs $(VENV)/.browser ## all tests but the long proofs, examples in docs and docstrings included: under five minutes on two cores
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(QUICK)
+
+test-all: $(VENV)/.docs $(VENV)/.browser ## everything that CI runs: the tests marked slow too, and every property with all its examples
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
+
+test-fast: $(VENV)/.dev   ## for the edit loop, under a minute: unit tests, without other processes, sockets, browsers and sweeps over models
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --hypothesis-profile quick -m '$(SELECTED) and not integration' $(UNITS)
+
+# The rest of the environment is that of constraints.txt, but for torchvision, of which pip takes the version made for this torch.
+test-torch:               ## `make test` with another torch, in an environment of its own: VERSION=2.14.1, and PYTHON=python3.12 if you like
+	$(if $(VERSION),,$(error expected a version of torch, as in `make test-torch VERSION=2.14.1`))
+	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	grep -vE '^torch(vision)?==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/pip --disable-pip-version-check install --quiet -c $(TORCH_VENV)/constraints.txt torch==$(VERSION) -e '.[dev,docs]'
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python $(PYTEST) $(QUICK)
 
 test-gpu: $(VENV)/.dev    ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
@@ -59,7 +80,7 @@ pictures: $(VENV)/.dev    ## the pictures of the manual, into docs/pictures/
 	$(BIN)/python -m docs.pictures
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # With LOCKED=1 everything but torch is what requirements-dev.lock has the digest of.
 $(VENV)/.dev: pyproject.toml constraints.txt

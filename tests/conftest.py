@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import os
+from pathlib import Path
 
 import pytest
 import tqdm  # type: ignore[import-untyped]
@@ -10,12 +12,36 @@ from hypothesis import HealthCheck, settings
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("COLUMNS", None)
 
-# How long an example takes depends on what else the machine does.
+# How long an example takes depends on the load of the machine, so no test has a deadline.
 settings.register_profile("microtome", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("microtome"), max_examples=25)  # for `make test`
 settings.load_profile("microtome")
 
 # Its thread would outlive the test that shows a progress bar, and what is restored depends on there being others.
 tqdm.tqdm.monitor_interval = 0
+
+TESTS = Path(__file__).parent
+#: Files of which every test is marked `integration`: sweeps over models, actions or cuts.
+SWEEPS = """
+    engine/test_arguments.py engine/test_interrupts.py engine/test_laws.py files/test_damage.py plan/test_plan.py
+    profile/test_conventions.py profile/test_laws.py profile/test_measured.py profile/test_modes.py
+    profile/test_published.py report/test_page_browser.py
+    split/test_addresses.py split/test_aliases.py split/test_draws.py split/test_files.py split/test_hash_seeds.py
+    split/test_objects.py split/test_random_models.py split/test_reads.py split/test_stages.py split/test_state.py
+    split/test_zoo.py trace/test_caches.py trace/test_gradients.py track/test_tracker.py
+"""
+_SWEEPS = {TESTS / name for name in SWEEPS.split()}
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.path in _SWEEPS:
+        item.add_marker("integration")
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what is imported by now from garbage collection, which took a third of the time of the tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -106,6 +106,7 @@ def run(words: list[str], folder: Path) -> str:
 OFFLINE = [page for page in PAGES if page.name != "serve.md" and any(commands(page))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", OFFLINE, ids=lambda page: page.name)
 def test_every_command_of_a_page_does_what_it_says(page: Path, folder: Path) -> None:
     several = [_words(smaller(command)) for command in commands(page)]
@@ -121,6 +122,7 @@ def _words(command: str) -> list[str]:
     return [word.strip("'\"") for word in re.findall(r"(?:[^\s'\"]|'[^']*'|\"[^\"]*\")+", command)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl: apt install openssl")
 def test_a_server_is_set_up_and_asked_as_the_manual_says(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -15,6 +15,7 @@ from demo.__main__ import PLACES, main, serving
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_the_demo_shows_everything_and_leaves_a_page_and_a_picture(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "demo", str(tmp_path)],

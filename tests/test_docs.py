@@ -40,6 +40,7 @@ def test_pictures_need_nothing_from_elsewhere() -> None:
         assert links <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}, picture
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("material") is None, reason="the docs extra is not installed: make docs")
 def test_the_manual_is_built_without_a_warning(tmp_path: Path) -> None:
     ran = subprocess.run(

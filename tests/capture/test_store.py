@@ -688,6 +688,7 @@ def test_threads_may_add_at_once(tmp_path: Path) -> None:
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("borrowed", [False, True])
 def test_a_killed_process_leaves_what_its_index_names(tmp_path: Path, borrowed: bool) -> None:
     code = f"""
@@ -724,6 +725,7 @@ while True:
         assert len(recording["fc"]) == count + 1
 
 
+@pytest.mark.integration
 def test_two_recorders_on_one_folder_are_refused(tmp_path: Path) -> None:
     with (
         DiskStore(tmp_path, MANIFEST),
@@ -997,6 +999,7 @@ def test_a_name_that_is_not_there_is_told_with_the_nearest(tmp_path: Path) -> No
             recording.stats("head")
 
 
+@pytest.mark.integration
 def test_a_bounded_recording_takes_what_it_keeps() -> None:
     script = """
 import psutil, torch

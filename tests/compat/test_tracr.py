@@ -18,6 +18,7 @@ import microtome as mt
 from microtome import zoo
 from microtome.compat.tracr import EarlyOutput, HookExitException, WrappedModel
 from microtome.errors import BadBoundary, BadFile, BadInputs, BadQuery, NoMatch, NotAModule, Unsupported
+from tests.marks import slow
 
 LEAVES = 99
 
@@ -74,12 +75,13 @@ def test_built_in_models_are_exact_at_every_layer(name: str, depth: int) -> None
     check_every_layer(*zoo.build(name), depth=depth)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "googlenet", "densenet121"])
+@pytest.mark.parametrize("name", ["resnet18", *slow("mobilenet_v3_small", "googlenet", "densenet121")])
 def test_models_of_torchvision_are_exact_at_every_layer(name: str) -> None:
     found = zoo.resolve(f"torchvision:{name}", inputs="2x3x32x32", args={"num_classes": 10})
     check_every_layer(found.model, found.inputs.args[0], depth=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "depth", "step"),
     [("resnet18", LEAVES, 1), ("mobilenet_v3_small", LEAVES, 7), ("googlenet", LEAVES, 7), ("densenet121", 3, 5)],

@@ -19,9 +19,10 @@ import microtome as mt
 from microtome import zoo
 from microtome.engine import tensors_in
 from microtome.errors import ProbeError
+from tests.marks import examples
 from tests.models import Leaf, Program, Step, Witness
 
-slow = settings(deadline=None, max_examples=60)
+slow = settings(max_examples=examples(60))
 
 
 # -- law 1: as found ---------------------------------------------------------------------------------------------------

@@ -171,7 +171,10 @@ def main(kind: str) -> None:
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "navit"])
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS[1:], "navit"])]
+)
 def test_every_action_works_on_nested_tensors_or_is_refused(kind: str) -> None:
     if kind == "navit" and find_spec("vit_pytorch") is None:
         pytest.skip("vit-pytorch is not installed")

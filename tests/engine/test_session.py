@@ -241,6 +241,7 @@ class TestCompiled:
             torch.compile(opens, backend="eager")(X)
         assert nn.Module.__dict__["_compiled_call_impl"] is None
 
+    @pytest.mark.integration
     def test_code_compiled_inside_the_session_before_dynamo_was_there_does_not_go_by_in_silence(self) -> None:
         script = """
             import torch, microtome as mt

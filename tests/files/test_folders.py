@@ -248,6 +248,7 @@ print("alive")
 """
 
 
+@pytest.mark.integration
 def test_a_file_that_is_cut_while_its_tensors_are_used_does_not_end_the_process(tmp_path: Path) -> None:
     model = net()
     with mt.record(model, ["0"], to=tmp_path / "acts"):

@@ -632,6 +632,7 @@ def test_finding_never_raises(gpu: FakeNvml, monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
+@pytest.mark.integration
 def test_importing_the_meters_imports_no_library_of_a_device() -> None:
     script = (
         "import sys, torch; old = set(sys.modules); import microtome.measure.energy; print(*set(sys.modules) - old)"

@@ -15,6 +15,7 @@ from tests.remote.attack.harness import Outcome, run_limited
 ATTACKS = attacks()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_costs_neither_memory_nor_answers(name: str) -> None:
     ATTACKS[name](2.0).check()

@@ -74,6 +74,7 @@ def counted(server: Server, name: str, **labels: str) -> float:
 # -- the server dies ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_in_the_middle_of_a_tensor_and_started_again_answers(server: ServerProcess) -> None:
     x = asking(rows=100_000)
     with Proxy(server.address) as proxy, connected(proxy.address, deadline=60.0) as remote:
@@ -469,6 +470,7 @@ def test_what_was_taken_before_sigterm_is_answered_and_the_exit_code_is_0() -> N
         assert output.equal(truth(x))
 
 
+@pytest.mark.slow
 def test_sigterm_under_load_loses_nothing_and_a_second_server_goes_on() -> None:
     answered, failed = [], []
 

@@ -13,12 +13,14 @@ from tests.remote.fuzz import deeply, fuzz, repaired
 from tests.remote.soak import soak
 
 
+@pytest.mark.slow
 def test_a_few_hundred_requests_over_breaking_lines_are_all_answered_rightly() -> None:
     found = soak(400, 4, pause_s=0.05)
     assert (found.right, found.wrong, found.lost) == (400, 0, 0)
     assert found.disconnects > 5
 
 
+@pytest.mark.slow
 def test_two_thousand_mutated_messages_do_no_harm() -> None:
     found = fuzz(2000)
     assert found.wrong == 0

@@ -520,6 +520,7 @@ def test_it_prints_every_row(opened: Open, page: str, profile: mt.Profile) -> No
     assert tab.page.locator("[id='section:explorer'] canvas").count() == 1
 
 
+@pytest.mark.slow
 def test_ten_thousand_calls_open_soon_and_only_rows_in_sight_are_in_the_page(opened: Open) -> None:
     text = large(10_000).to_html()
     began = perf_counter()

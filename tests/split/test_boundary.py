@@ -106,6 +106,7 @@ JSONS = st.recursive(
 )
 
 
+@pytest.mark.integration
 @given(st.lists(tensors(), max_size=4), st.sampled_from(LOSSLESS), st.dictionaries(st.text(), JSONS, max_size=4))
 @example([torch.tensor(5)], "raw", {})
 @settings(max_examples=300, deadline=None)
@@ -302,6 +303,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.integration
 @given(damaged())
 @settings(max_examples=1500, deadline=None)
 def test_damaged_bytes_never_give_a_result(data: bytes) -> None:
@@ -583,6 +585,7 @@ except BadBoundary as error:
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 @pytest.mark.parametrize("honest", [True, False])
 def test_a_bomb_does_not_go_off(codec: str, honest: bool, tmp_path: Any) -> None:

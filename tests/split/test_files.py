@@ -304,6 +304,7 @@ print(psutil.Process().memory_info().rss - before)
 """
 
 
+@pytest.mark.slow
 def test_a_loaded_stage_takes_its_share_of_the_memory(tmp_path: Path) -> None:
     def python(code: str, *args: str) -> str:
         command = [sys.executable, "-c", LARGE + code, *args]

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 import microtome as mt
 from benchmarks.split_zoo.seeds import EXACT, in_two_processes
 from microtome.errors import Unsupported
+from tests.marks import slow
 from tests.split.hash_seeds import BODIES, GENERATED, ZOO
 
 #: Pairs under which `set(NAMES)` has different orders, in both ways round, and one under which it has the same.
-SEEDS = [(0, 1), (4, 5), (3, 3)]
+SEEDS = [(0, 1), *slow((4, 5), (3, 3))]
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
@@ -52,6 +53,7 @@ def test_calls_that_differ_in_any_kind_of_value_are_matched_or_refused(seeds: tu
         assert [what for what in refused if "PYTHONHASHSEED" not in what] == [], name
 
 
+@pytest.mark.slow
 def test_models_of_transformers_are_exact_with_other_hash_seeds() -> None:
     found = in_two_processes("tests.split.hash_seeds", (0, 1), "zoo")
     assert list(found) == list(ZOO)

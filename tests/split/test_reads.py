@@ -15,6 +15,7 @@ import microtome as mt
 from benchmarks.split_zoo.models import build, entries
 from microtome import zoo
 from microtome.errors import Unsupported
+from tests.marks import slow
 from tests.split.test_stages import same
 
 
@@ -194,12 +195,12 @@ def test_vit_pytorch_vat_states_what_it_sends() -> None:
 
 
 ZOO = """
-    torchvision:maxvit_t transformers:mixtral transformers:deberta-v2 transformers:whisper transformers:llava
-    vit-pytorch:regionvit vit-pytorch:cct vit-pytorch:xcit timm:swin_transformer/swin_tiny_patch4_window7_224
+    torchvision:maxvit_t transformers:deberta-v2 transformers:whisper transformers:llava
+    vit-pytorch:regionvit vit-pytorch:xcit timm:swin_transformer/swin_tiny_patch4_window7_224
 """
 
 
-@pytest.mark.parametrize("name", ZOO.split())
+@pytest.mark.parametrize("name", ["transformers:mixtral", "vit-pytorch:cct", *slow(*ZOO.split())])
 def test_models_state_what_they_send(name: str) -> None:
     entry = {str(entry): entry for entry in entries()}[name]
     model, inputs = build(entry)

@@ -12,9 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
+from microtome.profile import load
 
 GLOBAL = torch.ones(4, requires_grad=True)
 HIDDEN = {"w": [torch.ones(4, requires_grad=True)]}
+
+
+@pytest.fixture(autouse=True)
+def sample_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample the load for as long as the passes take, not for a second."""
+    monkeypatch.setattr(load, "_LEAST_S", 0.0)
+
 
 ACTIONS: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "trace": partial(mt.trace, backward=True),

@@ -229,6 +229,7 @@ def test_accumulation_for_a_parameter_that_was_put_in_while_tracking() -> None:
     assert paths == ["1", "1"]
 
 
+@pytest.mark.slow
 def test_a_graph_deeper_than_the_stack_can_be_tracked() -> None:
     # torch crashes as it frees a graph of this depth if Python has looked at its nodes.
     class Loop(nn.Module):
@@ -781,6 +782,7 @@ def test_a_model_that_keeps_its_own_output_can_still_be_collected() -> None:
     assert ref() is None
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_10_000_steps() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
     x = torch.ones(1, 2)
