@@ -50,7 +50,7 @@ def recorded(folder: Path, count: int = 4, **options: Any) -> Path:
 def writers() -> list[str]:
     for thread in threading.enumerate():
         if thread.name == "microtome-writer":
-            thread.join(2)  # it may be about to end
+            thread.join(60)  # it may be about to end
     return [thread.name for thread in threading.enumerate() if thread.name == "microtome-writer"]
 
 

@@ -35,11 +35,11 @@ def serving(*words: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
         assert process.stdout is not None
         line = process.stdout.readline()
         found = re.search(r"is served at (\S+), from \d+ places? on", line)
-        assert found is not None, f"{line!r}: {process.communicate(timeout=10)}"
+        assert found is not None, f"{line!r}: {process.communicate(timeout=120)}"
         yield process, found[1]
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=120)
 
 
 def call(*words: Any) -> Result:
@@ -52,7 +52,7 @@ def test_a_server_is_asked_used_and_ended() -> None:
         result = call("run", MODEL, "--server", address, "--at", "layer1", "--repeat", 3)
         assert result.exit_code == 0, result.output
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert output == "ended\n"
 
@@ -63,10 +63,10 @@ def test_metrics_and_logs_tell_of_requests() -> None:
         port = free.getsockname()[1]
     with serving(MODEL, "--metrics", f":{port}", "--log-level", "info") as (process, address):
         assert call("run", MODEL, "--server", address, "--at", "layer1", "--repeat", 3, "--warmup", 0).exit_code == 0
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as reply:
             metrics = reply.read().decode()
         process.send_signal(signal.SIGTERM)
-        _, logs = process.communicate(timeout=20)
+        _, logs = process.communicate(timeout=120)
     answered = [line for line in map(json.loads, logs.splitlines()) if line["event"] == "answered"]
     assert {line["at"] for line in answered} == {"layer1"}
     assert len({line["request"] for line in answered}) == len(answered) >= 3

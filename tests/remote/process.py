@@ -92,7 +92,7 @@ class ServerProcess:
         """Ask it to end."""
         self._process.terminate()
 
-    def end(self, timeout: float = 30.0) -> int:
+    def end(self, timeout: float = 120.0) -> int:
         """Wait until it has ended; its exit code."""
         self._process.wait(timeout)
         return self._end()

@@ -50,12 +50,12 @@ def look(server: Server, later_s: float) -> None:
         done.set()
 
     server._ready.result().call_soon_threadsafe(act)
-    assert done.wait(20)
+    assert done.wait(120)
 
 
 def unary(server: Server, name: str, data: bytes, **options: Any) -> bytes:
     with grpc.insecure_channel(server.address) as channel:
-        reply: bytes = channel.unary_unary(f"/{messages.SERVICE}/{name}")(data, timeout=20, **options)
+        reply: bytes = channel.unary_unary(f"/{messages.SERVICE}/{name}")(data, timeout=120, **options)
         return reply
 
 
@@ -87,7 +87,7 @@ def test_a_boundary_over_4_mib_is_sent_in_parts_and_answered(server: Server) -> 
 def test_parts_that_do_not_fit_are_refused(server: Server, several: list[Any], words: str) -> None:
     sent = iter([one.SerializeToString() for one in several])
     with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
-        list(channel.stream_stream(f"/{messages.SERVICE}/Stream")(sent, timeout=20))
+        list(channel.stream_stream(f"/{messages.SERVICE}/Stream")(sent, timeout=120))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert words in caught.value.details()
 
@@ -216,7 +216,7 @@ def test_metrics_are_shown_beside_many_that_say_nothing_in_one_thread() -> None:
     before = threading.active_count()
     lines = [create_connection(("127.0.0.1", shown.port)) for _ in range(200)]
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{shown.port}/metrics", timeout=20) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{shown.port}/metrics", timeout=120) as reply:
             assert b"microtome_queue 0.0" in reply.read()
         assert threading.active_count() == before
     finally:
@@ -230,7 +230,7 @@ def test_metrics_are_shown_beside_many_that_say_nothing_in_one_thread() -> None:
 
 def status(server: Server) -> int:
     with grpc.insecure_channel(server.address) as channel:
-        data = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=20)
+        data = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=120)
     return int(health_pb2.HealthCheckResponse.FromString(data).status)
 
 
@@ -279,12 +279,12 @@ def test_an_index_out_of_range_on_a_gpu_ends_the_server_process() -> None:
 
     with ServerProcess("tests.remote.test_bounds:Indexed", "--input", "1x3:int64", "--device", "cuda") as server:
         with grpc.insecure_channel(server.address) as channel:
-            data = channel.unary_unary(f"/{messages.SERVICE}/Hello")(b"", timeout=20)
+            data = channel.unary_unary(f"/{messages.SERVICE}/Hello")(b"", timeout=120)
             hello = messages.HelloReply.FromString(data)
             facts = {"plain": [], "tensors": ["0"]}
             bad = mt.Boundary("", hello.fingerprint, {"0": torch.full((1, 3), 999)}, facts)
             request = messages.Request(id="1", boundary=bad.to_bytes())
-            reply = channel.unary_unary(f"/{messages.SERVICE}/Run")(request.SerializeToString(), timeout=60)
+            reply = channel.unary_unary(f"/{messages.SERVICE}/Run")(request.SerializeToString(), timeout=120)
             assert messages.Reply.FromString(reply).HasField("error")
         assert server.end() == 1
         assert "the device failed" in server.said

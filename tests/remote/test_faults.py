@@ -291,7 +291,6 @@ def test_half_a_message_is_not_computed(here: Server) -> None:
 
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_a_line_that_changes_bytes_gives_no_wrong_answer(here: Server, direction: str) -> None:
-    right, errors = 0, 0
     x = asking(rows=40)
     with Proxy(here.address) as proxy, connected(proxy.address, deadline=0.3) as remote:
         for place in range(0, 240, 15):
@@ -300,13 +299,13 @@ def test_a_line_that_changes_bytes_gives_no_wrong_answer(here: Server, direction
             weather.corrupt = _flipping(weather.passed + place, 1 << place % 8)
             try:
                 assert remote(x).equal(truth(x)), place
-                right += 1
             except MicrotomeError:
-                errors += 1
                 proxy.cut()  # where the length of a frame is wrong, both sides wait for the rest
                 until(lambda: remote._connection.down is not None)
-    assert right + errors == 16
-    assert right > 0
+        weather.corrupt = None
+        until(lambda: remote._connection.down is None)
+        remote._deadline = None
+        assert remote(x).equal(truth(x))
 
 
 def _flipping(place: int, bit: int) -> Callable[[int, bytes], bytes]:
@@ -344,7 +343,7 @@ def test_a_damaged_id_is_found_and_the_request_sent_again(here: Server) -> None:
 def test_a_message_over_the_limit_is_refused_by_both_sides() -> None:
     def run(nbytes: int) -> Any:
         call = channel.unary_unary(f"/{messages.SERVICE}/Run", response_deserializer=messages.Reply.FromString)
-        return call(messages.Request(id="1", boundary=bytes(nbytes)).SerializeToString(), timeout=10)
+        return call(messages.Request(id="1", boundary=bytes(nbytes)).SerializeToString(), timeout=120)
 
     big, small = asking(rows=4000), asking(rows=10)  # 128 kB
     with mt.serve(Slow().eval(), asking(), listen="127.0.0.1:0", max_message="100KB") as server:
@@ -445,7 +444,7 @@ def test_what_was_taken_before_sigterm_is_answered_and_the_exit_code_is_0() -> N
     port = free_port()
 
     def queued() -> bool:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as reply:
             return b"\nmicrotome_queue 8.0" in reply.read()
 
     sent: SimpleQueue[bytes | None] = SimpleQueue()

@@ -128,7 +128,7 @@ def test_no_method_is_served_without_the_token_and_nothing_is_told(stage: Any) -
                 kind = channel.stream_stream if method.streams else channel.unary_unary
                 call = kind(f"/{messages.SERVICE}/{name}")
                 with pytest.raises(grpc.RpcError) as caught:
-                    list(call(iter([b""]), timeout=10)) if method.streams else call(b"", timeout=10)
+                    list(call(iter([b""]), timeout=120)) if method.streams else call(b"", timeout=120)
                 assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
                 assert "secret" not in caught.value.details()
         shown = server.metrics.registry.get_sample_value(
