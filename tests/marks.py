@@ -15,4 +15,4 @@ def slow(*values: Any) -> list[Any]:
 
 def examples(count: int) -> int:
     """So many examples of a property in `make test-all`, and as few as the profile of `make test` has in proportion."""
-    return max(count * settings.default.max_examples // 100, 1)  # type: ignore[union-attr]  there is a default
+    return max(count * settings().max_examples // 100, 1)

@@ -37,7 +37,7 @@ def test_no_property_has_a_deadline(file: Path) -> None:
 @pytest.mark.parametrize("profile", ["microtome", "quick"])
 def test_no_profile_has_a_deadline(profile: str) -> None:
     assert settings.get_profile(profile).deadline is None
-    assert settings.default.deadline is None  # type: ignore[union-attr]
+    assert settings().deadline is None
 
 
 def test_a_property_has_at_least_one_example() -> None:
