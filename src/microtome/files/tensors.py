@@ -35,6 +35,7 @@ CODES: dict[torch.dtype, str] = {
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
@@ -76,14 +77,22 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def places(tensors: Mapping[str, Tensor], end: int) -> tuple[dict[str, Any], list[Tensor], int]:
-    """What the header says of the tensors when they come after `end`, those of them with values in order, their end."""
+    """What the header says of the tensors when they come after `end`, those of them with values in order, their end.
+
+    A tensor that torch conjugates or negates lazily is resolved: its memory holds other values than it has.
+    """
     header: dict[str, Any] = {}
     # The widest first, so that each begins at a multiple of its width.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     for key, tensor in ordered:
         begin, end = end, end + tensor.nbytes
         header[key] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    return header, [tensor for _, tensor in ordered if tensor.nbytes], end
+    return header, [resolve(tensor) for _, tensor in ordered if tensor.nbytes], end
+
+
+def resolve(tensor: Tensor) -> Tensor:
+    """The tensor without a lazy conjugation or negation, for `bytes_of`; itself if it has none."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 def head(header: dict[str, Any], room: int) -> bytes:
@@ -94,7 +103,13 @@ def head(header: dict[str, Any], room: int) -> bytes:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the CPU."""
+    """The memory of a contiguous tensor of the CPU, which the caller keeps alive.
+
+    Raises:
+        ValueError: If the memory does not hold the tensor's values.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError("expected a tensor whose memory holds its values, got a lazy conjugation or negation")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

@@ -38,6 +38,8 @@ def _look(hint: Any, finite: bool) -> Look:
         return partial(_in_items, _look(parts[0], finite), enumerate, list)
     if origin is tuple and parts[1:] == (...,):
         return partial(_in_items, _look(parts[0], finite), enumerate, tuple)
+    if origin is tuple:
+        return partial(_in_places, [_look(part, finite) for part in parts])
     if origin is dict:
         return partial(_in_items, _look(parts[1], finite), dict.items, dict)
     if is_dataclass(hint) or hasattr(hint, "_fields"):  # or a named tuple
@@ -96,6 +98,15 @@ def _in_fields(kind: Any, looks: list[tuple[str, Look]], value: Any) -> str | No
     for name, look in looks:
         if (wrong := look(getattr(value, name))) is not None:
             return f".{name}{wrong}"
+    return None
+
+
+def _in_places(looks: list[Look], value: Any) -> str | None:
+    if not isinstance(value, tuple) or len(value) != len(looks):
+        return f": expected a tuple of {len(looks)}, got {value!r:.80}"
+    for at, (look, part) in enumerate(zip(looks, value, strict=True)):
+        if (wrong := look(part)) is not None:
+            return f"[{at}]{wrong}"
     return None
 
 

@@ -16,7 +16,7 @@ from xxhash import xxh3_64_hexdigest
 
 from microtome.errors import BadFile, BadQuery
 from microtome.files.reading import opened
-from microtome.files.tensors import Place, bytes_of, head, places, read_header, read_values
+from microtome.files.tensors import Place, bytes_of, head, places, read_header, read_values, resolve
 from microtome.files.writing import Partial, write_all, write_whole
 
 
@@ -40,7 +40,8 @@ def _sums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _sum_of(tensor: Tensor) -> str:
-    return xxh3_64_hexdigest(bytes_of(tensor) if tensor.nbytes else b"")
+    resolved = resolve(tensor)  # held while its memory is read
+    return xxh3_64_hexdigest(bytes_of(resolved) if resolved.nbytes else b"")
 
 
 class OpenShard:
