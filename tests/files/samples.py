@@ -21,7 +21,7 @@ from microtome.compat.tracr.settings import settle
 from microtome.errors import BadFile, BadWeights, MicrotomeError, SensorFailed, Unsupported
 from microtome.measure.energy.csv_meter import CsvMeter
 from microtome.plan import codec_costs
-from microtome.remote.link import Measured
+from microtome.remote.link import LinkMeasurement
 from microtome.remote.ran import Moved, Ran
 from microtome.remote.security import read_token
 from microtome.remote.sent import Sent
@@ -70,7 +70,7 @@ def _results(folder: Path) -> dict[str, Sample]:
     link = mt.Link("20Mbps", rtt="15ms")
     sent = Sent("0", total_s=0.1, began=1.0), Sent(None, where="edge", reason="late", began=2.0)
     rows = Timed("", "raw", total_s=0.1, planned_s=0.1), Timed("0", "raw", total_s=0.2), Timed(None, "raw", failed="no")
-    measured = Measured(0.1, 0.01, 1e6, 1e6)
+    measured = LinkMeasurement(0.1, 0.01, 1e6, 1e6)
     made = (
         profile,
         profile.diff(mt.profile(nn.Sequential(nn.Linear(4, 8)), x, measure=("time",))),

@@ -340,7 +340,7 @@ def test_a_server_that_says_too_much_of_itself_is_refused(resnet: tuple[nn.Modul
         (
             '{"kind": "profile"}' + " " * (2 << 20),
             RemoteError,
-            r"a profile of 2.00 MiB, expected at most .* calls of the",
+            r"expected a profile of at most .* calls of the model, got 2.00 MiB",
         ),
         ("[" * 1000, BadFile, "is not JSON"),
         ('{"kind": "profile", "schema": 99}', BadFile, "has version 99 of a profile"),

@@ -11,7 +11,7 @@ import torch
 import microtome as mt
 from microtome.errors import RemoteError
 from microtome.remote.connection import Connection
-from microtome.remote.link import Measured, probe
+from microtome.remote.link import LinkMeasurement, probe
 from microtome.remote.sent import Sent
 from microtome.remote.tuning import Tuner, Way, way_of
 from tests.plan import made
@@ -31,13 +31,13 @@ def connection() -> Iterator[Connection]:
 
 
 def tuner(connection: Connection, bytes_per_s: float) -> Tuner:
-    measured = Measured(RTT, 0.0, bytes_per_s, bytes_per_s)
+    measured = LinkMeasurement(RTT, 0.0, bytes_per_s, bytes_per_s)
     plan = mt.plan(CUTS, edge=EDGE, cloud=CLOUD, link=measured.link, costs=made.costs(CUTS))
     return Tuner(plan, measured, connection, ["raw"])
 
 
 def best_at(bytes_per_s: float) -> Way:
-    link = Measured(RTT, 0.0, bytes_per_s, bytes_per_s).link
+    link = LinkMeasurement(RTT, 0.0, bytes_per_s, bytes_per_s).link
     plan = mt.plan(CUTS, edge=EDGE, cloud=CLOUD, link=link, costs=made.costs(CUTS))
     return next(way_of(one) for one in plan.candidates if "raw" in way_of(one))
 
@@ -73,7 +73,7 @@ def test_it_begins_where_the_plan_says(connection: Connection) -> None:
 @pytest.mark.parametrize(("gain", "at"), [(0.04, None), (0.06, "")])
 def test_nothing_crosses_for_little(connection: Connection, gain: float, at: str | None) -> None:
     cuts, edge = made.cuts([8_000_000], inputs=1000), made.profile([1.0], inputs=1000)
-    measured = Measured(1e-6, 0.0, FAST, FAST)
+    measured = LinkMeasurement(1e-6, 0.0, FAST, FAST)
     cloud = made.profile([1.0 - gain], inputs=1000)
     plan = mt.plan(cuts, edge=edge, cloud=cloud, link=measured.link, costs=made.costs(cuts))
     assert plan.winner.latency_s == pytest.approx(1.0 - gain, rel=1e-3)

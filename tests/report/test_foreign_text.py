@@ -18,7 +18,7 @@ import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, MicrotomeError, RemoteError, printable, said
 from microtome.plan.codecs import CodecCost, CodecCosts
-from microtome.remote.link import Measured
+from microtome.remote.link import LinkMeasurement
 from microtome.remote.logs import JsonLines
 from microtome.remote.ran import Moved, Ran
 from microtome.remote.sent import Sent
@@ -40,7 +40,9 @@ def profile() -> mt.Profile:
 
 def sweep_result() -> Sweep:
     rows = (Timed("", "raw", total_s=2.0), Timed("a", "raw", total_s=1.0), Timed("b", "raw", failed="why"))
-    return Sweep("Net", "1x3", "h:1", "cpu", "raw", 3, Measured(0.1, 0.1, 1.0, 1.0), rows, "no sensor", "none", {})
+    return Sweep(
+        "Net", "1x3", "h:1", "cpu", "raw", 3, LinkMeasurement(0.1, 0.1, 1.0, 1.0), rows, "no sensor", "none", {}
+    )
 
 
 def run_result() -> Ran:

@@ -19,7 +19,7 @@ from microtome.errors import BadQuery
 from microtome.plan.data import Plan
 from microtome.profile.how import Load
 from microtome.profile.rows import Row
-from microtome.remote.link import Measured
+from microtome.remote.link import LinkMeasurement
 from microtome.remote.ran import Ran
 from microtome.remote.sent import Sent
 from microtome.remote.swept import Sweep, Timed
@@ -183,7 +183,7 @@ def test_a_sweep_is_one_request_after_the_other() -> None:
         Timed("layer2", "raw", failed="it could not be cut"),
         Timed(None, "raw", tail_s=0.03, total_s=0.03),
     )
-    link = Measured(*[0.0] * len(Measured._fields))
+    link = LinkMeasurement(*[0.0] * len(LinkMeasurement._fields))
     sweep = Sweep("Net", "1x3", "host:7070", "cpu", "raw", 5, link, rows, "", "", {})
     events = check_chrome(sweep.to_perfetto())
     names = [event["name"] for event in events if event["ph"] == "X" and "sent_bytes" in event.get("args", {})]

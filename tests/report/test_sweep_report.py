@@ -9,10 +9,10 @@ import pytest
 
 import microtome as mt
 from microtome.errors import BadFile, NoMatch
-from microtome.remote.link import Measured
+from microtome.remote.link import LinkMeasurement
 from microtome.remote.swept import Sweep, Timed
 
-LINK = Measured(rtt_s=0.01, jitter_s=0.001, up_bytes_per_s=1e6, down_bytes_per_s=2e6)
+LINK = LinkMeasurement(rtt_s=0.01, jitter_s=0.001, up_bytes_per_s=1e6, down_bytes_per_s=2e6)
 
 
 def timed(at: str | None, head_s: float, tail_s: float, planned_s: float | None = None) -> Timed:

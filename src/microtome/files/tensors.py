@@ -53,7 +53,7 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 _HEADER_BYTES = 100_000_000
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor is in a file, from its first byte to the one after its last."""
 
     begin: int
@@ -134,7 +134,7 @@ def read_tensors(file: File, device: torch.device | str = "cpu") -> tuple[dict[s
         return found, digest.hexdigest()
 
 
-def read_header(stream: BinaryIO, file: File) -> tuple[bytes, dict[str, Place]]:
+def read_header(stream: BinaryIO, file: File) -> tuple[bytes, dict[str, TensorPlace]]:
     """The bytes before the values of an open file, and where each tensor is; all places are within the file."""
     total = _size(stream)
     start = _read(stream, 0, 8)
@@ -149,7 +149,7 @@ def read_header(stream: BinaryIO, file: File) -> tuple[bytes, dict[str, Place]]:
     return start + text, {key: _place(key, fields, 8 + length, total) for key, fields in header.items()}
 
 
-def read_values(stream: BinaryIO, key: str, place: Place) -> Tensor:
+def read_values(stream: BinaryIO, key: str, place: TensorPlace) -> Tensor:
     """A tensor whose place `read_header` gave."""
     values = torch.empty(place.end - place.begin, dtype=torch.uint8, device="cpu")
     view = bytes_of(values) if len(values) else memoryview(b"")
@@ -165,7 +165,7 @@ def read_values(stream: BinaryIO, key: str, place: Place) -> Tensor:
     return values.view(place.dtype).view(place.shape)
 
 
-def _place(key: str, fields: Any, start: int, total: int) -> Place:
+def _place(key: str, fields: Any, start: int, total: int) -> TensorPlace:
     """What the header says of a tensor, checked."""
     if fields["dtype"] not in DTYPES:
         raise ValueError(f"expected a dtype that this torch has for {key!r:.80}, got {fields['dtype']!r:.20}")
@@ -177,7 +177,7 @@ def _place(key: str, fields: Any, start: int, total: int) -> Place:
         raise ValueError(f"expected {math.prod(shape) * dtype.itemsize} bytes for {key!r:.80}, got {end - begin}")
     if start + end > total:
         raise ValueError(f"{key!r:.80} would be at {start + begin} to {start + end} of {total} bytes")
-    return Place(start + begin, start + end, dtype, tuple(shape))
+    return TensorPlace(start + begin, start + end, dtype, tuple(shape))
 
 
 def _size(stream: BinaryIO) -> int:

@@ -8,8 +8,8 @@ from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-#: Where a value is not of its type, and what is there; None where it is.
-Look = Callable[[Any], str | None]
+#: Compares a value with a type: where it is not of it and what is there, or None if it is.
+Check = Callable[[Any], str | None]
 
 #: Numbers are below this, so that sums and products of them are numbers too.
 _MOST = 1e100
@@ -18,34 +18,37 @@ _MOST = 1e100
 def mismatch(value: Any, hint: Any, *, finite: bool = True) -> str | None:
     """Say where a value is not of the type that it is annotated with, and what is there; None where it is.
 
-    It looks at dataclasses, named tuples, tuples, lists, dicts, numbers, strings, booleans and literals.
+    It looks at dataclasses, named tuples, tuples of any or of a fixed length, lists, dicts, numbers, strings, booleans
+    and literals.
 
     Args:
         finite: Whether a float must be one that results hold; else it may be any.
     """
-    return _look(hint, finite)(value)
+    return _check_of(hint, finite)(value)
 
 
 @cache
-def _look(hint: Any, finite: bool) -> Look:
-    """Made once of a type, since a profile has a hundred numbers a call."""
+def _check_of(hint: Any, finite: bool) -> Check:
+    """The check for a type, cached since a profile has a hundred numbers a call."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return _in_union([_look(part, finite) for part in parts if part is not NoneType], is_optional=NoneType in parts)
+        return _in_union(
+            [_check_of(part, finite) for part in parts if part is not NoneType], is_optional=NoneType in parts
+        )
     if origin is Literal:
         return partial(_one_of, parts)
     if origin is list:
-        return partial(_in_items, _look(parts[0], finite), enumerate, list)
+        return partial(_in_items, _check_of(parts[0], finite), enumerate, list)
     if origin is tuple and parts[1:] == (...,):
-        return partial(_in_items, _look(parts[0], finite), enumerate, tuple)
+        return partial(_in_items, _check_of(parts[0], finite), enumerate, tuple)
     if origin is tuple:
-        return partial(_in_places, [_look(part, finite) for part in parts])
+        return partial(_in_places, [_check_of(part, finite) for part in parts])
     if origin is dict:
-        return partial(_in_items, _look(parts[1], finite), dict.items, dict)
+        return partial(_in_items, _check_of(parts[1], finite), dict.items, dict)
     if is_dataclass(hint) or hasattr(hint, "_fields"):  # or a named tuple
         hints = get_type_hints(hint)
         names = [field.name for field in fields(hint)] if is_dataclass(hint) else hint._fields
-        return partial(_in_fields, hint, [(name, _look(hints[name], finite)) for name in names])
+        return partial(_in_fields, hint, [(name, _check_of(hints[name], finite)) for name in names])
     if hint is float and not finite:
         return lambda value: None if type(value) is float else _number(value)
     return _SIMPLE.get(hint, _nothing)
@@ -78,42 +81,42 @@ def _truth(value: Any) -> str | None:
     return None if isinstance(value, bool) else f": expected true or false, got {value!r:.80}"
 
 
-_SIMPLE: dict[Any, Look] = {int: _whole, float: _number, str: _text, bool: _truth}
+_SIMPLE: dict[Any, Check] = {int: _whole, float: _number, str: _text, bool: _truth}
 
 
-def _in_union(looks: list[Look], *, is_optional: bool) -> Look:
-    def look(value: Any) -> str | None:
+def _in_union(checks: list[Check], *, is_optional: bool) -> Check:
+    def check(value: Any) -> str | None:
         wrong = None
-        for one in () if is_optional and value is None else looks:
+        for one in () if is_optional and value is None else checks:
             if (wrong := one(value)) is None:
                 return None
         return wrong
 
-    return look
+    return check
 
 
-def _in_fields(kind: Any, looks: list[tuple[str, Look]], value: Any) -> str | None:
+def _in_fields(kind: Any, checks: list[tuple[str, Check]], value: Any) -> str | None:
     if not isinstance(value, kind):
         return f": expected a {kind.__name__}, got {value!r:.80}"
-    for name, look in looks:
-        if (wrong := look(getattr(value, name))) is not None:
+    for name, check in checks:
+        if (wrong := check(getattr(value, name))) is not None:
             return f".{name}{wrong}"
     return None
 
 
-def _in_places(looks: list[Look], value: Any) -> str | None:
-    if not isinstance(value, tuple) or len(value) != len(looks):
-        return f": expected a tuple of {len(looks)}, got {value!r:.80}"
-    for at, (look, part) in enumerate(zip(looks, value, strict=True)):
-        if (wrong := look(part)) is not None:
+def _in_places(checks: list[Check], value: Any) -> str | None:
+    if not isinstance(value, tuple) or len(value) != len(checks):
+        return f": expected a tuple of {len(checks)}, got {value!r:.80}"
+    for at, (check, part) in enumerate(zip(checks, value, strict=True)):
+        if (wrong := check(part)) is not None:
             return f"[{at}]{wrong}"
     return None
 
 
-def _in_items(look: Look, pairs: Callable[[Any], Iterable[Any]], kind: type, value: Any) -> str | None:
+def _in_items(check: Check, pairs: Callable[[Any], Iterable[Any]], kind: type, value: Any) -> str | None:
     if not isinstance(value, kind):
         return f": expected a {kind.__name__}, got {value!r:.80}"
-    for key, part in pairs(value) if look is not _nothing else ():
-        if (wrong := look(part)) is not None:
+    for key, part in pairs(value) if check is not _nothing else ():
+        if (wrong := check(part)) is not None:
             return f"[{key!r:.80}]{wrong}"
     return None

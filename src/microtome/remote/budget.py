@@ -7,7 +7,7 @@ import threading
 from collections import deque
 
 
-class Pool:
+class BytePool:
     """Bytes that wait for room, in the order in which they came. For one event loop."""
 
     def __init__(self, most: int) -> None:
@@ -54,7 +54,7 @@ class Pool:
             future.set_result(None)
 
 
-class Replies:
+class ReplyBudget:
     """Bytes of replies that are not yet written. While there are too many, nothing is computed. For any thread."""
 
     def __init__(self, most: int) -> None:

@@ -1,4 +1,4 @@
-"""The calls that are open: a bounded number. When others want in, those that wait for their peer are ended."""
+"""Bound the number of open calls: a new one has one that waits for its peer ended."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from microtome.remote.peers import Peers
 #: Seconds that a call waits for a place, how often it looks, and for how long a peer must have left its reply untaken
 #: to make a place.
 _WAIT_S, _LOOK_S, STUCK_S = 2.0, 0.05, 0.25
+#: Seconds after which a call that waits for a place has one ended that is sending a request: most requests are complete
+#: sooner, and lose nothing.
+SENDING_S = 0.5
 
 
 class Upload:
@@ -32,7 +35,7 @@ class Upload:
         return self.received / max(now - self.began, 1e-3)
 
 
-class Call:
+class OpenCall:
     """One open call.
 
     Attributes:
@@ -96,28 +99,31 @@ class Call:
                 self.task.cancel()
 
 
-class Calls:
+class CallLimiter:
     """A bounded number of open calls.
 
     Attributes:
         dropped: How many were ended for others, with what they held.
     """
 
-    def __init__(self, most: int, peers: Peers, *, trusted: bool = False) -> None:
+    def __init__(
+        self, most: int, peers: Peers, *, trusted: bool = False, clock: Callable[[], float] = monotonic
+    ) -> None:
         """`trusted`: who calls has shown a token, where one is asked for."""
         self.most = most
+        self._clock = clock
         self.dropped = 0
         self._trusted = trusted
         self._peers = peers
-        self._open: dict[Call, None] = {}
+        self._open: dict[OpenCall, None] = {}
         self._waiting = 0
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[OpenCall]:
         return iter(tuple(self._open))
 
-    async def run(self, context: Any, body: Callable[[Call], Awaitable[None]], *, is_stream: bool) -> None:
+    async def run(self, context: Any, body: Callable[[OpenCall], Awaitable[None]], *, is_stream: bool) -> None:
         """Run a call to its end; with too many open, one that waits for its peer is ended for it."""
-        call = Call(context, is_stream=is_stream)
+        call = OpenCall(context, is_stream=is_stream)
         if self._trusted:
             self._peers.trust(call.peer)
         if not await self._has_place():
@@ -143,7 +149,7 @@ class Calls:
         elif call.ended is not None:  # a status would wait behind the reply, which is not taken
             raise asyncio.CancelledError
 
-    def disconnect(self, call: Call, why: str) -> None:
+    def disconnect(self, call: OpenCall, why: str) -> None:
         """End a call that cannot be told so, since it takes nothing: with its connection."""
         self._open.pop(call, None)
         self.dropped += 1
@@ -152,30 +158,37 @@ class Calls:
 
     async def _has_place(self) -> bool:
         """Wait for a place, and make one where that can be done; whether there is one."""
-        ends = monotonic() + _WAIT_S
+        began = self._clock()
         self._waiting += 1
         try:
-            while len(self._open) >= self.most and not self._end_idle() and not self._end_stuck():
-                if monotonic() > ends or self._waiting > self.most:
+            while len(self._open) >= self.most and not self._end_one(self._clock() - began):
+                if self._clock() - began > _WAIT_S or self._waiting > self.most:
                     return False
                 await asyncio.sleep(_LOOK_S)
             return True
         finally:
             self._waiting -= 1
 
-    def _end_idle(self) -> bool:
+    def _end_one(self, waited_s: float) -> bool:
+        """End a call for one that has waited so long for a place; whether there was one to end."""
+        if self._end_idle(sending=False) or self._end_stuck():
+            return True
+        return waited_s > SENDING_S and self._end_idle(sending=True)
+
+    def _end_idle(self, *, sending: bool) -> bool:
         """End an idle call of the peer that has most calls: one that has brought nothing, or the one idle longest.
 
-        One that is sending a request is ended only if there is no other.
+        Args:
+            sending: Of those that are sending a request, or of those that are not.
         """
-        idle = [call for call in self._open if call.is_idle]
+        idle = [call for call in self._open if call.is_idle and call.is_sending == sending]
         if not idle:
             return False
         counts = Counter(call.peer for call in self._open)
-        call = max(idle, key=lambda one: (not one.is_sending, counts[one.peer], not one.has_spoken, -one.quiet_since))
+        call = max(idle, key=lambda one: (counts[one.peer], not one.has_spoken, -one.quiet_since))
         del self._open[call]
         self.dropped += call.has_spoken
-        if call.is_sending:
+        if sending:
             why = "all calls are in use: send the request again later"
         else:
             why = "the call was idle and others wait: open one when there is a request"

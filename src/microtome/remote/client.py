@@ -19,12 +19,12 @@ from microtome.plan.data import Plan
 from microtome.remote import messages
 from microtome.remote.connection import Connection, Pending, Security
 from microtome.remote.faults import PASSING
-from microtome.remote.parts import Parts, shake_hands
+from microtome.remote.parts import LocalModel, shake_hands
 from microtome.remote.payloads import INPUTS, of_inputs, to_output
 from microtome.remote.replies import Expected
 from microtome.remote.sent import Job, Sent
-from microtome.remote.streaming import Calls, streamed
-from microtome.remote.tuning import LOSSLESS, Move, Tuner, Way, best_codec, tuned
+from microtome.remote.streaming import RequestSteps, streamed
+from microtome.remote.tuning import LOSSLESS, CutMove, Tuner, Way, best_codec, tuned
 from microtome.split.boundary import Boundary
 from microtome.split.codecs import codec_of
 from microtome.split.stage import Stage
@@ -48,7 +48,7 @@ class Remote:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: LocalModel,
         connection: Connection,
         server: Any,
         way: Way | Tuner,
@@ -74,7 +74,7 @@ class Remote:
         return self._way if isinstance(self._way, Way) else self._way.way
 
     @property
-    def history(self) -> list[Move]:
+    def history(self) -> list[CutMove]:
         """When the cut moved, and why; empty if it was not to be found."""
         return [] if isinstance(self._way, Way) else list(self._way.history)
 
@@ -105,7 +105,7 @@ class Remote:
         """
         if not isinstance(window, int) or window < 1:
             raise BadQuery(f"window is how many requests are on their way at most, got {window!r}")
-        calls = Calls(lambda given: self._prepare(given, self.way), self._encode, self._finish, self._drop)
+        calls = RequestSteps(lambda given: self._prepare(given, self.way), self._encode, self._finish, self._drop)
         return streamed(calls, iter(items), window)
 
     # -- the parts of a request ----------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def connect(
         raise BadQuery(f"fallback is 'local' or None, got {fallback!r}")
     if deadline is not None and not deadline > 0:
         raise BadQuery(f"a deadline is a number of seconds, got {deadline!r}")
-    parts = Parts(model, inputs)
+    parts = LocalModel(model, inputs)
     connection = Connection(server, Security(tls, ca, cert, key, token, server_name))
     try:
         told = shake_hands(connection, parts, timeout, any_torch=any_torch)
@@ -346,7 +346,7 @@ def connect(
         raise
 
 
-def _way(parts: Parts, connection: Connection, told: Any, at: Any, codec: str) -> Way | Tuner:
+def _way(parts: LocalModel, connection: Connection, told: Any, at: Any, codec: str) -> Way | Tuner:
     if codec != "auto":
         codec_of(codec)
         codecs: tuple[str, ...] = (codec,)

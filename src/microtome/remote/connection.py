@@ -15,7 +15,7 @@ from microtome.errors import RemoteError
 from microtome.remote import messages
 from microtome.remote.channel import MOST, REPLY, Security, check_address, open_channel
 from microtome.remote.extra import DecodeError, grpc
-from microtome.remote.faults import from_message
+from microtome.remote.faults import from_message, from_rpc
 from microtome.remote.security import metadata
 from microtome.split.boundary import Boundary
 from microtome.split.wire import encode
@@ -35,14 +35,6 @@ _PART = 1 << 20
 _TELLING_BYTES, _TELLING_S = 4 << 20, 0.2
 #: The most bytes of what a server says of itself: a few strings, and the addresses of its cuts.
 _HELLO = 4 << 20
-#: What asking again does not help against.
-_FINAL = {
-    grpc.StatusCode.UNAUTHENTICATED: "wants another token",
-    grpc.StatusCode.PERMISSION_DENIED: "does not let this client in",
-    grpc.StatusCode.UNIMPLEMENTED: "does not speak this protocol",
-    grpc.StatusCode.INVALID_ARGUMENT: "refuses what it is sent",
-    grpc.StatusCode.FAILED_PRECONDITION: "cannot do this",
-}
 
 
 class Pending:
@@ -132,20 +124,31 @@ class Connection:
         self._fed_bytes, self._fed_s = 0, 0.0
         self._thread: threading.Thread | None = None
 
-    def ask(self, name: str, request: Any, timeout: float) -> Any:
+    def ask(self, name: str, request: Any, timeout: float, reply_bytes: int = REPLY) -> Any:
         """Call a method that gives one reply.
+
+        Args:
+            reply_bytes: The most bytes of the reply, if that is more than every channel takes.
 
         Raises:
             RemoteError: If there is none.
         """
-        data, ends = request.SerializeToString(), monotonic() + timeout
+        data = request.SerializeToString()
+        if reply_bytes <= REPLY:
+            return self._ask(self._methods[name], name, data, timeout, REPLY)
+        most = min(reply_bytes, MOST)
+        with open_channel(self.address, self._security, most) as channel:
+            return self._ask(channel.unary_unary(_path(name)), name, data, timeout, most)
+
+    def _ask(self, method: Any, name: str, data: bytes, timeout: float, most: int) -> Any:
+        ends = monotonic() + timeout
         while True:
             left = ends - monotonic()
             try:
-                reply = self._methods[name](data, timeout=max(left, 0.001), metadata=self._metadata)
+                reply = method(data, timeout=max(left, 0.001), metadata=self._metadata)
                 return self._parsed(name, reply)
             except grpc.RpcError as error:
-                told = self._told(error)
+                told = from_rpc(error, self.address, f"answers {name} with more than {size(most)}")
                 # The reason is lost if gRPC waits for the server by itself.
                 if (
                     told.kind in ("REFUSED", "TOO_LARGE")
@@ -324,7 +327,9 @@ class Connection:
                 if pending is not None:
                     self._settle(pending, reply)
         except grpc.RpcError as error:
-            return self._told(error)
+            most = f"the {size(self._channel_bytes)} that the example explains"
+            advice = "Split the model on a larger example, or raise max_reply="
+            return from_rpc(error, self.address, f"answers more than {most}. {advice}")
         return RemoteError(f"{self.address} ended the stream: it is going down", "UNREACHABLE")
 
     def _settle(self, pending: Pending, reply: Any) -> None:
@@ -337,28 +342,6 @@ class Connection:
 
     def _was_closed(self) -> RemoteError:
         return RemoteError(f"the connection to {self.address} was closed", "UNREACHABLE")
-
-    def _told(self, error: grpc.RpcError) -> RemoteError:
-        code, details = error.code(), error.details()
-        if "CERTIFICATE_VERIFY_FAILED" in str(details):
-            return RemoteError(f"{self.address}: TLS verification failed: {details}", "REFUSED")
-        if code == grpc.StatusCode.RESOURCE_EXHAUSTED and str(details).startswith("SERVER:"):
-            return RemoteError(f"{self.address} was sent more than it takes: {details}", "TOO_LARGE")
-        if code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in str(details):
-            return RemoteError(
-                f"{self.address} answers more than the {size(self._channel_bytes)} that the example explains: "
-                f"{details}. Split the model on a larger example, or raise max_reply=",
-                "TOO_LARGE",
-            )
-        if "Compression algorithm" in str(details):
-            return RemoteError(
-                f"{self.address} compresses messages, which could unpack to anything: {details}", "REFUSED"
-            )
-        if code in _FINAL:
-            return RemoteError(f"{self.address} {_FINAL[code]}: {details}", "REFUSED")
-        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return RemoteError(f"{self.address} did not answer in time: {details}", "UNREACHABLE")
-        return RemoteError(f"{self.address} cannot be reached: {details}", "UNREACHABLE")
 
 
 def _path(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Shows metrics to Prometheus over HTTP, in one thread whatever connects."""
+"""Show metrics to Prometheus over HTTP, in one thread whatever connects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from microtome.remote.extra import CONTENT_TYPE_LATEST, CollectorRegistry, gener
 _CONNECTIONS, _SECONDS, _REQUEST_BYTES = 64, 5.0, 8 << 10
 
 
-class Exposition:
+class MetricsServer:
     """A server of one page, until `close`.
 
     Attributes:
@@ -40,6 +40,7 @@ class Exposition:
         self._thread.start()
 
     def close(self) -> None:
+        """Stop listening, and close the connections that are open without waiting for their peers."""
         self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join()
 
@@ -47,17 +48,19 @@ class Exposition:
         with suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._serving)
         self._loop.close()
+        self._socket.close()  # if it was closed before it began
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._answer, sock=self._socket, limit=_REQUEST_BYTES)
         try:
-            async with server:
-                await server.serve_forever()
+            await asyncio.get_running_loop().create_future()  # until it is cancelled
         finally:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            # Neither `async with` nor `serve_forever`: from Python 3.12 on both wait for the peers to disconnect.
+            server.close()
+            while asyncio.all_tasks() - {asyncio.current_task()}:  # some may be accepting a connection
+                for task in self._open:
+                    task.cancel()
+                await asyncio.sleep(0)
             await asyncio.sleep(0)  # transports close in the next turn
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

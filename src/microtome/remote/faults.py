@@ -1,4 +1,4 @@
-"""What goes wrong between two sides, as kinds that a message can name."""
+"""Errors between two sides, as kinds that a message can name."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import torch
 
 from microtome.errors import BadBoundary, MicrotomeError, NoMatch, RemoteError, said
 from microtome.remote import messages
+from microtome.remote.extra import grpc
 
 #: Kinds after which the same request may be answered by the edge itself, or later by the server.
 PASSING = frozenset({"OUT_OF_MEMORY", "DEADLINE", "DRAINING", "UNREACHABLE"})
+
+#: What asking again does not help against.
+_FINAL = {
+    grpc.StatusCode.UNAUTHENTICATED: "wants another token",
+    grpc.StatusCode.PERMISSION_DENIED: "does not let this client in",
+    grpc.StatusCode.UNIMPLEMENTED: "does not speak this protocol",
+    grpc.StatusCode.INVALID_ARGUMENT: "refuses what it is sent",
+    grpc.StatusCode.FAILED_PRECONDITION: "cannot do this",
+}
 
 #: The most characters of a message that are sent, and shown.
 _MESSAGE = 2000
@@ -68,3 +78,25 @@ def from_message(error: messages.Error, server: str) -> RemoteError:
     """The error that a server told of."""
     kind = messages.KINDS[error.kind] if 0 <= error.kind < len(messages.KINDS) else "UNKNOWN"
     return RemoteError(f"{server} could not answer: {error.message[:_MESSAGE]}", kind)
+
+
+def from_rpc(error: grpc.RpcError, server: str, too_large: str) -> RemoteError:
+    """The error that gRPC raised on the side of the client.
+
+    Args:
+        too_large: What the server did if its reply has too many bytes.
+    """
+    code, details = error.code(), error.details()
+    if "CERTIFICATE_VERIFY_FAILED" in str(details):
+        return RemoteError(f"{server}: TLS verification failed: {details}", "REFUSED")
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED and str(details).startswith("SERVER:"):
+        return RemoteError(f"{server} was sent more than it takes: {details}", "TOO_LARGE")
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in str(details):
+        return RemoteError(f"{server} {too_large} ({details})", "TOO_LARGE")
+    if "Compression algorithm" in str(details):
+        return RemoteError(f"{server} compresses messages, which could unpack to anything: {details}", "REFUSED")
+    if code in _FINAL:
+        return RemoteError(f"{server} {_FINAL[code]}: {details}", "REFUSED")
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return RemoteError(f"{server} did not answer in time: {details}", "UNREACHABLE")
+    return RemoteError(f"{server} cannot be reached: {details}", "UNREACHABLE")

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 from microtome.remote import messages
-from microtome.remote.calls import Call, Calls
+from microtome.remote.calls import CallLimiter, OpenCall
 from microtome.remote.extra import DecodeError, grpc, health_pb2
 from microtome.remote.peers import Peers
 
-#: Calls that are being asked, and that watch, at once.
+#: The most calls of Check, or of Watch before its message, and of Watch after it.
 ASKING, WATCHING = 16, 64
 #: What is known of: all, and the one service.
 _NAMES = "", messages.SERVICE
@@ -22,8 +22,8 @@ class Health:
 
     def __init__(self, draining: asyncio.Event, peers: Peers) -> None:
         self._draining = draining
-        self.asking = Calls(ASKING, peers)
-        self.watching = Calls(WATCHING, peers)
+        self.asking = CallLimiter(ASKING, peers)
+        self.watching = CallLimiter(WATCHING, peers)
 
     def handlers(self) -> Any:
         made = {"Check": self._check, "Watch": self._watch}
@@ -33,7 +33,7 @@ class Health:
         )
 
     async def _check(self, _: Any, context: Any) -> None:
-        async def check(call: Call) -> None:
+        async def check(call: OpenCall) -> None:
             if await _name(call) not in _NAMES:
                 await context.abort(grpc.StatusCode.NOT_FOUND, "expected the name of a service that is here, or none")
             await call.write(self._status())
@@ -43,10 +43,10 @@ class Health:
     async def _watch(self, _: Any, context: Any) -> None:
         names: list[str] = []
 
-        async def ask(call: Call) -> None:
+        async def ask(call: OpenCall) -> None:
             names.append(await _name(call))
 
-        async def watch(call: Call) -> None:
+        async def watch(call: OpenCall) -> None:
             if names[0] not in _NAMES:
                 await call.write(_Reply(status=_Reply.SERVICE_UNKNOWN).SerializeToString())
                 await self._draining.wait()
@@ -65,7 +65,7 @@ class Health:
         return data
 
 
-async def _name(call: Call) -> str:
+async def _name(call: OpenCall) -> str:
     """The service that is asked for."""
     data = await call.read()
     try:

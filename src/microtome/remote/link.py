@@ -19,7 +19,7 @@ _FIRST, _GROWTH, _MOST = 16 << 10, 4, 8 << 20
 _LONG_S = 0.04
 
 
-class Measured(NamedTuple):
+class LinkMeasurement(NamedTuple):
     """What was measured of a link.
 
     Attributes:
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
         return Link(8 * self.up_bytes_per_s, rtt=self.rtt_s, jitter=self.jitter_s)
 
 
-def probe(connection: Connection, timeout: float = 30.0, most: int = _MOST) -> Measured:
+def probe(connection: Connection, timeout: float = 30.0, most: int = _MOST) -> LinkMeasurement:
     """Measure the way to a server.
 
     Args:
@@ -51,7 +51,7 @@ def probe(connection: Connection, timeout: float = 30.0, most: int = _MOST) -> M
     least = min(pings)
     up = _speed(lambda nbytes: _took(connection, nbytes, 0, timeout), least, most)
     down = _speed(lambda nbytes: _took(connection, 0, nbytes, timeout), least, most)
-    return Measured(least, median(pings) - least, up, down)
+    return LinkMeasurement(least, median(pings) - least, up, down)
 
 
 def _took(connection: Connection, up: int, down: int, timeout: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from microtome.errors import BadQuery, SensorFailed
 from microtome.measure.energy.find import pick
-from microtome.remote.exposition import Exposition
+from microtome.remote.exposition import MetricsServer
 from microtome.remote.extra import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -51,11 +51,11 @@ class Metrics:
             )
             gauge.set_function(lambda: _known(meter.read().joules))
 
-    def listen(self, address: str) -> Exposition:
+    def listen(self, address: str) -> MetricsServer:
         """Answer Prometheus at an address such as `:9090`."""
         host, _, port = address.rpartition(":")
         try:
-            return Exposition(host or "127.0.0.1", int(port), self.registry)
+            return MetricsServer(host or "127.0.0.1", int(port), self.registry)
         except (ValueError, OverflowError) as error:
             raise BadQuery(f"metrics are shown at an address such as :9090, not {address!r}") from error
         except OSError as error:

@@ -18,7 +18,7 @@ from microtome.split.stages import Splitter
 from microtome.split.templates import Templates
 
 
-class Parts:
+class LocalModel:
     """The model here: its head and, where its weights are here, its tail, for any cut."""
 
     def __init__(self, model: nn.Module | Stage, inputs: Any) -> None:
@@ -66,7 +66,7 @@ class Parts:
         return found.at
 
 
-def shake_hands(connection: Connection, parts: Parts, timeout: float, *, any_torch: bool) -> Any:
+def shake_hands(connection: Connection, parts: LocalModel, timeout: float, *, any_torch: bool) -> Any:
     """What the server says of itself, if it is one for this model."""
     hello = messages.HelloRequest(
         protocol=messages.PROTOCOL, microtome=__version__, torch=torch.__version__, fingerprint=parts.fingerprint

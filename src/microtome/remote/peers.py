@@ -23,6 +23,9 @@ if sys.platform != "win32":
 _FILES = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 #: The share of the files that may be open, from which on connections are closed, and the share of these that are kept.
 _SHARE, _KEPT = 0.75, 0.6
+#: Connections that come in a second at most, and the most seconds between two counts of the files: as many as can have
+#: come since the last one must not fill the room that was left.
+_PER_S, _COUNT_S = 20_000.0, 1.0
 #: From so many trusted peers on, those that are gone are forgotten.
 _FEW = 1024
 
@@ -40,6 +43,7 @@ class Peers:
         self._seen: dict[tuple[str, int], int] = {}
         self._count = 0
         self._most_trusted = _FEW
+        self._count_at = 0.0
 
     def trust(self, peer: str) -> None:
         """A call of this peer had the token: its connection is closed last."""
@@ -55,11 +59,21 @@ class Peers:
             if address == wanted:
                 self._shut(address, number)
 
-    def trim(self) -> int:
-        """Close the oldest connections if there are too many, trusted ones last; how many were closed."""
+    def trim(self, now: float) -> int:
+        """Close the oldest connections if there are too many, trusted ones last; how many were closed.
+
+        Counting the files lists a folder of them, so it is done the less often the more room there is.
+
+        Args:
+            now: As `monotonic` says it.
+        """
+        if now < self._count_at:
+            return 0
         most = int(_limit() * _SHARE)
         try:
-            if len(os.listdir(_FILES)) <= most:
+            room = most - len(os.listdir(_FILES))
+            if room >= 0:
+                self._count_at = now + min(room / _PER_S, _COUNT_S)
                 return 0
         except OSError as error:
             if error.errno != errno.EMFILE:  # which says that there are too many

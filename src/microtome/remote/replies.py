@@ -15,14 +15,13 @@ from microtome.remote.connection import Connection
 from microtome.results import parse
 from microtome.split.boundary import Boundary
 from microtome.split.sizes import stated_bytes
-from microtome.split.stages import Splitter
 from microtome.split.templates import Example, TensorFacts, take_apart
 from microtome.units import size
 
 #: How many bytes reading a reply may take for each byte of the output: codecs and layouts need room for a moment.
 _READING = 12
-#: The most characters of a profile, and of what it says of one call.
-_PROFILE, _ROW = 64 << 10, 16 << 10
+#: The most characters of a profile, and of what it says of one call; and what a message takes beside them.
+_PROFILE, _ROW, _ENVELOPE = 64 << 10, 16 << 10, 16
 
 
 class Expected:
@@ -100,21 +99,26 @@ def _have_same_ranks(now: Sequence[TensorFacts], example: Sequence[TensorFacts])
     return [len(one.shape) for one in now] == [len(one.shape) for one in example]
 
 
-def ask_profile(connection: Connection, splitter: Splitter, timeout: float) -> Profile:
+def ask_profile(connection: Connection, calls: int, timeout: float) -> Profile:
     """What the model costs where the server computes.
+
+    Args:
+        calls: How many the model has, by which the length of the profile is bounded.
 
     Raises:
         RemoteError: If there is none, or a longer one than the model has calls for.
         BadFile: If it is no profile.
     """
-    reply = connection.ask("Profile", messages.ProfileRequest(), timeout)
-    most = _PROFILE + _ROW * len(splitter.ranks)
+    most = min(_PROFILE + _ROW * calls, MOST - _ENVELOPE)
+    expected = f"expected a profile of at most {size(most)} for the {calls} calls of the model"
+    try:
+        reply = connection.ask("Profile", messages.ProfileRequest(), timeout, most + _ENVELOPE)
+    except RemoteError as error:
+        if error.kind != "TOO_LARGE":
+            raise
+        raise RemoteError(f"{error}: {expected}", "TOO_LARGE") from error
     if len(reply.json) > most:
-        raise RemoteError(
-            f"{connection.address} answers a profile of {size(len(reply.json))}, expected at most {size(most)} for the "
-            f"{len(splitter.ranks)} calls of the model",
-            "TOO_LARGE",
-        )
+        raise RemoteError(f"{connection.address}: {expected}, got {size(len(reply.json))}", "TOO_LARGE")
     what = f"what {connection.address} says of its device"
     found = parse(reply.json, what)
     if not isinstance(found, Profile):

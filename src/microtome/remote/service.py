@@ -18,14 +18,14 @@ import torch
 from microtome import __version__
 from microtome.errors import said
 from microtome.remote import messages
-from microtome.remote.budget import Pool, Replies
-from microtome.remote.calls import Call, Calls, Upload
+from microtome.remote.budget import BytePool, ReplyBudget
+from microtome.remote.calls import CallLimiter, OpenCall, Upload
 from microtome.remote.extra import DecodeError, grpc
 from microtome.remote.logs import ID_CHARS
 from microtome.remote.metrics import Metrics
 from microtome.remote.peers import Peers
 from microtome.remote.served import Served
-from microtome.remote.workers import Limits, Work, Workers
+from microtome.remote.workers import Limits, QueuedRequest, Workers
 from microtome.split.codecs import CODECS
 from microtome.units import size
 
@@ -45,7 +45,7 @@ class Service:
     Attributes:
         calls: Those that are open.
         uploads: Bytes of requests of which not all parts have come.
-        echoes: Bytes that are sent back where nothing else is asked for, and not yet written.
+        echoes: Bytes of echoes and profiles that are not yet written.
         replies: Bytes of replies that are not yet written; gRPC holds them a second time while it writes them.
         draining: Set when nothing new is taken.
         failure: Why the device can compute nothing any more; None: it can.
@@ -56,11 +56,11 @@ class Service:
         self._limits = limits
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self.calls = Calls(limits.calls, peers, trusted=True)
-        self.uploads = Pool(limits.share)
-        self._waiting = Pool(limits.share)
-        self.echoes = Pool(ECHO)
-        self.replies = Replies(limits.share // 2)
+        self.calls = CallLimiter(limits.calls, peers, trusted=True)
+        self.uploads = BytePool(limits.share)
+        self._waiting = BytePool(limits.share)
+        self.echoes = BytePool(ECHO)
+        self.replies = ReplyBudget(limits.share // 2)
         self._workers = Workers(served, limits, metrics, self.replies, self._fail)
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="microtome-profile")
         self._text: str | None = None
@@ -79,7 +79,7 @@ class Service:
 
     # -- the methods ---------------------------------------------------------------------------------------------------
 
-    async def hello(self, call: Call) -> None:
+    async def hello(self, call: OpenCall) -> None:
         asked = await self._read(call, "HelloRequest")
         versions = {"torch": asked.torch[:ID_CHARS], "microtome": asked.microtome[:ID_CHARS]}
         log.info("hello", extra={"peer": call.peer, **versions})
@@ -99,7 +99,7 @@ class Service:
         )
         await call.write(reply.SerializeToString())
 
-    async def echo(self, call: Call) -> None:
+    async def echo(self, call: OpenCall) -> None:
         asked = await self._read(call, "EchoRequest")
         if asked.reply_bytes > ECHO:
             await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, f"{asked.reply_bytes} bytes are too many")
@@ -109,7 +109,7 @@ class Service:
         finally:
             self.echoes.give_back(asked.reply_bytes)
 
-    async def profile(self, call: Call) -> None:
+    async def profile(self, call: OpenCall) -> None:
         await self._read(call, "ProfileRequest")
         call.requests += 1
         try:
@@ -117,9 +117,15 @@ class Service:
         except Exception as error:
             await self._refuse(call, grpc.StatusCode.FAILED_PRECONDITION, f"it cannot be profiled: {said(error)}")
             raise
-        await call.write(messages.ProfileReply(json=text).SerializeToString())
+        finally:
+            call.requests -= 1
+        await self._wait(call, self.echoes, len(text))
+        try:
+            await call.write(messages.ProfileReply(json=text).SerializeToString())
+        finally:
+            self.echoes.give_back(len(text))
 
-    async def run(self, call: Call) -> None:
+    async def run(self, call: OpenCall) -> None:
         data = await call.read()
         if data is None:
             await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, "expected a Request, got no message")
@@ -135,7 +141,7 @@ class Service:
         finally:
             self._settle(call, begun)
 
-    async def stream(self, call: Call) -> None:
+    async def stream(self, call: OpenCall) -> None:
         """Read requests until the client ends, or the server does; write replies as they are ready."""
         self._metrics.streams.inc()
         answering: set[asyncio.Task[None]] = set()
@@ -187,7 +193,7 @@ class Service:
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
-    async def _take(self, call: Call, data: bytes) -> Work:
+    async def _take(self, call: OpenCall, data: bytes) -> QueuedRequest:
         """A request, with room among those that wait; its other parts are read where there are some."""
         request, boundary = await self._parsed(call, data)
         if not request.size:
@@ -216,7 +222,7 @@ class Service:
             call.upload = None
             self.uploads.give_back(request.size)
 
-    async def _wait(self, call: Call, pool: Pool, nbytes: int) -> None:
+    async def _wait(self, call: OpenCall, pool: BytePool, nbytes: int) -> None:
         """Wait for room in a pool."""
         call.waits = True
         try:
@@ -224,7 +230,7 @@ class Service:
         finally:
             call.waits = False
 
-    async def _assemble(self, call: Call, request: Any, piece: memoryview, whole: memoryview) -> None:
+    async def _assemble(self, call: OpenCall, request: Any, piece: memoryview, whole: memoryview) -> None:
         """Fill in the boundary of a request that comes in parts, of which one is here."""
         at = 0
         while True:
@@ -247,7 +253,7 @@ class Service:
                 why = "expected the next part of a request, got another request"
                 await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, why)
 
-    async def _parsed(self, call: Call, data: bytes) -> tuple[Any, memoryview]:
+    async def _parsed(self, call: OpenCall, data: bytes) -> tuple[Any, memoryview]:
         try:
             request, boundary = messages.apart(messages.Request, data)
         except (DecodeError, UnicodeDecodeError, ValueError) as error:
@@ -255,7 +261,7 @@ class Service:
             raise
         return request, boundary
 
-    def _submit(self, work: Work) -> Future[bytes]:
+    def _submit(self, work: QueuedRequest) -> Future[bytes]:
         """Have a request computed; it has room among those that wait until it is."""
         self._metrics.queue.inc()
         self._metrics.bytes.labels("received").inc(work.nbytes)
@@ -268,13 +274,13 @@ class Service:
         self._metrics.queue.dec()
         self._loop.call_soon_threadsafe(self._waiting.give_back, nbytes)
 
-    async def _answer(self, call: Call, begun: Future[bytes]) -> None:
+    async def _answer(self, call: OpenCall, begun: Future[bytes]) -> None:
         """Write the reply to a request that was taken, whatever happens to it."""
         reply = await asyncio.wrap_future(begun)
         self._metrics.bytes.labels("sent").inc(len(reply))
         await call.write(reply)
 
-    def _settle(self, call: Call, begun: Future[bytes]) -> None:
+    def _settle(self, call: OpenCall, begun: Future[bytes]) -> None:
         """A request was answered, or nobody waits for it any more: then it is not computed if it has not begun."""
         call.requests -= 1
         begun.cancel()
@@ -286,7 +292,7 @@ class Service:
 
     # -- what is read --------------------------------------------------------------------------------------------------
 
-    async def _read(self, call: Call, name: str) -> Any:
+    async def _read(self, call: OpenCall, name: str) -> Any:
         data = await call.read()
         if data is None:
             await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, f"expected a {name}, got no message")
@@ -296,10 +302,10 @@ class Service:
             await self._refuse_bytes(call, name, error)
             raise
 
-    async def _refuse_bytes(self, call: Call, name: str, error: Exception) -> None:
+    async def _refuse_bytes(self, call: OpenCall, name: str, error: Exception) -> None:
         await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, f"the bytes are no {name}: {said(error)}")
 
-    async def _refuse(self, call: Call, status: grpc.StatusCode, why: str) -> None:
+    async def _refuse(self, call: OpenCall, status: grpc.StatusCode, why: str) -> None:
         """Close the call with a reason."""
         self._metrics.refused.labels(status.name.lower()).inc()
         log.warning("refused", extra={"peer": call.peer, "reason": why})
@@ -318,7 +324,7 @@ class Service:
         self._aside.shutdown(wait=False, cancel_futures=True)
 
 
-def _work(request: Any, boundary: memoryview) -> Work:
+def _work(request: Any, boundary: memoryview) -> QueuedRequest:
     now = perf_counter()
     timeout = request.timeout_s if request.timeout_s > 0 else float("inf")
-    return Work(request.id, boundary, request.codec or "raw", now, now + timeout)
+    return QueuedRequest(request.id, boundary, request.codec or "raw", now, now + timeout)

@@ -13,7 +13,7 @@ from microtome.inputs import Inputs
 from microtome.remote.sent import Job
 
 
-class Calls(NamedTuple):
+class RequestSteps(NamedTuple):
     """The parts of a request.
 
     Attributes:
@@ -29,7 +29,7 @@ class Calls(NamedTuple):
     drop: Callable[[Job], None]
 
 
-def streamed(calls: Calls, items: Iterator[Any], window: int) -> Iterator[Any]:
+def streamed(calls: RequestSteps, items: Iterator[Any], window: int) -> Iterator[Any]:
     """The results, in order; of at most so many requests on their way."""
     room = threading.Semaphore(window)
     stopped = threading.Event()

@@ -21,8 +21,8 @@ from microtome.plan import codec_costs, plan
 from microtome.profile import profile
 from microtome.remote.client import Remote
 from microtome.remote.connection import Connection, Security
-from microtome.remote.link import Measured, probe
-from microtome.remote.parts import Parts, shake_hands
+from microtome.remote.link import LinkMeasurement, probe
+from microtome.remote.parts import LocalModel, shake_hands
 from microtome.remote.payloads import INPUTS
 from microtome.remote.replies import ask_profile
 from microtome.remote.sent import Sent
@@ -79,7 +79,7 @@ def sweep(
         raise BadQuery(f"repeat is how many requests are measured at each cut, got {repeat!r}")
     codec_of(codec)
     tell = progress or (lambda step, done, whole: None)
-    parts = Parts(model, inputs)
+    parts = LocalModel(model, inputs)
     splitter = parts.splitter
     if splitter is None or not parts.is_whole:
         raise Unsupported("a sweep needs the whole model on this side: a stage has one cut")
@@ -124,7 +124,7 @@ def _chosen(splitter: Splitter, cuts: str | Sequence[str]) -> list[Cut]:
 class _Experiment:
     """Requests at several cuts, taken in turns."""
 
-    def __init__(self, parts: Parts, connection: Connection, told: Any, ways: Sequence[Way]) -> None:
+    def __init__(self, parts: LocalModel, connection: Connection, told: Any, ways: Sequence[Way]) -> None:
         assert parts.splitter is not None
         self._given: Inputs = parts.splitter.given
         self._remotes = {way: Remote(parts, connection, told, way, None, None) for way in ways}
@@ -211,12 +211,12 @@ def _timed(way: Way, sent: Sequence[Sent]) -> Timed:
 
 
 def _planned(
-    splitter: Splitter, chosen: Sequence[Cut], connection: Connection, link: Measured, codec: str
+    splitter: Splitter, chosen: Sequence[Cut], connection: Connection, link: LinkMeasurement, codec: str
 ) -> tuple[dict[Way, float], str]:
     """What a plan over the same cuts says of each way, or why there is none."""
     cuts = replace(splitter.cuts, offered=tuple(chosen))
     try:
-        cloud = ask_profile(connection, splitter, timeout=_PROFILE_S)
+        cloud = ask_profile(connection, len(splitter.ranks), timeout=_PROFILE_S)
         with torch.no_grad():
             edge = profile(splitter.model, splitter.given, measure="time", repeat=10)
             costs = codec_costs(cuts, tuple({"raw", codec}), model=splitter.model, inputs=splitter.given)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from microtome.engine.addresses import find_address
 from microtome.files.reading import File
-from microtome.remote.link import Measured
+from microtome.remote.link import LinkMeasurement
 from microtome.results import Result, write
 
 
@@ -78,7 +78,7 @@ class Sweep(Result):
     device: str
     codec: str
     repeat: int
-    link: Measured
+    link: LinkMeasurement
     rows: tuple[Timed, ...]
     energy: str
     no_plan: str
@@ -135,7 +135,7 @@ class Sweep(Result):
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         known = {field.name: data[field.name] for field in fields(cls)}
-        known["link"], known["rows"] = Measured(**data["link"]), tuple(Timed(**row) for row in data["rows"])
+        known["link"], known["rows"] = LinkMeasurement(**data["link"]), tuple(Timed(**row) for row in data["rows"])
         if all(row.failed is not None for row in known["rows"]):
             raise ValueError("nothing in it was measured")
         if took := [row.total_s for row in known["rows"] if row.failed is None and row.total_s <= 0]:

@@ -17,7 +17,7 @@ from microtome.plan.data import Candidate, Plan
 from microtome.plan.link import Link
 from microtome.profile import profile
 from microtome.remote.connection import Connection
-from microtome.remote.link import Measured, probe
+from microtome.remote.link import LinkMeasurement, probe
 from microtome.remote.payloads import INPUTS
 from microtome.remote.replies import ask_profile
 from microtome.units import rate, seconds
@@ -53,7 +53,7 @@ class Way(NamedTuple):
     codec: str
 
 
-class Move(NamedTuple):
+class CutMove(NamedTuple):
     """A change of the cut.
 
     Attributes:
@@ -106,9 +106,9 @@ class Tuner:
         rehearse: Has both sides ready for another way.
     """
 
-    def __init__(self, found: Plan, measured: Measured, connection: Connection, codecs: Sequence[str]) -> None:
+    def __init__(self, found: Plan, measured: LinkMeasurement, connection: Connection, codecs: Sequence[str]) -> None:
         self.plan = found
-        self.history: list[Move] = []
+        self.history: list[CutMove] = []
         self.rehearse: Callable[[Way], None] = lambda way: None
         self._connection = connection
         self._speeds = Speeds(measured.up_bytes_per_s, measured.rtt_s)
@@ -228,7 +228,7 @@ class Tuner:
                 self._crossed = monotonic()
 
     def _note(self, before: Way | None, why: str) -> None:
-        self.history.append(Move(time(), before, self.way, why))
+        self.history.append(CutMove(time(), before, self.way, why))
 
 
 def tuned(splitter: Splitter, connection: Connection, codecs: Sequence[str], served: Sequence[str]) -> Tuner:
@@ -246,7 +246,7 @@ def tuned(splitter: Splitter, connection: Connection, codecs: Sequence[str], ser
     with torch.no_grad():
         edge = profile(model, given, measure="time", repeat=5)
         costs = codec_costs(cuts, tuple(dict.fromkeys(("raw", *codecs))), model=model, inputs=given)
-    cloud = ask_profile(connection, splitter, timeout=120.0)
+    cloud = ask_profile(connection, len(splitter.ranks), timeout=120.0)
     measured = probe(connection)
     found = plan(cuts, edge=edge, cloud=cloud, link=measured.link, codec=codecs, costs=costs)
     return Tuner(found, measured, connection, codecs)

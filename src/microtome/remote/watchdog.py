@@ -9,7 +9,7 @@ import logging
 import sys
 from time import monotonic
 
-from microtome.remote.calls import STUCK_S, Call, Calls
+from microtome.remote.calls import STUCK_S, CallLimiter, OpenCall
 from microtome.remote.extra import grpc
 from microtome.remote.health import Health
 from microtome.remote.peers import Peers
@@ -17,7 +17,7 @@ from microtome.remote.service import Service
 
 log = logging.getLogger("microtome.remote")
 
-#: Seconds between two looks at the calls, and at the number of connections, of which thousands may come in a second.
+#: Seconds between two looks at the calls, and at whether connections are to be counted.
 _TICK_S, _TRIM_S = 0.1, 0.02
 #: Seconds between two times that memory is given back, after calls were ended.
 _FREE_S = 0.5
@@ -43,7 +43,7 @@ class Watchdog:
             await asyncio.sleep(_TRIM_S)
             now = monotonic()
             try:
-                closed = self._peers.trim()
+                closed = self._peers.trim(now)
                 if closed:
                     log.warning("too many connections", extra={"closed": closed})
                 if now - looked > _TICK_S:
@@ -68,7 +68,7 @@ class Watchdog:
         if service.uploads.is_contended:
             self._end_slow_upload(now)
 
-    def _look_at(self, calls: Calls, call: Call, now: float) -> None:
+    def _look_at(self, calls: CallLimiter, call: OpenCall, now: float) -> None:
         if call.writing is not None:
             began, nbytes = call.writing
             if now - began > WRITE_S + nbytes / SLOW:
@@ -79,13 +79,13 @@ class Watchdog:
         elif not call.is_stream and not call.has_spoken and now - call.quiet_since > MESSAGE_S:
             call.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"expected a message in {MESSAGE_S:g} s")
 
-    def _end_stuck(self, calls: list[Call], now: float) -> None:
+    def _end_stuck(self, calls: list[OpenCall], now: float) -> None:
         """Where others wait for room, end the call whose reply has waited longest for its peer."""
         stuck = [call for call in calls if call.writing is not None and now - call.writing[0] > STUCK_S]
         if stuck:
             self._disconnect(self._service.calls, min(stuck, key=lambda call: call.writing or (now, 0)))
 
-    def _disconnect(self, calls: Calls, call: Call) -> None:
+    def _disconnect(self, calls: CallLimiter, call: OpenCall) -> None:
         calls.disconnect(call, "the reply was not taken")
         log.warning("disconnected", extra={"peer": call.peer, "reason": "it does not take its replies"})
 

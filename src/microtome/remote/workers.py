@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from microtome.remote import messages
-from microtome.remote.budget import Replies
+from microtome.remote.budget import ReplyBudget
 from microtome.remote.faults import Draining, Late, TooLarge, as_message
 from microtome.remote.logs import ID_CHARS
 from microtome.remote.metrics import Metrics
@@ -63,7 +63,7 @@ class Limits(NamedTuple):
         return min(max(self.share // PART, _CALLS[0]), _CALLS[1])
 
 
-class Work(NamedTuple):
+class QueuedRequest(NamedTuple):
     """A request that waits to be computed.
 
     Attributes:
@@ -85,13 +85,13 @@ class Work(NamedTuple):
 class _Item:
     """A request in the queue; if it is cancelled there, it holds nothing from then on."""
 
-    def __init__(self, work: Work) -> None:
-        self._work: Work | None = work
+    def __init__(self, work: QueuedRequest) -> None:
+        self._work: QueuedRequest | None = work
         self.reply: Future[bytes] = Future()
         self.reply.add_done_callback(self._forget)
 
     @property
-    def work(self) -> Work:
+    def work(self) -> QueuedRequest:
         assert self._work is not None
         return self._work
 
@@ -110,7 +110,7 @@ class Workers:
     """Threads that compute requests, several together where that is allowed."""
 
     def __init__(
-        self, served: Served, limits: Limits, metrics: Metrics, replies: Replies, fail: Callable[[str], None]
+        self, served: Served, limits: Limits, metrics: Metrics, replies: ReplyBudget, fail: Callable[[str], None]
     ) -> None:
         """Start them; `fail` is called, in one of them, when the device can compute nothing any more."""
         self._served = served
@@ -128,7 +128,7 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, work: Work) -> Future[bytes]:
+    def submit(self, work: QueuedRequest) -> Future[bytes]:
         """The reply, later; cancelled, the request is not computed if it has not begun."""
         item = _Item(work)
         self._queue.put(item)

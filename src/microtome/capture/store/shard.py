@@ -16,7 +16,7 @@ from xxhash import xxh3_64_hexdigest
 
 from microtome.errors import BadFile, BadQuery
 from microtome.files.reading import opened
-from microtome.files.tensors import Place, bytes_of, head, places, read_header, read_values, resolve
+from microtome.files.tensors import TensorPlace, bytes_of, head, places, read_header, read_values, resolve
 from microtome.files.writing import Partial, write_all, write_whole
 
 
@@ -111,7 +111,7 @@ class Shards:
         self._folder = folder
         self._sizes = sizes
         self._header_sums = header_sums
-        self._places: dict[str, dict[str, Place]] = {}
+        self._places: dict[str, dict[str, TensorPlace]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -137,7 +137,7 @@ class Shards:
                 _check_sum(f"tensor {key!r}", expected, _sum_of(values))
             return values
 
-    def _place(self, file: str, stream: BinaryIO, key: str) -> Place:
+    def _place(self, file: str, stream: BinaryIO, key: str) -> TensorPlace:
         """Where in the file a tensor is."""
         with self._lock:
             if file not in self._places:

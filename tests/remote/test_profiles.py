@@ -1,0 +1,55 @@
+"""The profile of a server's device, of a length that the model's calls explain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+import microtome as mt
+from microtome.errors import RemoteError
+from microtome.remote.channel import REPLY
+from microtome.remote.connection import Connection
+from microtome.remote.replies import ask_profile
+from microtome.remote.server import Server
+from tests.remote.proxy import until
+from tests.remote.small import small
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with mt.serve(*small(), listen="127.0.0.1:0") as started:
+        yield started
+
+
+def lengthened(server: Server, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Have the server answer its profile with so many bytes: spaces after a document of JSON are part of it."""
+    text = mt.profile(*small()).to_json().ljust(nbytes)
+    monkeypatch.setattr(server.served, "profile", lambda: text)
+
+
+def test_a_profile_longer_than_a_channel_takes_is_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengthened(server, monkeypatch, REPLY + (1 << 20))
+    with closing(Connection(server.address)) as connection:
+        found = ask_profile(connection, 2200, timeout=60.0)
+    assert found.total.macs == mt.profile(*small()).total.macs
+    assert server._service is not None
+    until(lambda: server._service.echoes.held == 0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("calls", "nbytes", "message"),
+    [
+        (10, 1 << 20, "expected a profile of at most 224 KiB for the 10 calls of the model, got 1.00 MiB"),
+        (10, REPLY + 100, "answers Profile with more than 32.0 MiB .*expected a profile of at most 224 KiB"),
+        (2100, REPLY + (4 << 20), "answers Profile with more than 32.9 MiB .*expected a profile of at most 32.9 MiB"),
+    ],
+)
+def test_a_profile_longer_than_the_calls_explain_is_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch, calls: int, nbytes: int, message: str
+) -> None:
+    lengthened(server, monkeypatch, nbytes)
+    with closing(Connection(server.address)) as connection, pytest.raises(RemoteError, match=message) as caught:
+        ask_profile(connection, calls, timeout=60.0)
+    assert caught.value.kind == "TOO_LARGE"
