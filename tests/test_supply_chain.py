@@ -36,8 +36,12 @@ def test_vendored_files_are_those_whose_digests_are_listed() -> None:
 @pytest.mark.parametrize(
     ("package", "bad", "good"),
     [
-        ("grpcio", ["1.60.0", "1.65.3"], ["1.65.4", "1.85.1"]),  # CVE-2024-7246
-        ("protobuf", ["4.25.3", "5.29.4", "6.30.2", "6.31.0"], ["5.29.5", "6.31.1", "7.36.2"]),  # CVE-2025-4565
+        ("grpcio", ["1.60.0", "1.64.1", "1.65.1", "1.65.2"], ["1.65.4", "1.66.0", "1.85.1"]),  # CVE-2024-7246
+        (
+            "protobuf",  # CVE-2025-4565
+            ["4.25.3", "5.26.1", "5.28.3", "5.29.1", "5.29.4", "6.30.0", "6.30.1", "6.30.2", "6.31.0"],
+            ["5.29.5", "5.29.6", "6.31.1", "6.32.0", "6.33.6", "7.34.0", "7.36.2"],
+        ),
     ],
 )
 def test_releases_with_known_vulnerabilities_are_refused(package: str, bad: list[str], good: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,28 @@ def test_what_is_given_up_before_its_turn_is_not_sent() -> None:
         # Some are on their way before the server reads: what the buffers of a connection take.
         assert seen[-1] == "last"
         assert len(seen) < 10
+
+
+def test_a_request_is_sent_again_after_every_break_as_long_as_it_is_patient_and_then_given_up() -> None:
+    broken = []
+
+    def stream(requests: Iterator[Any], context: Any) -> Iterator[bytes]:
+        asked = next(requests)
+        if len(broken) < 3:
+            broken.append(asked.id)
+            context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+        yield messages.Reply(id=asked.id).SerializeToString()
+
+    with answering(stream) as connection:
+        impatient, patient = pending("impatient"), pending("patient")
+        impatient.patient_until, patient.patient_until = -math.inf, math.inf
+        connection.submit(impatient)
+        with pytest.raises(RemoteError, match="cannot be reached: broken") as raised:
+            impatient.reply.result(20)
+        assert (raised.value.kind, impatient.attempts) == ("UNREACHABLE", 1)
+        connection.submit(patient)
+        assert patient.reply.result(20).id == "patient"
+        assert (broken, patient.attempts) == (["impatient", "patient", "patient"], 3)
 
 
 @pytest.mark.parametrize("kind", [-100, -1, 99])
