@@ -67,7 +67,7 @@ def test_what_is_given_up_before_its_turn_is_not_sent() -> None:
 
 
 def test_a_request_is_sent_again_after_every_break_as_long_as_it_is_patient_and_then_given_up() -> None:
-    broken = []
+    broken: list[str] = []
 
     def stream(requests: Iterator[Any], context: Any) -> Iterator[bytes]:
         asked = next(requests)

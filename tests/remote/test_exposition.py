@@ -55,3 +55,13 @@ def test_one_that_is_closed_at_once_leaves_no_socket() -> None:
     shown.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", shown.port))
+
+
+def test_connections_that_are_being_accepted_when_it_is_closed_are_closed_too() -> None:
+    for _ in range(20):
+        shown = Metrics().listen("127.0.0.1:0")
+        lines = [socket.create_connection(("127.0.0.1", shown.port), timeout=30) for _ in range(3)]
+        shown.close()
+        for line in lines:
+            with line, suppress(ConnectionResetError):
+                assert line.recv(1) == b""

@@ -23,7 +23,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(path)
         return real(path)
 
-    monkeypatch.setattr(peers.os, "listdir", listdir)
+    monkeypatch.setattr(os, "listdir", listdir)
     return found
 
 

@@ -22,8 +22,8 @@ File = str | PathLike[str]
 #: The most memory that the objects of one JSON document may take: some 40,000 calls of a profile.
 JSON_LIMIT = 2 << 30
 
-#: What content of an unexpected form raises in code that takes it apart. Not RuntimeError, but for a document that is
-#: nested too deep: torch raises it where a device is out of memory or not there, which says nothing of the file.
+#: Errors that malformed content raises in code that decodes it. Not RuntimeError, but for a document that is nested
+#: too deep: torch raises it where a device is out of memory or not there, which says nothing of the file.
 _DAMAGE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, EOFError)
 
 _KINDS = {

@@ -25,7 +25,7 @@ from torch import Tensor
 from microtome.files.reading import File, opened, parse_json
 from microtome.files.writing import write_all, write_whole
 
-#: What safetensors calls each dtype.
+#: The code of each dtype in the header of a safetensors file.
 CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -77,7 +77,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def places(tensors: Mapping[str, Tensor], end: int) -> tuple[dict[str, Any], list[Tensor], int]:
-    """What the header says of the tensors when they come after `end`, those of them with values in order, their end.
+    """The header entries of tensors written after `end`, those with values in the order of the file, and their end.
 
     A tensor that torch conjugates or negates lazily is resolved: its memory holds other values than it has.
     """
@@ -166,7 +166,7 @@ def read_values(stream: BinaryIO, key: str, place: TensorPlace) -> Tensor:
 
 
 def _place(key: str, fields: Any, start: int, total: int) -> TensorPlace:
-    """What the header says of a tensor, checked."""
+    """Decode and check the header entry of a tensor."""
     if fields["dtype"] not in DTYPES:
         raise ValueError(f"expected a dtype that this torch has for {key!r:.80}, got {fields['dtype']!r:.20}")
     dtype, shape, (begin, end) = DTYPES[fields["dtype"]], fields["shape"], fields["data_offsets"]

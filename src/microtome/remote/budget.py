@@ -8,7 +8,7 @@ from collections import deque
 
 
 class BytePool:
-    """Bytes that wait for room, in the order in which they came. For one event loop."""
+    """Reserve bytes of a bounded total, first come, first served. For one event loop."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -55,7 +55,7 @@ class BytePool:
 
 
 class ReplyBudget:
-    """Bytes of replies that are not yet written. While there are too many, nothing is computed. For any thread."""
+    """Count the bytes of replies that are not yet written; while there are too many, workers wait. For any thread."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -72,7 +72,7 @@ class ReplyBudget:
             self.held += nbytes
 
     def drop(self, nbytes: int) -> None:
-        """It was written, or nobody waits for it any more."""
+        """Count a reply no more: it was written, or its call has ended."""
         with self._changed:
             self.held -= nbytes
             self._changed.notify_all()
@@ -82,7 +82,7 @@ class ReplyBudget:
             self._changed.wait_for(lambda: self._closed or not self.is_full)
 
     def close(self) -> None:
-        """Let go of those that wait."""
+        """Wake all that wait for room."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -71,7 +71,7 @@ class OpenCall:
 
     @property
     def is_sending(self) -> bool:
-        """Whether a request of it has begun and is not yet whole."""
+        """Whether a request of it has begun and is not yet complete."""
         return self.waits or self.upload is not None
 
     async def read(self) -> bytes | None:

@@ -42,8 +42,8 @@ class Remote:
     """A model of which a server runs the rest. Call it as the model is called.
 
     Attributes:
-        requests: What became of the last requests.
-        server: What the server says of itself.
+        requests: A record of each of the last requests.
+        server: The server's reply to `Hello`.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Remote:
         return self.way.at
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """Run the model, and return its output."""
         job = self._prepare(Inputs(*args, **kwargs), self.way)
         self._encode(job)
         return self._finish(job)
 
     def stream(self, items: Iterable[Any], window: int = 8) -> Iterator[Any]:
-        """What the model returns for each of many inputs, in their order.
+        """Yield the output of the model for each of many inputs, in their order.
 
         Head, encoding, sending and tail of different inputs run at once.
 
@@ -313,7 +313,7 @@ def connect(
         fallback: `"local"`: the edge finishes by itself when the server cannot, if its weights are here. None: it
             raises.
         tls: Whether the connection is encrypted, with `ca`, `cert` and `key` as files.
-        token: What the server asks for.
+        token: The secret that the server asks for.
         server_name: The name in the server's certificate, if it is not that of the address.
         any_torch: Go on though the other side has another version of torch, whose results may differ in the last bits.
         max_reply: The most bytes of a reply, such as `"256MB"`, if the size of an output depends on values. None: twice

@@ -31,7 +31,7 @@ _BACKOFF_S = 0.02, 1.0
 _KNOCK_S = 0.1
 #: Bytes of a part of a request that is sent in several messages: short enough to show that it goes on.
 _PART = 1 << 20
-#: What must have been sent to tell how fast the link is; buffers take the first of it at once.
+#: Bytes and seconds of sending from which the rate of the link is computed: buffers take the first bytes at once.
 _TELLING_BYTES, _TELLING_S = 4 << 20, 0.2
 #: The most bytes of what a server says of itself: a few strings, and the addresses of its cuts.
 _HELLO = 4 << 20
@@ -42,7 +42,7 @@ class Pending:
 
     Attributes:
         reply: The message; or the error that ended it.
-        nbytes: What crosses, encoded, which the message is made with.
+        nbytes: Bytes of the encoded boundary.
         attempts: How often it was sent.
         answered: When the reply came, as `perf_counter` says it.
         patient_until: When it is no longer sent again after a stream breaks.
@@ -78,7 +78,7 @@ class Pending:
             self._head.timeout_s = max(self._ends - monotonic(), 1e-3)
 
     def parts(self, most: int | None) -> list[memoryview]:
-        """What crosses, in as many parts as a server needs that takes so many bytes in a message; None: any number."""
+        """Split the encoded boundary for a server that takes `most` bytes in a message; None: it takes any number."""
         whole = memoryview(self._message)[-self.nbytes :]
         if most is None or self.nbytes <= most:
             return [whole]
@@ -277,7 +277,7 @@ class Connection:
         return self._call
 
     def _feed(self, outgoing: SimpleQueue[Pending | None]) -> Iterator[bytes]:
-        """What gRPC sends; it asks for the next when the one before is on its way."""
+        """Yield messages for gRPC, which asks for the next one when it has sent the one before."""
         while (pending := outgoing.get()) is not None:
             with self._changed:
                 if outgoing is not self._outgoing:  # the stream broke meanwhile, and another sends it

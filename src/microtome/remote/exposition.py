@@ -35,33 +35,32 @@ class MetricsServer:
         self.port: int = self._socket.getsockname()[1]
         self._open: dict[asyncio.Task[None], None] = {}
         self._loop = asyncio.new_event_loop()
-        self._serving = self._loop.create_task(self._serve())
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="microtome-metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening, and close the connections that are open without waiting for their peers."""
-        self._loop.call_soon_threadsafe(self._serving.cancel)
+        self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
 
     def _run(self) -> None:
-        with suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._serving)
+        self._loop.run_until_complete(self._serve())
         self._loop.close()
-        self._socket.close()  # if it was closed before it began
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._answer, sock=self._socket, limit=_REQUEST_BYTES)
-        try:
-            await asyncio.get_running_loop().create_future()  # until it is cancelled
-        finally:
-            # Neither `async with` nor `serve_forever`: from Python 3.12 on both wait for the peers to disconnect.
-            server.close()
-            while asyncio.all_tasks() - {asyncio.current_task()}:  # some may be accepting a connection
-                for task in self._open:
-                    task.cancel()
-                await asyncio.sleep(0)
-            await asyncio.sleep(0)  # transports close in the next turn
+        # Neither `async with` nor `serve_forever`: from Python 3.12 on both wait for the peers to disconnect.
+        await self._closing.wait()
+        # What is being accepted comes first: asyncio leaves such a connection open if the server is closed meanwhile.
+        with suppress(NotImplementedError):  # on Windows
+            self._loop.remove_reader(self._socket)
+        while asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in self._open:
+                task.cancel()
+            await asyncio.sleep(0)
+        server.close()
+        await asyncio.sleep(0)  # transports close in the next turn
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -11,7 +11,7 @@ from microtome.remote.extra import grpc
 #: Kinds after which the same request may be answered by the edge itself, or later by the server.
 PASSING = frozenset({"OUT_OF_MEMORY", "DEADLINE", "DRAINING", "UNREACHABLE"})
 
-#: What asking again does not help against.
+#: Statuses that are final: the same call would fail again.
 _FINAL = {
     grpc.StatusCode.UNAUTHENTICATED: "wants another token",
     grpc.StatusCode.PERMISSION_DENIED: "does not let this client in",
@@ -70,7 +70,7 @@ def as_message(error: BaseException) -> tuple[str, messages.Error]:
 
 
 def _sendable(text: str) -> str:
-    """What of a text goes into a message: names that came from outside may hold halves of characters."""
+    """Shorten a text and escape lone surrogates, which names from outside may hold and protobuf does not take."""
     return text[:_MESSAGE].encode(errors="backslashreplace").decode()
 
 

@@ -12,7 +12,7 @@ from microtome.remote.peers import Peers
 
 #: The most calls of Check, or of Watch before its message, and of Watch after it.
 ASKING, WATCHING = 16, 64
-#: What is known of: all, and the one service.
+#: The services whose health is known: the server as a whole, and the one service.
 _NAMES = "", messages.SERVICE
 _Reply = health_pb2.HealthCheckResponse
 

@@ -113,7 +113,7 @@ class Joiner:
         return replace(first, tensors=tensors, facts=_map_leaves(first.facts, added))
 
     def part(self, output: Any, rows: Sequence[int]) -> list[Any]:
-        """What the model returned, for each request."""
+        """Split the output of the model by request."""
         template, tensors, plain = take_apart(output)
         parts: list[list[Tensor]] = [[] for _ in rows]
         for at, tensor in enumerate(tensors):

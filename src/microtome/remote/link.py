@@ -20,7 +20,7 @@ _LONG_S = 0.04
 
 
 class LinkMeasurement(NamedTuple):
-    """What was measured of a link.
+    """Latency and rates of a link, measured.
 
     Attributes:
         rtt_s: Seconds to a short answer: the least of several.

@@ -79,7 +79,7 @@ METHODS = {
 
 
 def described() -> FileDescriptorProto:
-    """What `split.proto` says."""
+    """The descriptor of `split.proto`."""
     file = FileDescriptorProto(name="microtome/remote/split.proto", package=PACKAGE, syntax="proto3")
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)

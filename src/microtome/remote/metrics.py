@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""Counters, gauges and histograms of a server, for Prometheus."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class LocalModel:
 
 
 def shake_hands(connection: Connection, parts: LocalModel, timeout: float, *, any_torch: bool) -> Any:
-    """What the server says of itself, if it is one for this model."""
+    """Call `Hello`, and return the reply if the server has the same model and protocol."""
     hello = messages.HelloRequest(
         protocol=messages.PROTOCOL, microtome=__version__, torch=torch.__version__, fingerprint=parts.fingerprint
     )

@@ -22,20 +22,20 @@ INPUTS = ""
 
 
 def of_inputs(given: Inputs, template: Template, fingerprint: str) -> Boundary:
-    """What a model is given, to be sent; the template is that of the example."""
+    """Pack the inputs of a model; the template is that of the example."""
     got, tensors, plain = take_apart((given.args, given.kwargs))
     check_same("what the model is given, positional and by name,", template, got)
     return _packed(INPUTS, fingerprint, tensors, plain)
 
 
 def to_inputs(boundary: Boundary, template: Template, device: torch.device | None) -> Inputs:
-    """What the model was given on the other side."""
+    """Unpack the inputs that the other side packed."""
     args, kwargs = _unpacked(boundary, template, device, "the inputs")
     return Inputs(*args, **kwargs)
 
 
 def of_output(output: Any, template: Template, at: str, fingerprint: str) -> Boundary:
-    """What a model returned, to be sent back.
+    """Pack the output of a model.
 
     Raises:
         Unsupported: If there is something in it that cannot be sent.
@@ -48,7 +48,7 @@ def of_output(output: Any, template: Template, at: str, fingerprint: str) -> Bou
 
 
 def to_output(boundary: Boundary, template: Template, device: torch.device | None, expected: Expected) -> Any:
-    """What the model returned on the other side.
+    """Unpack the output that the other side packed.
 
     Raises:
         BadBoundary: If it is none that the model could have returned.

@@ -1,4 +1,4 @@
-"""What became of many requests."""
+"""The record of a run of many requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from microtome.files.reading import File
 from microtome.remote.sent import Sent
 from microtome.results import Result, write
 
-#: What a request is made of, in its order: the name of each part, and the fields of `Sent` that it is the sum of.
+#: The phases of a request, in order: the name of each, and the fields of `Sent` that it is the sum of.
 PHASES: dict[str, tuple[str, ...]] = {
     "head": ("head_s",),
     "encode": ("encode_s",),
@@ -63,10 +63,10 @@ class Ran(Result):
         window: How many requests were on their way at most.
         wall_s: Seconds from the first request to the last answer.
         samples: How many samples the requests were of.
-        requests: What became of each.
+        requests: A record of each.
         moves: When the cut moved, and why.
         energy_j: Joules of this device over that time; None: not measured.
-        energy: What measured it; or why nothing did.
+        energy: The meter that measured it; or why there was none.
     """
 
     kind: ClassVar[str] = "run"
@@ -171,7 +171,7 @@ def _sent(data: dict[str, Any]) -> Sent:
 
 
 def moved(history: Iterable[Any]) -> tuple[Moved, ...]:
-    """What `Remote.history` says."""
+    """The moves of `Remote.history`, for a file."""
     return tuple(Moved(move.when, move.after.at, move.after.codec, move.why) for move in history)
 
 

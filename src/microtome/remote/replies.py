@@ -25,7 +25,7 @@ _PROFILE, _ROW, _ENVELOPE = 64 << 10, 16 << 10, 16
 
 
 class Expected:
-    """What may come back for one request."""
+    """Bounds and checks of the reply to one request."""
 
     def __init__(self, example: Example, given: Inputs, most: int | None = None) -> None:
         """Compare a request with the example.
@@ -100,7 +100,7 @@ def _have_same_ranks(now: Sequence[TensorFacts], example: Sequence[TensorFacts])
 
 
 def ask_profile(connection: Connection, calls: int, timeout: float) -> Profile:
-    """What the model costs where the server computes.
+    """Ask for the profile of the model on the device of the server.
 
     Args:
         calls: How many the model has, by which the length of the profile is bounded.

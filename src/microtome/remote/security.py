@@ -18,13 +18,13 @@ _SCHEME = "Bearer "
 
 @dataclass(frozen=True)
 class Identity:
-    """What a server shows of itself and asks of clients, as files.
+    """The certificate of a server, and the credentials that it asks of clients, as files.
 
     Attributes:
         tls_cert: Its certificate, PEM; None: no TLS.
         tls_key: The key of that.
         client_ca: Who signs the certificates of clients; None: they need none.
-        token: What clients must say; None: nothing.
+        token: The secret that clients must send; None: none.
     """
 
     tls_cert: str | None = None
@@ -68,7 +68,7 @@ def metadata(token: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def channel_credentials(ca: str | None, cert: str | None, key: str | None) -> grpc.ChannelCredentials:
-    """What a client shows, and whom it believes; None: those that the system does."""
+    """Credentials of a channel: the authority that the client trusts (None: those of the system), and its own."""
     if (cert is None) != (key is None):
         raise BadQuery("a client's certificate needs its key, and the other way round")
     return grpc.ssl_channel_credentials(*(None if file is None else read_file(file) for file in (ca, key, cert)))

@@ -1,4 +1,4 @@
-"""What becomes of a request: on its way, and afterwards."""
+"""Records of requests: in flight, and finished."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sent:
-    """What became of a request.
+    """A record of a finished request.
 
     Attributes:
         at: The cut; None: all of it ran here. `""`: the inputs were sent.
@@ -55,8 +55,8 @@ class Job:
 
     Attributes:
         ends: When its deadline is; None: it has none.
-        boundary: What crosses; None: nothing does.
-        expected: What may come back.
+        boundary: The values that cross; None: none do.
+        expected: Bounds and checks of the reply.
         began: When it was sent.
     """
 

@@ -30,7 +30,7 @@ class Decoded(NamedTuple):
 
 
 class Served:
-    """What a server runs: a model from any of its cuts on, or one stage of it.
+    """The model of a server, run from any of its cuts on; or one stage of it.
 
     Attributes:
         model: The model.
@@ -82,14 +82,14 @@ class Served:
         return None
 
     def profile(self) -> str:
-        """What the model costs here, as JSON."""
+        """Profile the model on this device, as JSON."""
         if self._splitter is None:
             raise Unsupported("only a stage of the model is here")
         with torch.no_grad():
             return profile(self.model, self._splitter.given, measure="time").to_json()
 
     def decode(self, data: bytes | memoryview, limit: int) -> Decoded:
-        """What crossed.
+        """Decode a boundary.
 
         Raises:
             BadBoundary: If it is no boundary, or one of another model.
@@ -112,7 +112,7 @@ class Served:
         return None if joiner is None else joiner.key(boundary)
 
     def compute(self, several: Sequence[Boundary]) -> list[Any]:
-        """What the model returns for each; those of several have the same key."""
+        """Run the model on each, several with the same key together."""
         at = several[0].at
         with torch.no_grad():
             if len(several) == 1:

@@ -27,7 +27,7 @@ from microtome.units import parse_seconds, parse_size, size
 
 log = logging.getLogger("microtome.remote")
 
-#: What a message takes beside the bytes that cross.
+#: The most bytes of a message beside its boundary.
 ENVELOPE = 64 << 10
 #: The most bytes of one message: protobuf reads no more.
 MOST = (2 << 30) - 1 - ENVELOPE
@@ -44,7 +44,7 @@ class Server:
 
     Attributes:
         address: Where it listens.
-        metrics: What it counts.
+        metrics: Its counters.
         failure: Why its device can compute nothing any more, as after an error in a kernel of CUDA; None: it can. From
             then on it says NOT_SERVING, and answers nothing: end the process, so that it is started again.
     """
@@ -194,7 +194,7 @@ def serve(
         listen: Where; port 0 takes one that is free, and `address` of what is returned says which.
         tls_cert: A certificate, PEM, and `tls_key` its key: for connections that nobody else reads.
         client_ca: Who signs the certificates that clients must show.
-        token: What clients must know.
+        token: The secret that clients must send.
         max_message: The most bytes of a request, such as `"256MB"`.
         concurrency: How many requests are computed at once.
         batch: How many requests at the same cut are computed together at most, where their shapes allow that. Results

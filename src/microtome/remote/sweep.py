@@ -56,7 +56,7 @@ def sweep(
 
     Args:
         model: The model that the server has, in eval.
-        inputs: What a request is.
+        inputs: The inputs of a request.
         server: Its address, such as `"host:7070"`.
         cuts: `"all"`; `"dominating"`, those that send less than all before them; or addresses.
         repeat: How many requests are measured at each. The cuts take turns, so that all see the same of what changes.
@@ -213,7 +213,7 @@ def _timed(way: Way, sent: Sequence[Sent]) -> Timed:
 def _planned(
     splitter: Splitter, chosen: Sequence[Cut], connection: Connection, link: LinkMeasurement, codec: str
 ) -> tuple[dict[Way, float], str]:
-    """What a plan over the same cuts says of each way, or why there is none."""
+    """Plan over the same cuts: the seconds of each way, or why there is no plan."""
     cuts = replace(splitter.cuts, offered=tuple(chosen))
     try:
         cloud = ask_profile(connection, len(splitter.ranks), timeout=_PROFILE_S)

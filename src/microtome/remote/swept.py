@@ -1,4 +1,4 @@
-"""What a sweep found."""
+"""The result of a sweep."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from microtome.results import Result, write
 
 @dataclass(frozen=True)
 class Timed:
-    """What requests at one cut took: medians.
+    """Median times of requests at one cut.
 
     Attributes:
         at: The cut; `""`: the inputs were sent, and all ran there; None: all ran here.
-        wire_s: What neither side can account for: both ways, and what gRPC takes.
+        wire_s: Seconds that neither side accounts for: the link both ways, and gRPC.
         queue_s: Until the server began.
         codec_there_s: To decode what was sent, and to encode the reply.
         total_q1_s: A quarter of the requests took less than this, and a quarter more than `total_q3_s`.
         energy_j: Joules of this device for a request; None: not measured.
-        planned_s: What the plan says that it takes; None: it says nothing.
+        planned_s: Seconds by the plan; None: it has none.
         failed: Why it could not be measured; all numbers are then 0.
     """
 
@@ -53,18 +53,18 @@ class Timed:
 
 @dataclass(frozen=True)
 class Sweep(Result):
-    """What each cut takes between this device and a server, and what a plan makes of the same.
+    """Times of each cut between this device and a server, beside those of a plan.
 
     Attributes:
         model: The class of the model.
-        inputs: What a request was.
+        inputs: The inputs of a request.
         server: Its address.
         device: Where it computes.
         codec: How what crosses was encoded.
         repeat: How many requests there were at each cut, taken in turns.
-        link: What was measured of the way there.
+        link: The measured link.
         rows: All there, the cuts in the order of the run, all here.
-        energy: What measured the energy of this device; or why nothing did.
+        energy: The meter of this device's energy; or why there was none.
         no_plan: Why there is no plan; empty: there is one.
         environment: This machine.
     """
@@ -113,7 +113,7 @@ class Sweep(Result):
         return len(self.rows)
 
     def __getitem__(self, at: str | None) -> Timed:
-        """What was measured at a cut; `""`: all there; None: all here."""
+        """The row of a cut; `""`: all there; None: all here."""
         known = {row.at: row for row in self.rows}
         return known[at] if at in known else known[find_address(at, [name for name in known if name])]
 

@@ -32,7 +32,7 @@ log = logging.getLogger("microtome.remote")
 _LEARN = 0.25
 #: A move must promise so much less than what is now, so often in a row.
 _GAIN, _TIMES = 0.1, 3
-#: What the cloud must promise at first, beside the edge alone: no plan is surer than this, and nothing crosses there.
+#: The gain over the edge alone from which the cloud is used at first: no plan is more precise than this.
 _WORTH = 0.05
 #: Requests between two looks, and seconds after which the link is measured again where no request crosses it.
 _EVERY, _IDLE_S = 8, 10.0
@@ -71,7 +71,7 @@ class CutMove(NamedTuple):
 
 @dataclass
 class Speeds:
-    """What is known of the two devices and the link now.
+    """Current estimates for the two devices and the link.
 
     Attributes:
         edge: How many times as long as its profile says the edge takes; `cloud` is the same of the server.
@@ -84,7 +84,7 @@ class Speeds:
     cloud: float = 1.0
 
     def latency_s(self, candidate: Candidate) -> float:
-        """What a candidate takes at these speeds."""
+        """Seconds of a request by a candidate at these speeds."""
         link = Link(8 * self.bytes_per_s, rtt=self.rtt_s)
         total = 0.0
         for step in candidate.steps:

@@ -1,4 +1,4 @@
-"""Ends what waits for a peer longer than it may."""
+"""End calls and connections that wait for their peer longer than they may."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Watchdog:
 
 
 def _free() -> None:
-    """Give back what calls held that were ended: their frames may hold each other, and glibc keeps what is freed."""
+    """Return memory of ended calls to the system: their frames may be cycles, and glibc keeps what is freed."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -1,4 +1,4 @@
-"""The threads of a server that compute: requests go in, replies come out, whatever happens to them."""
+"""The threads of a server that compute: each request in the queue gets a reply, if only an error."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class QueuedRequest(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What it holds while it waits."""
+        """Bytes that it holds while it waits."""
         return len(self.data) + len(self.id) + len(self.codec)
 
 
@@ -158,7 +158,7 @@ class Workers:
         self._queue.put(None)  # for the next thread
 
     def _others(self) -> Iterator[_Item]:
-        """What comes soon after the first of a batch."""
+        """Yield requests that come soon after the first of a batch."""
         ends = perf_counter() + self._limits.batch_window_s
         for _ in range(self._limits.batch - 1):
             try:
