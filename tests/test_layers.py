@@ -21,7 +21,7 @@ from microtome.engine.torch_internals import ATTRIBUTES, TorchDispatchMode
 LINES = [
     ["errors"],
     ["units"],
-    ["files"],
+    ["files", "rendering"],
     ["importing", "results"],
     ["inputs"],
     ["count", "engine", "measure"],
@@ -80,22 +80,12 @@ def test_every_part_has_its_line() -> None:
 
 #: What flops and devices know of torch, as the engine does.
 SHARED = "engine.torch_internals"
-#: Imports upwards, by name: a result knows who draws it, and who reads it again.
+#: Imports upwards, by name: where the class of each kind of result is, to be read from a file.
 UPWARDS = {
-    "capture/attention.py": {"report.attention"},
-    "capture/features.py": {"report.activation"},
-    "capture/record.py": {"report.notebook"},
-    "capture/store/recording.py": {"report.notebook"},
-    "capture/store/series.py": {"report.activation"},
-    "plan/data.py": {"report.perfetto_remote"},
-    "profile/data.py": {"report.columns", "report.page", "report.perfetto", "report.speedscope"},
-    "remote/ran.py": {"report.perfetto_remote"},
-    "remote/swept.py": {"report.perfetto_remote"},
     "results.py": {
         *("profile.data", "profile.difference", "split.data", "plan.data", "plan.codecs", "remote.ran"),
-        *("remote.swept", "capture.store", "report", "report.notebook", "report.terminal"),
-    },
-    "trace/data.py": {"report.dot", "report.graph", "report.graph_svg", "report.notebook"},
+        *("remote.swept", "capture.store"),
+    }
 }
 
 

@@ -9,6 +9,7 @@ from microtome.errors import MicrotomeError
 from microtome.inputs import Inputs
 from microtome.plan import plan
 from microtome.profile import profile
+from microtome.rendering import Renderer, provide_renderers
 from microtome.results import load
 from microtome.split import split
 from microtome.trace import trace
@@ -83,6 +84,15 @@ __all__ = [
     "track",
     "zero",
 ]
+
+
+def _find_renderer(form: str) -> Renderer:
+    from microtome.report.renderers import find_renderer
+
+    return find_renderer(form)
+
+
+provide_renderers(_find_renderer)
 
 
 def __getattr__(name: str) -> Any:

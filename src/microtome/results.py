@@ -11,6 +11,7 @@ from microtome.errors import BadFile
 from microtome.files.reading import JSON_LIMIT, File, damage, parse_json, read_bytes
 from microtome.files.types import mismatch
 from microtome.files.writing import failure
+from microtome.rendering import render
 
 #: Where the class of each kind of result is, to be imported when a file holds one.
 _KINDS = {
@@ -36,23 +37,24 @@ class Result:
     schema: ClassVar[int]
 
     def __str__(self) -> str:
-        return self._report().text(self)
+        text: str = render(f"{self.kind}.text", self)
+        return text
 
     def __rich__(self) -> Any:
-        return import_module("microtome.report.terminal").Printable(self._report().renderable(self))
+        return render("result.rich", self)
 
     def _repr_html_(self) -> str | None:
         """What a notebook shows."""
-        html: str | None = import_module("microtome.report.notebook").html(self)
+        html: str | None = render("result.notebook", self)
         return html
 
     def to_markdown(self, file: File | None = None) -> str:
         """As a Markdown table; written to the file if one is named."""
-        return write(self._report().markdown(self), file)
+        return write(render(f"{self.kind}.markdown", self), file)
 
     def to_csv(self, file: File | None = None) -> str:
         """As CSV, raw numbers, one line a row; written to the file if one is named."""
-        return write(self._report().csv(self), file)
+        return write(render(f"{self.kind}.csv", self), file)
 
     def to_json(self, file: File | None = None) -> str:
         """As JSON that `microtome.load` reads; written to the file if one is named."""
@@ -67,10 +69,6 @@ class Result:
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """The result that `as_dict` described."""
         raise NotImplementedError
-
-    def _report(self) -> Any:
-        # By name: results stand below reports and do not import them.
-        return import_module(f"microtome.report.{self.kind}")
 
 
 def write(text: str, file: File | None) -> str:

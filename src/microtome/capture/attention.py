@@ -5,7 +5,6 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from operator import index
 from typing import Any, Literal, SupportsFloat, overload
 
@@ -20,6 +19,7 @@ from microtome.engine.select import check_model, no_path
 from microtome.errors import BadQuery, NoMatch
 from microtome.files.reading import File
 from microtome.inputs import Inputs, device_of
+from microtome.rendering import render
 from microtome.units import shape
 
 __all__ = ["ATTENTION", "Attention", "AttentionProbe", "attention", "rollout"]
@@ -152,7 +152,7 @@ class Attention(Sequence[Tensor]):
 
     def plot(self, image: Any = None, **options: Any) -> Any:
         """A picture that notebooks show: what `to_png` writes, with its options."""
-        return import_module("microtome.report.attention").plot(self, image, **options)
+        return render("attention.picture", self, image, **options)
 
     def to_png(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from importlib import import_module
 from typing import Any, Literal
 
 from microtome.engine.addresses import Addresses
@@ -12,6 +11,7 @@ from microtome.engine.select import no_path
 from microtome.errors import BadQuery, NoMatch
 from microtome.files.reading import File
 from microtome.inputs import Inputs
+from microtome.rendering import render
 
 
 class Features(Mapping[str, Any]):
@@ -78,7 +78,7 @@ class Features(Mapping[str, Any]):
 
     def plot(self, name: str, **options: Any) -> Any:
         """A picture that notebooks show: what `to_png` writes, with its options."""
-        return import_module("microtome.report.activation").plot(self[name], name, **options)
+        return render("activation.picture", self[name], name, **options)
 
     def to_png(
         self,

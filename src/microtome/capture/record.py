@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib import import_module
 from os import PathLike
 from time import perf_counter
 from types import TracebackType
@@ -31,6 +30,7 @@ from microtome.engine.select import check_model
 from microtome.engine.structure import places_in
 from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadQuery, SessionError, Unsupported
+from microtome.rendering import render
 from microtome.units import parse_size
 
 Keep = Literal["all", "stats"]
@@ -289,7 +289,7 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        html: str = import_module("microtome.report.notebook").recorder(self)  # by name: reports stand above stores
+        html: str = render("recorder.notebook", self)
         return html
 
     def __repr__(self) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from importlib import import_module
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from microtome.engine.addresses import find_address
 from microtome.errors import BadQuery
 from microtome.files.reading import File
 from microtome.plan.link import Link
+from microtome.rendering import render
 from microtome.results import Result, write
 
 Objective = Literal["latency", "energy", "throughput"]
@@ -181,7 +181,7 @@ class Plan(Result):
 
     def to_perfetto(self, file: File | None = None) -> str:
         """As Chrome trace JSON, a process for each device and arrows for what crosses; written to the file if named."""
-        return write(import_module("microtome.report.perfetto_remote").of_plan(self), file)
+        return write(render("plan.perfetto", self), file)
 
     def as_dict(self) -> dict[str, Any]:
         data = {field.name: getattr(self, field.name) for field in fields(self)}

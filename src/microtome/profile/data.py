@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from microtome.engine.addresses import find_address
@@ -15,6 +14,7 @@ from microtome.files.reading import File
 from microtome.profile.how import EnergyUse, MemoryUse, Sampling, Timing
 from microtome.profile.rows import AMOUNTS, Group, Row, add
 from microtome.profile.timeline import Timeline
+from microtome.rendering import render
 from microtome.results import Result, write
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class Profile(Result):
             raise BadQuery(f"the top are 1 or more, got {n}")
         known = [row for row in self.calls if getattr(row.own, by) is not None]
         if not known:
-            why = import_module("microtome.report.columns").why_unknown(self, by, by)
+            why = render("profile.why_unknown", self, by, by)
             raise BadQuery(f"no call has a number of {by!r} to order by: {why}")
         return tuple(sorted(known, key=lambda row: -getattr(row.own, by))[:n])
 
@@ -242,11 +242,11 @@ class Profile(Result):
 
         The calls as slices in each other, and curves of memory and power. Needs times: `measure=["time"]`.
         """
-        return write(import_module("microtome.report.perfetto").perfetto(self), file)
+        return write(render("profile.perfetto", self), file)
 
     def to_speedscope(self, file: File | None = None) -> str:
         """As JSON that https://www.speedscope.app opens; written to the file if one is named. Needs times."""
-        return write(import_module("microtome.report.speedscope").speedscope(self), file)
+        return write(render("profile.speedscope", self), file)
 
     def to_pandas(self) -> Any:
         """The rows as a DataFrame. Needs pandas."""
@@ -264,8 +264,7 @@ class Profile(Result):
                 where to cut.
             compare: Another profile, or the file that holds one, to be shown beside.
         """
-        page = import_module("microtome.report.page")  # by name: results stand below reports and do not import them
-        return write(page.html(self, cuts, compare), file)
+        return write(render("profile.page", self, cuts, compare), file)
 
     def as_dict(self) -> dict[str, Any]:
         data = asdict(self)

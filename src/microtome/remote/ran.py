@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from importlib import import_module
 from math import isnan, nan
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -13,6 +12,7 @@ import torch
 
 from microtome.files.reading import File
 from microtome.remote.sent import Sent
+from microtome.rendering import render
 from microtome.results import Result, write
 
 #: The phases of a request, in order: the name of each, and the fields of `Sent` that it is the sum of.
@@ -125,7 +125,7 @@ class Ran(Result):
 
     def to_perfetto(self, file: File | None = None) -> str:
         """As Chrome trace JSON, edge and cloud with arrows for what crosses; written to the file if one is named."""
-        return write(import_module("microtome.report.perfetto_remote").of_run(self), file)
+        return write(render("run.perfetto", self), file)
 
     def as_dict(self) -> dict[str, Any]:
         data = {field.name: getattr(self, field.name) for field in fields(self)}

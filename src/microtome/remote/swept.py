@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from importlib import import_module
 from typing import Any, ClassVar, Self
 
 from microtome.engine.addresses import find_address
 from microtome.files.reading import File
 from microtome.remote.link import LinkMeasurement
+from microtome.rendering import render
 from microtome.results import Result, write
 
 
@@ -119,11 +119,11 @@ class Sweep(Result):
 
     def to_html(self, file: File | None = None) -> str:
         """As one page that needs nothing else; written to the file if one is named."""
-        return write(self._report().html(self), file)
+        return write(render("sweep.html", self), file)
 
     def to_perfetto(self, file: File | None = None) -> str:
         """As Chrome trace JSON, a request at each cut over edge and cloud; written to the file if one is named."""
-        return write(import_module("microtome.report.perfetto_remote").of_sweep(self), file)
+        return write(render("sweep.perfetto", self), file)
 
     def as_dict(self) -> dict[str, Any]:
         return {

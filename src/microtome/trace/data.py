@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from microtome.engine import Phase
 from microtome.engine.addresses import find_address
 from microtome.engine.standin import Stand
 from microtome.files.reading import File
+from microtome.rendering import render
 from microtome.results import write
 
 
@@ -182,17 +182,15 @@ class Trace:
             cut: Where a cut is drawn, an address or a `Cut`, which also says what crosses; what contains it is opened
                 as far as needed.
         """
-        graph = import_module("microtome.report.graph").graph(self, depth, cut)
-        return write(import_module("microtome.report.dot").dot(graph), file)
+        return write(render("trace.dot", self, depth, cut), file)
 
     def to_svg(self, file: File | None = None, *, depth: int | None = None, cut: Any = None) -> str:
         """The same as a picture, SVG; written to the file if one is named."""
-        graph = import_module("microtome.report.graph").graph(self, depth, cut)
-        return write(import_module("microtome.report.graph_svg").svg(graph), file)
+        return write(render("trace.svg", self, depth, cut), file)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        html: str = import_module("microtome.report.notebook").trace(self)  # by name: reports stand above traces
+        html: str = render("trace.notebook", self)
         return html
 
     def __repr__(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +16,7 @@ from microtome.engine.addresses import Addresses
 from microtome.errors import BadFile, NoMatch
 from microtome.files.reading import damage
 from microtome.files.tensors import DTYPES
+from microtome.rendering import render
 from microtome.units import size
 
 
@@ -105,7 +105,7 @@ class Recording:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        html: str = import_module("microtome.report.notebook").recording(self)  # by name: reports stand above stores
+        html: str = render("recording.notebook", self)
         return html
 
     def __repr__(self) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from typing import Any, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
 
 from microtome.errors import BadQuery
+from microtome.rendering import render
 from microtome.units import shape as shape_text
 from microtome.units import size
 
@@ -119,7 +119,7 @@ class Series(Sequence[Tensor]):
 
     def plot(self, index: int = 0, **options: Any) -> Any:
         """One of the tensors as a picture that notebooks show; the options are those of `Features.to_png`."""
-        return import_module("microtome.report.activation").plot(self[index], self.name, **options)
+        return render("activation.picture", self[index], self.name, **options)
 
     def _check_alike(self, verb: str) -> None:
         if not self._held:

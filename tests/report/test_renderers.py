@@ -1,0 +1,45 @@
+"""Every form that a result asks for has a renderer."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import microtome
+from microtome.report.renderers import find_renderer
+from microtome.results import _KINDS
+
+ROOT = Path(microtome.__file__).parent
+
+
+def forms_asked_for() -> set[str]:
+    """The forms in calls of `render` anywhere in the package; `{self.kind}` stands for each kind of result."""
+    found = set()
+    for file in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "render":
+                form = ast.unparse(node.args[0]).lstrip("f").strip("'\"")
+                found |= {form.replace("{self.kind}", kind) for kind in _KINDS}
+    return found
+
+
+def test_every_form_that_is_asked_for_has_a_renderer() -> None:
+    forms = forms_asked_for()
+    assert forms >= {"trace.svg", "profile.csv", "sweep.markdown", "result.notebook", "attention.picture"}
+    assert all(callable(find_renderer(form)) for form in forms)
+
+
+@pytest.mark.parametrize("form", ["profile.renderable", "trace.png", "os.system"])
+def test_a_form_that_nobody_asks_for_is_refused(form: str) -> None:
+    with pytest.raises(LookupError, match=f"expected a form that report renders, got '{form}'"):
+        find_renderer(form)
+
+
+def test_reports_are_not_imported_before_a_result_is_rendered() -> None:
+    code = "import sys, microtome; print([name for name in sys.modules if name.startswith('microtome.report')])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
