@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
 
+from microtome.engine import self_test_ops
 from microtome.engine import torch_internals as internals
-from microtome.engine.functions import FunctionMode
 from microtome.engine.intercept import AnyCall, chain
-from microtome.engine.ops import OpMode
 from microtome.errors import MicrotomeError, said
 
 _local = threading.local()
@@ -230,160 +228,6 @@ def _knows_task() -> bool:
     return bool(before == after == -1 and task >= 0)
 
 
-# -- operators and modes -----------------------------------------------------------------------------------------------
-
-
-def _nobody(*_: Any) -> None:
-    return None
-
-
-def _op_mode(seen: list[str]) -> OpMode:
-    return OpMode(_nobody, [], [lambda _, func, *__: seen.append(internals.schema_of(func).name)])
-
-
-def _sees_operators() -> bool:
-    seen: list[str] = []
-    x = torch.ones(1)
-    with _op_mode(seen):
-        x.mul(2)
-    x.mul(2)
-    return seen == ["aten::mul"]
-
-
-def _hides_operators() -> bool:
-    seen: list[str] = []
-    x = torch.ones(1)
-    with _op_mode(seen), internals.disable_current_modes():
-        x.mul(2)
-    return not seen and not internals.dispatch_modes()
-
-
-def _stacks_dispatch_modes() -> bool:
-    mode = _op_mode([])
-    internals.push_dispatch_mode(mode)
-    during = internals.dispatch_modes()
-    internals.pop_dispatch_mode(mode)
-    return during == [mode] and internals.dispatch_modes() == []
-
-
-def _counts_dispatch_modes() -> bool:
-    with _op_mode([]):
-        during = internals.count_dispatch_modes()
-    return (during, internals.count_dispatch_modes()) == (1, 0)
-
-
-def _function_mode(seen: list[Any], reads: list[Tensor]) -> FunctionMode:
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        seen.append(func)
-        return func(*args, **kwargs)
-
-    return FunctionMode([nn.functional.softmax], run, reads.append)
-
-
-def _stacks_function_modes() -> bool:
-    mode = _function_mode([], [])
-    internals.push_function_mode(mode)
-    during = internals.function_modes()
-    internals.pop_function_mode()
-    return during == [mode] and internals.function_modes() == []
-
-
-def _hides_functions() -> bool:
-    seen: list[Any] = []
-    x = torch.ones(1)
-    with _function_mode(seen, []):
-        nn.functional.softmax(x, 0)
-        enabled = internals.is_torch_function_enabled()
-        with internals.DisableTorchFunction():
-            nn.functional.softmax(x, 0)
-            disabled = not internals.is_torch_function_enabled()
-    return len(seen) == 1 and enabled and disabled
-
-
-def _sees_reads() -> bool:
-    reads: list[Tensor] = []
-    x, lengths = torch.ones(1, 1, 1), torch.tensor([1])
-    with _function_mode([], reads):
-        pack_padded_sequence(x, lengths)
-    return len(reads) == 1
-
-
-def _knows_autocast() -> bool:
-    before = internals.is_autocast_enabled()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return internals.is_autocast_enabled() and not before
-
-
-def _knows_kernels() -> bool:
-    composed = "CompositeImplicitAutograd"
-    matmul: Any = torch.ops.aten.matmul.default
-    has, has_for_key = internals.has_kernel, internals.has_kernel_for_key
-    return (
-        has("aten::mm")
-        and has_for_key("aten::matmul", composed)
-        and not has_for_key("aten::mm", composed)
-        and bool(matmul._can_decompose())
-    )
-
-
-def _knows_schemas() -> bool:
-    schema = internals.schema_of(torch.ops.aten.add_.Tensor)
-    first, second = schema.arguments[:2]
-    return schema.name == "aten::add_" and first.alias_info.is_write and second.alias_info is None
-
-
-def _takes_masked_rows() -> bool:
-    return not internals.safe_softmax(torch.full((1, 2), -torch.inf), -1).any()
-
-
-# -- tensors -----------------------------------------------------------------------------------------------------------
-
-
-def _knows_storages() -> bool:
-    x, other = torch.ones(2), torch.ones(2)
-    return internals.storage_id(x) == internals.storage_id(x[1:]) != internals.storage_id(other)
-
-
-def _counts_writes() -> bool:
-    x = torch.ones(2)
-    before = internals.version_of(x)
-    x[1:].add_(1)
-    return internals.version_of(x) == before + 1
-
-
-class _Wrapper(Tensor):
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
-        raise NotImplementedError(func)
-
-
-def _wraps() -> bool:
-    """Without an operator on it: the first that a subclass handles has torch import its compiler."""
-    made = internals.make_wrapper_subclass(_Wrapper, torch.ones(2, 3).t(), torch.device("cpu"))
-    return type(made) is _Wrapper and made.shape == (3, 2) and made.stride() == (1, 3)
-
-
-def _computes_shapes() -> bool:
-    """This imports what computes the shapes of meta tensors.
-
-    Torch does so at the first operator that needs it, and the frames that run then are kept by a cycle, with all
-    tensors in them: those of the model, if it were running.
-    """
-    x = torch.empty(2, 3, device="meta")
-    product = x.clone().add(x) @ x.t()
-    return product.is_meta and product.shape == (2, 2)
-
-
-def _computes_fake_shapes() -> bool:
-    fake_tensor, fake_mode = internals.fake_tensor_types()
-    real = torch.ones(2, 3)
-    with fake_mode(allow_non_fake_inputs=True) as mode:
-        x = mode.from_tensor(real)
-        product = x @ x.t()
-    fake = isinstance(x, fake_tensor) and isinstance(product, fake_tensor)
-    return fake and product.shape == (2, 2) and product.device.type == "cpu"
-
-
 #: In such an order that a check relies only on those before it.
 CALLS = SelfTest(
     {
@@ -396,24 +240,24 @@ CALLS = SelfTest(
         "torch.autograd._engine_run_backward": _sees_backward,
         "torch._C._autograd._get_sequence_nr or Node._sequence_nr": _numbers_nodes,
         "torch._C._functions.AccumulateGrad": _knows_leaves,
-        "OpOverload._schema": _knows_schemas,
-        "torch._C._dispatch_has_kernel_for_dispatch_key or OpOverload._can_decompose": _knows_kernels,
-        "torch.utils._python_dispatch.TorchDispatchMode": _sees_operators,
-        "torch.utils._python_dispatch._get_current_dispatch_mode_stack": _stacks_dispatch_modes,
-        "torch._C._len_torch_dispatch_stack": _counts_dispatch_modes,
-        "torch.utils._python_dispatch._disable_current_modes": _hides_operators,
-        "torch.overrides._get_current_function_mode_stack": _stacks_function_modes,
-        "torch._C.DisableTorchFunction": _hides_functions,
-        "torch._VF._pack_padded_sequence": _sees_reads,
-        "torch._C._is_any_autocast_enabled": _knows_autocast,
-        "torch._safe_softmax": _takes_masked_rows,
-        "UntypedStorage._cdata": _knows_storages,
-        "Tensor._version": _counts_writes,
-        "Tensor._make_wrapper_subclass": _wraps,
+        "OpOverload._schema": self_test_ops.knows_schemas,
+        "torch._C._dispatch_has_kernel_for_dispatch_key or OpOverload._can_decompose": self_test_ops.knows_kernels,
+        "torch.utils._python_dispatch.TorchDispatchMode": self_test_ops.sees_operators,
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack": self_test_ops.stacks_dispatch_modes,
+        "torch._C._len_torch_dispatch_stack": self_test_ops.counts_dispatch_modes,
+        "torch.utils._python_dispatch._disable_current_modes": self_test_ops.hides_operators,
+        "torch.overrides._get_current_function_mode_stack": self_test_ops.stacks_function_modes,
+        "torch._C.DisableTorchFunction": self_test_ops.hides_functions,
+        "torch._VF._pack_padded_sequence": self_test_ops.sees_reads,
+        "torch._C._is_any_autocast_enabled": self_test_ops.knows_autocast,
+        "torch._safe_softmax": self_test_ops.takes_masked_rows,
+        "UntypedStorage._cdata": self_test_ops.knows_storages,
+        "Tensor._version": self_test_ops.counts_writes,
+        "Tensor._make_wrapper_subclass": self_test_ops.wraps,
     }
 )
 BACKWARD = SelfTest(
     {"torch._C._current_autograd_node": _knows_node, "torch._C._current_graph_task_id": _knows_task},
 )
-SHAPES = SelfTest({"the device 'meta'": _computes_shapes})
-FAKE = SelfTest({"torch._subclasses.fake_tensor.FakeTensorMode": _computes_fake_shapes})
+SHAPES = SelfTest({"the device 'meta'": self_test_ops.computes_shapes})
+FAKE = SelfTest({"torch._subclasses.fake_tensor.FakeTensorMode": self_test_ops.computes_fake_shapes})
