@@ -20,6 +20,7 @@ from microtome.capture.attention import ATTENTION, Attention, AttentionProbe, at
 from microtome.engine import Probe, Session
 from microtome.errors import BadQuery, NoMatch, Unsupported
 from microtome.inputs import Inputs
+from tests.marks import examples
 
 EPS = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float64: 1e-12}
 
@@ -111,7 +112,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, dict[str, Any]]:
     return random(batch, heads, i, d), random(batch, groups, j, d), kwargs
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(cases())
 def test_fused_attention_has_the_weights_that_its_kernel_used(case: tuple[Tensor, Tensor, dict[str, Any]]) -> None:
     q, k, kwargs = case
@@ -120,7 +121,7 @@ def test_fused_attention_has_the_weights_that_its_kernel_used(case: tuple[Tensor
     assert near(found, told_by_values(q, k, **kwargs))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(cases(), st.integers(0, 7), st.integers(0, 7), st.sampled_from([1, 5, 1 << 20]))
 def test_heads_and_rows_are_slices_of_the_whole(case: Any, head: int, row: int, block: int) -> None:
     q, k, kwargs = case

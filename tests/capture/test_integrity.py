@@ -58,6 +58,7 @@ with mt.record(net, ["a", "b", "c"], to=sys.argv[1], append=True) as rec:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_every_index_is_of_one_run_after_kills_and_appends(tmp_path: Path) -> None:
     chance, runs = random.Random(0), 0

@@ -69,7 +69,7 @@ def wrapped(resnet: tuple[nn.Module, Tensor]) -> WrappedModel:
 # -- edge and cloud are the model --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2, LEAVES])
+@pytest.mark.parametrize("depth", [1, 2, *slow(LEAVES)])
 @pytest.mark.parametrize("name", zoo.names())
 def test_built_in_models_are_exact_at_every_layer(name: str, depth: int) -> None:
     check_every_layer(*zoo.build(name), depth=depth)

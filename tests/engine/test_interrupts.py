@@ -28,6 +28,7 @@ from microtome.engine.intercept import chain
 from microtome.engine.interrupts import _NUMBERS, Uninterrupted, finish, grad_mode, uninterrupted
 from microtome.engine.standin import LOOKING
 from tests.engine.test_laws import assert_same, snapshot
+from tests.marks import slow
 
 # -- what is compared --------------------------------------------------------------------------------------------------
 
@@ -211,12 +212,14 @@ def sweep(name: str, count: int, folder: Path, *, times: int = 1, number: int = 
     return interrupted
 
 
+#: The actions that `make test` interrupts.
+QUICK = ("trace", "split", "record", "track")
 #: A signal that comes while a generator is freed is reported, and lost, by Python itself.
 freed = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @freed
-@pytest.mark.parametrize("name", ACTIONS)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in ACTIONS if name not in QUICK))])
 def test_model_and_process_are_as_found_when_a_signal_comes_at_any_moment(name: str, tmp_path: Path) -> None:
     assert sweep(name, 8, tmp_path) > 1
 

@@ -17,6 +17,7 @@ from microtome.plan.data import Candidate, Objective
 from microtome.plan.price import Chain, Placement
 from microtome.plan.sides import Side, places
 from microtome.plan.stages import best
+from tests.marks import examples
 from tests.plan import made
 
 objectives = st.sampled_from(["latency", "throughput", "energy"])
@@ -86,7 +87,7 @@ def everything(chain: Chain) -> list[Candidate]:
 
 
 @given(problems(), objectives)
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_no_candidate_is_better_than_the_winner(problem: dict[str, Any], objective: Objective) -> None:
     plan = planned(problem, objective=objective)
     able = everything(chain_of(problem))
@@ -100,7 +101,7 @@ def test_no_candidate_is_better_than_the_winner(problem: dict[str, Any], objecti
 
 
 @given(st.integers(2, 4).flatmap(lambda devices: problems(devices, most=3)), objectives)
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_dynamic_programming_finds_what_trying_everything_does(problem: dict[str, Any], objective: Objective) -> None:
     chain = chain_of(problem, energy_of=tuple(problem["devices"])[:2])
     able = everything(chain)
@@ -116,7 +117,7 @@ def test_dynamic_programming_finds_what_trying_everything_does(problem: dict[str
 
 
 @given(problems(3, most=4), objectives)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 def test_a_plan_over_several_devices_has_the_best_of_all(problem: dict[str, Any], objective: Objective) -> None:
     plan = planned(problem, objective=objective)
     able = everything(chain_of(problem))
@@ -126,7 +127,7 @@ def test_a_plan_over_several_devices_has_the_best_of_all(problem: dict[str, Any]
 
 
 @given(problems(), objectives, st.lists(bandwidths, min_size=1, max_size=20))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_who_wins_at_a_bandwidth_is_who_wins_there(
     problem: dict[str, Any], objective: Objective, tried: list[float]
 ) -> None:
@@ -149,7 +150,7 @@ def test_who_wins_at_a_bandwidth_is_who_wins_there(
 
 
 @given(problems(), bandwidths, st.floats(1, 100))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_a_faster_link_never_makes_the_best_latency_longer(
     problem: dict[str, Any], bandwidth: float, times: float
 ) -> None:
@@ -160,7 +161,7 @@ def test_a_faster_link_never_makes_the_best_latency_longer(
 
 
 @given(problems(3))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 def test_steps_sum_up_to_the_latency_and_bytes_to_what_is_sent(problem: dict[str, Any]) -> None:
     chain = chain_of(problem)
     for candidate in everything(chain):

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import microtome as mt
 from microtome import zoo
 from microtome.profile.rows import AMOUNTS, Amounts
+from tests.marks import examples
 
 # -- random small nets -------------------------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ def check_law_3(p: mt.Profile) -> None:
     assert [by_op[at] for at in forward] == [whole(p)[at] for at in forward]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(layer=layers(4), train=st.booleans(), backward=st.booleans())
 def test_law_3_parts_make_the_whole(layer: nn.Module, train: bool, backward: bool) -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 1), layer).train(train)
@@ -116,7 +117,7 @@ def test_law_3_in_every_convention(convention: str) -> None:
     check_law_3(mt.profile(*zoo.build("tiny-resnet"), convention=convention))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(layer=layers(4), train=st.booleans(), backward=st.booleans())
 def test_law_4_on_meta_fake_and_real_tensors(layer: nn.Module, train: bool, backward: bool) -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 1), layer).train(train)
@@ -126,7 +127,7 @@ def test_law_4_on_meta_fake_and_real_tensors(layer: nn.Module, train: bool, back
         same(p, mt.profile(model, x, backward=backward, fake=fake))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(layer=layers(4))
 def test_law_4_with_and_without_gradients_in_other_dtypes_and_layouts(layer: nn.Module) -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 1), layer).eval()
@@ -270,7 +271,7 @@ def test_autocast_around_functions_is_not_counted_on_meta_tensors() -> None:
     assert (p.total.outputs[0].dtype, p.how.partition(" ")[0]) == ("bfloat16", "fake")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(layer=layers(4), train=st.booleans())
 def test_backward_flops_are_those_of_torch(layer: nn.Module, train: bool) -> None:
     """On what FlopCounterMode knows: products and convolutions. It takes the groups of a convolution for one."""

@@ -17,6 +17,7 @@ import microtome as mt
 from microtome.errors import Unsupported
 from microtome.split.compare import differences
 from microtome.split.stages import Splitter
+from tests.marks import examples
 
 WIDTH = 4
 
@@ -148,7 +149,7 @@ def steps(most: int) -> st.SearchStrategy[tuple[Step, ...]]:
 
 
 @given(steps(9), steps(3), st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), st.booleans())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_offered_cut_is_exact_through_bytes(
     outer: tuple[Step, ...], inner: tuple[Step, ...], outputs: tuple[int, ...], by_two: bool
 ) -> None:

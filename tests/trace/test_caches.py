@@ -17,6 +17,7 @@ from microtome.engine import tensors_in
 from microtome.engine.functions import is_stand_in
 from microtome.errors import Unsupported
 from microtome.split.compare import differences
+from tests.marks import slow
 
 
 @cache
@@ -255,7 +256,7 @@ def _check(entry: Entry) -> None:
         assert list(differences(output, expected)) == []
 
 
-@pytest.mark.parametrize("name", REMEMBERING)
+@pytest.mark.parametrize("name", [slow(name)[0] if name == "d_fine" else name for name in REMEMBERING])
 def test_models_of_transformers_with_caches_run_after_a_trace(name: str) -> None:
     _check(TRANSFORMERS[name])
 
