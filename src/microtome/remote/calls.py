@@ -16,7 +16,7 @@ from microtome.remote.peers import Peers
 _WAIT_S, _LOOK_S, STUCK_S = 2.0, 0.05, 0.25
 #: Seconds after which a call that waits for a place has one ended that is sending a request: most requests are complete
 #: sooner, and lose nothing.
-SENDING_S = 0.5
+SENDING_S = 0.1
 
 
 class Upload:
