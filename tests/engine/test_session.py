@@ -255,7 +255,7 @@ class TestCompiled:
         assert "calls of modules inside it were not seen. Call torch.compile before" in done.stderr
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 class TestScripted:
     def test_a_script_module_is_refused(self) -> None:
         scripted = torch.jit.script(nn.ReLU())

@@ -632,7 +632,7 @@ def test_a_key_value_cache_of_transformers_is_refused_with_what_to_do() -> None:
 
 
 def test_a_script_module_cannot_be_looked_into() -> None:
-    with pytest.warns(DeprecationWarning, match=r"torch.jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match=r"torch.jit"):
         scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(Unsupported):
         mt.cuts(scripted, "1x4")

@@ -401,7 +401,7 @@ def test_gradients_of_a_real_trace_do_not_reach_the_user() -> None:
     assert model.bias.grad is None
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_a_script_module_is_refused_before_anything_is_touched() -> None:
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
     with pytest.raises(Unsupported, match="the module at '1' is a RecursiveScriptModule"):
