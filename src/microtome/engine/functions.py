@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from microtome.engine import integers
+from microtome.engine import integers, placement
 from microtome.engine.interrupts import deliver, uninterrupted, waiting
 from microtome.engine.ops import signature
 from microtome.engine.structure import map_tensors, tensors_in
@@ -65,6 +65,7 @@ class FunctionMode(TorchFunctionMode):
         self._run_whole = run_whole
         self.function: Function | None = None
         self.autocast = False
+        self._placement = placement.current()
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -74,6 +75,11 @@ class FunctionMode(TorchFunctionMode):
         self.function = func
         self.autocast = is_autocast_enabled()
         try:
+            if self._placement is not None:
+                told = self._placement.answer(func, args)
+                if told is not NotImplemented:
+                    return told
+                args, kwargs = self._placement.on_meta(args, kwargs or {})
             if func in self._whole:
                 return self._run_whole(func, args, kwargs or {})
             if func in READS and len(args) > READS[func] and isinstance(args[READS[func]], Tensor):

@@ -27,6 +27,7 @@ from microtome.engine.exclusion import exclude_other_threads
 from microtome.engine.interrupts import finish, uninterrupted
 from microtome.engine.modes import Modes
 from microtome.engine.originals import Originals
+from microtome.engine.placement import stand_for
 from microtome.engine.random_states import keep_random_states
 from microtome.engine.references import Global, references_of
 from microtome.engine.select import named
@@ -71,6 +72,8 @@ def stand_in(model: nn.Module, inputs: Inputs, stand: Stand, originals: Original
         classes = {cls for module in modules for cls in type(module).__mro__ if not cls.__module__.startswith(_NOT_OWN)}
         given = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
         stack.enter_context(keep_random_states(classes, gpus_in(given) if stand == "real" else ()))
+        if stand == "meta":
+            stack.enter_context(stand_for(given))
         tensors = _keep(modules, classes, stack)
         if stand == "real":
             _keep_tensors(tensors, stack, originals)
