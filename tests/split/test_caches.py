@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.errors import Unsupported
 from microtome.split.compare import held_tensors
 from microtome.split.stages import Splitter
 
@@ -109,7 +108,8 @@ def test_every_cut_of_a_language_model_that_is_listed_can_be_split(name: str, us
     assert bool(splitter.cuts.refused) is use_cache
 
 
-def test_a_kernel_that_is_chosen_by_a_gradient_is_named_as_a_reason() -> None:
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_value_that_does_not_cross_requires_a_gradient_as_in_the_model(grad: bool) -> None:
     class Biased(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -121,7 +121,5 @@ def test_a_kernel_that_is_chosen_by_a_gradient_is_named_as_a_reason() -> None:
             return self.b(x * 1 if bias.requires_grad else x * 2)
 
     model, x = Biased(), torch.ones(2, 4)
-    with pytest.raises(Unsupported, match=r"since no gradient crosses: use torch.no_grad\(\)"):
-        mt.split(model, x, at="a")
-    with torch.no_grad():
-        assert mt.split(model, x, at="a").verified == "bit-equal"
+    with torch.set_grad_enabled(grad):
+        assert [mt.split(model, x, at=at).verified for at in ("bias", "a", "b")] == ["bit-equal"] * 3

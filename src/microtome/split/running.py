@@ -46,6 +46,7 @@ from microtome.split.told import (
     sharing,
     uses,
     view,
+    with_grad,
 )
 from microtome.split.trail import Follower, Sent, Step, Trail
 
@@ -233,7 +234,7 @@ class Run(Probe):
         tensor = awake(tensor)
         if isinstance(tensor, Ghost):
             raise GhostRead(f"{sent.name!r} is to cross a later cut and did not cross the one before", tensor)
-        tensor = tensor.detach()
+        had_grad, tensor = tensor.requires_grad, tensor.detach()
         if sent.joined:
             return self._join(sent.name, tensor)
         name = sent.name
@@ -242,6 +243,8 @@ class Run(Probe):
         if known is None:
             self._tensors[name] = tensor = duplicate(tensor) if sent.copied else tensor
             self._versions[name] = version_of(tensor)
+        if had_grad and torch.is_grad_enabled():
+            self._facts.setdefault("requires_grad", {})[name] = True
         return name
 
     def _join(self, name: str, tensor: Tensor) -> Any:
@@ -304,7 +307,7 @@ class Run(Probe):
                 meta = torch.empty(shape, dtype=dtype, device="meta")
                 if strides is not None:
                     meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-                return Ghost(meta, self._device or torch.device("cpu"), of, place)
+                return with_grad(Ghost(meta, self._device or torch.device("cpu"), of, place), item)
             name, shape, strides, offset = item
             whole = self._get(name, place)
             self._sizes.take(of, shape, strides, whole.dtype)
@@ -358,6 +361,7 @@ class Run(Probe):
                 )
             if tensor is sent and (written or (sent.is_inference() and not torch.is_inference_mode_enabled())):
                 tensor = duplicate(tensor)
+            tensor = with_grad(tensor, self._received.facts.get("requires_grad"), name)
             self._given[name] = tensor
             if not written and (self._uses is None or name in self._shared):
                 self._still.append((name, tensor, version_of(tensor)))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, overload
 
-import torch
 from torch import Tensor, nn
 
 from microtome.engine.select import check_model
@@ -310,11 +309,9 @@ class Splitter:
         worst = max(found, key=_size)
         if not again or _size(worst) > 10 * max(map(_size, again)):
             where = f" at {worst.place}" if worst.place else ""
-            kernels = ", or torch takes another kernel since no gradient crosses: use torch.no_grad()"
-            hint = kernels if torch.is_grad_enabled() else ""
             raise Unsupported(
                 f"the {type(self.model).__name__} cannot be cut at {', '.join(cut.at for cut in chosen)}: the stages "
-                f"give{where} {worst.what}. Something crosses there that is no tensor{hint}"
+                f"give{where} {worst.what}. Something crosses there that is no tensor"
             )
         return f"{worst.what}; two runs of the whole model differ so too"
 

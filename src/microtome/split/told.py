@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from microtome.engine.arguments import as_result
 from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadBoundary, Unsupported, said
 from microtome.split.boundary import Boundary
@@ -78,6 +79,16 @@ def shared(boundary: Boundary) -> frozenset[str]:
     said_ = boundary.facts.get("shared")
     known = isinstance(said_, list) and all(isinstance(name, str) for name in said_)
     return frozenset(said_ if known and isinstance(said_, list) else boundary.tensors)
+
+
+def with_grad(tensor: Tensor, facts: Any, name: str = "requires_grad") -> Tensor:
+    """The tensor as one that requires a gradient, if the facts say that it did in the head.
+
+    No gradient reaches the head. But kernels are chosen by it, and the code of a model may ask for it.
+    """
+    wanted = isinstance(facts, dict) and facts.get(name) is True and torch.is_grad_enabled()
+    is_continuous = tensor.is_floating_point() or tensor.is_complex()
+    return as_result(tensor.detach()) if wanted and is_continuous else tensor
 
 
 def check_entry(step: Step, entry: dict[str, Any]) -> None:
@@ -216,7 +227,8 @@ def _share(tensor: Tensor, others: list[Tensor]) -> bool | None:
 def as_ghost(tensor: Tensor) -> dict[str, Any]:
     """What is said of a tensor that is not sent."""
     strides = None if tensor.is_contiguous() else list(tensor.stride())
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "strides": strides}
+    item = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "strides": strides}
+    return {**item, "requires_grad": True} if tensor.requires_grad and torch.is_grad_enabled() else item
 
 
 def contents(step: Step, holder: Any, tensors: list[Tensor], arguments: list[Tensor]) -> list[Any]:
