@@ -419,12 +419,13 @@ class OwnGenerator(Encoder):
 
 
 def test_cuts_among_layers_dropped_by_a_generator_of_the_model_are_refused() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), OwnGenerator(), nn.Linear(4, 4)), torch.ones(2, 4)
-    before = model[1].generator.get_state()
+    encoder, x = OwnGenerator(), torch.ones(2, 4)
+    model = nn.Sequential(nn.Linear(4, 4), encoder, nn.Linear(4, 4))
+    before = encoder.generator.get_state()
     cuts = mt.cuts(model, x)
     assert [cut.at for cut in cuts] == ["0", "1.first", "1", "2"]
     assert all("'1' draws, it makes other calls in other runs" in (cut.refused or "") for cut in cuts.refused)
-    assert model[1].generator.get_state().equal(before)
+    assert encoder.generator.get_state().equal(before)
 
 
 def test_calls_that_a_random_answer_of_a_module_chooses_are_refused() -> None:

@@ -35,7 +35,7 @@ class Placement:
         self._device = device
         index = -1 if device.index is None else device.index
         self._answers: dict[Callable[..., Any], Any] = {
-            Tensor.device.__get__: device,  # type: ignore[attr-defined]
+            Tensor.device.__get__: device,
             Tensor.get_device: index,
             torch.get_device: index,
             torch.device: device,

@@ -19,9 +19,11 @@ from microtome.errors import BadInputs, BadQuery
 from microtome.inputs import Inputs
 from microtome.measure.environment import environment
 from microtome.results import Result
+from microtome.split.arrays import to_tensor
 from microtome.split.boundary import Boundary
 from microtome.split.codecs import codec_of
 from microtome.split.data import Cuts, Live
+from microtome.split.templates import take_apart
 
 #: How often a value is encoded and decoded at most, and the seconds after which no further time begins.
 _REPEAT, _BUDGET_S = 5, 0.05
@@ -171,9 +173,11 @@ class _Values(Probe):
 
 
 def _run(model: nn.Module, inputs: Inputs, wanted: dict[str, Live], measure: Any) -> None:
+    arrays: list[Any] = []
+    take_apart((inputs.args, inputs.kwargs), arrays=arrays)
     for value in wanted.values():
         if value.source is None:
-            measure(value.name, _find(value, (inputs.args, inputs.kwargs)))
+            measure(value.name, _find(value, (inputs.args, inputs.kwargs, list(map(to_tensor, arrays)))))
     with torch.no_grad(), Session(model, [_Values(wanted.values(), measure)], other_threads="unseen"):
         inputs.run(model)
 

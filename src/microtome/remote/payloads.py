@@ -10,6 +10,7 @@ from torch import Tensor
 
 from microtome.errors import BadBoundary, Unsupported
 from microtome.inputs import Inputs
+from microtome.split.arrays import to_array, to_tensor
 from microtome.split.boundary import Boundary
 from microtome.split.memory import moved
 from microtome.split.templates import Plain, Template, check_same, take_apart
@@ -23,9 +24,10 @@ INPUTS = ""
 
 def of_inputs(given: Inputs, template: Template, fingerprint: str) -> Boundary:
     """Pack the inputs of a model; the template is that of the example."""
-    got, tensors, plain = take_apart((given.args, given.kwargs))
+    arrays: list[Any] = []
+    got, tensors, plain = take_apart((given.args, given.kwargs), arrays=arrays)
     check_same("what the model is given, positional and by name,", template, got)
-    return _packed(INPUTS, fingerprint, tensors, plain)
+    return _packed(INPUTS, fingerprint, [*tensors, *map(to_tensor, arrays)], plain)
 
 
 def to_inputs(boundary: Boundary, template: Template, device: torch.device | None) -> Inputs:
@@ -71,13 +73,14 @@ def _unpacked(
     check: Callable[[Boundary, list[str]], None] | None = None,
 ) -> Any:
     plain, order = boundary.facts.get("plain"), boundary.facts.get("tensors")
-    fits = isinstance(order, list) and len(order) == template.tensors and set(boundary.tensors) == {*map(str, order)}
+    expected = template.tensors + template.arrays
+    fits = isinstance(order, list) and len(order) == expected and set(boundary.tensors) == {*map(str, order)}
     fits = fits and isinstance(plain, list) and len(plain) == template.plain
     fits = fits and all(isinstance(value, bool | int | float | str | None) for value in plain or ())
     if not fits:
         count = len(order) if isinstance(order, list) else len(boundary.tensors)
         raise BadBoundary(
-            f"{what} that came have {count} tensors, and {template.tensors} with {template.plain} other values were "
+            f"{what} that came have {count} tensors, and {expected} with {template.plain} other values were "
             "expected: have both sides the same model"
         )
     assert isinstance(plain, list)
@@ -85,4 +88,6 @@ def _unpacked(
     if check is not None:
         check(boundary, list(map(str, order)))
     there = {name: tensor if device is None else moved(tensor, device) for name, tensor in boundary.tensors.items()}
-    return template.fill([there[str(name)] for name in order], plain)
+    tensors, arrays = order[: template.tensors], order[template.tensors :]
+    made = [to_array(boundary.tensors[str(name)]) for name in arrays]
+    return template.fill([there[str(name)] for name in tensors], plain, arrays=made)

@@ -8,8 +8,9 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from microtome.errors import BadBoundary
 from microtome.split.memory import duplicate, span_of
 from microtome.split.wire import DTYPES
 
@@ -30,8 +31,15 @@ def to_tensor(array: Any) -> Tensor:
 
 
 def to_array(tensor: Tensor) -> Any:
-    """Copy a tensor to an array, likewise."""
-    return duplicate(tensor, "cpu").numpy()
+    """Copy a tensor to an array, likewise.
+
+    Raises:
+        BadBoundary: Numpy has no such dtype, so it does not come from an array.
+    """
+    try:
+        return duplicate(tensor, "cpu").numpy()
+    except TypeError as error:
+        raise BadBoundary(f"expected numbers of an array, got {tensor.dtype}: have it sent again") from error
 
 
 def array_name(at: int) -> str:
@@ -41,11 +49,14 @@ def array_name(at: int) -> str:
 
 def overlap(arrays: Iterable[Any], tensors: Iterable[Tensor]) -> bool:
     """Whether an array may lie in the memory of another, or in that of a tensor: copies would not."""
-    own = list({id(array): array for array in arrays}.values())
-    spans = [_span(torch.from_numpy(array)) for array in own]
-    others = [_span(one) for one in tensors if spans and one.device.type == "cpu" and one.layout is torch.strided]
+    spans = [_span(torch.from_numpy(array)) for array in arrays]
+    others = [_span(one) for one in tensors if type(one) in (Tensor, nn.Parameter) and _has_memory(one)]
     pairs = [*combinations(spans, 2), *((span, other) for span in spans for other in others)]
     return any(one[0] < other[1] and other[0] < one[1] for one, other in pairs)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from itertools import accumulate
 from operator import itemgetter
@@ -11,6 +12,7 @@ from torch import nn
 
 from microtome.engine.addresses import unnumbered
 from microtome.engine.select import check_model
+from microtome.split.arrays import array_name
 from microtome.split.crossing import Crossing, Place
 from microtome.split.data import Cut, Cuts, Live
 from microtome.split.liveness import Liveness
@@ -44,13 +46,14 @@ def list_cuts(model: nn.Module, seen: Study) -> Cuts:
     liveness = Liveness(seen)
     everywhere = _everywhere(seen)
     counts = _Counts(seen)
+    arrays = _arrays(seen)
     least: int | None = None
     found: list[Cut] = []
     for index, call in enumerate(seen.ending[:-1]):  # the last is the model itself
         refused = everywhere or _refusal(seen, call)
         crossing = liveness.crossing(call)
         refused = refused or crossing_refusal(seen, crossing) or crossing.refused
-        live = _live(seen, crossing)
+        live = (*arrays, *_live(seen, crossing))
         nbytes = sum(value.nbytes for value in live)
         dominates = refused is None and (least is None or nbytes < least)
         if dominates:
@@ -65,7 +68,7 @@ def list_cuts(model: nn.Module, seen: Study) -> Cuts:
     flops = [op.flops for op in trace.ops]
     return Cuts(
         type(model).__name__,
-        tuple(_as_live(_input_name(value), None, value) for value in taken),
+        (*arrays, *(_as_live(_input_name(value), None, value) for value in taken)),
         tuple(_as_live(f"output[{at}]", "", value) for at, value in enumerate(given)),
         tuple(cut for cut in found if cut.refused is None),
         tuple(cut for cut in found if cut.refused is not None),
@@ -211,6 +214,15 @@ def _live(seen: Study, crossing: Crossing) -> tuple[Live, ...]:
         else:
             listed.setdefault(value, live)
     return tuple(listed.values())
+
+
+def _arrays(seen: Study) -> tuple[Live, ...]:
+    """The numpy arrays that the model is given: which code reads them is not seen, so they cross every cut."""
+    found = []
+    for at, (shape, dtype) in enumerate(seen.arrays):
+        nbytes = math.prod(shape) * dtype.itemsize
+        found.append(Live(array_name(at), None, shape, str(dtype).removeprefix("torch."), nbytes))
+    return tuple(found)
 
 
 def _when(seen: Study, place: Place) -> tuple[int, int]:

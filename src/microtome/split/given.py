@@ -8,9 +8,11 @@ from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
 from microtome.engine.structure import dict_of, is_record, occurrences_in, parts_of
 from microtome.engine.torch_internals import version_of
+from microtome.split.arrays import is_array
 from microtome.split.templates import strange_in
 
 
@@ -101,6 +103,8 @@ def state_of(value: Any, depth: int = 6) -> Any:
         return id(value), version_of(value)
     if isinstance(value, bool | int | float | str | None):
         return value
+    if is_array(value):
+        return id(value), xxh3_64_hexdigest(value.tobytes())
     if depth == 0:
         return id(value)
     if isinstance(value, dict):

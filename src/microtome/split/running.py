@@ -15,6 +15,7 @@ from microtome.engine.structure import map_tensors, occurrences_in
 from microtome.engine.torch_internals import storage_id, version_of
 from microtome.errors import BadBoundary, Unsupported, said
 from microtome.inputs import Inputs
+from microtome.split.arrays import array_name, to_array, to_tensor
 from microtome.split.boundary import Boundary
 from microtome.split.compare import held_tensors
 from microtome.split.crossing import Place
@@ -185,7 +186,10 @@ class Run(Probe):
         """Keep what the next stage needs of the model's arguments."""
         if self._ends is None:
             return
-        template, tensors, plain = take_apart((inputs.args, inputs.kwargs))
+        arrays: list[Any] = []
+        template, tensors, plain = take_apart((inputs.args, inputs.kwargs), arrays=arrays)
+        if template.strange is not None:
+            raise Unsupported(f"the model is given a {template.strange}, which cannot be sent: give a copy")
         sent = self._ends.inputs
         items: list[Any] = []
         own: dict[str, Tensor] = {}
@@ -200,6 +204,8 @@ class Run(Probe):
                 own[str(at)] = awake(tensor)
         self._overlapping = [item for at in sharing(own) if isinstance(item := items[int(at)], str)]
         self._facts["inputs"] = {"t": items, "p": plain, "k": xxh3_64_hexdigest(template.text.encode())}
+        if arrays:
+            self._tensors.update((array_name(at), to_tensor(array)) for at, array in enumerate(arrays))
 
     def boundary(self, fingerprint: str) -> Boundary:
         self._check_still()
@@ -294,7 +300,8 @@ class Run(Probe):
         for item, rank in zip(entry["t"], self._begins.taken, strict=True):
             first = repeated(item)
             tensors.append(self._tensor(item, "an input", Place(None, rank)) if first is None else tensors[first])
-        args, kwargs = template.fill(tensors, entry["p"])
+        arrays = [to_array(self._array(array_name(at))) for at in range(template.arrays)]
+        args, kwargs = template.fill(tensors, entry["p"], arrays=arrays)
         return Inputs(*args, **kwargs)
 
     def _tensor(self, item: Any, of: str, place: Place | None) -> Tensor:
@@ -371,6 +378,13 @@ class Run(Probe):
             if not self._uses[name]:
                 del self._given[name], self._received.tensors[name]
         return tensor
+
+    def _array(self, name: str) -> Tensor:
+        """The tensor that was sent for an array, which is copied."""
+        assert self._received is not None
+        if name not in self._received.tensors:
+            raise BadBoundary(f"the boundary lacks {name!r}: have it sent again")
+        return self._received.tensors[name] if self._uses is None else self._received.tensors.pop(name)
 
     def _check_still(self) -> None:
         for name, tensor, version in self._still:

@@ -112,7 +112,7 @@ class Stage:
             run.begin(boundary, None if boundary is None else self.device, release=release)
             given = Inputs(*args, **kwargs) if boundary is None else run.inputs(boundary)
             if boundary is None:
-                got = take_apart((given.args, given.kwargs))[0]
+                got = take_apart((given.args, given.kwargs), arrays=[])[0]
                 check_same("what the head is given, positional and by name,", self.templates.inputs, got)
             run.take_inputs(given)
             with session:

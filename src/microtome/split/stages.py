@@ -169,6 +169,7 @@ class Splitter:
             given = Inputs.of(inputs, device=device_of(model))
             self.given = copy_inputs(given, model)  # whoever gave them may write into them
             self._seen: Study = study(model, self.given)
+            self._seen.inputs = take_apart((given.args, given.kwargs), arrays=[])[0]  # copies of arrays do not overlap
             digest = digest_of(model) if fingerprint is None else None
         self.cuts: Cuts = list_cuts(model, self._seen)
         self._liveness = Liveness(self._seen)

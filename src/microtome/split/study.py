@@ -23,7 +23,8 @@ from microtome.split.given import Given, given, holders_in
 from microtome.split.randomness import Draw, is_random
 from microtome.split.signature import Arguments, describe
 from microtome.split.state import TORCHS, State, StateProbe, changed_names, own, study_state
-from microtome.split.templates import Slot, Template, take_apart
+from microtome.split.templates import Slot, Template, TensorFacts, take_apart
+from microtome.split.wire import DTYPES
 from microtome.trace.data import Trace, TracedCall
 from microtome.trace.run import record
 
@@ -70,6 +71,7 @@ class Study:
         fuses_dropout: Whether dropout may be one kernel where the model computes, and several operators in the trace.
         is_training: Whether any of its modules is in training mode.
         generators: Those that operators draw from beside the default ones.
+        arrays: The shapes and dtypes of the numpy arrays among the model's arguments.
         held: The values that objects among the model's outputs hold, such as a cache of keys.
         scalars: Of each operator, the arguments that are no tensors.
         state: What runs leave to the next one in attributes of modules.
@@ -91,6 +93,7 @@ class Study:
     state: State = field(default_factory=State, repr=False)
     python_draws: list[PythonDraw] = field(default_factory=list, repr=False)
     varying: frozenset[str] = frozenset()
+    arrays: tuple[TensorFacts, ...] = ()
     _touched: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -356,7 +359,8 @@ def study(model: nn.Module, inputs: Any) -> Study:
     trace, _ = record(model, example, beside=beside, after=after, values=True)
     watch, _, drawn, tree, _ = watches[-1]
     is_chance = bool(drawn.found or (watch.draws and tree.reads))
-    template, tensors, _ = take_apart((example.args, example.kwargs))
+    arrays: list[Any] = []
+    template, tensors, _ = take_apart((example.args, example.kwargs), arrays=arrays)
     shapes = list(watch.shapes.values())
     return Study(
         trace,
@@ -373,6 +377,7 @@ def study(model: nn.Module, inputs: Any) -> Study:
         state,
         drawn.found,
         _find_varying(model, example, tree, watch) if is_chance else frozenset(),
+        tuple(TensorFacts(array.shape, DTYPES[array.dtype.name]) for array in arrays),
     )
 
 

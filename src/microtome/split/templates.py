@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from types import BuiltinFunctionType, FunctionType
@@ -24,6 +24,7 @@ from microtome.engine.structure import (
     parts_of,
 )
 from microtome.errors import BadInputs
+from microtome.split.arrays import is_array, overlap
 
 #: What travels beside tensors.
 Plain = bool | int | float | str | None
@@ -58,6 +59,13 @@ class SizeSlot(Slot):
         return f"Z{int(self)}:{self.count}"
 
 
+class ArraySlot(Slot):
+    """Stands for a numpy array."""
+
+    def __repr__(self) -> str:
+        return f"N{int(self)}"
+
+
 class Same(Slot):
     """Stands for an object that is also among the arguments: the n-th of those that are neither tensor nor plain."""
 
@@ -74,19 +82,21 @@ class Template:
         tensors: How many tensors it has.
         plain: How many plain values.
         strange: The type of what is neither tensor, plain value nor a structure of these; None if there is none.
+        arrays: How many numpy arrays, if they are told apart from what is strange.
     """
 
     value: Any
     tensors: int
     plain: int
     strange: str | None = None
+    arrays: int = 0
 
     @cached_property
     def text(self) -> str:
         """The structure in letters: the same for two values that differ in tensors and plain values alone."""
         return "".join(_letters(self.value))
 
-    def fill(self, tensors: list[Any], plain: list[Any], arguments: Any = ()) -> Any:
+    def fill(self, tensors: list[Any], plain: list[Any], arguments: Any = (), arrays: Sequence[Any] = ()) -> Any:
         """The value with these in the slots."""
         if type(self.value) is Slot:
             return tensors[self.value]
@@ -97,6 +107,8 @@ class Template:
                 return tensors[leaf]
             if type(leaf) is PlainSlot:
                 return plain[leaf]
+            if type(leaf) is ArraySlot:
+                return arrays[leaf]
             if type(leaf) is SizeSlot:
                 return torch.Size(plain[leaf : leaf + leaf.count])
             return strange[leaf] if type(leaf) is Same else leaf
@@ -142,11 +154,14 @@ class Templates(NamedTuple):
     example: Example
 
 
-def take_apart(value: Any, arguments: Any = ()) -> tuple[Template, list[Tensor], list[Plain]]:
+def take_apart(
+    value: Any, arguments: Any = (), arrays: list[Any] | None = None
+) -> tuple[Template, list[Tensor], list[Plain]]:
     """The template of a value, its tensors, each as often as it is there, and its plain values, in order.
 
     Args:
         arguments: What the module was given: an object of these that it returns is known again.
+        arrays: Numpy arrays are added to it, each once; None: they are strange.
     """
     if isinstance(value, Tensor):  # by far the most frequent
         return _TENSOR, [value], []
@@ -163,6 +178,11 @@ def take_apart(value: Any, arguments: Any = ()) -> tuple[Template, list[Tensor],
             return SizeSlot(len(plain) - len(leaf), len(leaf))
         if name_of(leaf) is not None:
             return leaf
+        if arrays is not None and is_array(leaf):
+            known = [at for at, array in enumerate(arrays) if array is leaf]
+            if not known:
+                arrays.append(leaf)
+            return ArraySlot(known[0] if known else len(arrays) - 1)
         for index, argument in enumerate(_strange_in(arguments)):
             if argument is leaf:
                 return Same(index)
@@ -177,7 +197,10 @@ def take_apart(value: Any, arguments: Any = ()) -> tuple[Template, list[Tensor],
     if (holder := _with_attributes([value, made])) is not None:  # which would be those of the example
         made = None
         strange.append(f"{type(holder).__name__} with the attribute {next(iter(vars(holder)))!r}")
-    return Template(made, len(tensors), len(plain), strange[0] if strange else None), tensors, plain
+    if arrays and overlap(arrays, tensors):
+        strange.append("ndarray that overlaps another input in memory")
+    found = Template(made, len(tensors), len(plain), strange[0] if strange else None, len(arrays or ()))
+    return found, tensors, plain
 
 
 def _with_attributes(value: Any) -> Any:
@@ -244,6 +267,8 @@ def _kind_of(value: Any) -> str:
     kind = type(value).__name__
     if isinstance(value, type | FunctionType):
         return f"{kind} {value.__qualname__}"
+    if kind == "ndarray" and not is_array(value):
+        return "ndarray that is not a writable array of plain numbers"
     path, item = find_foreign(value) or ("", value)
     return f"{kind} ({path} is a {type(item).__name__})" if path else kind
 
@@ -301,6 +326,7 @@ def check_same(what: str, expected: Template, got: Template) -> None:
 
 
 def _told(text: str) -> str:
-    for letters, word in ((r"\bT\d+\b", "tensor"), (r"\bS\d+\b", "value"), (r"\bZ\d+:\d+", "size"), (r",?\)", ")")):
+    words = ((r"\bT\d+\b", "tensor"), (r"\bS\d+\b", "value"), (r"\bN\d+\b", "ndarray"), (r"\bZ\d+:\d+", "size"))
+    for letters, word in (*words, (r",?\)", ")")):
         text = re.sub(letters, word, text)
     return text
