@@ -22,7 +22,7 @@ import torch
 from benchmarks import report
 from benchmarks.report import Target
 from microtome.split.boundary import Boundary
-from microtome.split.memory import view_of
+from microtome.split.tensor_bytes import view_of
 
 MB = 1_000_000
 SIZES_MB = (0.1, 0.3, 1, 3, 10, 50)

@@ -12,7 +12,7 @@ from torch import nn
 import microtome as mt
 from benchmarks.report import Target
 from benchmarks.trace import torchvision_model
-from microtome.plan import codec_costs
+from microtome.plan.codec_benchmark import codec_costs
 from microtome.split.cuts import cuts as find_cuts
 
 CODECS = ("raw", "zstd")

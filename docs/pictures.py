@@ -19,7 +19,7 @@ from microtome.report import cuts as cut_report
 from microtome.report import plan as plan_report
 from microtome.report import profile as profile_report
 from microtome.report import top as top_report
-from microtome.report.view import View
+from microtome.report.row_selection import RowSelection
 
 FOLDER = Path(__file__).parent / "pictures"
 WIDTH = 112
@@ -40,12 +40,12 @@ def draw_tables() -> None:
         counted, cuts = mt.profile(model, x), mt.cuts(model, x)
         timed = mt.profile(model, "8x3x64x64", measure="time", repeat=20)
         mt.trace(model, x).to_svg(FOLDER / "graph.svg", depth=1, cut=cuts["layer1.0.conv1"])
-    two = View(depth=2)
+    two = RowSelection(depth=2)
     terminal(
         "profile", "microtome profile zoo:tiny-resnet --depth 2", lambda w: profile_report.renderable(counted, two, w)
     )
     terminal("top", "microtome top zoo:tiny-resnet -n 3", lambda width: top_report.renderable(counted, 3, width))
-    shown = cut_report.View(depth=2)
+    shown = cut_report.CutSelection(depth=2)
     terminal("cuts", "microtome cuts zoo:tiny-resnet", lambda width: cut_report.renderable(cuts, shown, width))
     link = mt.Link("10Gbps", rtt="1ms")
     plan = mt.plan(mt.cuts(model, "8x3x64x64"), edge=timed, cloud=timed, link=link, objective="throughput")

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 import microtome as mt
 from benchmarks.detection import detection_runs
 from microtome.errors import MicrotomeError
-from microtome.split.compare import differences
-from microtome.split.data import Cut
+from microtome.results.cuts import Cut
+from microtome.split.comparison import differences
 from microtome.split.stages import Splitter
 
 

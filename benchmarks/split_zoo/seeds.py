@@ -22,7 +22,7 @@ from torch import nn
 import microtome as mt
 from benchmarks.split_zoo.models import build, entries, mixed
 from microtome.errors import MicrotomeError
-from microtome.split.compare import differences
+from microtome.split.comparison import differences
 from microtome.split.stages import Splitter
 
 Built = tuple[nn.Module, list[Any]]

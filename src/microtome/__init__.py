@@ -3,38 +3,39 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from microtome.count import Work, register_formula
 from microtome.engine import Call, Probe, Replace, Session, Skip, Stop, Stopped, select
 from microtome.errors import MicrotomeError
+from microtome.flops import OpCost, register_formula
 from microtome.inputs import Inputs
+from microtome.load import load
 from microtome.plan import plan
 from microtome.profile import profile
-from microtome.rendering import Renderer, provide_renderers
-from microtome.results import load
+from microtome.report import find_renderer
+from microtome.results.rendering import register_renderers
 from microtome.split import split
 from microtome.trace import trace
 from microtome.track import Tracker, track
 
 if TYPE_CHECKING:
-    from microtome.capture.attention import attention, rollout
+    from microtome.capture.attention.attention import attention, rollout
     from microtome.capture.edit import edit, noise, patch_from, scale, zero
     from microtome.capture.extract import extract
     from microtome.capture.features import Features
     from microtome.capture.record import record
-    from microtome.measure.energy import Meter, register_meter
-    from microtome.plan.data import Plan
-    from microtome.plan.link import Link
-    from microtome.profile import Profile
+    from microtome.devices.meters import Meter, register_meter
     from microtome.profile.energy import EnergyModel
     from microtome.remote.client import connect
     from microtome.remote.server import serve
     from microtome.report.columns import register_column
+    from microtome.results.cuts import Cuts
+    from microtome.results.link import Link
+    from microtome.results.plan import Plan
+    from microtome.results.profile import Profile
+    from microtome.results.trace import Trace
     from microtome.split.boundary import Boundary
+    from microtome.split.checkpoint import load_stage
     from microtome.split.cuts import cuts
-    from microtome.split.data import Cuts
-    from microtome.split.files import load_stage
-    from microtome.split.until import run_until
-    from microtome.trace import Trace
+    from microtome.split.run_until import run_until
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "Link",
     "Meter",
     "MicrotomeError",
+    "OpCost",
     "Plan",
     "Probe",
     "Profile",
@@ -58,7 +60,6 @@ __all__ = [
     "Stopped",
     "Trace",
     "Tracker",
-    "Work",
     "attention",
     "connect",
     "cuts",
@@ -86,15 +87,6 @@ __all__ = [
 ]
 
 
-def _find_renderer(form: str) -> Renderer:
-    from microtome.report.renderers import find_renderer
-
-    return find_renderer(form)
-
-
-provide_renderers(_find_renderer)
-
-
 def __getattr__(name: str) -> Any:
     """Import what most runs do not need when it is first asked for."""
     if name not in _LATER:
@@ -102,29 +94,31 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_LATER[name]), name)
 
 
+register_renderers(find_renderer)
+
 _LATER = {
     "Boundary": "microtome.split.boundary",
-    "Cuts": "microtome.split.data",
+    "Cuts": "microtome.results.cuts",
     "EnergyModel": "microtome.profile.energy",
     "Features": "microtome.capture.features",
-    "Link": "microtome.plan.link",
-    "Meter": "microtome.measure.energy",
-    "Plan": "microtome.plan.data",
-    "Profile": "microtome.profile.data",
-    "Trace": "microtome.trace.data",
-    "attention": "microtome.capture.attention",
+    "Link": "microtome.results.link",
+    "Meter": "microtome.devices.meters",
+    "Plan": "microtome.results.plan",
+    "Profile": "microtome.results.profile",
+    "Trace": "microtome.results.trace",
+    "attention": "microtome.capture.attention.attention",
     "connect": "microtome.remote.client",
     "cuts": "microtome.split.cuts",
     "edit": "microtome.capture.edit",
     "extract": "microtome.capture.extract",
-    "load_stage": "microtome.split.files",
+    "load_stage": "microtome.split.checkpoint",
     "noise": "microtome.capture.edit",
     "patch_from": "microtome.capture.edit",
     "record": "microtome.capture.record",
     "register_column": "microtome.report.columns",
-    "register_meter": "microtome.measure.energy",
-    "rollout": "microtome.capture.attention",
-    "run_until": "microtome.split.until",
+    "register_meter": "microtome.devices.meters",
+    "rollout": "microtome.capture.attention.attention",
+    "run_until": "microtome.split.run_until",
     "scale": "microtome.capture.edit",
     "serve": "microtome.remote.server",
     "zero": "microtome.capture.edit",

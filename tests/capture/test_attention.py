@@ -15,8 +15,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from microtome import zoo
-from microtome.capture import attention_weights
-from microtome.capture.attention import ATTENTION, Attention, AttentionProbe, attention, rollout
+from microtome.capture.attention import fused_weights
+from microtome.capture.attention.attention import ATTENTION, Attention, AttentionProbe, attention, rollout
 from microtome.engine import Probe, Session
 from microtome.errors import BadQuery, NoMatch, Unsupported
 from microtome.inputs import Inputs
@@ -128,7 +128,7 @@ def test_heads_and_rows_are_slices_of_the_whole(case: Any, head: int, row: int, 
     head, row = head % q.shape[1], row % q.shape[2]
     whole = weights_of(q, k, k, **kwargs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_weights, "BLOCK", block)
+        patch.setattr(fused_weights, "BLOCK", block)
         assert near(weights_of(q, k, k, **kwargs), whole)
         part = weights_of(q, k, k, **kwargs, heads=[head, 0], rows=[row, -1])
     assert near(part, whole[:, [head, 0]][:, :, [row, -1]])
@@ -222,7 +222,7 @@ def test_one_row_takes_no_memory_for_the_others() -> None:
 def test_weights_are_computed_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 4, 512, 16).bfloat16()
     kept: dict[str, Tensor] = {}
-    monkeypatch.setattr(attention_weights, "BLOCK", 1 << 14)
+    monkeypatch.setattr(fused_weights, "BLOCK", 1 << 14)
 
     def run() -> None:
         model = Fused()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.capture.record import Totals
+from microtome.capture.record import RecordTotals
 from microtome.errors import BadFile, BadQuery, NoMatch, SessionError, Unsupported
 
 
@@ -179,7 +179,7 @@ def test_attention_is_recorded() -> None:
 
 
 def test_progress_is_told_after_each_run() -> None:
-    told: list[Totals] = []
+    told: list[RecordTotals] = []
     model = chain()
     with mt.record(model, ["0", "2"], progress=told.append) as rec:
         for x in batches(3):

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from microtome.capture.store import DiskStore, Histogram, MemoryStore, Series, Stats, batch, open_folder, shard
-from microtome.capture.store.owned import BESIDE_BYTES
+from microtome.capture.store.checks import BESIDE_BYTES
 from microtome.errors import BadFile, BadQuery, NoMatch
 from microtome.files.tensors import CODES
 from microtome.files.tensors import bytes_of as memory_of

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 import microtome as mt
 from microtome import zoo
 from microtome.cli import main
-from microtome.remote.ran import Ran
 from microtome.remote.server import Server
-from microtome.remote.swept import Sweep
-from microtome.report.run import text
+from microtome.report.requests import text
+from microtome.results.requests import RequestLog
+from microtome.results.sweep import Sweep
 from tests.report.timed import check_chrome
 
 MODEL = "zoo:tiny-resnet"
@@ -119,7 +119,7 @@ def test_every_request_is_in_the_json_and_the_csv(server: Server, tmp_path: Path
     file = tmp_path / "run.json"
     good("run", MODEL, "--server", server.address, "--at", "layer1", "--repeat", 5, "--window", 2, "--json", file)
     ran = mt.load(file)
-    assert isinstance(ran, Ran)
+    assert isinstance(ran, RequestLog)
     assert [(sent.at, sent.where) for sent in ran.requests] == [("layer1", "cloud")] * 5
     assert ran.samples == 10
     middle = ran.phases()["tail"]

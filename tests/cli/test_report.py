@@ -12,7 +12,8 @@ from click.testing import CliRunner, Result
 
 import microtome as mt
 from microtome import zoo
-from microtome.cli import main, page
+from microtome.cli import main
+from microtome.cli.options import page
 from microtome.errors import BadFile, Unsupported
 
 

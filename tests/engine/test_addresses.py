@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from microtome.engine.addresses import Addresses, call_of, other_names, refuse_names
+from microtome.addresses import Addresses, call_of
+from microtome.engine.call_selection import other_names, refuse_names
 from microtome.errors import BadQuery, NoMatch, Unsupported
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome import zoo
 from microtome.engine.arguments import copy_arguments
-from microtome.engine.standin import copy_inputs
+from microtome.engine.meta_run import copy_inputs
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from benchmarks.split_zoo.models import build, entries, mixed
-from microtome.engine.structure import fields_of, map_tensors, parts_of, tensors_in
+from microtome.engine.pytree import fields_of, map_tensors, parts_of, tensors_in
 
 
 class Refused(Exception):

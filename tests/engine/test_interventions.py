@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
-from microtome.engine import Feed
+from microtome.engine import ReplaceInputs
 from microtome.errors import NoMatch, ProbeError, SessionError
 from tests.engine.test_calls import Log, Repeat
 from tests.engine.test_session import Events
@@ -159,7 +159,7 @@ def test_an_intervention_that_raises_says_where() -> None:
 def test_probes_see_the_arguments_that_a_feed_gives_whichever_session_was_opened_first(change_first: bool) -> None:
     model, events = three(), Events()
     changes: list[Any] = [
-        Feed("1", lambda call, args, kwargs: ((args[0] * 10,), kwargs)),
+        ReplaceInputs("1", lambda call, args, kwargs: ((args[0] * 10,), kwargs)),
         mt.Replace("1", lambda call, out: out + 0.5),
     ]
     change, look = mt.Session(model, interventions=changes), mt.Session(model, [events])
@@ -173,8 +173,8 @@ def test_probes_see_the_arguments_that_a_feed_gives_whichever_session_was_opened
 def test_feeds_of_several_sessions_apply_from_the_outside_in() -> None:
     model = Add()
     with (
-        mt.Session(model, interventions=[Feed("", lambda call, args, kwargs: ((args[0] * 10,), kwargs))]),
-        mt.Session(model, interventions=[Feed("", lambda call, args, kwargs: ((args[0] + 1,), kwargs))]),
+        mt.Session(model, interventions=[ReplaceInputs("", lambda call, args, kwargs: ((args[0] * 10,), kwargs))]),
+        mt.Session(model, interventions=[ReplaceInputs("", lambda call, args, kwargs: ((args[0] + 1,), kwargs))]),
     ):
         assert model(0) == 11
 
@@ -185,7 +185,7 @@ def test_a_probe_of_another_session_that_raises_leaves_no_change_behind() -> Non
             raise ValueError("no")
 
     model = Add()
-    feed = Feed("", lambda call, args, kwargs: ((args[0] * 10,), kwargs))
+    feed = ReplaceInputs("", lambda call, args, kwargs: ((args[0] * 10,), kwargs))
     with mt.Session(model, interventions=[feed, mt.Replace("", lambda call, out: out + 5)]) as session:
         with mt.Session(model, [Breaks()]), pytest.raises(ProbeError, match="no"):
             model(1)
@@ -197,7 +197,7 @@ def test_a_probe_of_another_session_that_raises_leaves_no_change_behind() -> Non
 def test_a_skipped_call_is_given_what_was_fed() -> None:
     model = three()
     changes: list[Any] = [
-        Feed("1", lambda call, args, kwargs: ((args[0] * 10,), kwargs)),
+        ReplaceInputs("1", lambda call, args, kwargs: ((args[0] * 10,), kwargs)),
         mt.Skip("1", lambda call, args, kwargs: args[0] + 7),
     ]
     with mt.Session(model, interventions=changes):

@@ -16,16 +16,15 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 import microtome as mt
 from microtome.capture.store import open_folder
-from microtome.cli.data import batches
+from microtome.cli.samples import batches
 from microtome.compat.tracr.settings import settle
+from microtome.devices.meters.csv_file import CsvMeter
 from microtome.errors import BadFile, BadWeights, MicrotomeError, SensorFailed, Unsupported
-from microtome.measure.energy.csv_meter import CsvMeter
-from microtome.plan import codec_costs
-from microtome.remote.link import LinkMeasurement
-from microtome.remote.ran import Moved, Ran
-from microtome.remote.security import read_token
-from microtome.remote.sent import Sent
-from microtome.remote.swept import Sweep, Timed
+from microtome.plan.codec_benchmark import codec_costs
+from microtome.remote.credentials import read_token
+from microtome.results.link import LinkMeasurement
+from microtome.results.requests import CutMove, RequestLog, RequestRecord
+from microtome.results.sweep import CutTiming, Sweep
 from microtome.zoo.weights import load_weights
 
 
@@ -68,8 +67,12 @@ def _results(folder: Path) -> dict[str, Sample]:
     cuts = mt.cuts(model, x)
     costs = codec_costs(cuts, ["raw", "fp16"], model=model, inputs=x)
     link = mt.Link("20Mbps", rtt="15ms")
-    sent = Sent("0", total_s=0.1, began=1.0), Sent(None, where="edge", reason="late", began=2.0)
-    rows = Timed("", "raw", total_s=0.1, planned_s=0.1), Timed("0", "raw", total_s=0.2), Timed(None, "raw", failed="no")
+    sent = RequestRecord("0", total_s=0.1, began=1.0), RequestRecord(None, where="edge", reason="late", began=2.0)
+    rows = (
+        CutTiming("", "raw", total_s=0.1, planned_s=0.1),
+        CutTiming("0", "raw", total_s=0.2),
+        CutTiming(None, "raw", failed="no"),
+    )
     measured = LinkMeasurement(0.1, 0.01, 1e6, 1e6)
     made = (
         profile,
@@ -77,7 +80,7 @@ def _results(folder: Path) -> dict[str, Sample]:
         cuts,
         mt.plan(cuts, edge=profile, cloud=profile, link=link, codec=("raw", "fp16"), costs=costs),
         costs,
-        Ran("Net", "h:1", "cpu", 8, 1.0, 2, sent, (Moved(1.0, "0", "raw", "faster"),), 1.0, "nvml"),
+        RequestLog("Net", "h:1", "cpu", 8, 1.0, 2, sent, (CutMove(1.0, "0", "raw", "faster"),), 1.0, "nvml"),
         Sweep("Net", "1x4", "h:1", "cpu", "raw", 3, measured, rows, "none", "", {"cpu": "x"}),
     )
     return {one.kind: _result(folder / f"{one.kind}.json", one.to_json()) for one in made}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome.capture.store.shard import write_shard
-from microtome.cli.tensors import open_tensors
+from microtome.cli.tensor_files import open_tensors
 from microtome.errors import BadFile, Unsupported
 from microtome.files.tensors import CODES, bytes_of, read_tensors, write_tensors
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from microtome.plan.codecs import CodecCost, CodecCosts
-from microtome.profile.data import Coverage, Profile
-from microtome.profile.how import EnergyUse
-from microtome.profile.rows import Amounts, Row, Tensor
-from microtome.split.data import Cut, Cuts, Live
+from microtome.results.codec_costs import CodecCost, CodecCosts
+from microtome.results.cuts import Cut, Cuts, Live
+from microtome.results.methods import EnergyUse
+from microtome.results.profile import Coverage, Profile
+from microtome.results.rows import Amounts, Row, Tensor
 
 PARAM_BYTES = 100
 

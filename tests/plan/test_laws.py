@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import microtome as mt
 from microtome.errors import BadQuery
-from microtome.plan.codecs import CodecCosts
-from microtome.plan.data import Candidate, Objective
-from microtome.plan.price import Chain, Placement
-from microtome.plan.sides import Side, places
-from microtome.plan.stages import best
+from microtome.plan.cost import DeviceChain, Placement
+from microtome.plan.device_costs import DeviceCosts, places
+from microtome.plan.search import best
+from microtome.results.codec_costs import CodecCosts
+from microtome.results.plan import Candidate, Objective
 from tests.marks import examples
 from tests.plan import made
 
@@ -62,16 +62,18 @@ def planned(problem: dict[str, Any], **options: Any) -> mt.Plan | None:
         return None
 
 
-def chain_of(problem: dict[str, Any], energy_of: tuple[str, ...] = ("d0",)) -> Chain:
+def chain_of(problem: dict[str, Any], energy_of: tuple[str, ...] = ("d0",)) -> DeviceChain:
     cuts, profiles = problem["cuts"], problem["devices"]
     where = places(cuts, list(profiles.values()))
-    sides = [Side(name, profile, where) for name, profile in profiles.items()]
+    sides = [DeviceCosts(name, profile, where) for name, profile in profiles.items()]
     both = ("raw", "zstd")
     costs: list[CodecCosts] = [problem["costs"]] * len(sides)
-    return Chain(sides, problem["links"], where, cuts.output_bytes, both, both, costs, problem["limits"], energy_of)
+    return DeviceChain(
+        sides, problem["links"], where, cuts.output_bytes, both, both, costs, problem["limits"], energy_of
+    )
 
 
-def everything(chain: Chain) -> list[Candidate]:
+def everything(chain: DeviceChain) -> list[Candidate]:
     """Every way to place the model, one by one."""
     found: list[Candidate] = []
     for used in range(len(chain.sides)):

@@ -14,9 +14,10 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, BadQuery, NoMatch
-from microtome.plan import CodecCosts, codec_costs
-from microtome.profile.rows import Tensor
-from microtome.split.data import Cuts
+from microtome.plan.codec_benchmark import codec_costs
+from microtome.results.codec_costs import CodecCosts
+from microtome.results.cuts import Cuts
+from microtome.results.rows import Tensor
 from tests.plan import made
 
 SIZES = [4000, 400, 40]

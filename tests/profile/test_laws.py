@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import microtome as mt
 from microtome import zoo
-from microtome.profile.rows import AMOUNTS, Amounts
+from microtome.results.rows import AMOUNTS, Amounts
 from tests.marks import examples
 
 # -- random small nets -------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class Branches(nn.Module):
 def test_branches_on_integers_are_those_of_the_real_run(mask: list[list[int]]) -> None:
     inputs = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor(mask)
     with torch.no_grad():
-        assert mt.trace(Branches(), inputs).how.stand == "meta"
+        assert mt.trace(Branches(), inputs).how.tensor_mode == "meta"
     assert counts(Branches(), inputs, None) == counts(Branches(), inputs, False)
 
 
@@ -121,7 +121,7 @@ def test_integers_that_come_from_unknown_values_are_not_known() -> None:
 
     inputs = torch.tensor([1.0, 2, 3, 9]), torch.tensor([3])
     t = mt.trace(Chosen(), inputs)
-    assert t.how.stand == "real"
+    assert t.how.tensor_mode == "real"
     assert "not on meta tensors" in t.how.why
 
 
@@ -172,6 +172,6 @@ def test_the_users_tensors_are_not_written_to() -> None:
 
     net, ids = Writes(), torch.tensor([1, 2, 3])
     t = mt.trace(net, ids)
-    assert t.how.stand == "meta"
+    assert t.how.tensor_mode == "meta"
     assert net.seen.tolist() == [0, 0, 0]
     assert ids.tolist() == [1, 2, 3]

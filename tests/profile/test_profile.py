@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, BadInputs, BadQuery, NoMatch, Unsupported
-from microtome.profile import Amounts
-from microtome.profile.rows import AMOUNTS
+from microtome.results.rows import AMOUNTS, Amounts
 
 
 class Net(nn.Module):

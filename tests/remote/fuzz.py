@@ -27,9 +27,9 @@ from xxhash import xxh3_64_digest, xxh3_128_digest
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadBoundary
-from microtome.remote import messages
-from microtome.split.memory import BLOCK
-from microtome.split.wire import CHECKSUM_BYTES, HEADER_AT, MAGIC, PREFIX, VERSION, gap
+from microtome.remote import protocol
+from microtome.split.serialization import CHECKSUM_BYTES, HEADER_AT, MAGIC, PREFIX, VERSION, gap
+from microtome.split.tensor_bytes import BLOCK
 from tests.remote.process import ServerProcess
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -235,16 +235,16 @@ class Fuzzer:
         """Each unary method with bytes that nearly are its message."""
         dice = self._dice
         good = {
-            "Hello": messages.HelloRequest(protocol=1, microtome="0.1", torch="2", fingerprint="a-b"),
-            "Echo": messages.EchoRequest(payload=b"abc", reply_bytes=dice.choice((0, 3, 100, 2**32 - 1))),
-            "Run": messages.Request(id="1", codec="raw", boundary=dice.choice(self._good["pool"])),
+            "Hello": protocol.HelloRequest(protocol=1, microtome="0.1", torch="2", fingerprint="a-b"),
+            "Echo": protocol.EchoRequest(payload=b"abc", reply_bytes=dice.choice((0, 3, 100, 2**32 - 1))),
+            "Run": protocol.Request(id="1", codec="raw", boundary=dice.choice(self._good["pool"])),
         }
         name = dice.choice(list(good))
         data = mutated(good[name].SerializeToString(), dice)
         self.found.sent["message"] += 1
-        method = messages.METHODS[name]
+        method = protocol.METHODS[name]
         try:
-            reply = self._channel.unary_unary(f"/{messages.SERVICE}/{name}")(data, timeout=30)
+            reply = self._channel.unary_unary(f"/{protocol.SERVICE}/{name}")(data, timeout=30)
         except grpc.RpcError as error:
             self._refused(error)
             return
@@ -264,7 +264,7 @@ class Fuzzer:
             queue.put(data)
         queue.put(None)
         call = self._channel.stream_stream(
-            f"/{messages.SERVICE}/Stream", response_deserializer=messages.Reply.FromString
+            f"/{protocol.SERVICE}/Stream", response_deserializer=protocol.Reply.FromString
         )(iter(queue.get, None), timeout=60)
         came = Counter[str]()
         try:
@@ -282,7 +282,7 @@ class Fuzzer:
         good = dice.choice(self._good[at])
         kind = dice.choice(("deep", "deep", "deep", "boundary", "field", "field"))
         self.found.sent[kind] += 1
-        request = messages.Request(id=id_, codec="raw", boundary=good)
+        request = protocol.Request(id=id_, codec="raw", boundary=good)
         if kind == "deep":
             request.boundary = deeply(good, dice)
         elif kind == "boundary":
@@ -307,10 +307,10 @@ class Fuzzer:
     def _look(self, data: bytes, reply: Any) -> None:
         if reply.HasField("error"):
             assert reply.error.message, "an error without a reason"
-            self.found.outcomes[messages.KINDS[reply.error.kind].lower()] += 1
+            self.found.outcomes[protocol.KINDS[reply.error.kind].lower()] += 1
             return
         self.found.outcomes["result"] += 1
-        if not self._is_right(messages.Request.FromString(data), reply):
+        if not self._is_right(protocol.Request.FromString(data), reply):
             self.found.wrong += 1
             sys.stderr.write(f"a wrong answer to {data[:2000]!r}\n")
 
@@ -331,9 +331,9 @@ class Fuzzer:
         """What is right is answered."""
         self._open_again()
         for name, several in self._good.items():
-            request = messages.Request(id=name, boundary=several[0])
+            request = protocol.Request(id=name, boundary=several[0])
             call = self._channel.unary_unary(
-                f"/{messages.SERVICE}/Run", response_deserializer=messages.Reply.FromString
+                f"/{protocol.SERVICE}/Run", response_deserializer=protocol.Reply.FromString
             )
             reply = call(request.SerializeToString(), timeout=30)
             (got,) = mt.Boundary.from_bytes(reply.output).tensors.values()
@@ -346,7 +346,7 @@ class Fuzzer:
 
 
 def _id(data: bytes, otherwise: str) -> str:
-    return str(messages.Request.FromString(data).id) or otherwise
+    return str(protocol.Request.FromString(data).id) or otherwise
 
 
 def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:

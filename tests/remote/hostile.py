@@ -11,8 +11,8 @@ import grpc
 import torch
 
 from microtome import __version__
-from microtome.remote import messages
-from microtome.remote.served import Served
+from microtome.remote import protocol
+from microtome.remote.served_model import ServedModel
 
 #: From a request and the true reply to the bytes that are sent.
 Answer = Callable[[Any, Any], bytes]
@@ -33,11 +33,11 @@ class Hostile:
         reply: Makes the bytes of a reply.
     """
 
-    def __init__(self, served: Served, compression: grpc.Compression | None = None) -> None:
+    def __init__(self, served: ServedModel, compression: grpc.Compression | None = None) -> None:
         self._served = served
         self._compression = compression
         self.hello: dict[str, Any] = {}
-        self.echo: Callable[[Any], bytes] = lambda request: messages.EchoReply(
+        self.echo: Callable[[Any], bytes] = lambda request: protocol.EchoReply(
             payload=bytes(request.reply_bytes)
         ).SerializeToString()
         self.profile: Callable[[], str] = served.profile
@@ -46,7 +46,7 @@ class Hostile:
     def _hello(self, request: Any, _: Any) -> bytes:
         served = self._served
         told = {
-            "protocol": messages.PROTOCOL,
+            "protocol": protocol.PROTOCOL,
             "microtome": __version__,
             "torch": torch.__version__,
             "model": served.name,
@@ -57,14 +57,14 @@ class Hostile:
             "max_message": 1 << 28,
             "batch": 1,
         }
-        data: bytes = messages.HelloReply(**(told | self.hello)).SerializeToString()
+        data: bytes = protocol.HelloReply(**(told | self.hello)).SerializeToString()
         return data
 
     def _echo(self, request: Any, _: Any) -> bytes:
         return self.echo(request)
 
     def _profile(self, request: Any, _: Any) -> bytes:
-        data: bytes = messages.ProfileReply(json=self.profile()).SerializeToString()
+        data: bytes = protocol.ProfileReply(json=self.profile()).SerializeToString()
         return data
 
     def _stream(self, requests: Iterator[Any], context: Any) -> Iterator[bytes]:
@@ -74,7 +74,7 @@ class Hostile:
             decoded = self._served.decode(request.boundary, 1 << 30)
             (output,) = self._served.compute([decoded.boundary])
             data = self._served.encode(output, request.boundary and decoded.boundary.at, request.codec or "raw")
-            yield self.reply(request, messages.Reply(id=request.id, output=data))
+            yield self.reply(request, protocol.Reply(id=request.id, output=data))
 
     @contextmanager
     def listening(self) -> Iterator[str]:
@@ -85,11 +85,11 @@ class Hostile:
         )
         unary = {"Hello": self._hello, "Echo": self._echo, "Profile": self._profile}
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(answer, messages.MESSAGES[f"{name}Request"].FromString)
+            name: grpc.unary_unary_rpc_method_handler(answer, protocol.MESSAGES[f"{name}Request"].FromString)
             for name, answer in unary.items()
         }
-        handlers["Stream"] = grpc.stream_stream_rpc_method_handler(self._stream, messages.Request.FromString)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(messages.SERVICE, handlers),))
+        handlers["Stream"] = grpc.stream_stream_rpc_method_handler(self._stream, protocol.Request.FromString)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, handlers),))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         try:

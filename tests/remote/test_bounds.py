@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome.errors import RemoteError
-from microtome.remote import authentication, messages
+from microtome.remote import auth, protocol
 from microtome.remote.metrics import Metrics
 from microtome.remote.server import Server
 from microtome.remote.watchdog import MESSAGE_S, PART_S, WRITE_S, Watchdog
@@ -55,7 +55,7 @@ def look(server: Server, later_s: float) -> None:
 
 def unary(server: Server, name: str, data: bytes, **options: Any) -> bytes:
     with grpc.insecure_channel(server.address) as channel:
-        reply: bytes = channel.unary_unary(f"/{messages.SERVICE}/{name}")(data, timeout=120, **options)
+        reply: bytes = channel.unary_unary(f"/{protocol.SERVICE}/{name}")(data, timeout=120, **options)
         return reply
 
 
@@ -74,12 +74,12 @@ def test_a_boundary_over_4_mib_is_sent_in_parts_and_answered(server: Server) -> 
 @pytest.mark.parametrize(
     ("several", "words"),
     [
-        ([messages.Request(id="1", size=10, boundary=b"123"), messages.Request(id="2", boundary=b"4")], "next part"),
-        ([messages.Request(id="1", size=2, boundary=b"123")], "expected 2 more bytes of the boundary, got 3"),
-        ([messages.Request(id="1", size=9, boundary=b"123")], "expected a boundary of 9 bytes, got 3"),
-        ([messages.Request(id="1", size=9)], "expected 9 more bytes of the boundary, got 0"),
+        ([protocol.Request(id="1", size=10, boundary=b"123"), protocol.Request(id="2", boundary=b"4")], "next part"),
+        ([protocol.Request(id="1", size=2, boundary=b"123")], "expected 2 more bytes of the boundary, got 3"),
+        ([protocol.Request(id="1", size=9, boundary=b"123")], "expected a boundary of 9 bytes, got 3"),
+        ([protocol.Request(id="1", size=9)], "expected 9 more bytes of the boundary, got 0"),
         (
-            [messages.Request(id="1", size=1 << 40, boundary=b"1")],
+            [protocol.Request(id="1", size=1 << 40, boundary=b"1")],
             "expected at most 30.5 MiB, got a boundary of 1.00 TiB",
         ),
     ],
@@ -87,7 +87,7 @@ def test_a_boundary_over_4_mib_is_sent_in_parts_and_answered(server: Server) -> 
 def test_parts_that_do_not_fit_are_refused(server: Server, several: list[Any], words: str) -> None:
     sent = iter([one.SerializeToString() for one in several])
     with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
-        list(channel.stream_stream(f"/{messages.SERVICE}/Stream")(sent, timeout=120))
+        list(channel.stream_stream(f"/{protocol.SERVICE}/Stream")(sent, timeout=120))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert words in caught.value.details()
 
@@ -102,7 +102,7 @@ def test_calls_that_say_nothing_make_room_for_others(server: Server) -> None:
     with Line(host(server)) as line:
         for _ in range(100):
             line.call("Hello")
-        assert messages.HelloReply.FromString(unary(server, "Hello", b"")).model == "ResNet"
+        assert protocol.HelloReply.FromString(unary(server, "Hello", b"")).model == "ResNet"
         until(lambda: len(line.ended) >= 100 - 16)
 
 
@@ -115,7 +115,7 @@ def test_watchers_of_health_take_no_place_of_clients(server: Server) -> None:
 
 
 def test_a_call_without_its_message_and_a_request_without_its_next_part_are_ended(server: Server) -> None:
-    part = messages.Request(id="1", size=1000, boundary=b"1").SerializeToString()
+    part = protocol.Request(id="1", size=1000, boundary=b"1").SerializeToString()
     with Line(host(server)) as line:
         line.call("Hello")
         line.send(line.call("Stream"), prefixed(part))
@@ -130,7 +130,7 @@ def test_a_call_without_its_message_and_a_request_without_its_next_part_are_ende
 
 
 def test_who_takes_no_reply_is_disconnected(server: Server) -> None:
-    echo = prefixed(messages.EchoRequest(reply_bytes=1 << 20).SerializeToString())
+    echo = prefixed(protocol.EchoRequest(reply_bytes=1 << 20).SerializeToString())
     with Line(host(server), window=0) as line:
         line.send(line.call("Echo"), echo, end=True)
         assert server._service is not None
@@ -177,9 +177,9 @@ def test_the_link_to_a_server_that_takes_short_messages_is_measured() -> None:
 
 
 def test_a_wrong_token_is_answered_late_and_the_right_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authentication, "DELAY_S", 3600.0)
+    monkeypatch.setattr(auth, "DELAY_S", 3600.0)
     with mt.serve(*small(), listen="127.0.0.1:0", token="right") as server, Line(host(server)) as line:
-        for _ in range(authentication.DELAYED):
+        for _ in range(auth.DELAYED):
             line.call("Hello", "wrong")
         assert unary(server, "Hello", b"", metadata=(("authorization", "Bearer right"),))
         assert (line.is_open, line.ended) == (True, set())
@@ -189,8 +189,8 @@ def test_a_wrong_token_is_answered_late_and_the_right_one_at_once(monkeypatch: p
 
 def test_64_characters_of_an_id_are_logged(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "microtome.remote"):
-        unary(server, "Run", messages.Request(id="x" * 100_000).SerializeToString())
-        unary(server, "Hello", messages.HelloRequest(torch="y" * 100_000).SerializeToString())
+        unary(server, "Run", protocol.Request(id="x" * 100_000).SerializeToString())
+        unary(server, "Hello", protocol.HelloRequest(torch="y" * 100_000).SerializeToString())
         until(lambda: {"failed", "hello"} <= {record.message for record in caplog.records})
     said = [value for record in caplog.records for value in vars(record).values() if isinstance(value, str)]
     assert max(map(len, said)) < 3000
@@ -279,12 +279,12 @@ def test_an_index_out_of_range_on_a_gpu_ends_the_server_process() -> None:
 
     with ServerProcess("tests.remote.test_bounds:Indexed", "--input", "1x3:int64", "--device", "cuda") as server:
         with grpc.insecure_channel(server.address) as channel:
-            data = channel.unary_unary(f"/{messages.SERVICE}/Hello")(b"", timeout=120)
-            hello = messages.HelloReply.FromString(data)
+            data = channel.unary_unary(f"/{protocol.SERVICE}/Hello")(b"", timeout=120)
+            hello = protocol.HelloReply.FromString(data)
             facts = {"plain": [], "tensors": ["0"]}
             bad = mt.Boundary("", hello.fingerprint, {"0": torch.full((1, 3), 999)}, facts)
-            request = messages.Request(id="1", boundary=bad.to_bytes())
-            reply = channel.unary_unary(f"/{messages.SERVICE}/Run")(request.SerializeToString(), timeout=120)
-            assert messages.Reply.FromString(reply).HasField("error")
+            request = protocol.Request(id="1", boundary=bad.to_bytes())
+            reply = channel.unary_unary(f"/{protocol.SERVICE}/Run")(request.SerializeToString(), timeout=120)
+            assert protocol.Reply.FromString(reply).HasField("error")
         assert server.end() == 1
         assert "the device failed" in server.said

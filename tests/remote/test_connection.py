@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from microtome.errors import BadQuery, RemoteError
-from microtome.remote import messages
+from microtome.remote import protocol
 from microtome.remote.connection import Connection, Pending, Security
 from microtome.split.boundary import Boundary
 
@@ -23,8 +23,8 @@ from microtome.split.boundary import Boundary
 def answering(stream: Callable[[Iterator[Any], Any], Iterator[bytes]]) -> Iterator[Connection]:
     """A connection to a server that treats a stream so."""
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.max_receive_message_length", -1)])
-    handler = grpc.stream_stream_rpc_method_handler(stream, messages.Request.FromString)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(messages.SERVICE, {"Stream": handler}),))
+    handler = grpc.stream_stream_rpc_method_handler(stream, protocol.Request.FromString)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, {"Stream": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     connection = Connection(f"127.0.0.1:{port}")
@@ -37,7 +37,7 @@ def answering(stream: Callable[[Iterator[Any], Any], Iterator[bytes]]) -> Iterat
 
 def pending(name: str, nbytes: int = 8) -> Pending:
     boundary = Boundary("layer", "a-b", {"x": torch.zeros(nbytes, dtype=torch.uint8)}, {})
-    return Pending(messages.Request(id=name), boundary, "raw", None)
+    return Pending(protocol.Request(id=name), boundary, "raw", None)
 
 
 def test_what_is_given_up_before_its_turn_is_not_sent() -> None:
@@ -48,7 +48,7 @@ def test_what_is_given_up_before_its_turn_is_not_sent() -> None:
         reads.wait()
         for request in requests:
             seen.append(request.id)
-            yield messages.Reply(id=request.id).SerializeToString()
+            yield protocol.Reply(id=request.id).SerializeToString()
 
     with answering(stream) as connection:
         late = [pending(str(number), 4 << 20) for number in range(20)]
@@ -74,7 +74,7 @@ def test_a_request_is_sent_again_after_every_break_as_long_as_it_is_patient_and_
         if len(broken) < 3:
             broken.append(asked.id)
             context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
-        yield messages.Reply(id=asked.id).SerializeToString()
+        yield protocol.Reply(id=asked.id).SerializeToString()
 
     with answering(stream) as connection:
         impatient, patient = pending("impatient"), pending("patient")
@@ -92,7 +92,7 @@ def test_a_request_is_sent_again_after_every_break_as_long_as_it_is_patient_and_
 def test_an_error_of_a_kind_that_is_not_known_is_told_as_such(kind: int) -> None:
     def stream(requests: Iterator[Any], _: Any) -> Iterator[bytes]:
         for request in requests:
-            yield messages.Reply(id=request.id, error=messages.Error(kind=kind, message="no")).SerializeToString()
+            yield protocol.Reply(id=request.id, error=protocol.Error(kind=kind, message="no")).SerializeToString()
 
     with answering(stream) as connection:
         asked = pending("one")
@@ -106,7 +106,7 @@ def test_a_connection_that_was_closed_says_so_to_who_asks() -> None:
     connection = Connection("127.0.0.1:1")
     connection.close()
     with pytest.raises(RemoteError, match="was closed"):
-        connection.ask("Echo", messages.EchoRequest(), timeout=1.0)
+        connection.ask("Echo", protocol.EchoRequest(), timeout=1.0)
 
 
 def test_a_name_of_the_server_means_that_its_certificate_is_looked_at() -> None:
@@ -116,7 +116,7 @@ def test_a_name_of_the_server_means_that_its_certificate_is_looked_at() -> None:
     with answering(stream) as plain:
         connection = Connection(plain.address, Security(server_name="tail.example", token="secret"))
         with pytest.raises(RemoteError, match="cannot be reached"):  # in the clear it would not know the method
-            connection.ask("Echo", messages.EchoRequest(), timeout=1.0)
+            connection.ask("Echo", protocol.EchoRequest(), timeout=1.0)
         connection.close()
 
 

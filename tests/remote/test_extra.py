@@ -10,10 +10,10 @@ import pytest
 
 import microtome as mt
 from microtome import zoo
-from microtome.plan import codec_costs
+from microtome.plan.codec_benchmark import codec_costs
 from microtome.remote.sweep import sweep
-from microtome.results import _KINDS
-from tests.remote.test_ran import ran
+from microtome.results.base import _KINDS
+from tests.remote.test_requests import ran
 
 #: Names a package, then runs the code with it made unimportable.
 WITHOUT = """

@@ -21,9 +21,9 @@ from torch import Tensor
 import microtome as mt
 from microtome.errors import MicrotomeError, RemoteError
 from microtome.inputs import Inputs
-from microtome.remote import messages
+from microtome.remote import protocol
 from microtome.remote.client import Remote
-from microtome.remote.sent import Job
+from microtome.remote.request import RequestJob
 from microtome.remote.server import Server
 from tests.remote.process import ServerProcess
 from tests.remote.proxy import Pair, Proxy, Weather, until
@@ -214,7 +214,7 @@ def test_when_the_server_hangs_and_the_edge_cannot_finish_the_deadline_is_an_err
         assert remote(x).equal(truth(x))
 
 
-def begun(remote: Remote, x: Tensor) -> Job:
+def begun(remote: Remote, x: Tensor) -> RequestJob:
     """Send a request; `remote._drop` gives it up, as a deadline does, which here cannot be over before it is sent."""
     return remote._encode(remote._prepare(Inputs(x), remote.way))
 
@@ -239,9 +239,9 @@ def test_a_request_whose_client_has_given_up_is_not_computed(here: Server) -> No
         x = asking(gate)
         answer = in_background(busy, x)
         until(lambda: here.metrics.queue._value.get() == 1)
-        late = messages.Request.FromString(request("late", asking()))
+        late = protocol.Request.FromString(request("late", asking()))
         late.timeout_s = 1e-3
-        run = channel.unary_unary(f"/{messages.SERVICE}/Run", response_deserializer=messages.Reply.FromString)
+        run = channel.unary_unary(f"/{protocol.SERVICE}/Run", response_deserializer=protocol.Reply.FromString)
         reply = run.future(late.SerializeToString(), timeout=300)
         until(lambda: here.metrics.queue._value.get() == 2)
         came = perf_counter()
@@ -249,7 +249,7 @@ def test_a_request_whose_client_has_given_up_is_not_computed(here: Server) -> No
         gate.open()
         assert answer().equal(truth(x))
         error = reply.result().error
-        assert messages.KINDS[error.kind] == "DEADLINE"
+        assert protocol.KINDS[error.kind] == "DEADLINE"
         assert "longer than the client does" in error.message
     assert counted(here, "errors", kind="DEADLINE") == 1
     until(lambda: counted(here, "requests", cut="head") == 2)  # the rehearsal, and the one that waited
@@ -342,7 +342,7 @@ def test_half_a_message_is_not_computed(here: Server) -> None:
         assert remote(x).equal(truth(x))
         assert remote.requests[-1].attempts == 2
     until(lambda: counted(here, "requests", cut="head") == 2)  # the rehearsal, and the second attempt
-    assert sum(counted(here, "errors", kind=kind) for kind in messages.KINDS) == 0
+    assert sum(counted(here, "errors", kind=kind) for kind in protocol.KINDS) == 0
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
@@ -398,8 +398,8 @@ def test_a_damaged_id_is_found_and_the_request_sent_again(here: Server) -> None:
 
 def test_a_message_over_the_limit_is_refused_by_both_sides() -> None:
     def run(nbytes: int) -> Any:
-        call = channel.unary_unary(f"/{messages.SERVICE}/Run", response_deserializer=messages.Reply.FromString)
-        return call(messages.Request(id="1", boundary=bytes(nbytes)).SerializeToString(), timeout=120)
+        call = channel.unary_unary(f"/{protocol.SERVICE}/Run", response_deserializer=protocol.Reply.FromString)
+        return call(protocol.Request(id="1", boundary=bytes(nbytes)).SerializeToString(), timeout=120)
 
     big, small = asking(rows=4000), asking(rows=10)  # 128 kB
     with mt.serve(Slow().eval(), asking(), listen="127.0.0.1:0", max_message="100KB") as server:
@@ -410,7 +410,7 @@ def test_a_message_over_the_limit_is_refused_by_both_sides() -> None:
             assert remote(small).equal(truth(small))
         with grpc.insecure_channel(server.address) as channel:
             reply = run(100_001)
-            assert messages.KINDS[reply.error.kind] == "TOO_LARGE"
+            assert protocol.KINDS[reply.error.kind] == "TOO_LARGE"
             assert reply.error.message == "97.7 KiB are more than 97.7 KiB"
             with pytest.raises(grpc.RpcError) as refused:
                 run(200_000)
@@ -444,13 +444,13 @@ def test_a_request_for_which_memory_is_short_is_refused_and_the_next_is_served(s
 
 
 def streamed(channel: grpc.Channel, requests: Any) -> Any:
-    method = channel.stream_stream(f"/{messages.SERVICE}/Stream", response_deserializer=messages.Reply.FromString)
+    method = channel.stream_stream(f"/{protocol.SERVICE}/Stream", response_deserializer=protocol.Reply.FromString)
     return method(iter(requests.get, None))
 
 
 def request(id_: str, x: Tensor) -> bytes:
     head, _ = mt.split(Slow().eval(), asking(), at="head")
-    data: bytes = messages.Request(id=id_, boundary=head(x).to_bytes()).SerializeToString()
+    data: bytes = protocol.Request(id=id_, boundary=head(x).to_bytes()).SerializeToString()
     return data
 
 

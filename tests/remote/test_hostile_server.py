@@ -18,12 +18,12 @@ from microtome import zoo
 from microtome.cli import main
 from microtome.errors import BadBoundary, BadFile, MicrotomeError, RemoteError, printable
 from microtome.inputs import Inputs
-from microtome.remote import messages
+from microtome.remote import protocol
 from microtome.remote.channel import REPLY
 from microtome.remote.client import Remote
 from microtome.remote.connection import Connection, Security
 from microtome.remote.replies import Expected
-from microtome.remote.served import Served
+from microtome.remote.served_model import ServedModel
 from microtome.split.boundary import Boundary
 from microtome.split.stages import Splitter
 from tests.remote.hostile import Answer, Hostile
@@ -78,11 +78,11 @@ class Widens(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def resnet() -> tuple[nn.Module, Tensor, Served]:
+def resnet() -> tuple[nn.Module, Tensor, ServedModel]:
     model, x = zoo.build("tiny-resnet")
     assert isinstance(x, Tensor)
     model.eval()
-    return model, x, Served(model, x)
+    return model, x, ServedModel(model, x)
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def lying(change: Callable[[Boundary], Boundary], codec: str = "raw") -> Answer:
 
     def answer(request: Any, reply: Any) -> bytes:
         data = change(Boundary.from_bytes(reply.output)).to_bytes(codec)
-        lie: bytes = messages.Reply(id=request.id, output=data).SerializeToString()
+        lie: bytes = protocol.Reply(id=request.id, output=data).SerializeToString()
         return lie
 
     return answer
@@ -110,11 +110,13 @@ def output(change: Callable[[Tensor], Tensor]) -> Callable[[Boundary], Boundary]
 # -- size --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_reply_that_the_example_does_not_explain_is_not_received(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+def test_a_reply_that_the_example_does_not_explain_is_not_received(
+    resnet: tuple[nn.Module, Tensor, ServedModel],
+) -> None:
     model, x, served = resnet
     hostile = Hostile(served)
     with facing(hostile, model, x) as remote:
-        hostile.reply = lambda request, reply: messages.Reply(id=request.id, output=bytes(REPLY)).SerializeToString()
+        hostile.reply = lambda request, reply: protocol.Reply(id=request.id, output=bytes(REPLY)).SerializeToString()
         with pytest.raises(
             RemoteError, match=r"answers more than the 32.0 MiB that the example explains.* max_reply="
         ) as no:
@@ -126,7 +128,7 @@ def test_a_reply_that_the_example_does_not_explain_is_not_received(resnet: tuple
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 def test_a_compressed_reply_is_not_unpacked(
-    resnet: tuple[nn.Module, Tensor, Served], compression: grpc.Compression
+    resnet: tuple[nn.Module, Tensor, ServedModel], compression: grpc.Compression
 ) -> None:
     model, x, served = resnet
     refused = pytest.raises(RemoteError, match="compresses messages, which could unpack to anything")
@@ -134,7 +136,7 @@ def test_a_compressed_reply_is_not_unpacked(
         mt.connect(model, x, address, at="layer1", codec="raw", fallback=None)
 
 
-def test_a_small_reply_that_unpacks_to_much_is_refused(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+def test_a_small_reply_that_unpacks_to_much_is_refused(resnet: tuple[nn.Module, Tensor, ServedModel]) -> None:
     model, x, served = resnet
     hostile = Hostile(served)
     with facing(hostile, model, x) as remote:
@@ -226,7 +228,7 @@ def test_a_request_that_unpacks_to_more_than_the_server_takes_is_not_sent() -> N
     ],
 )
 def test_an_output_of_another_dtype_or_shape_is_refused(
-    resnet: tuple[nn.Module, Tensor, Served], change: Callable[[Tensor], Tensor], message: str
+    resnet: tuple[nn.Module, Tensor, ServedModel], change: Callable[[Tensor], Tensor], message: str
 ) -> None:
     model, x, served = resnet
     hostile = Hostile(served)
@@ -236,7 +238,7 @@ def test_an_output_of_another_dtype_or_shape_is_refused(
             remote(x)
 
 
-def test_more_tensors_than_the_model_returns_are_refused(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+def test_more_tensors_than_the_model_returns_are_refused(resnet: tuple[nn.Module, Tensor, ServedModel]) -> None:
     model, x, served = resnet
     hostile = Hostile(served)
     with facing(hostile, model, x) as remote:
@@ -268,11 +270,11 @@ def test_what_a_model_returns_for_other_inputs_is_taken(
                 assert all(remote(x).equal(model(x)) for x in (example, *others))
 
 
-def test_times_that_cannot_be_are_not_believed(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+def test_times_that_cannot_be_are_not_believed(resnet: tuple[nn.Module, Tensor, ServedModel]) -> None:
     model, x, served = resnet
     hostile = Hostile(served)
-    wrong = messages.Timing(decode_s=-1.0, queue_s=float("nan"), run_s=1e9, encode_s=float("inf"))
-    hostile.reply = lambda request, reply: messages.Reply(
+    wrong = protocol.Timing(decode_s=-1.0, queue_s=float("nan"), run_s=1e9, encode_s=float("inf"))
+    hostile.reply = lambda request, reply: protocol.Reply(
         id=reply.id, output=reply.output, timing=wrong
     ).SerializeToString()
     with facing(hostile, model, x) as remote:
@@ -285,7 +287,7 @@ def test_times_that_cannot_be_are_not_believed(resnet: tuple[nn.Module, Tensor, 
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def test_no_text_of_a_server_reaches_a_terminal_as_an_escape(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+def test_no_text_of_a_server_reaches_a_terminal_as_an_escape(resnet: tuple[nn.Module, Tensor, ServedModel]) -> None:
     _, _, served = resnet
     hostile = Hostile(served)
     names = ("microtome", "torch", "model", "fingerprint", "device")
@@ -297,13 +299,13 @@ def test_no_text_of_a_server_reaches_a_terminal_as_an_escape(resnet: tuple[nn.Mo
     assert printable(ran.output, keep="\n") == ran.output
 
 
-def test_no_error_of_a_server_is_printed_as_an_escape(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+def test_no_error_of_a_server_is_printed_as_an_escape(resnet: tuple[nn.Module, Tensor, ServedModel]) -> None:
     model, x, served = resnet
     hostile = Hostile(served)
     long = ESCAPES + 10**6 * "x"
 
     def fail(request: Any, reply: Any) -> bytes:
-        data: bytes = messages.Reply(id=reply.id, error=messages.Error(kind=1, message=long)).SerializeToString()
+        data: bytes = protocol.Reply(id=reply.id, error=protocol.Error(kind=1, message=long)).SerializeToString()
         return data
 
     with facing(hostile, model, x) as remote:
@@ -323,7 +325,7 @@ def test_no_error_of_a_server_is_printed_as_an_escape(resnet: tuple[nn.Module, T
 # -- what else it says -------------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_says_too_much_of_itself_is_refused(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+def test_a_server_that_says_too_much_of_itself_is_refused(resnet: tuple[nn.Module, Tensor, ServedModel]) -> None:
     model, x, served = resnet
     hostile = Hostile(served)
     hostile.hello = {"cuts": ["a"] * (2 << 20)}
@@ -348,7 +350,7 @@ def test_a_server_that_says_too_much_of_itself_is_refused(resnet: tuple[nn.Modul
     ],
 )
 def test_a_profile_that_is_none_is_refused(
-    resnet: tuple[nn.Module, Tensor, Served], text: str, kind: type[MicrotomeError], message: str
+    resnet: tuple[nn.Module, Tensor, ServedModel], text: str, kind: type[MicrotomeError], message: str
 ) -> None:
     model, x, served = resnet
     hostile = Hostile(served)
@@ -357,7 +359,7 @@ def test_a_profile_that_is_none_is_refused(
         mt.connect(model, x, address, at="auto")
 
 
-def test_another_result_than_a_profile_is_refused(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+def test_another_result_than_a_profile_is_refused(resnet: tuple[nn.Module, Tensor, ServedModel]) -> None:
     model, x, served = resnet
     hostile = Hostile(served)
     hostile.profile = mt.cuts(model, x).to_json
@@ -365,12 +367,12 @@ def test_another_result_than_a_profile_is_refused(resnet: tuple[nn.Module, Tenso
         mt.connect(model, x, address, at="auto")
 
 
-def test_bytes_that_are_no_reply_are_refused(resnet: tuple[nn.Module, Tensor, Served]) -> None:
+def test_bytes_that_are_no_reply_are_refused(resnet: tuple[nn.Module, Tensor, ServedModel]) -> None:
     hostile = Hostile(resnet[2])
     hostile.echo = lambda request: b"\xff" * 9
     refused = pytest.raises(RemoteError, match="answers bytes that are no Echo reply")
     with hostile.listening() as address, closing(Connection(address)) as connection, refused:
-        connection.ask("Echo", messages.EchoRequest(), timeout=10.0)
+        connection.ask("Echo", protocol.EchoRequest(), timeout=10.0)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

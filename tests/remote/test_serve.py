@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome import __version__, zoo
 from microtome.errors import BadInputs, BadQuery, NoMatch, RemoteError
-from microtome.remote import messages
+from microtome.remote import protocol
 from microtome.remote.client import Remote
 from microtome.remote.server import Server
 from tests.split.test_aliases import Both, runs
@@ -314,8 +314,8 @@ def test_a_window_is_a_number_of_requests(resnet: tuple[nn.Module, Tensor], serv
 
 
 def unary(channel: grpc.Channel, name: str, request: Any) -> Any:
-    method = messages.METHODS[name]
-    call = channel.unary_unary(f"/{messages.SERVICE}/{name}", response_deserializer=method.read_reply)
+    method = protocol.METHODS[name]
+    call = channel.unary_unary(f"/{protocol.SERVICE}/{name}", response_deserializer=method.read_reply)
     return call(request.SerializeToString(), timeout=120)
 
 
@@ -323,7 +323,7 @@ def unary(channel: grpc.Channel, name: str, request: Any) -> Any:
 def test_one_whole_request_goes_through_a_plain_unary_call(resnet: tuple[nn.Module, Tensor], server: Server) -> None:
     model, x = resnet
     head, _ = mt.split(model, x, at="layer1")
-    request = messages.Request(id="mine", boundary=head(x).to_bytes())
+    request = protocol.Request(id="mine", boundary=head(x).to_bytes())
     with grpc.insecure_channel(server.address) as channel:
         reply = unary(channel, "Run", request)
     assert (reply.id, reply.HasField("error"), reply.timing.batch) == ("mine", False, 1)
@@ -350,24 +350,24 @@ def test_what_is_no_boundary_of_the_model_is_refused_with_a_reason(
     resnet: tuple[nn.Module, Tensor], server: Server, change: Callable[[Any], bytes], kind: str, words: str
 ) -> None:
     head, _ = mt.split(*resnet, at="layer1")
-    request = messages.Request(id="1", boundary=change(head(resnet[1])))
+    request = protocol.Request(id="1", boundary=change(head(resnet[1])))
     with grpc.insecure_channel(server.address) as channel:
         reply = unary(channel, "Run", request)
-    assert (reply.id, messages.KINDS[reply.error.kind], reply.output) == ("1", kind, b"")
+    assert (reply.id, protocol.KINDS[reply.error.kind], reply.output) == ("1", kind, b"")
     assert words in reply.error.message
 
 
 def test_an_unknown_codec_is_refused(resnet: tuple[nn.Module, Tensor], server: Server) -> None:
     head, _ = mt.split(*resnet, at="layer1")
     with grpc.insecure_channel(server.address) as channel:
-        reply = unary(channel, "Run", messages.Request(id="1", codec="pickle", boundary=head(resnet[1]).to_bytes()))
-    assert (messages.KINDS[reply.error.kind], "no codec 'pickle'" in reply.error.message) == ("BAD_REQUEST", True)
+        reply = unary(channel, "Run", protocol.Request(id="1", codec="pickle", boundary=head(resnet[1]).to_bytes()))
+    assert (protocol.KINDS[reply.error.kind], "no codec 'pickle'" in reply.error.message) == ("BAD_REQUEST", True)
 
 
 def test_the_server_says_what_it_serves(resnet: tuple[nn.Module, Tensor], server: Server) -> None:
     with grpc.insecure_channel(server.address) as channel:
-        told = unary(channel, "Hello", messages.HelloRequest(protocol=1))
-    assert (told.protocol, told.model, told.device) == (messages.PROTOCOL, "ResNet", "cpu")
+        told = unary(channel, "Hello", protocol.HelloRequest(protocol=1))
+    assert (told.protocol, told.model, told.device) == (protocol.PROTOCOL, "ResNet", "cpu")
     assert (told.microtome, told.torch) == (__version__, torch.__version__)
     assert list(told.cuts) == ["", *(cut.at for cut in mt.cuts(*resnet))]
     assert (told.max_message, told.batch) == (256_000_000, 1)
@@ -377,24 +377,24 @@ def test_bytes_that_are_no_message_close_the_call_with_a_reason(server: Server) 
     with grpc.insecure_channel(server.address) as channel:
         for name in ("Hello", "Run", "Echo"):
             with pytest.raises(grpc.RpcError) as caught:
-                channel.unary_unary(f"/{messages.SERVICE}/{name}")(b"\xff\xff\xff", timeout=120)
+                channel.unary_unary(f"/{protocol.SERVICE}/{name}")(b"\xff\xff\xff", timeout=120)
             assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
             assert "the bytes are no" in caught.value.details()
         with pytest.raises(grpc.RpcError, match="the bytes are no Request"):
-            list(channel.stream_stream(f"/{messages.SERVICE}/Stream")(iter([b"\xff\xff"]), timeout=120))
+            list(channel.stream_stream(f"/{protocol.SERVICE}/Stream")(iter([b"\xff\xff"]), timeout=120))
 
 
 def test_little_is_sent_back_for_little(server: Server) -> None:
     with grpc.insecure_channel(server.address, [("grpc.max_receive_message_length", -1)]) as channel:
-        assert len(unary(channel, "Echo", messages.EchoRequest(reply_bytes=8 << 20)).payload) == 8 << 20
+        assert len(unary(channel, "Echo", protocol.EchoRequest(reply_bytes=8 << 20)).payload) == 8 << 20
         with pytest.raises(grpc.RpcError, match="too many"):
-            unary(channel, "Echo", messages.EchoRequest(reply_bytes=200_000_000))
+            unary(channel, "Echo", protocol.EchoRequest(reply_bytes=200_000_000))
 
 
 def test_health_is_told_and_watchers_do_not_hold_a_server_up(resnet: tuple[nn.Module, Tensor]) -> None:
     with serving(*resnet) as server, grpc.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        for name in ("", messages.SERVICE):
+        for name in ("", protocol.SERVICE):
             reply = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=120)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
         seen = health.Watch(health_pb2.HealthCheckRequest(service=""))
@@ -413,11 +413,11 @@ def test_health_is_told_and_watchers_do_not_hold_a_server_up(resnet: tuple[nn.Mo
 @contextmanager
 def telling(**told: Any) -> Iterator[str]:
     """The address of a server that says this of itself, and does nothing else."""
-    reply = messages.HelloReply(**told).SerializeToString()
+    reply = protocol.HelloReply(**told).SerializeToString()
     handler = grpc.unary_unary_rpc_method_handler(lambda request, context: reply)
     with ThreadPoolExecutor(1) as threads:
         server = grpc.server(threads)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(messages.SERVICE, {"Hello": handler}),))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, {"Hello": handler}),))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         yield f"127.0.0.1:{port}"
@@ -523,7 +523,7 @@ def test_each_side_has_the_weights_of_its_stage_alone(resnet: tuple[nn.Module, T
                 other = torch.randn(rows, 3, 32, 32)
                 assert remote(other).equal(model(other))
             with pytest.raises(RemoteError, match="only a stage of the model is here"):
-                remote._connection.ask("Profile", messages.ProfileRequest(), 10)
+                remote._connection.ask("Profile", protocol.ProfileRequest(), 10)
         with connected(model, x, server, "layer1") as remote:
             assert remote(x).equal(model(x))
         with pytest.raises(RemoteError, match="does not serve the cut at 'layer2'; it has 'layer1'"):

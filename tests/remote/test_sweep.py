@@ -9,8 +9,8 @@ import pytest
 
 import microtome as mt
 from microtome import zoo
+from microtome.devices.meters import Meter, MeterReading, register_meter, unregister_meter
 from microtome.errors import BadQuery, RemoteError, Unsupported
-from microtome.measure.energy import Meter, Reading, register_meter, unregister_meter
 from microtome.remote.server import Server
 from microtome.remote.sweep import sweep
 
@@ -64,8 +64,8 @@ def test_energy_is_measured_where_there_is_a_meter(server: Server) -> None:
     class Steady(Meter):
         name, kind, what, every_s = "steady", "power", "a steady supply", 0.005
 
-        def read(self) -> Reading:
-            return Reading(time.perf_counter(), watts=10.0)
+        def read(self) -> MeterReading:
+            return MeterReading(time.perf_counter(), watts=10.0)
 
     model, x = zoo.build("tiny-resnet")
     register_meter("steady", Steady)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from torch import nn
 
 import microtome as mt
-from microtome.measure.spread import Spread
-from microtome.profile import Coverage, Profile, Row
-from microtome.profile.rows import Amounts
+from microtome.results.profile import Coverage, Profile
+from microtome.results.rows import Amounts, Row
+from microtome.results.spread import Spread
 
 #: Seconds of a multiply-accumulate, and of any call.
 MAC_S, CALL_S = 1e-9, 1e-5

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import microtome as mt
 from microtome import zoo
-from microtome.capture.attention import Attention
+from microtome.capture.attention.attention import Attention
 from microtome.errors import BadQuery
-from microtome.report.activation import plot
-from microtome.report.pixels import tiled
+from microtome.report.pictures.activation import plot
+from microtome.report.pictures.pixels import tiled
 
 DARK, LIGHT = [0x44, 0x01, 0x54], [0xFD, 0xE7, 0x25]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from microtome.capture.attention import Attention
+from microtome.capture.attention.attention import Attention
 from microtome.errors import BadQuery
-from microtome.report.attention import picture
-from microtome.report.pixels import png
+from microtome.report.pictures.attention import picture
+from microtome.report.pictures.pixels import png
 
 DARK, LIGHT = (0x44, 0x01, 0x54), (0xFD, 0xE7, 0x25)
 

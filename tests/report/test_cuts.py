@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.report.cuts import View, csv, details, markdown, text
-from microtome.split.data import Cut, Live
+from microtome.report.cuts import CutSelection, csv, details, markdown, text
+from microtome.results.cuts import Cut, Live
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_what_crosses_is_named_and_the_cuts_own_output_comes_first(unet: mt.Cuts
 @pytest.mark.parametrize("which", ["unet", "wide"])
 def test_no_line_of_the_table_wraps(unet: mt.Cuts, which: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    shown = text(unet if which == "unet" else wide(40), View(every=True))
+    shown = text(unet if which == "unet" else wide(40), CutSelection(every=True))
     table = [line for line in shown.splitlines() if "│" in line]
     assert max(map(len, shown.splitlines())) <= columns
     assert len(table) == 2 + (25 if which == "unet" else 40)
@@ -103,9 +103,9 @@ def test_of_hundreds_of_cuts_those_of_little_depth_and_those_marked_are_shown() 
     marked = [cut.at for cut in deep if cut.dominates]
     assert shown == ["(input)", *marked, *(f"backbone.encoder.block{at}" for at in range(3)), "(output)"]
     assert "shown: 5 of 300 cuts, those to depth 1 and those marked *" in str(deep)
-    assert len(names(text(deep, View(every=True)))) == 302
-    assert len(names(text(deep, View(depth=1)))) == 5
-    assert "shown: 3 of 300 cuts, those to depth 1\n" in text(deep, View(depth=1))
+    assert len(names(text(deep, CutSelection(every=True)))) == 302
+    assert len(names(text(deep, CutSelection(depth=1)))) == 5
+    assert "shown: 3 of 300 cuts, those to depth 1\n" in text(deep, CutSelection(depth=1))
 
 
 def test_places_that_are_refused_are_listed_by_reason() -> None:
@@ -169,7 +169,7 @@ def test_markdown_has_every_cut_with_full_names(unet: mt.Cuts) -> None:
     assert "| `down.0`, `down.1`, `up.deep` |" in table
     assert "| **`head`** |" in table
     assert "- bold: sends fewer bytes" in table
-    assert len([line for line in markdown(unet, View(depth=1)).splitlines() if line.startswith("| ")]) == 2 + 10
+    assert len([line for line in markdown(unet, CutSelection(depth=1)).splitlines() if line.startswith("| ")]) == 2 + 10
     assert unet.to_markdown() == table
 
 

@@ -15,11 +15,10 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, BadQuery
-from microtome.measure.spread import Spread
-from microtome.profile import Coverage
-from microtome.profile.data import Unknown
-from microtome.profile.difference import Change
 from microtome.report.diff import csv, markdown, text
+from microtome.results.diff import MetricChange
+from microtome.results.profile import Coverage, UnknownOp
+from microtome.results.spread import Spread
 
 
 def net(width: int = 8, *, last: bool = True, name: str = "a") -> mt.Profile:
@@ -55,7 +54,7 @@ def test_totals_and_layers_say_what_grew() -> None:
         "b": "",
         "act": "output 1x8 to 1x16",
     }
-    assert grown.layers[0].changes[1] == Change("macs", 32, 64)
+    assert grown.layers[0].changes[1] == MetricChange("macs", 32, 64)
     assert "+100.0 %" in text(grown)
 
 
@@ -89,8 +88,8 @@ def test_times_that_meet_are_noise() -> None:
 
 def test_less_is_never_over_a_limit_and_something_from_nothing_is() -> None:
     assert net(16).diff(net()).over({"macs": 0.0}) == ()
-    assert Change("macs", 0, 5).growth == inf
-    assert Change("time", None, 5.0).growth is None
+    assert MetricChange("macs", 0, 5).growth == inf
+    assert MetricChange("time", None, 5.0).growth is None
 
 
 def test_what_is_not_known_cannot_be_limited() -> None:
@@ -105,13 +104,13 @@ def test_what_is_not_known_cannot_be_limited() -> None:
 
 def test_a_layer_that_cannot_be_counted_any_more_is_no_gain() -> None:
     before = net()
-    unknown = Coverage(3, (Unknown("mine.op.default", 1, ("b",)),), ())
+    unknown = Coverage(3, (UnknownOp("mine.op.default", 1, ("b",)),), ())
     rows = tuple(
         replace(row, macs=None, own=replace(row.own, macs=None)) if row.address == "b" else row for row in before
     )
     after = replace(before, calls=rows, coverage=unknown)
     lost = before.diff(after)
-    assert [(layer.address, layer.changes) for layer in lost.layers] == [("b", (Change("macs", 16, None),))]
+    assert [(layer.address, layer.changes) for layer in lost.layers] == [("b", (MetricChange("macs", 16, None),))]
     assert "not known" in text(lost)
     assert "after, 2 of 3 operators, an unknown share of the work, are counted: no formula for mine.op.default" in text(
         lost
@@ -120,7 +119,7 @@ def test_a_layer_that_cannot_be_counted_any_more_is_no_gain() -> None:
         lost.over({"macs": 0.05})
     assert after.diff(after).over({"macs": 0.05}) == ()  # as much is left out of both
     assert after.diff(before).over({"macs": 0.05}) == ()
-    often = replace(after, coverage=Coverage(3, (Unknown("mine.op.default", 2, ("b",)),), ()))
+    often = replace(after, coverage=Coverage(3, (UnknownOp("mine.op.default", 2, ("b",)),), ()))
     assert after.diff(often).uncounted == ("mine.op.default",)
 
 

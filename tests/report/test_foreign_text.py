@@ -17,14 +17,13 @@ import pytest
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, MicrotomeError, RemoteError, printable, said
-from microtome.plan.codecs import CodecCost, CodecCosts
-from microtome.remote.link import LinkMeasurement
 from microtome.remote.logs import JsonLines
-from microtome.remote.ran import Moved, Ran
-from microtome.remote.sent import Sent
-from microtome.remote.swept import Sweep, Timed
 from microtome.report.spreadsheet import csv_text
-from microtome.results import Result, parse
+from microtome.results.base import Result, parse
+from microtome.results.codec_costs import CodecCost, CodecCosts
+from microtome.results.link import LinkMeasurement
+from microtome.results.requests import CutMove, RequestLog, RequestRecord
+from microtome.results.sweep import CutTiming, Sweep
 from tests.report.test_plan_report import planned
 
 #: A formula, an escape that sets the title of a terminal, marks that reverse the direction of writing, Markdown, HTML.
@@ -39,15 +38,17 @@ def profile() -> mt.Profile:
 
 
 def sweep_result() -> Sweep:
-    rows = (Timed("", "raw", total_s=2.0), Timed("a", "raw", total_s=1.0), Timed("b", "raw", failed="why"))
+    rows = (CutTiming("", "raw", total_s=2.0), CutTiming("a", "raw", total_s=1.0), CutTiming("b", "raw", failed="why"))
     return Sweep(
         "Net", "1x3", "h:1", "cpu", "raw", 3, LinkMeasurement(0.1, 0.1, 1.0, 1.0), rows, "no sensor", "none", {}
     )
 
 
-def run_result() -> Ran:
-    sent = (Sent("layer1", "zstd"), Sent("layer1", where="edge", reason="it was late"))
-    return Ran("Net", "h:1", "cuda", 4, 2.0, 2, sent, (Moved(1.0, "layer2", "raw", "quicker"),), None, "no sensor")
+def run_result() -> RequestLog:
+    sent = (RequestRecord("layer1", "zstd"), RequestRecord("layer1", where="edge", reason="it was late"))
+    return RequestLog(
+        "Net", "h:1", "cuda", 4, 2.0, 2, sent, (CutMove(1.0, "layer2", "raw", "quicker"),), None, "no sensor"
+    )
 
 
 RESULTS: dict[str, Callable[[], Result]] = {

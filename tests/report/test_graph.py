@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery, NoMatch
-from microtome.report.graph import Graph, graph
-from microtome.report.layout import lay_out, spaced
+from microtome.report.graph.graph import Graph, graph
+from microtome.report.graph.layout import lay_out, spaced
 from microtome.units import size
 
 SVG = "{http://www.w3.org/2000/svg}"

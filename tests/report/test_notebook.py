@@ -96,6 +96,6 @@ def test_large_results_are_cut_and_say_so() -> None:
 
 
 def test_a_result_without_a_view_of_its_own_is_shown_as_text(tmp_path: Path) -> None:
-    from microtome.remote.ran import Ran
+    from microtome.results.requests import RequestLog
 
-    assert Ran("Net", "host:7070", "cpu", 1, 1.0, 1, ())._repr_html_() is None
+    assert RequestLog("Net", "host:7070", "cpu", 1, 1.0, 1, ())._repr_html_() is None

@@ -17,9 +17,9 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
-from microtome.measure.spread import Spread
-from microtome.profile.how import EnergyUse
-from microtome.report.page import assets
+from microtome.report.html import assets
+from microtome.results.methods import EnergyUse
+from microtome.results.spread import Spread
 from microtome.units import UNKNOWN
 from tests.report.pages import HOSTILE, hostile_profile, large, timed
 
@@ -112,7 +112,7 @@ def test_intervals_are_drawn_over_the_bars(profile: mt.Profile) -> None:
 
 
 def test_of_what_does_not_add_up_the_most_is_a_full_bar(profile: mt.Profile) -> None:
-    from microtome.report.page.metrics import BY_NAME
+    from microtome.report.html.metrics import BY_NAME
 
     assert BY_NAME["macs"].scale(profile) == profile.total.macs
     assert (
@@ -198,7 +198,7 @@ def test_the_other_run_is_the_cloud_where_it_can_be(profile: mt.Profile) -> None
 def test_many_cuts_are_planned_in_parts_with_the_same_result(
     profile: mt.Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from microtome.report.page import explorer
+    from microtome.report.html import explorer
 
     cuts = mt.cuts(*zoo.build("tiny-resnet"))
     whole = explorer.explorer(timed(profile), cuts, None)

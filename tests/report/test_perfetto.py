@@ -16,14 +16,13 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
-from microtome.plan.data import Plan
-from microtome.profile.how import Load
-from microtome.profile.rows import Row
-from microtome.remote.link import LinkMeasurement
-from microtome.remote.ran import Ran
-from microtome.remote.sent import Sent
-from microtome.remote.swept import Sweep, Timed
-from microtome.report.slices import device, host
+from microtome.report.trace_events.slices import device, host
+from microtome.results.link import LinkMeasurement
+from microtome.results.methods import Load
+from microtome.results.plan import Plan
+from microtome.results.requests import RequestLog, RequestRecord
+from microtome.results.rows import Row
+from microtome.results.sweep import CutTiming, Sweep
 from tests.report.timed import check_chrome, check_speedscope
 
 
@@ -126,13 +125,13 @@ def test_speedscope_opens_and_closes_every_call(p: mt.Profile, tmp_path: Path) -
 # -- over several devices ----------------------------------------------------------------------------------------------
 
 
-def sent(began: float, **more: Any) -> Sent:
+def sent(began: float, **more: Any) -> RequestRecord:
     parts = {"head_s": 0.002, "encode_s": 0.001, "wire_s": 0.004, "queue_s": 0.001, "tail_s": 0.003, "decode_s": 0.001}
-    return Sent("layer1", **{"total_s": 0.013, **parts, **more}, began=began, attempts=1)
+    return RequestRecord("layer1", **{"total_s": 0.013, **parts, **more}, began=began, attempts=1)
 
 
-def ran(*requests: Sent) -> Ran:
-    return Ran("Net", "host:7070", "cuda", 4, 2.0, len(requests), requests)
+def ran(*requests: RequestRecord) -> RequestLog:
+    return RequestLog("Net", "host:7070", "cuda", 4, 2.0, len(requests), requests)
 
 
 def test_a_request_goes_over_and_comes_back() -> None:
@@ -178,10 +177,10 @@ def test_when_requests_began_is_kept_in_files(tmp_path: Path) -> None:
 
 def test_a_sweep_is_one_request_after_the_other() -> None:
     rows = (
-        Timed("", "raw", wire_s=0.004, tail_s=0.01, total_s=0.015),
-        Timed("layer1", "raw", head_s=0.002, wire_s=0.002, tail_s=0.008, codec_there_s=0.001, total_s=0.014),
-        Timed("layer2", "raw", failed="it could not be cut"),
-        Timed(None, "raw", tail_s=0.03, total_s=0.03),
+        CutTiming("", "raw", wire_s=0.004, tail_s=0.01, total_s=0.015),
+        CutTiming("layer1", "raw", head_s=0.002, wire_s=0.002, tail_s=0.008, codec_there_s=0.001, total_s=0.014),
+        CutTiming("layer2", "raw", failed="it could not be cut"),
+        CutTiming(None, "raw", tail_s=0.03, total_s=0.03),
     )
     link = LinkMeasurement(*[0.0] * len(LinkMeasurement._fields))
     sweep = Sweep("Net", "1x3", "host:7070", "cpu", "raw", 5, link, rows, "", "", {})

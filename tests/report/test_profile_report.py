@@ -15,8 +15,8 @@ from microtome import zoo
 from microtome.errors import BadQuery
 from microtome.report.cuts import details
 from microtome.report.profile import csv, markdown, text
+from microtome.report.row_selection import RowSelection
 from microtome.report.top import text as of_top
-from microtome.report.view import View
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +84,10 @@ class Wrap(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("view", [View(), View(columns=("params", "flops")), View(sort="flops")])
-def test_numbers_stay_beside_long_names_and_deep_calls(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "view", [RowSelection(), RowSelection(columns=("params", "flops")), RowSelection(sort="flops")]
+)
+def test_numbers_stay_beside_long_names_and_deep_calls(view: RowSelection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     long = nn.Sequential()
     long.add_module("x" * 75 + "y" * 75, nn.Linear(8, 8))
@@ -115,7 +117,7 @@ def test_names_cannot_break_a_table(hostile: nn.Module) -> None:
     p = mt.profile(hostile, "2x8")
     found = mt.cuts(hostile, "2x8")
     cost = found.best("bytes")
-    for shown in (text(p), text(p, View(by="module")), of_top(p), str(found), details(cost, found)):
+    for shown in (text(p), text(p, RowSelection(by="module")), of_top(p), str(found), details(cost, found)):
         assert not set("\x1b\u202e\ud800") & set(shown)
         assert "new\n" not in shown
     assert "new�line" in text(p)
@@ -160,25 +162,25 @@ def test_rich_prints_a_profile(p: mt.Profile) -> None:
 
 
 def test_views_choose_rows(p: mt.Profile) -> None:
-    assert [line[0] for line in rows(text(p, View(depth=1)))] == [
+    assert [line[0] for line in rows(text(p, RowSelection(depth=1)))] == [
         *["(root)", "tokens", "positions", "layers.0", "layers.1", "norm", "lm_head", "total"]
     ]
-    assert [line[0] for line in rows(text(p, View(by="type")))][:2] == ["Linear", "Attention"]
-    assert [line[0] for line in rows(text(p, View(by="op")))][:2] == ["aten.addmm.default", "aten.mm.default"]
-    largest = [line[0] for line in rows(text(p, View(sort="params", top=2)))]
+    assert [line[0] for line in rows(text(p, RowSelection(by="type")))][:2] == ["Linear", "Attention"]
+    assert [line[0] for line in rows(text(p, RowSelection(by="op")))][:2] == ["aten.addmm.default", "aten.mm.default"]
+    largest = [line[0] for line in rows(text(p, RowSelection(sort="params", top=2)))]
     assert largest == ["layers.0.mlp.0", "layers.1.mlp.0", "total"]
-    assert [line[0] for line in rows(text(p, View(granularity=9)))] == ["(root)", "total"]
-    assert [line[0] for line in rows(text(p, View(sort="macs", depth=1, top=1)))] == ["layers.0", "total"]
+    assert [line[0] for line in rows(text(p, RowSelection(granularity=9)))] == ["(root)", "total"]
+    assert [line[0] for line in rows(text(p, RowSelection(sort="macs", depth=1, top=1)))] == ["layers.0", "total"]
 
 
 def test_it_is_said_where_rows_are_without_the_layers_inside_them(p: mt.Profile) -> None:
     note = "a layer counts without the layers inside it"
-    for view in (View(sort="flops"), View(by="type"), View(by="type", sort="params")):
+    for view in (RowSelection(sort="flops"), RowSelection(by="type"), RowSelection(by="type", sort="params")):
         assert note in text(p, view)
         assert f"- {note}" in markdown(p, view)
-    for view in (View(), View(by="module", sort="flops"), View(by="op")):
+    for view in (RowSelection(), RowSelection(by="module", sort="flops"), RowSelection(by="op")):
         assert note not in text(p, view)
-    for view in (View(granularity=2), View(sort="flops", depth=1)):
+    for view in (RowSelection(granularity=2), RowSelection(sort="flops", depth=1)):
         assert "(own): without the layers inside it, which have rows of their own" in text(p, view)
 
 
@@ -187,7 +189,7 @@ def test_numbers_of_a_column_have_one_unit_unless_the_small_would_be_lost(
 ) -> None:
     def timed(*seconds: float) -> list[str]:
         calls = tuple(replace(row, time_s=time) for row, time in zip(p.calls, seconds, strict=False))
-        table = text(replace(p, calls=calls), View(columns=("time",), depth=1))
+        table = text(replace(p, calls=calls), RowSelection(columns=("time",), depth=1))
         lines = [line.replace("┃", "│") for line in table.splitlines()]
         return [line.split("│")[1].strip() for line in lines if "│" in line]
 
@@ -200,7 +202,7 @@ def test_numbers_of_a_column_have_one_unit_unless_the_small_would_be_lost(
 def test_times_have_the_bars_where_they_were_measured(p: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     calls = tuple(replace(row, time_s=1e-3 if row.depth else 4e-3) for row in p)
-    shown = text(replace(p, calls=calls), View(depth=1))
+    shown = text(replace(p, calls=calls), RowSelection(depth=1))
     assert "│ █     25.0 %" in shown
     assert "FLOPs share" in shown.partition("no room for")[2]
     assert "█" not in markdown(replace(p, calls=calls))
@@ -215,28 +217,28 @@ def test_a_small_model_is_counted_in_80_columns(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_views_choose_columns(p: mt.Profile) -> None:
-    head = text(p, View(columns=("macs", "madds", "intensity", "dtype", "inputs"))).splitlines()[1]
+    head = text(p, RowSelection(columns=("macs", "madds", "intensity", "dtype", "inputs"))).splitlines()[1]
     assert [cell.strip() for cell in head.split("┃")] == ["call", "MACs k", "MAdds k", "FLOPs/B", "dtype", "input"]
     with pytest.raises(BadQuery, match="there is no column 'speed': write one of type"):
-        text(p, View(columns=("speed",)))
+        text(p, RowSelection(columns=("speed",)))
     with pytest.raises(BadQuery, match="there is no column 'speed' to sort by"):
-        text(p, View(sort="speed"))
+        text(p, RowSelection(sort="speed"))
     with pytest.raises(BadQuery, match="rows are sorted by a quantity, such as flops or params, not by type"):
-        text(p, View(sort="type"))
+        text(p, RowSelection(sort="type"))
 
 
 def test_sorting_by_what_is_known_of_no_call_is_an_error_that_says_what_to_add(p: mt.Profile) -> None:
     with pytest.raises(BadQuery, match=r"no row has a number of 'time' to sort by: add --time \(in Python measure="):
-        text(p, View(sort="time"))
+        text(p, RowSelection(sort="time"))
     with pytest.raises(BadQuery, match="add --load"):
-        text(p, View(sort="cpu"))
+        text(p, RowSelection(sort="cpu"))
     with pytest.raises(BadQuery, match="add --energy"):
-        csv(p, View(by="module", sort="energy_share"))
+        csv(p, RowSelection(by="module", sort="energy_share"))
     plain = mt.profile(nn.Linear(2, 2), "1x2")
     with pytest.raises(BadQuery, match="add --backward"):
-        markdown(plain, View(sort="backward_macs"))
+        markdown(plain, RowSelection(sort="backward_macs"))
     with pytest.raises(BadQuery, match=r"no formula is known for aten.cholesky_solve.default"):
-        text(mt.profile(Solves(), "3x3"), View(sort="macs"))
+        text(mt.profile(Solves(), "3x3"), RowSelection(sort="macs"))
 
 
 def test_a_large_model_is_shown_as_deep_as_there_is_room() -> None:
@@ -256,7 +258,7 @@ def test_markdown_keeps_the_tree_and_what_it_rests_on(p: mt.Profile) -> None:
 
 
 def test_csv_of_groups_has_their_numbers(p: mt.Profile) -> None:
-    lines = csv(p, View(by="op")).splitlines()
+    lines = csv(p, RowSelection(by="op")).splitlines()
     assert lines[0].startswith("name,runs,params")
     assert lines[1].startswith("aten.addmm.default,8,")
 
@@ -282,7 +284,7 @@ def test_sums_that_leave_operators_out_are_marked() -> None:
     # 3 x 3 by 3 x 3 is counted; what solves is not.
     p = mt.profile(nn.Sequential(nn.Linear(3, 3, bias=False), nn.Sequential(Solves(), nn.ReLU())), "3x3")
     chosen = ("macs", "flops")
-    assert rows(text(p, View(columns=chosen))) == [
+    assert rows(text(p, RowSelection(columns=chosen))) == [
         ["(root)", "≥ 27", "≥ 63"],
         ["0", "27", "54"],
         ["1", "≥ 0", "≥ 9"],
@@ -291,12 +293,12 @@ def test_sums_that_leave_operators_out_are_marked() -> None:
         ["total", "≥ 27", "≥ 63"],
     ]
     assert "≥: without operators that have no formula; shares are of what is counted" in text(p)
-    assert "| (root) | ≥ 27 | ≥ 63 |" in markdown(p, View(columns=chosen))
-    assert csv(p, View(columns=chosen)).splitlines()[1] == ",27,63"
-    groups = {line[0]: line[1:] for line in rows(text(p, View(by="type", columns=chosen)))}
+    assert "| (root) | ≥ 27 | ≥ 63 |" in markdown(p, RowSelection(columns=chosen))
+    assert csv(p, RowSelection(columns=chosen)).splitlines()[1] == ",27,63"
+    groups = {line[0]: line[1:] for line in rows(text(p, RowSelection(by="type", columns=chosen)))}
     assert groups["Linear"] == ["27", "54"]
     assert groups["total"] == ["≥ 27", "≥ 63"]
-    groups = {line[0]: line[1:] for line in rows(text(p, View(by="module", columns=chosen)))}
+    groups = {line[0]: line[1:] for line in rows(text(p, RowSelection(by="module", columns=chosen)))}
     assert groups["1"] == ["≥ 0", "≥ 9"]
     assert groups["1.1"] == ["0", "9"]
 

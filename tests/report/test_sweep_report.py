@@ -9,16 +9,16 @@ import pytest
 
 import microtome as mt
 from microtome.errors import BadFile, NoMatch
-from microtome.remote.link import LinkMeasurement
-from microtome.remote.swept import Sweep, Timed
+from microtome.results.link import LinkMeasurement
+from microtome.results.sweep import CutTiming, Sweep
 
 LINK = LinkMeasurement(rtt_s=0.01, jitter_s=0.001, up_bytes_per_s=1e6, down_bytes_per_s=2e6)
 
 
-def timed(at: str | None, head_s: float, tail_s: float, planned_s: float | None = None) -> Timed:
+def timed(at: str | None, head_s: float, tail_s: float, planned_s: float | None = None) -> CutTiming:
     wire_s = 0.0 if at is None else 0.01
     total_s = head_s + wire_s + tail_s
-    return Timed(
+    return CutTiming(
         at,
         "raw",
         head_s=head_s,
@@ -32,7 +32,7 @@ def timed(at: str | None, head_s: float, tail_s: float, planned_s: float | None 
     )
 
 
-def swept(*rows: Timed, model: str = "Net", no_plan: str = "") -> Sweep:
+def swept(*rows: CutTiming, model: str = "Net", no_plan: str = "") -> Sweep:
     return Sweep(
         model, "Inputs(1x3:float32)", "host:7070", "cuda", "raw", 5, LINK, rows, "no sensor: rapl: none", no_plan, {}
     )
@@ -60,7 +60,7 @@ def test_what_cannot_be_told_from_the_best_is_named() -> None:
 
 
 def test_cuts_that_could_not_be_measured_are_said() -> None:
-    failed = Timed("c", "raw", failed="too large")
+    failed = CutTiming("c", "raw", failed="too large")
     sweep = swept(*ROWS, failed)
     assert failed not in sweep.measured
     assert "1 could not be measured: such as c: too large" in str(sweep)
@@ -95,7 +95,7 @@ def test_the_page_has_a_bar_and_a_row_for_each_and_no_script() -> None:
 
 def test_what_models_and_servers_are_named_is_escaped() -> None:
     evil = "<script>alert(1)</script>"
-    sweep = swept(timed(evil, 0.1, 0.1, 0.2), Timed(evil + "2", "raw", failed=evil), model=evil, no_plan=evil)
+    sweep = swept(timed(evil, 0.1, 0.1, 0.2), CutTiming(evil + "2", "raw", failed=evil), model=evil, no_plan=evil)
     page = sweep.to_html()
     assert "script" not in Page(page).tags
     assert "<script" not in page
@@ -117,6 +117,6 @@ def test_a_sweep_is_read_from_json_as_it_was(tmp_path: Path) -> None:
     assert sweep[None] is ROWS[2]
     with pytest.raises(NoMatch, match="no module at path 'b'"):
         sweep["b"]
-    swept(Timed("a", "raw", failed="no")).to_json(tmp_path / "none.json")
+    swept(CutTiming("a", "raw", failed="no")).to_json(tmp_path / "none.json")
     with pytest.raises(BadFile, match="nothing in it was measured"):
         mt.load(tmp_path / "none.json")

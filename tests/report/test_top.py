@@ -10,7 +10,7 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
-from microtome.report.scale import shared
+from microtome.report.shared_units import shared
 from microtome.report.top import as_json, ranking, text
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
-from microtome.engine.structure import clone_tensors, occurrences_in
+from microtome.engine.pytree import clone_tensors, occurrences_in
 from microtome.errors import BadBoundary, Unsupported
 from tests.split.test_stages import same
 

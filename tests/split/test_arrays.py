@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome.errors import BadBoundary, BadInputs, NoMatch, Unsupported
-from microtome.plan.codecs import codec_costs
+from microtome.plan.codec_benchmark import codec_costs
 from microtome.remote.payloads import of_inputs, to_inputs
 from microtome.split.stages import Splitter
 

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from microtome.errors import BadBoundary, BadQuery, MicrotomeError
 from microtome.split.boundary import Boundary
-from microtome.split.memory import BLOCK
-from microtome.split.wire import DTYPES
+from microtome.split.serialization import DTYPES
+from microtome.split.tensor_bytes import BLOCK
 
 LOSSY = ["fp16", "bf16", "int8", "int8_tensor"]
 ALL_LOSSY = [lossy + packer for lossy in LOSSY for packer in ("", "+zstd", "+lz4")]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.split.compare import held_tensors
+from microtome.split.comparison import held_tensors
 from microtome.split.stages import Splitter
 
 

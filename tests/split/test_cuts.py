@@ -14,9 +14,9 @@ from torch.nn import functional as F  # noqa: N812
 
 import microtome as mt
 from microtome import zoo
-from microtome.engine.addresses import number_calls
+from microtome.addresses import number_calls
 from microtome.errors import BadQuery, NoMatch, NotAModule, Unsupported
-from microtome.split.data import Cut
+from microtome.results.cuts import Cut
 
 
 class Net(nn.Module):

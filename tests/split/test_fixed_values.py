@@ -15,7 +15,7 @@ from torch.nn.functional import relu, softplus
 
 import microtome as mt
 from microtome.errors import BadInputs, NoMatch
-from microtome.split.templates import name_of, take_apart
+from microtome.split.structure_spec import name_of, take_apart
 
 
 class Mode(enum.Enum):

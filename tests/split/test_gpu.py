@@ -12,7 +12,7 @@ from torch import nn
 
 import microtome as mt
 from microtome import zoo
-from tests.split.test_draws import Encoder
+from tests.split.test_random_replay import Encoder
 from tests.split.test_stages import same
 
 pytestmark = [

@@ -16,9 +16,9 @@ import microtome as mt
 from benchmarks.detection import detection_runs
 from benchmarks.split_zoo.models import detector
 from benchmarks.split_zoo.proof import prove
-from microtome.engine.structure import is_record, map_tensors, tensors_in
+from microtome.engine.pytree import is_record, map_tensors, tensors_in
 from microtome.errors import BadInputs, NoMatch
-from microtome.split.compare import differences
+from microtome.split.comparison import differences
 from tests.split.test_stages import same
 
 made: list[str] = []

@@ -11,7 +11,7 @@ import torch
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
-from microtome.plan.data import Candidate
+from microtome.results.plan import Candidate
 
 
 def test_auto_cuts_where_the_plan_says(tmp_path: Path) -> None:

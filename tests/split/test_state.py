@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome.errors import NoMatch, Unsupported
-from microtome.remote.served import Served
+from microtome.remote.served_model import ServedModel
 from tests.split.test_cuts import Net, refusals
 from tests.split.test_stages import same
 
@@ -266,5 +266,5 @@ def test_the_model_holds_what_it_held_if_verification_raises() -> None:
 def test_a_server_refuses_a_model_that_carries_state(how: str) -> None:
     model = Net(around, one=Keeps(how)).eval()
     with pytest.raises(Unsupported, match=r"a server cannot run this model: it carries .* from run to run"):
-        Served(model, REQUESTS[0])
-    Served(Net(around, one=Keeps("unread")), REQUESTS[0])
+        ServedModel(model, REQUESTS[0])
+    ServedModel(Net(around, one=Keeps("unread")), REQUESTS[0])

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import microtome as mt
 from benchmarks.split_zoo.models import Entry, build, entries
 from microtome.engine import tensors_in
-from microtome.engine.functions import is_stand_in
+from microtome.engine.composite_ops import is_stand_in
 from microtome.errors import Unsupported
-from microtome.split.compare import differences
+from microtome.split.comparison import differences
 from tests.marks import slow
 
 
@@ -173,7 +173,7 @@ def test_a_trace_does_not_depend_on_what_a_cache_holds(kind: str) -> None:
     model(x)
     warm = mt.trace(model, x)
     assert [op.name for op in cold.ops] == [op.name for op in warm.ops]
-    assert (cold.how.stand, warm.how.stand) == ("meta", "meta")
+    assert (cold.how.tensor_mode, warm.how.tensor_mode) == ("meta", "meta")
 
 
 @pytest.mark.parametrize("fake", [None, True])

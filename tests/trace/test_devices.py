@@ -51,7 +51,7 @@ def test_counts_do_not_depend_on_the_mode_where_code_asks_for_the_device(
     model, x = Branch(asks), torch.ones(2, 4)
     with torch.set_grad_enabled(grad):
         found = [mt.trace(model, x, fake=fake) for fake in (None, True, False)]
-        assert [one.how.stand for one in found] == ["meta", "fake", "real"]
+        assert [one.how.tensor_mode for one in found] == ["meta", "fake", "real"]
         flops = [[(op.name, op.flops) for op in one.ops if op.name != "aten._to_copy.default"] for one in found]
         assert flops[0] == flops[1] == flops[2]
         assert [call.path for call in found[0].calls] == ["", "small"]

@@ -60,7 +60,7 @@ def test_globals_and_class_attributes_are_as_found(fake: bool | None, reads: boo
         with pytest.raises(mt.MicrotomeError, match="cannot be traced without computing"):
             mt.trace(model, torch.ones(2, 4), fake=True)
     else:
-        assert mt.trace(model, torch.ones(2, 4), fake=fake).how.stand == (
+        assert mt.trace(model, torch.ones(2, 4), fake=fake).how.tensor_mode == (
             "real" if reads or fake is False else "fake" if fake else "meta"
         )
     assert_same(before, snapshot(model))

@@ -200,6 +200,6 @@ def test_a_tensor_that_no_module_holds_has_its_values_again(fake: bool | None) -
             rows[1] += 1
             return x + COUNTS[0] + rows[1]
 
-    assert mt.trace(Writes(), torch.ones(4), fake=fake).how.stand == "real"
+    assert mt.trace(Writes(), torch.ones(4), fake=fake).how.tensor_mode == "real"
     assert COUNTS.sum() == 0
     assert torch.stack(rows).eq(1).all()

@@ -117,7 +117,7 @@ def test_a_trace_without_computing_is_the_real_one(name: str, backward: bool) ->
         pytest.skip("a CPU runs the backward of an LSTM layer by layer")
     for repeat in range(2):  # the second time, what operators gave is remembered
         meta = mt.trace(model, inputs, backward=backward)
-        assert (meta.how.stand, real.how.stand) == ("meta", "real")
+        assert (meta.how.tensor_mode, real.how.tensor_mode) == ("meta", "real")
         assert [(op.name, op.call, op.phase) for op in meta.ops] == [(op.name, op.call, op.phase) for op in real.ops]
         assert meta.calls == real.calls, repeat
         if name != "tiny-lstm":  # what its kernels keep for a backward is their own
@@ -382,7 +382,7 @@ def test_a_model_that_writes_wherever_it_can_is_as_found_and_so_are_its_inputs(f
             with pytest.raises(Unsupported, match="aten.add_.Tensor would write into a tensor that the model keeps"):
                 mt.trace(model, batch, fake=True)
         else:
-            assert mt.trace(model, batch, fake=fake).how.stand == "real"
+            assert mt.trace(model, batch, fake=fake).how.tensor_mode == "real"
 
     trace()  # what torch imports at first use is there
     before = snapshot(model)
@@ -537,17 +537,17 @@ class ReadsValues(nn.Module):
 
 def test_a_tensor_kept_as_a_plain_attribute_needs_fake_tensors() -> None:
     t = mt.trace(Attribute(), torch.ones(2))
-    assert t.how.stand == "fake"
+    assert t.how.tensor_mode == "fake"
     assert "not on meta tensors: RuntimeError" in t.how.why
     assert {value.origin for value in t.values} == {"input", "constant", "op"}
 
 
 def test_a_model_that_reads_values_needs_real_ones() -> None:
     t = mt.trace(ReadsValues(), torch.ones(2))
-    assert t.how.stand == "real"
+    assert t.how.tensor_mode == "real"
     assert "not on fake tensors: DataDependentOutputException" in t.how.why
     assert "aten.mul.Tensor" in [op.name for op in t.ops]
-    assert mt.trace(nn.ReLU(), torch.ones(2), fake=True).how.stand == "fake"
+    assert mt.trace(nn.ReLU(), torch.ones(2), fake=True).how.tensor_mode == "fake"
     with pytest.raises(Unsupported, match="cannot be traced without computing: DataDependentOutputException"):
         mt.trace(ReadsValues(), torch.ones(2), fake=True)
 
@@ -564,7 +564,7 @@ def test_meta_tensors_that_outlive_their_run_do_not_change_a_real_one() -> None:
 
     t = mt.trace(Keeps(), torch.ones(3))
     assert held[0].is_meta
-    assert t.how.stand == "real"
+    assert t.how.tensor_mode == "real"
     assert t.values[t[""].outputs[0]].device == "cpu"
     assert not held[-1].is_meta
 

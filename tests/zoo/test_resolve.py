@@ -450,7 +450,7 @@ def test_operators_that_torchvision_misses_are_declared_once_and_said(tmp_path: 
     (tmp_path / "torchvision" / "part.py").write_text("")
     script = (
         "from microtome import zoo\n"
-        "from microtome.zoo.operators import operators_note\n"
+        "from microtome.zoo.torchvision_import import operators_note\n"
         "assert operators_note() == ()\n"
         "first = zoo.import_torchvision()\n"
         "assert zoo.import_torchvision() is first\n"
@@ -467,7 +467,7 @@ def test_a_torchvision_that_fits_is_left_alone(tmp_path: Path) -> None:
     script = (
         "import torch\n"
         "from microtome import zoo\n"
-        "from microtome.zoo.operators import operators_note\n"
+        "from microtome.zoo.torchvision_import import operators_note\n"
         "print(zoo.import_torchvision().whole, operators_note(), hasattr(torch.ops.torchvision, 'nms'))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -10,13 +10,14 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from microtome.addresses import call_of
 from microtome.capture.features import Features
 from microtome.capture.targets import never_ran, times_ran, why_not
-from microtome.engine import Call, Feed, Intervention, Probe, Replace, Selector, Session, select
-from microtome.engine.addresses import call_of, refuse_names
-from microtome.engine.functions import is_stand_in
-from microtome.engine.select import check_model, names
-from microtome.engine.structure import map_tensors, tensors_in
+from microtome.engine import Call, Intervention, Probe, Replace, ReplaceInputs, Selector, Session, select
+from microtome.engine.call_selection import refuse_names
+from microtome.engine.composite_ops import is_stand_in
+from microtome.engine.pytree import map_tensors, tensors_in
+from microtome.engine.selectors import check_model, names
 from microtome.errors import BadQuery, NoMatch, Unsupported
 from microtome.inputs import Inputs
 
@@ -191,7 +192,7 @@ class _Wanted:
         return meant
 
 
-class _Ran(Probe):
+class _CallCount(Probe):
     """Which modules ran, and the index of the last call of each."""
 
     def __init__(self) -> None:
@@ -215,11 +216,11 @@ class _Edits(Session):
     """Makes changes, and says at the end of the block which was never made."""
 
     def __init__(self, model: nn.Module, outputs: list[_Wanted], inputs: list[_Wanted]) -> None:
-        self._ran = _Ran()
+        self._ran = _CallCount()
         self._wanted = [*outputs, *inputs]
         changes: list[Intervention] = [
             *(Replace(wanted.selector, wanted.output) for wanted in outputs),
-            *(Feed(wanted.selector, wanted.inputs) for wanted in inputs),
+            *(ReplaceInputs(wanted.selector, wanted.inputs) for wanted in inputs),
         ]
         super().__init__(model, [self._ran], changes)
 

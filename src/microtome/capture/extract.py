@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from microtome.addresses import call_of
+from microtome.capture.execution_order import order_of
 from microtome.capture.features import Features
-from microtome.capture.keep import Clone, CopyOnWrite, Keeping
-from microtome.capture.order import order_of
+from microtome.capture.retention import Clone, CopyOnWrite, Retention
 from microtome.capture.targets import Targets, op_name
-from microtome.count.whole import WHOLE
 from microtome.engine import Call, Probe, Selector, Session, Stop, Stopped, tensors_in
-from microtome.engine.addresses import call_of, other_names
 from microtome.engine.backward import watch_gradient
-from microtome.engine.interrupts import grad_mode
+from microtome.engine.call_selection import other_names
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.select import check_model, named
-from microtome.engine.structure import map_tensors
+from microtome.engine.pytree import map_tensors
+from microtome.engine.selectors import check_model, named
+from microtome.engine.signals import grad_mode
 from microtome.errors import BadQuery, Unsupported
+from microtome.flops.fused import WHOLE
 from microtome.inputs import Inputs, device_of
 
 
@@ -70,9 +71,9 @@ def extract(
         raise BadQuery("in inference mode there are no gradients: leave it, or grad")
     if grad and (transform is not None or targets.owners):
         raise BadQuery("gradients are those of what modules return: leave out transform and operators, or grad")
-    keeping = Keeping(detach and not grad, clone, device, transform)
+    keeping = Retention(detach and not grad, clone, device, transform)
     order = order_of(model, run, fast_paths=targets.fast_paths) if stop and not grad else None
-    kind = _OpCapture if targets.owners else _Capture
+    kind = _OpCapture if targets.owners else _ModuleCapture
     capture = kind(targets, keeping, order, inputs=inputs, grad=grad)
     guards = [] if capture.guard is None else [capture.guard]
     whole = WHOLE if targets.owners else ()
@@ -101,11 +102,11 @@ def extract(
     return feats
 
 
-class _Capture(Probe):
+class _ModuleCapture(Probe):
     """Captures in one run."""
 
     def __init__(
-        self, targets: Targets, keeping: Keeping, order: tuple[str, ...] | None, *, inputs: bool, grad: bool
+        self, targets: Targets, keeping: Retention, order: tuple[str, ...] | None, *, inputs: bool, grad: bool
     ) -> None:
         self._targets = targets
         self._keeping = keeping
@@ -172,7 +173,7 @@ class _Capture(Probe):
         feats.never_ran = self._targets.check(feats._values, self._ran, names)
 
 
-class _OpCapture(_Capture):
+class _OpCapture(_ModuleCapture):
     """Captures operators too. To be told of every operator costs time."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

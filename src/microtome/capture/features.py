@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-from microtome.engine.addresses import Addresses
-from microtome.engine.select import no_path
+from microtome.addresses import Addresses, no_path
 from microtome.errors import BadQuery, NoMatch
 from microtome.files.reading import File
 from microtome.inputs import Inputs
-from microtome.rendering import render
+from microtome.results.rendering import render
 
 
 class Features(Mapping[str, Any]):
@@ -78,7 +77,7 @@ class Features(Mapping[str, Any]):
 
     def plot(self, name: str, **options: Any) -> Any:
         """A picture that notebooks show: what `to_png` writes, with its options."""
-        return render("activation.picture", self[name], name, **options)
+        return render("activation.plot", self[name], name, **options)
 
     def to_png(
         self,

@@ -8,9 +8,9 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from microtome.capture.reduce import Reduce
-from microtome.engine.addresses import other_names
-from microtome.engine.select import named
+from microtome.capture.reduction import Reduce
+from microtome.engine.call_selection import other_names
+from microtome.engine.selectors import named
 
 
 def manifest_of(model: nn.Module, selectors: list[str], reduce: Reduce | None) -> dict[str, Any]:

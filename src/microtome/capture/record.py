@@ -13,30 +13,31 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from microtome.capture.attention import ATTENTION, AttentionProbe, nothing_seen
-from microtome.capture.attention_weights import Heads, Part, Rows
-from microtome.capture.copying import Copier
+from microtome.addresses import Addresses
+from microtome.capture.async_copy import AsyncCopier
+from microtome.capture.attention.attention import ATTENTION, AttentionProbe, nothing_seen
+from microtome.capture.attention.fused_weights import Heads, Rows, WeightRange
 from microtome.capture.manifest import manifest_of, text_of
-from microtome.capture.reduce import Reduce, reduction
-from microtome.capture.runs import RunNumbers
+from microtome.capture.options import check_kinds, check_wish
+from microtome.capture.reduction import Reduce, reduction
+from microtome.capture.run_numbers import RunNumbers
 from microtome.capture.store import DiskStore, MemoryStore, Recording, Series, Stats, open_folder
 from microtome.capture.targets import Targets, never_ran
-from microtome.capture.wish import check_kinds, check_wish
 from microtome.engine import Call, Probe, Selector, Session, tensors_in
-from microtome.engine.addresses import Addresses, CallSelection
-from microtome.engine.functions import is_stand_in
-from microtome.engine.interrupts import Uninterrupted
-from microtome.engine.select import check_model
-from microtome.engine.structure import places_in
+from microtome.engine.call_selection import CallSelection
+from microtome.engine.composite_ops import is_stand_in
+from microtome.engine.pytree import places_in
+from microtome.engine.selectors import check_model
+from microtome.engine.signals import Uninterrupted
 from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadQuery, SessionError, Unsupported
-from microtome.rendering import render
+from microtome.results.rendering import render
 from microtome.units import parse_size
 
 Keep = Literal["all", "stats"]
 
 
-class Totals(NamedTuple):
+class RecordTotals(NamedTuple):
     """How much has been recorded.
 
     Attributes:
@@ -73,7 +74,7 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
         append: Go on with what the folder holds.
         keep: `"stats"` keeps running statistics alone.
         histogram: `(bins, low, high)`, to count values too.
-        progress: Told the `Totals` after each run.
+        progress: Told the `RecordTotals` after each run.
 
     >>> import torch
     >>> from torch import nn
@@ -101,7 +102,7 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
         append: bool = False,
         keep: Keep = "all",
         histogram: tuple[int, float, float] | None = None,
-        progress: Callable[[Totals], None] | None = None,
+        progress: Callable[[RecordTotals], None] | None = None,
     ) -> None:
         self._model = check_model(model)
         part = layers is not None or heads is not None or rows is not None
@@ -118,7 +119,7 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
             self._probe: Probe = _Outputs(self)
             selectors = [text_of(one) for one in self._targets.selectors]
         else:
-            calls, chosen = None if layers is None else CallSelection(model, layers), Part(heads, rows)
+            calls, chosen = None if layers is None else CallSelection(model, layers), WeightRange(heads, rows)
             self._probe = AttentionProbe(self.add, at=calls, heads=chosen.heads, rows=chosen.rows)
             selectors = [f"attention of {text_of(layers)}, {chosen}"]
         limits |= {"keep": keep, "histogram": histogram}
@@ -128,7 +129,7 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
         self._others: dict[str, str] = manifest["other_names"]
         self._known = Addresses((), self._others)
         self._open = None if to is None else partial(DiskStore, to, manifest, append=append, **limits)
-        self._copier = Copier(self._store.add)
+        self._copier = AsyncCopier(self._store.add)
         self._folder = to
         self._numbers = RunNumbers(itertools.count())
         self._session: Session | None = None
@@ -155,7 +156,7 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
         session = Session(self._model, [self._probe, _Runs(self)], whole=whole, fast_paths=fast_paths)
         if self._open is not None:
             self._store = self._open()
-            self._copier = Copier(self._store.add)
+            self._copier = AsyncCopier(self._store.add)
             self._numbers = RunNumbers(itertools.count(self._store.next_run))
         try:
             self._session = session.__enter__()
@@ -239,10 +240,10 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
             self._progress(self.totals)
 
     @property
-    def totals(self) -> Totals:
+    def totals(self) -> RecordTotals:
         """How much has been recorded so far."""
         now = self._seconds or (0.0 if self._began is None else perf_counter() - self._began)
-        return Totals(self._runs, self._records, self._nbytes, now)
+        return RecordTotals(self._runs, self._records, self._nbytes, now)
 
     # -- what was recorded ---------------------------------------------------------------------------------------------
 
@@ -289,7 +290,7 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        html: str = render("recorder.notebook", self)
+        html: str = render("notebook.recorder", self)
         return html
 
     def __repr__(self) -> str:

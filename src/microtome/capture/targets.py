@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from microtome.addresses import call_of, glob, is_glob
 from microtome.engine import Call, Selector, select
-from microtome.engine.addresses import CallSelection, call_of, each_selector
+from microtome.engine.call_selection import CallSelection, each_selector
 from microtome.engine.probes import AnyOp
-from microtome.engine.select import glob, is_glob
 from microtome.errors import BadSelector, NoMatch
 
 

@@ -7,26 +7,26 @@ from typing import Any
 import click
 
 from microtome import __version__
-from microtome.cli.cuts import cuts
-from microtome.cli.diff import diff
-from microtome.cli.doctor import doctor
-from microtome.cli.graph import graph
-from microtome.cli.models import models
-from microtome.cli.ping import ping
-from microtome.cli.plan import plan
-from microtome.cli.profile import profile
-from microtome.cli.record import record
-from microtome.cli.report import report
-from microtome.cli.run import run
-from microtome.cli.serve import serve
-from microtome.cli.split import split
-from microtome.cli.sweep import sweep
-from microtome.cli.top import top
-from microtome.cli.track import track
+from microtome.cli.commands.cuts import cuts
+from microtome.cli.commands.diff import diff
+from microtome.cli.commands.doctor import doctor
+from microtome.cli.commands.graph import graph
+from microtome.cli.commands.models import models
+from microtome.cli.commands.ping import ping
+from microtome.cli.commands.plan import plan
+from microtome.cli.commands.profile import profile
+from microtome.cli.commands.record import record
+from microtome.cli.commands.report import report
+from microtome.cli.commands.run import run
+from microtome.cli.commands.serve import serve
+from microtome.cli.commands.split import split
+from microtome.cli.commands.sweep import sweep
+from microtome.cli.commands.top import top
+from microtome.cli.commands.track import track
 from microtome.errors import MicrotomeError, printable
 
 
-class _Refused(click.ClickException):
+class _CommandError(click.ClickException):
     exit_code = 2
 
 
@@ -37,9 +37,9 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except click.FileError as error:
-            raise _Refused(printable(error.format_message(), keep="\n")) from error
+            raise _CommandError(printable(error.format_message(), keep="\n")) from error
         except (MicrotomeError, OSError) as error:
-            raise _Refused(printable(str(error), keep="\n")) from error
+            raise _CommandError(printable(str(error), keep="\n")) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

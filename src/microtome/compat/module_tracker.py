@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import module_tracker
 
 from microtome.engine import Call, Probe, Session
-from microtome.engine.interrupts import Uninterrupted
+from microtome.engine.signals import Uninterrupted
 
 __all__ = ["ModuleTracker"]
 

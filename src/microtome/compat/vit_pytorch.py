@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from microtome.capture.attention import ATTENTION, AttentionProbe
-from microtome.capture.attention_known import KnownAttention
+from microtome.capture.attention.attention import ATTENTION, AttentionProbe
+from microtome.capture.attention.cached import CachedAttention
 from microtome.capture.extract import extract
-from microtome.compat.overrides import refuse_overrides
+from microtome.compat.subclass_checks import refuse_overrides
 from microtome.engine import Session, select, tensors_in
-from microtome.engine.addresses import CallSelection
-from microtome.engine.compiled import run_uncompiled
-from microtome.engine.select import check_model
-from microtome.engine.structure import map_tensors
+from microtome.engine.call_selection import CallSelection
+from microtome.engine.compile_exclusion import run_uncompiled
+from microtome.engine.pytree import map_tensors
+from microtome.engine.selectors import check_model
 from microtome.errors import BadQuery, NoMatch, SessionError
 from microtome.inputs import Inputs
 
@@ -176,7 +176,7 @@ class Extractor(_Wrapper):
 class _Known(NamedTuple):
     """Where a model computes attention."""
 
-    probe: KnownAttention
+    probe: CachedAttention
     session: Session
     modules: list[nn.Module]
 
@@ -237,7 +237,7 @@ class Recorder(_Wrapper):
             prediction = given.run(self.vit)
         if not self.recordings:
             raise _nothing_seen(self.vit, probe)
-        known = KnownAttention.after(probe, self._keep)
+        known = CachedAttention.after(probe, self._keep)
         if known is not None:
             self._known = _Known(
                 known, Session(self.vit, [known], at=known.paths, other_threads="unseen"), list(self.vit.modules())

@@ -1,18 +1,17 @@
 """The one engine that touches a model; everything else reads what it saw. README.md here states its invariants."""
 
-from microtome.engine.calls import Call, Phase
-from microtome.engine.probes import Feed, Intervention, Probe, Replace, ReplaceOp, Skip, Stop, Stopped
-from microtome.engine.select import Selector, select
+from microtome.engine.call import Call
+from microtome.engine.probes import Intervention, Probe, Replace, ReplaceInputs, ReplaceOp, Skip, Stop, Stopped
+from microtome.engine.pytree import tensors_in
+from microtome.engine.selectors import Selector, select
 from microtome.engine.session import Session
-from microtome.engine.structure import tensors_in
 
 __all__ = [
     "Call",
-    "Feed",
     "Intervention",
-    "Phase",
     "Probe",
     "Replace",
+    "ReplaceInputs",
     "ReplaceOp",
     "Selector",
     "Session",

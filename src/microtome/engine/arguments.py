@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from microtome.engine.select import named
-from microtome.engine.structure import parts_of
+from microtome.engine.pytree import parts_of
+from microtome.engine.selectors import named
 from microtome.engine.torch_internals import disable_current_modes
 from microtome.errors import Unsupported, said
 from microtome.inputs import Inputs
@@ -40,7 +40,7 @@ def copy_arguments(
         Unsupported: An argument cannot be copied.
     """
     kept = [*modules, *modules_in(inputs)]
-    copier = _Copier(copy_tensor, {id(module): module for module in kept})
+    copier = _ArgumentCopier(copy_tensor, {id(module): module for module in kept})
     args = [copier.copy(value, f"args[{at}]") for at, value in enumerate(inputs.args)]
     return Inputs(*args, **{name: copier.copy(value, name) for name, value in inputs.kwargs.items()})
 
@@ -60,7 +60,7 @@ def modules_in(inputs: Inputs) -> list[nn.Module]:
     return list(found.values())
 
 
-class _Copier:
+class _ArgumentCopier:
     def __init__(self, copy_tensor: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> None:
         self._copy_tensor = copy_tensor
         self._memo = memo
@@ -129,11 +129,11 @@ def as_result(tensor: Tensor) -> Tensor:
     """Make a tensor the result of an autograd function with nothing behind it, as a non-leaf argument is to a model."""
     with torch.inference_mode(False), torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
-        made: Tensor = _Result.apply(anchor, [tensor])
+        made: Tensor = _CopyResult.apply(anchor, [tensor])
         return made
 
 
-class _Result(torch.autograd.Function):
+class _CopyResult(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, made: list[Tensor]) -> Tensor:
         return made[0]

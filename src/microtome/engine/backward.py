@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from microtome.engine.calls import Call
-from microtome.engine.interrupts import uninterrupted
-from microtome.engine.owners import DEEPEST, Node, Owners, nodes_of
+from microtome.engine.autograd_owners import DEEPEST, AutogradOwners, Node, nodes_of
+from microtome.engine.call import Call
+from microtome.engine.signals import uninterrupted
 from microtome.engine.threads import Thread, Threads
 from microtome.engine.torch_internals import AccumulateGrad, current_graph_task, current_node, next_sequence_number
 from microtome.errors import ProbeError, Unsupported
@@ -35,7 +35,7 @@ class Backward:
     and left, and whose the nodes are that are made.
     """
 
-    def __init__(self, owners: Owners, threads: Threads, probes: BackwardProbes, *, create_graph: bool) -> None:
+    def __init__(self, owners: AutogradOwners, threads: Threads, probes: BackwardProbes, *, create_graph: bool) -> None:
         self._owners = owners
         self._threads = threads
         self._probes = probes
@@ -107,7 +107,7 @@ class Backward:
 
 
 @uninterrupted
-def watch_moves(owners: Owners, roots: list[Node], tell: Callable[[Call | None], None]) -> Iterator[None]:
+def watch_moves(owners: AutogradOwners, roots: list[Node], tell: Callable[[Call | None], None]) -> Iterator[None]:
     """Tell when the backward goes over from one call to another, and when it has ended.
 
     Autograd runs the nodes of a thread in the order in which they were made, the last first, so it is known beforehand

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from microtome.engine.calls import Call, Phase
-from microtome.engine.functions import Function, Whole
-from microtome.engine.select import Selector
+from microtome.engine.call import Call
+from microtome.engine.composite_ops import CompositeOp, Function
+from microtome.engine.selectors import Selector
 from microtome.engine.torch_internals import OpOverload
+from microtome.results.trace import Phase
 
 #: An operator, or a function of torch that the session shows whole.
 AnyOp = OpOverload | Function
@@ -32,8 +33,8 @@ class Where(NamedTuple):
     phase: Phase
     function: Function | None = None
     autocast: bool = False
-    whole: Whole | None = None
-    part_of: Whole | None = None
+    whole: CompositeOp | None = None
+    part_of: CompositeOp | None = None
 
 
 class Probe:
@@ -44,7 +45,7 @@ class Probe:
     """
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The call begins; the arguments are those that the caller gave or that a `Feed` put in their place."""
+        """The call begins, with the arguments of the caller or those that a `ReplaceInputs` put in their place."""
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The call ended well."""
@@ -80,7 +81,7 @@ class Replace:
 
 
 @dataclass(frozen=True)
-class Feed:
+class ReplaceInputs:
     """Gives the selected calls other arguments: `by(call, args, kwargs)` returns a tuple and a dict."""
 
     at: Selector
@@ -119,7 +120,7 @@ class ReplaceOp:
     by: Callable[[Where, AnyOp, tuple[Any, ...], dict[str, Any]], Any]
 
 
-Intervention = Replace | Feed | Skip | Stop | ReplaceOp
+Intervention = Replace | ReplaceInputs | Skip | Stop | ReplaceOp
 
 
 class Stopped(BaseException):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microtome.engine.references import globals_of
-from microtome.engine.structure import read
+from microtome.engine.code_references import globals_of
+from microtome.engine.pytree import read
 
 
 class Draws:

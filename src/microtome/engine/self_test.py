@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from microtome.engine import self_test_ops
 from microtome.engine import torch_internals as internals
-from microtome.engine.intercept import AnyCall, chain
+from microtome.engine.module_calls import AnyCall, chain
 from microtome.errors import MicrotomeError, said
 
 _local = threading.local()

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from microtome.engine import torch_internals as internals
-from microtome.engine.functions import FunctionMode
-from microtome.engine.ops import OpMode
+from microtome.engine.composite_ops import FunctionMode
+from microtome.engine.op_mode import OpMode
 
 # -- operators and modes -----------------------------------------------------------------------------------------------
 

@@ -15,23 +15,23 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from microtome.engine import self_test
+from microtome.engine.autograd_owners import AutogradOwners, nodes_of
 from microtome.engine.backward import Backward, BackwardProbes, watch_moves
-from microtome.engine.calls import Call, Run, Site
-from microtome.engine.changes import Change
-from microtome.engine.frames import is_in_module
-from microtome.engine.functions import Function, FunctionMode, Whole, is_stand_in, outcome, run_standing
-from microtome.engine.intercept import AnyCall, chain
-from microtome.engine.interrupts import Uninterrupted, deliver, waiting
+from microtome.engine.call import Call, Run, Site
+from microtome.engine.composite_ops import CompositeOp, Function, FunctionMode, is_stand_in, outcome, run_standing
+from microtome.engine.dispatch import methods_of, tell, tell_moves
+from microtome.engine.interventions import CallInterventions
 from microtome.engine.modes import Modes
-from microtome.engine.ops import OpMode
-from microtome.engine.overrides import hide_modes
-from microtome.engine.owners import Owners, nodes_of
-from microtome.engine.probes import Feed, Intervention, Probe, Replace, ReplaceOp, Skip, Stop, Stopped, Where
-from microtome.engine.select import Selector, check_model, select
-from microtome.engine.sites import ModelSites, ProcessSites, Sites
-from microtome.engine.structure import tensors_in
-from microtome.engine.telling import methods_of, tell, tell_moves
+from microtome.engine.module_calls import AnyCall, chain
+from microtome.engine.module_index import ModelIndex, ModuleIndex, ProcessIndex
+from microtome.engine.op_mode import OpMode
+from microtome.engine.probes import Intervention, Probe, Replace, ReplaceInputs, ReplaceOp, Skip, Stop, Stopped, Where
+from microtome.engine.pytree import tensors_in
+from microtome.engine.selectors import Selector, check_model, select
+from microtome.engine.signals import Uninterrupted, deliver, waiting
+from microtome.engine.thread_stacks import is_in_module
 from microtome.engine.threads import Thread, Threads
+from microtome.engine.torch_function import hide_modes
 from microtome.engine.torch_internals import current_graph_task, next_sequence_number
 from microtome.errors import MicrotomeError, SessionError, Unsupported
 
@@ -84,15 +84,15 @@ class Session(Uninterrupted[Any]):
         self.lets_finish = False
         self.model = None if model is None else check_model(model)
         probes = _several(probes, "probes", Probe)
-        self._interventions = _several(interventions, "interventions", Replace, Feed, Skip, Stop, ReplaceOp)
+        self._interventions = _several(interventions, "interventions", Replace, ReplaceInputs, Skip, Stop, ReplaceOp)
         self._replace_op = [one.by for one in self._interventions if isinstance(one, ReplaceOp)]
         self.changes_runs = bool(self._interventions)
-        self.feeds = any(isinstance(one, Feed) for one in self._interventions)
+        self.feeds = any(isinstance(one, ReplaceInputs) for one in self._interventions)
         if self.changes_runs and model is None:
             raise SessionError("interventions need a model: give the one that they are to change")
         if at is not None and self.model is None:
             raise SessionError("`at` chooses what is seen of a model: give one")
-        self._sites: Sites = ProcessSites() if self.model is None else ModelSites(self.model, at)
+        self._sites: ModuleIndex = ProcessIndex() if self.model is None else ModelIndex(self.model, at)
         unseen = at is not None and self.model is not None and "" not in select(self.model, at)
         self._enter = methods_of(probes, "enter", unseen=unseen)
         self._exit = methods_of(probes, "exit", unseen=unseen)
@@ -110,7 +110,7 @@ class Session(Uninterrupted[Any]):
         self._functions: FunctionMode | None = None
         self._last = Where(None, "forward")
         self._open: ExitStack | None = None
-        self._changes: dict[Site, Change] = {}
+        self._changes: dict[Site, CallInterventions] = {}
         self._resolved = -1
 
     if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Session(Uninterrupted[Any]):
         chain.run_eagerly()
         self._threads = Threads(everywhere=self._other_threads == "seen")
         self._opener = self._threads.here()
-        self._owners = Owners(self._threads, self._sites) if self._backward else None
+        self._owners = AutogradOwners(self._threads, self._sites) if self._backward else None
         self._resolve_interventions()
         with ExitStack() as stack:
             handle = register_module_module_registration_hook(self._sites.registered)
@@ -390,7 +390,7 @@ class Session(Uninterrupted[Any]):
         where = self._where()
         for method in self._op_begins:
             method(where, func, args, kwargs)
-        whole = Whole(func, next_sequence_number())
+        whole = CompositeOp(func, next_sequence_number())
         ops.silent, ops.ran = True, False
         standing = any(map(is_stand_in, tensors_in((args, kwargs))))
         stopped: BaseException | None = None
@@ -458,7 +458,7 @@ class Session(Uninterrupted[Any]):
                     raise SessionError(
                         f"an intervention is at a {type(module).__name__} that `at` leaves out: add it there"
                     )
-                self._changes.setdefault(site, Change()).add(intervention)
+                self._changes.setdefault(site, CallInterventions()).add(intervention)
         self._resolved = self._sites.looks
 
 

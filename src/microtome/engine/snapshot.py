@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from microtome.engine.containers import CONTAINERS, copy_container, restore_containers
-from microtome.engine.interrupts import uninterrupted
-from microtome.engine.structure import dict_of
+from microtome.engine.container_state import CONTAINERS, copy_container, restore_containers
+from microtome.engine.pytree import dict_of
+from microtome.engine.signals import uninterrupted
 
 
 class _Kept(NamedTuple):

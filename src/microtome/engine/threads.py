@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from microtome.engine.calls import Call, Run, Site
-from microtome.engine.changes import Change
-from microtome.engine.frames import is_in_module
-from microtome.engine.functions import Whole
+from microtome.engine.call import Call, Run, Site
+from microtome.engine.composite_ops import CompositeOp
+from microtome.engine.interventions import CallInterventions
+from microtome.engine.thread_stacks import is_in_module
 from microtome.engine.torch_internals import current_graph_task
 
 _keys = itertools.count()
@@ -60,8 +60,8 @@ class Thread:
         self.run: Run | None = None
         self.in_backward: tuple[Call, ...] = ()
         self.told: Call | None = None
-        self.changing: tuple[nn.Module, Call, Change] | None = None
-        self.wholes: list[Whole] = []
+        self.changing: tuple[nn.Module, Call, CallInterventions] | None = None
+        self.wholes: list[CompositeOp] = []
         # A run lives as long as a node that it tagged; the latest live on, for graphs that their output is not part of.
         self._recent: deque[Run] = deque(maxlen=16)
         # Those that ended, by where they began. Other threads read it too.
@@ -91,7 +91,7 @@ class Thread:
             run = run.outer
         return run
 
-    def whole_that_made(self, number: int) -> Whole | None:
+    def whole_that_made(self, number: int) -> CompositeOp | None:
         """The function shown whole that made the node with this number, if the node was made in this thread."""
         at = bisect_right(self.wholes, number, key=attrgetter("start")) - 1
         return self.wholes[at] if at >= 0 and number < self.wholes[at].end else None

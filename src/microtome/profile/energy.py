@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from microtome.addresses import unnumbered
+from microtome.devices.meters import Meter, RepeatedWork, metered
+from microtome.devices.statistics import spreads
 from microtome.engine import Call, Probe
-from microtome.engine.addresses import unnumbered
-from microtome.engine.structure import clone_tensors
+from microtome.engine.pytree import clone_tensors
 from microtome.errors import BadQuery, SensorFailed, Unsupported, said
 from microtome.inputs import Inputs
-from microtome.measure.energy import Meter, Part, metered
-from microtome.measure.spread import Spread, spreads
-from microtome.profile.how import EnergyUse
-from microtome.profile.passes import Passes, Schedule
-from microtome.profile.rows import Row
-from microtome.profile.tree import Tree
+from microtome.profile.call_tree import CallTree
+from microtome.profile.repeats import Passes, Schedule
+from microtome.results.methods import EnergyUse
+from microtome.results.rows import Row
+from microtome.results.spread import Spread
 
 METHODS = {
     "share": "the whole model's energy, shared by time",
@@ -84,10 +85,10 @@ class Energies:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _WholeModel:
     """A whole pass: its parts of the time, and what is drawn when nothing runs."""
 
-    parts: list[Part]
+    parts: list[RepeatedWork]
     idle_w: float
 
     def spread(self, method: str) -> Spread:
@@ -102,7 +103,7 @@ class _Whole:
         return median((part.joules - self.idle_w * part.seconds) / part.runs for part in self.parts)
 
 
-def share(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Sequence[float]) -> Energies:
+def share(runs: Passes, tree: CallTree, meter: Meter, schedule: Schedule, own_s: Sequence[float]) -> Energies:
     """The energy of the whole, measured in a plain loop, shared by the time that each call itself takes."""
     whole = _measure_whole(runs, meter, schedule)
     spread = whole.spread(METHODS["share"])
@@ -118,7 +119,7 @@ def share(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Seq
     return Energies(list(own), list(net), list(scaled), use)
 
 
-def estimate(tree: Tree, model: EnergyModel, own_s: Sequence[float | None], *, backward: bool) -> Energies:
+def estimate(tree: CallTree, model: EnergyModel, own_s: Sequence[float | None], *, backward: bool) -> Energies:
     """What given coefficients say. None where a count or a time is not known."""
     if backward and model.joules_per_byte:
         raise Unsupported("the bytes that a backward moves are not counted: estimate without it, or without bytes")
@@ -149,7 +150,7 @@ class _Alone(NamedTuple):
     net_j: float
 
 
-class _Capture(Probe):
+class _ReplayInputs(Probe):
     """Keeps the arguments of the first call of each kind."""
 
     def __init__(self, kinds: dict[str, Any]) -> None:
@@ -164,7 +165,7 @@ class _Capture(Probe):
             self.layers[kind] = (call.module, *copied)
 
 
-def replay(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Sequence[float]) -> Energies:
+def replay(runs: Passes, tree: CallTree, meter: Meter, schedule: Schedule, own_s: Sequence[float]) -> Energies:
     """The energy of each layer, run alone; of layers of the same type, configuration and shapes, one is run.
 
     Those that take the most time come first; for some there may be no time left.
@@ -175,7 +176,7 @@ def replay(runs: Passes, tree: Tree, meter: Meter, schedule: Schedule, own_s: Se
     whole = _measure_whole(runs, meter, schedule)
     leaves = {unnumbered(tree.rows[at].address): at for at in tree.leaves()}
     kinds = {address: _kind(tree.rows[at], runs.model) for address, at in leaves.items()}
-    capture = _Capture(kinds)
+    capture = _ReplayInputs(kinds)
     with runs.session(capture, tree):
         runs.once()
     times: dict[Any, float] = {}
@@ -216,11 +217,11 @@ def _alone(runs: Passes, layer: tuple[Any, ...], meter: Meter, seconds: float, i
         raise
     except Exception as error:  # noqa: BLE001  a layer that cannot be run alone says so in its own way
         return f"it does not run alone: {said(error)}"
-    alone = _Whole(parts, idle_w)
+    alone = _WholeModel(parts, idle_w)
     return _Alone(alone.spread(METHODS["replay"]), alone.net())
 
 
-def _replayed(tree: Tree, meter: Meter, whole: _Whole, found: dict[int, _Alone | str]) -> Energies:
+def _replayed(tree: CallTree, meter: Meter, whole: _WholeModel, found: dict[int, _Alone | str]) -> Energies:
     own: list[float | None] = [None] * len(tree)
     net: list[float | None] = [None] * len(tree)
     of_calls: list[Spread | None] = [None] * len(tree)
@@ -237,14 +238,14 @@ def _replayed(tree: Tree, meter: Meter, whole: _Whole, found: dict[int, _Alone |
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 
-def _measure_whole(runs: Passes, meter: Meter, schedule: Schedule) -> _Whole:
+def _measure_whole(runs: Passes, meter: Meter, schedule: Schedule) -> _WholeModel:
     """First nothing, then the model, in a loop."""
     schedule.tell("measuring idle power", 0, 2)
     runs.wait()
     idle = metered(meter, lambda count: sleep(0.02 * count), seconds=min(_IDLE_S, schedule.budget_s / 4))
     schedule.tell("measuring the energy of the model", 1, 2)
     parts = metered(meter, _looped(runs.again, runs.wait), seconds=min(schedule.budget_s / 4, 5.0))
-    return _Whole(parts, sum(part.joules for part in idle) / sum(part.seconds for part in idle))
+    return _WholeModel(parts, sum(part.joules for part in idle) / sum(part.seconds for part in idle))
 
 
 def _looped(run: Callable[[], object], wait: Callable[[], object]) -> Callable[[int], None]:
@@ -260,7 +261,7 @@ def _looped(run: Callable[[], object], wait: Callable[[], object]) -> Callable[[
 def _use(
     method: str,
     meter: Meter,
-    whole: _Whole,
+    whole: _WholeModel,
     own: Sequence[float | None],
     net: Sequence[float | None],
     why: dict[str, str] | None = None,

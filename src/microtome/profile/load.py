@@ -8,20 +8,22 @@ from time import perf_counter
 
 import torch
 
+from microtome.devices.load import QUANTITIES, LoadSampler, Sample
+from microtome.devices.meters import Log, Meter, pick
+from microtome.devices.meters.base import finite
 from microtome.errors import SensorFailed, said
-from microtome.measure.energy import Log, Meter, pick
-from microtome.measure.energy.meter import finite
-from microtome.measure.load import QUANTITIES, LoadSampler, Sample
-from microtome.profile.how import Load, Sampling
-from microtome.profile.passes import Passes, Schedule
+from microtome.profile.call_tree import CallTree
+from microtome.profile.repeats import Passes, Schedule
 from microtome.profile.timing import Stopwatch
-from microtome.profile.tree import Tree
+from microtome.results.methods import Load, Sampling
 
 #: For so long the passes go on at least, for there to be samples.
 _LEAST_S = 1.0
 
 
-def sample_load(runs: Passes, tree: Tree, schedule: Schedule, meter: Meter | str | None) -> tuple[list[Load], Sampling]:
+def sample_load(
+    runs: Passes, tree: CallTree, schedule: Schedule, meter: Meter | str | None
+) -> tuple[list[Load], Sampling]:
     """The load of each call, and how it was sampled.
 
     A sample is the mean of its interval, and goes to the calls that ran in it, by the time that they overlap. On a GPU

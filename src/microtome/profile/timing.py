@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from microtome.devices.statistics import spreads
 from microtome.engine import Call, Probe, Session
 from microtome.inputs import Inputs
-from microtome.measure.spread import spreads
-from microtome.profile.how import Timing
-from microtome.profile.passes import Passes, Schedule, check_calls
-from microtome.profile.tree import Tree
+from microtome.profile.call_tree import CallTree
+from microtome.profile.repeats import Passes, Schedule, check_calls
+from microtome.results.methods import Timing
 
 METHOD = "two time stamps a call; the least cost of stamps is taken off"
 BACKWARD_METHOD = "a time stamp wherever the backward goes from one call to another"
@@ -101,7 +101,7 @@ class _BackwardWatch(Probe):
         """From the first of it to the end."""
         return (self.events[-1][1] - self.events[0][1]) / 1e9 if self.events else 0.0
 
-    def own(self, tree: Tree, stamp_s: float) -> list[float]:
+    def own(self, tree: CallTree, stamp_s: float) -> list[float]:
         """The seconds of each call's own backward; nobody's are the root's."""
         seconds = [0.0] * len(tree)
         for (call, begin), (_, end) in pairwise(self.events):
@@ -121,7 +121,7 @@ class HostTimes(NamedTuple):
     until: torch.Tensor
 
 
-def time_forward(runs: Passes, tree: Tree, schedule: Schedule) -> tuple[HostTimes, Timing]:
+def time_forward(runs: Passes, tree: CallTree, schedule: Schedule) -> tuple[HostTimes, Timing]:
     """How long calls took, and how that was found."""
     warmups = runs.warm_up(schedule)
     bare: list[float] = []
@@ -156,7 +156,7 @@ def time_forward(runs: Passes, tree: Tree, schedule: Schedule) -> tuple[HostTime
     return HostTimes(seconds, ends), timing
 
 
-def time_backward(runs: Passes, tree: Tree, schedule: Schedule, timing: Timing) -> tuple[torch.Tensor, Timing]:
+def time_backward(runs: Passes, tree: CallTree, schedule: Schedule, timing: Timing) -> tuple[torch.Tensor, Timing]:
     """The seconds of each call's own backward, a row for each pass; and how it was done."""
     stamp_s = _backward_stamp_cost()
     table: list[list[float]] = []
@@ -178,7 +178,7 @@ def time_backward(runs: Passes, tree: Tree, schedule: Schedule, timing: Timing) 
     return torch.tensor(table, dtype=torch.float64), timing
 
 
-class _Step(nn.Module):
+class _TimedCall(nn.Module):
     """Makes one node of autograd and computes nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def _backward_stamp_cost(calls: int = 200, rounds: int = 7) -> float:
     """What the backward of a call takes more when it is watched, where it computes nothing."""
     with torch.inference_mode(False):
         x = torch.zeros(1, requires_grad=True)
-        runs = Passes(nn.Sequential(*(_Step() for _ in range(calls))), Inputs(x), backward=True)
+        runs = Passes(nn.Sequential(*(_TimedCall() for _ in range(calls))), Inputs(x), backward=True)
         bare: list[float] = []
         watched: list[float] = []
         for _ in range(rounds):

@@ -6,8 +6,8 @@ import warnings
 from dataclasses import dataclass, field
 
 from microtome.errors import BadQuery
-from microtome.remote.extra import grpc
-from microtome.remote.security import channel_credentials, is_loopback
+from microtome.remote.credentials import channel_credentials, is_loopback
+from microtome.remote.optional_packages import grpc
 
 #: Bytes of a reply that every channel takes: of a profile, of an echo, of an output that the example does not explain.
 REPLY = 32 << 20

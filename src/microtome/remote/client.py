@@ -12,19 +12,20 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from microtome.engine.standin import copy_inputs
+from microtome.engine.meta_run import copy_inputs
 from microtome.errors import BadQuery, MicrotomeError, RemoteError
 from microtome.inputs import Inputs
-from microtome.plan.data import Plan
-from microtome.remote import messages
+from microtome.remote import protocol
+from microtome.remote.autotune import LOSSLESS, Autotuner, Route, RouteChange, best_codec, tuned
 from microtome.remote.connection import Connection, Pending, Security
-from microtome.remote.faults import PASSING
-from microtome.remote.parts import LocalModel, shake_hands
+from microtome.remote.error_kinds import PASSING
+from microtome.remote.local_model import LocalModel, shake_hands
 from microtome.remote.payloads import INPUTS, of_inputs, to_output
+from microtome.remote.pipeline import RequestSteps, streamed
 from microtome.remote.replies import Expected
-from microtome.remote.sent import Job, Sent
-from microtome.remote.streaming import RequestSteps, streamed
-from microtome.remote.tuning import LOSSLESS, CutMove, Tuner, Way, best_codec, tuned
+from microtome.remote.request import RequestJob
+from microtome.results.plan import Plan
+from microtome.results.requests import RequestRecord
 from microtome.split.boundary import Boundary
 from microtome.split.codecs import codec_of
 from microtome.split.stage import Stage
@@ -51,7 +52,7 @@ class Remote:
         parts: LocalModel,
         connection: Connection,
         server: Any,
-        way: Way | Tuner,
+        way: Route | Autotuner,
         deadline: float | None,
         fallback: str | None,
         max_reply: int | None = None,
@@ -63,25 +64,25 @@ class Remote:
         self._fallback = fallback == "local" and parts.is_whole
         self._tail_s: dict[str, float] = {}
         self._way = way
-        if isinstance(way, Tuner):
+        if isinstance(way, Autotuner):
             way.rehearse = self.rehearse
         self.server = server
-        self.requests: deque[Sent] = deque(maxlen=_REMEMBERED)
+        self.requests: deque[RequestRecord] = deque(maxlen=_REMEMBERED)
 
     @property
-    def way(self) -> Way:
+    def way(self) -> Route:
         """Where requests are cut now, and with which codec they go."""
-        return self._way if isinstance(self._way, Way) else self._way.way
+        return self._way if isinstance(self._way, Route) else self._way.way
 
     @property
-    def history(self) -> list[CutMove]:
+    def history(self) -> list[RouteChange]:
         """When the cut moved, and why; empty if it was not to be found."""
-        return [] if isinstance(self._way, Way) else list(self._way.history)
+        return [] if isinstance(self._way, Route) else list(self._way.history)
 
     @property
     def plan(self) -> Plan | None:
         """The plan that the first cut comes from; None if it was not to be found."""
-        return None if isinstance(self._way, Way) else self._way.plan
+        return None if isinstance(self._way, Route) else self._way.plan
 
     @property
     def at(self) -> str | None:
@@ -110,11 +111,11 @@ class Remote:
 
     # -- the parts of a request ----------------------------------------------------------------------------------------
 
-    def _prepare(self, given: Inputs, way: Way) -> Job:
+    def _prepare(self, given: Inputs, way: Route) -> RequestJob:
         """Run the head."""
-        sent = Sent(way.at, way.codec)
+        sent = RequestRecord(way.at, way.codec)
         ends = None if self._deadline is None else monotonic() + self._deadline
-        job = Job(given, sent, ends)
+        job = RequestJob(given, sent, ends)
         if way.at is None:
             sent.where = "edge"
         elif way.at == INPUTS:
@@ -126,7 +127,7 @@ class Remote:
         sent.head_s = perf_counter() - sent.began
         return job
 
-    def _encode(self, job: Job) -> Job:
+    def _encode(self, job: RequestJob) -> RequestJob:
         """Make bytes of what crosses, and send them off."""
         if job.boundary is None:
             return job
@@ -134,7 +135,7 @@ class Remote:
             job.sent.reason = self._connection.down
             return job
         start = perf_counter()
-        head = messages.Request(id=uuid.uuid4().hex, codec=job.sent.codec)
+        head = protocol.Request(id=uuid.uuid4().hex, codec=job.sent.codec)
         patience_s = _PATIENCE_S[self._fallback]
         if job.ends is not None and not self._fallback:
             patience_s = job.ends - monotonic()
@@ -154,7 +155,7 @@ class Remote:
         self._connection.submit(job.pending)
         return job
 
-    def _finish(self, job: Job) -> Any:
+    def _finish(self, job: RequestJob) -> Any:
         """Take the reply; or finish here, where that is due."""
         sent = job.sent
         try:
@@ -165,11 +166,11 @@ class Remote:
         finally:
             sent.total_s = perf_counter() - sent.began
             self.requests.append(sent)
-        if isinstance(self._way, Tuner):  # one that failed does not tell how long it takes
+        if isinstance(self._way, Autotuner):  # one that failed does not tell how long it takes
             self._way.saw(sent)
         return output
 
-    def _output(self, job: Job) -> Any:
+    def _output(self, job: RequestJob) -> Any:
         if job.sent.at is None:
             return self._run_here(job, job.given)
         reply = None if job.pending is None else self._wait(job)
@@ -182,7 +183,7 @@ class Remote:
         job.sent.decode_s = perf_counter() - start
         return output
 
-    def _wait(self, job: Job) -> Any:
+    def _wait(self, job: RequestJob) -> Any:
         """The reply; None: the edge is to finish."""
         assert job.pending is not None
         sent, left = job.sent, None
@@ -216,9 +217,9 @@ class Remote:
         if not self._fallback or at is None:
             return 0.0
         known = self._tail_s.get(at)
-        return known if known is not None else self._way.rest_s(at) if isinstance(self._way, Tuner) else 0.0
+        return known if known is not None else self._way.rest_s(at) if isinstance(self._way, Autotuner) else 0.0
 
-    def rehearse(self, way: Way) -> None:
+    def rehearse(self, way: Route) -> None:
         """Have both sides ready for requests of this way, by one of the example: what is made once takes its time.
 
         With a deadline, the edge learns how long before it it must begin to finish by itself.
@@ -238,7 +239,7 @@ class Remote:
             for _ in range(2):  # the first time takes longer
                 self._fall_back(job)
 
-    def _fall_back(self, job: Job) -> Any:
+    def _fall_back(self, job: RequestJob) -> Any:
         """Finish here."""
         sent = job.sent
         sent.where = "edge"
@@ -253,20 +254,20 @@ class Remote:
         sent.tail_s = self._tail_s[sent.at] = perf_counter() - start
         return output
 
-    def _run_here(self, job: Job, given: Inputs) -> Any:
+    def _run_here(self, job: RequestJob, given: Inputs) -> Any:
         start = perf_counter()
         with torch.no_grad():
             output = given.run(self._parts.model)
         job.sent.tail_s = self._tail_s[INPUTS] = perf_counter() - start
         return output
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: RequestJob) -> None:
         if job.pending is not None:
             self._connection.give_up(job.pending)
 
     def close(self) -> None:
         self._connection.close()
-        if isinstance(self._way, Tuner):
+        if isinstance(self._way, Autotuner):
             self._way.close()
 
     def __enter__(self) -> Self:
@@ -346,7 +347,7 @@ def connect(
         raise
 
 
-def _way(parts: LocalModel, connection: Connection, told: Any, at: Any, codec: str) -> Way | Tuner:
+def _way(parts: LocalModel, connection: Connection, told: Any, at: Any, codec: str) -> Route | Autotuner:
     if codec != "auto":
         codec_of(codec)
         codecs: tuple[str, ...] = (codec,)
@@ -361,8 +362,8 @@ def _way(parts: LocalModel, connection: Connection, told: Any, at: Any, codec: s
             f"{connection.address} does not serve the cut at {address!r}; it has {_few(told.cuts)}", "NO_CUT"
         )
     if len(codecs) == 1 or parts.splitter is None or not parts.is_whole:
-        return Way(address, codecs[0])
-    return Way(address, best_codec(parts.splitter, address, connection, codecs))
+        return Route(address, codecs[0])
+    return Route(address, best_codec(parts.splitter, address, connection, codecs))
 
 
 def _few(names: Iterable[str]) -> str:

@@ -12,13 +12,13 @@ from time import monotonic, perf_counter, sleep
 from typing import Any
 
 from microtome.errors import RemoteError
-from microtome.remote import messages
+from microtome.remote import protocol
 from microtome.remote.channel import MOST, REPLY, Security, check_address, open_channel
-from microtome.remote.extra import DecodeError, grpc
-from microtome.remote.faults import from_message, from_rpc
-from microtome.remote.security import metadata
+from microtome.remote.credentials import metadata
+from microtome.remote.error_kinds import from_message, from_rpc
+from microtome.remote.optional_packages import DecodeError, grpc
 from microtome.split.boundary import Boundary
-from microtome.split.wire import encode
+from microtome.split.serialization import encode
 from microtome.units import size
 
 __all__ = ["Connection", "Pending", "Security"]
@@ -71,7 +71,7 @@ class Pending:
 
     def _before(self, nbytes: int) -> bytes:
         self.nbytes = nbytes
-        return messages.before_bytes(self._head, nbytes)
+        return protocol.before_bytes(self._head, nbytes)
 
     def _set_timeout(self) -> None:
         if self._ends is not None:
@@ -92,7 +92,7 @@ class Pending:
         elif len(part) == self.nbytes:
             return self._message
         self._head.size = 0 if len(part) == self.nbytes else self.nbytes
-        return messages.with_bytes(self._head, part)
+        return protocol.with_bytes(self._head, part)
 
 
 class Connection:
@@ -114,7 +114,7 @@ class Connection:
         check_address(address, self._security)
         self._channel = self._stream_channel = open_channel(address, self._security)
         self._channel_bytes = self._reply_bytes = REPLY
-        self._methods = {name: self._channel.unary_unary(_path(name)) for name in messages.METHODS if name != "Stream"}
+        self._methods = {name: self._channel.unary_unary(_path(name)) for name in protocol.METHODS if name != "Stream"}
         self._changed = threading.Condition()
         self._pending: dict[str, Pending] = {}
         self._dropped: set[str] = set()  # requests of this stream for whose replies nobody waits any more
@@ -164,7 +164,7 @@ class Connection:
         if name == "Hello" and len(reply) > _HELLO:
             raise RemoteError(f"{self.address} answers {size(len(reply))}, expected at most {size(_HELLO)}", "REFUSED")
         try:
-            return messages.METHODS[name].read_reply(reply)
+            return protocol.METHODS[name].read_reply(reply)
         except (DecodeError, UnicodeDecodeError) as error:
             raise RemoteError(f"{self.address} answers bytes that are no {name} reply", "REFUSED") from error
 
@@ -271,7 +271,7 @@ class Connection:
                 self._stream_channel.close()
             self._channel_bytes = self._reply_bytes
             self._stream_channel = open_channel(self.address, self._security, self._channel_bytes)
-        method = messages.METHODS["Stream"]
+        method = protocol.METHODS["Stream"]
         stream = self._stream_channel.stream_stream(_path("Stream"), response_deserializer=method.read_reply)
         self._call = stream(self._feed(outgoing), metadata=self._metadata)
         return self._call
@@ -292,7 +292,7 @@ class Connection:
             yield item
             del item
             for part in others:
-                yield messages.with_bytes(messages.Request(id=id_), part)
+                yield protocol.with_bytes(protocol.Request(id=id_), part)
             if not outgoing.empty():
                 self._fed_bytes += nbytes
                 self._fed_s += monotonic() - start
@@ -301,7 +301,7 @@ class Connection:
         with self._changed:
             if self._changed.wait_for(lambda: self._closed or self._pending, wait_s):
                 return
-            data = messages.EchoRequest().SerializeToString()
+            data = protocol.EchoRequest().SerializeToString()
             self._call = call = self._methods["Echo"].future(data, timeout=1.0, metadata=self._metadata)
         try:
             call.result()
@@ -345,4 +345,4 @@ class Connection:
 
 
 def _path(name: str) -> str:
-    return f"/{messages.SERVICE}/{name}"
+    return f"/{protocol.SERVICE}/{name}"

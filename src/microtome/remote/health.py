@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from microtome.remote import messages
-from microtome.remote.calls import CallLimiter, OpenCall
-from microtome.remote.extra import DecodeError, grpc, health_pb2
+from microtome.remote import protocol
+from microtome.remote.call_limiter import CallLimiter, OpenCall
+from microtome.remote.optional_packages import DecodeError, grpc, health_pb2
 from microtome.remote.peers import Peers
 
 #: The most calls of Check, or of Watch before its message, and of Watch after it.
 ASKING, WATCHING = 16, 64
 #: The services whose health is known: the server as a whole, and the one service.
-_NAMES = "", messages.SERVICE
+_NAMES = "", protocol.SERVICE
 _Reply = health_pb2.HealthCheckResponse
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from microtome.devices.meters.discovery import pick
 from microtome.errors import BadQuery, SensorFailed
-from microtome.measure.energy.find import pick
-from microtome.remote.exposition import MetricsServer
-from microtome.remote.extra import CollectorRegistry, Counter, Gauge, Histogram
+from microtome.remote.metrics_server import MetricsServer
+from microtome.remote.optional_packages import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 

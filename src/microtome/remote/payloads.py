@@ -12,8 +12,8 @@ from microtome.errors import BadBoundary, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.arrays import to_array, to_tensor
 from microtome.split.boundary import Boundary
-from microtome.split.memory import moved
-from microtome.split.templates import Plain, Template, check_same, take_apart
+from microtome.split.structure_spec import Plain, StructureSpec, check_same, take_apart
+from microtome.split.tensor_bytes import moved
 
 if TYPE_CHECKING:
     from microtome.remote.replies import Expected
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 INPUTS = ""
 
 
-def of_inputs(given: Inputs, template: Template, fingerprint: str) -> Boundary:
+def of_inputs(given: Inputs, template: StructureSpec, fingerprint: str) -> Boundary:
     """Pack the inputs of a model; the template is that of the example."""
     arrays: list[Any] = []
     got, tensors, plain = take_apart((given.args, given.kwargs), arrays=arrays)
@@ -30,13 +30,13 @@ def of_inputs(given: Inputs, template: Template, fingerprint: str) -> Boundary:
     return _packed(INPUTS, fingerprint, [*tensors, *map(to_tensor, arrays)], plain)
 
 
-def to_inputs(boundary: Boundary, template: Template, device: torch.device | None) -> Inputs:
+def to_inputs(boundary: Boundary, template: StructureSpec, device: torch.device | None) -> Inputs:
     """Unpack the inputs that the other side packed."""
     args, kwargs = _unpacked(boundary, template, device, "the inputs")
     return Inputs(*args, **kwargs)
 
 
-def of_output(output: Any, template: Template, at: str, fingerprint: str) -> Boundary:
+def of_output(output: Any, template: StructureSpec, at: str, fingerprint: str) -> Boundary:
     """Pack the output of a model.
 
     Raises:
@@ -49,7 +49,7 @@ def of_output(output: Any, template: Template, at: str, fingerprint: str) -> Bou
     return _packed(at, fingerprint, tensors, plain)
 
 
-def to_output(boundary: Boundary, template: Template, device: torch.device | None, expected: Expected) -> Any:
+def to_output(boundary: Boundary, template: StructureSpec, device: torch.device | None, expected: Expected) -> Any:
     """Unpack the output that the other side packed.
 
     Raises:
@@ -67,7 +67,7 @@ def _packed(at: str, fingerprint: str, tensors: list[Tensor], plain: list[Plain]
 
 def _unpacked(
     boundary: Boundary,
-    template: Template,
+    template: StructureSpec,
     device: torch.device | None,
     what: str,
     check: Callable[[Boundary, list[str]], None] | None = None,

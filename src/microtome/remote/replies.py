@@ -8,14 +8,14 @@ from torch import Tensor
 
 from microtome.errors import BadBoundary, BadFile, RemoteError
 from microtome.inputs import Inputs
-from microtome.profile import Profile
-from microtome.remote import messages
+from microtome.remote import protocol
 from microtome.remote.channel import MOST, REPLY
 from microtome.remote.connection import Connection
-from microtome.results import parse
+from microtome.results.base import parse
+from microtome.results.profile import Profile
 from microtome.split.boundary import Boundary
-from microtome.split.sizes import stated_bytes
-from microtome.split.templates import Example, TensorFacts, take_apart
+from microtome.split.size_bounds import stated_bytes
+from microtome.split.structure_spec import Example, TensorSpec, take_apart
 from microtome.units import size
 
 #: How many bytes reading a reply may take for each byte of the output: codecs and layouts need room for a moment.
@@ -34,7 +34,7 @@ class Expected:
             most: The most bytes of a reply; None: as many as the example explains.
         """
         _, tensors, plain = take_apart((given.args, given.kwargs))
-        now = [TensorFacts.of(tensor) for tensor in tensors]
+        now = [TensorSpec.of(tensor) for tensor in tensors]
         self._example = example
         self._same_kind = [one.dtype for one in now] == [one.dtype for one in example.inputs]
         self._same_kind = self._same_kind and repr(plain) == repr(example.plain)
@@ -69,11 +69,11 @@ def _wrong(at: int, expected: str, tensor: Tensor) -> BadBoundary:
     )
 
 
-def _bytes_of(several: Sequence[TensorFacts]) -> int:
+def _bytes_of(several: Sequence[TensorSpec]) -> int:
     return sum(stated_bytes(one.shape, None, one.dtype) for one in several)
 
 
-def _growth(now: Sequence[TensorFacts], example: Sequence[TensorFacts]) -> float:
+def _growth(now: Sequence[TensorSpec], example: Sequence[TensorSpec]) -> float:
     """How much larger an output may be: by the bytes of the inputs and, for the square of a length, by the longest."""
     before = _bytes_of(example)
     more = max(_bytes_of(now) / before, 1.0) if before else 1.0
@@ -87,7 +87,7 @@ def _growth(now: Sequence[TensorFacts], example: Sequence[TensorFacts]) -> float
     return more * max([1.0, *lengths])
 
 
-def _may_squeeze(now: Sequence[TensorFacts], example: Sequence[TensorFacts]) -> bool:
+def _may_squeeze(now: Sequence[TensorSpec], example: Sequence[TensorSpec]) -> bool:
     """Whether a dimension of size 1, which `squeeze` removes, has another size in the one or in the other."""
     if not _have_same_ranks(now, example):
         return True
@@ -95,7 +95,7 @@ def _may_squeeze(now: Sequence[TensorFacts], example: Sequence[TensorFacts]) -> 
     return any((one == 1) != (known == 1) for one, known in pairs)
 
 
-def _have_same_ranks(now: Sequence[TensorFacts], example: Sequence[TensorFacts]) -> bool:
+def _have_same_ranks(now: Sequence[TensorSpec], example: Sequence[TensorSpec]) -> bool:
     return [len(one.shape) for one in now] == [len(one.shape) for one in example]
 
 
@@ -112,7 +112,7 @@ def ask_profile(connection: Connection, calls: int, timeout: float) -> Profile:
     most = min(_PROFILE + _ROW * calls, MOST - _ENVELOPE)
     expected = f"expected a profile of at most {size(most)} for the {calls} calls of the model"
     try:
-        reply = connection.ask("Profile", messages.ProfileRequest(), timeout, most + _ENVELOPE)
+        reply = connection.ask("Profile", protocol.ProfileRequest(), timeout, most + _ENVELOPE)
     except RemoteError as error:
         if error.kind != "TOO_LARGE":
             raise

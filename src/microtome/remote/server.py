@@ -12,16 +12,16 @@ from typing import Any, Self
 from torch import nn
 
 from microtome.errors import BadQuery
-from microtome.remote.authentication import Authenticator
-from microtome.remote.extra import grpc
+from microtome.remote.auth import Authenticator
+from microtome.remote.credentials import Identity, is_loopback
 from microtome.remote.health import Health
 from microtome.remote.metrics import Metrics
+from microtome.remote.optional_packages import grpc
 from microtome.remote.peers import Peers
-from microtome.remote.security import Identity, is_loopback
-from microtome.remote.served import Served
+from microtome.remote.served_model import ServedModel
 from microtome.remote.service import Service
 from microtome.remote.watchdog import Watchdog
-from microtome.remote.workers import Limits
+from microtome.remote.worker import Limits
 from microtome.split.stage import Stage
 from microtome.units import parse_seconds, parse_size, size
 
@@ -49,7 +49,7 @@ class Server:
             then on it says NOT_SERVING, and answers nothing: end the process, so that it is started again.
     """
 
-    def __init__(self, served: Served, listen: str, identity: Identity, limits: Limits) -> None:
+    def __init__(self, served: ServedModel, listen: str, identity: Identity, limits: Limits) -> None:
         self.served = served
         self.metrics = Metrics()
         self.address = listen
@@ -210,7 +210,7 @@ def serve(
     for name, number in (("concurrency", concurrency), ("batch", batch)):
         if not isinstance(number, int) or number < 1:
             raise BadQuery(f"{name} is a number of requests, 1 or more, got {number!r}")
-    served = Served(model, inputs)
+    served = ServedModel(model, inputs)
     most = parse_size(max_message)
     if most > MOST:
         raise BadQuery(f"a message has at most {size(MOST)}, got max_message={max_message!r}")

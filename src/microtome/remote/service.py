@@ -17,15 +17,15 @@ import torch
 
 from microtome import __version__
 from microtome.errors import said
-from microtome.remote import messages
+from microtome.remote import protocol
 from microtome.remote.budget import BytePool, ReplyBudget
-from microtome.remote.calls import CallLimiter, OpenCall, Upload
-from microtome.remote.extra import DecodeError, grpc
+from microtome.remote.call_limiter import CallLimiter, OpenCall, Upload
 from microtome.remote.logs import ID_CHARS
 from microtome.remote.metrics import Metrics
+from microtome.remote.optional_packages import DecodeError, grpc
 from microtome.remote.peers import Peers
-from microtome.remote.served import Served
-from microtome.remote.workers import Limits, QueuedRequest, Workers
+from microtome.remote.served_model import ServedModel
+from microtome.remote.worker import Limits, QueuedRequest, WorkerPool
 from microtome.split.codecs import CODECS
 from microtome.units import size
 
@@ -51,7 +51,7 @@ class Service:
         failure: Why the device can compute nothing any more; None: it can.
     """
 
-    def __init__(self, served: Served, limits: Limits, metrics: Metrics, peers: Peers) -> None:
+    def __init__(self, served: ServedModel, limits: Limits, metrics: Metrics, peers: Peers) -> None:
         self._served = served
         self._limits = limits
         self._metrics = metrics
@@ -61,7 +61,7 @@ class Service:
         self._waiting = BytePool(limits.share)
         self.echoes = BytePool(ECHO)
         self.replies = ReplyBudget(limits.share // 2)
-        self._workers = Workers(served, limits, metrics, self.replies, self._fail)
+        self._workers = WorkerPool(served, limits, metrics, self.replies, self._fail)
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="microtome-profile")
         self._text: str | None = None
         self._profile_failed: tuple[float, Exception] | None = None
@@ -69,13 +69,13 @@ class Service:
         self.failure: str | None = None
 
     def handlers(self) -> Any:
-        made = {name: grpc.stream_stream_rpc_method_handler(partial(self._handle, name)) for name in messages.METHODS}
-        return grpc.method_handlers_generic_handler(messages.SERVICE, made)
+        made = {name: grpc.stream_stream_rpc_method_handler(partial(self._handle, name)) for name in protocol.METHODS}
+        return grpc.method_handlers_generic_handler(protocol.SERVICE, made)
 
     async def _handle(self, name: str, _: Any, context: Any) -> None:
         if self.failure is not None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the device failed: {self.failure}")
-        await self.calls.run(context, getattr(self, name.lower()), is_stream=messages.METHODS[name].streams)
+        await self.calls.run(context, getattr(self, name.lower()), is_stream=protocol.METHODS[name].streams)
 
     # -- the methods ---------------------------------------------------------------------------------------------------
 
@@ -84,8 +84,8 @@ class Service:
         versions = {"torch": asked.torch[:ID_CHARS], "microtome": asked.microtome[:ID_CHARS]}
         log.info("hello", extra={"peer": call.peer, **versions})
         served = self._served
-        reply = messages.HelloReply(
-            protocol=messages.PROTOCOL,
+        reply = protocol.HelloReply(
+            protocol=protocol.PROTOCOL,
             microtome=__version__,
             torch=torch.__version__,
             model=served.name,
@@ -105,7 +105,7 @@ class Service:
             await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, f"{asked.reply_bytes} bytes are too many")
         await self._wait(call, self.echoes, asked.reply_bytes)
         try:
-            await call.write(messages.EchoReply(payload=bytes(asked.reply_bytes)).SerializeToString())
+            await call.write(protocol.EchoReply(payload=bytes(asked.reply_bytes)).SerializeToString())
         finally:
             self.echoes.give_back(asked.reply_bytes)
 
@@ -121,7 +121,7 @@ class Service:
             call.requests -= 1
         await self._wait(call, self.echoes, len(text))
         try:
-            await call.write(messages.ProfileReply(json=text).SerializeToString())
+            await call.write(protocol.ProfileReply(json=text).SerializeToString())
         finally:
             self.echoes.give_back(len(text))
 
@@ -255,7 +255,7 @@ class Service:
 
     async def _parsed(self, call: OpenCall, data: bytes) -> tuple[Any, memoryview]:
         try:
-            request, boundary = messages.apart(messages.Request, data)
+            request, boundary = protocol.apart(protocol.Request, data)
         except (DecodeError, UnicodeDecodeError, ValueError) as error:
             await self._refuse_bytes(call, "Request", error)
             raise
@@ -297,7 +297,7 @@ class Service:
         if data is None:
             await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, f"expected a {name}, got no message")
         try:
-            return messages.MESSAGES[name].FromString(data)
+            return protocol.MESSAGES[name].FromString(data)
         except (DecodeError, UnicodeDecodeError, ValueError) as error:
             await self._refuse_bytes(call, name, error)
             raise

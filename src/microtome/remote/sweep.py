@@ -12,24 +12,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from microtome.engine.structure import gpus_in
+from microtome.devices.environment import environment
+from microtome.devices.meters import metered, pick
+from microtome.engine.pytree import gpus_in
 from microtome.errors import BadFile, BadQuery, MicrotomeError, NoMatch, RemoteError, SensorFailed, Unsupported
 from microtome.inputs import Inputs
-from microtome.measure.energy import metered, pick
-from microtome.measure.environment import environment
-from microtome.plan import codec_costs, plan
+from microtome.plan import plan
+from microtome.plan.codec_benchmark import codec_costs
 from microtome.profile import profile
+from microtome.remote.autotune import Route, way_of
 from microtome.remote.client import Remote
 from microtome.remote.connection import Connection, Security
-from microtome.remote.link import LinkMeasurement, probe
-from microtome.remote.parts import LocalModel, shake_hands
+from microtome.remote.link_probe import probe
+from microtome.remote.local_model import LocalModel, shake_hands
 from microtome.remote.payloads import INPUTS
 from microtome.remote.replies import ask_profile
-from microtome.remote.sent import Sent
-from microtome.remote.swept import Sweep, Timed
-from microtome.remote.tuning import Way, way_of
+from microtome.results.cuts import Cut
+from microtome.results.link import LinkMeasurement
+from microtome.results.requests import RequestRecord
+from microtome.results.sweep import CutTiming, Sweep
 from microtome.split.codecs import codec_of
-from microtome.split.data import Cut
 from microtome.split.stage import Stage
 from microtome.split.stages import Splitter
 
@@ -87,8 +89,8 @@ def sweep(
     with closing(Connection(server, security)) as connection:
         told = shake_hands(connection, parts, timeout, any_torch=any_torch)
         link = probe(connection, most=min(8 << 20, told.max_message))
-        ways = [Way(at, codec) for at in (INPUTS, *(cut.at for cut in chosen)) if at in told.cuts]
-        experiment = _Experiment(parts, connection, told, [*ways, Way(None, "raw")])
+        ways = [Route(at, codec) for at in (INPUTS, *(cut.at for cut in chosen)) if at in told.cuts]
+        experiment = _Experiment(parts, connection, told, [*ways, Route(None, "raw")])
         experiment.measure(repeat, tell)
         joules, energy = experiment.energy(tell)
         tell("planning", 0, 1)
@@ -124,12 +126,12 @@ def _chosen(splitter: Splitter, cuts: str | Sequence[str]) -> list[Cut]:
 class _Experiment:
     """Requests at several cuts, taken in turns."""
 
-    def __init__(self, parts: LocalModel, connection: Connection, told: Any, ways: Sequence[Way]) -> None:
+    def __init__(self, parts: LocalModel, connection: Connection, told: Any, ways: Sequence[Route]) -> None:
         assert parts.splitter is not None
         self._given: Inputs = parts.splitter.given
         self._remotes = {way: Remote(parts, connection, told, way, None, None) for way in ways}
-        self._failed: dict[Way, str] = {}
-        self._sent: dict[Way, list[Sent]] = {way: [] for way in ways}
+        self._failed: dict[Route, str] = {}
+        self._sent: dict[Route, list[RequestRecord]] = {way: [] for way in ways}
 
     def measure(self, repeat: int, tell: Progress) -> None:
         """A round in which both sides make what they keep, then those that count."""
@@ -147,7 +149,7 @@ class _Experiment:
         if all(way in self._failed for way in self._remotes):
             raise RemoteError(f"nothing could be measured: {next(iter(self._failed.values()))}", "UNKNOWN")
 
-    def _request(self, way: Way, *, counts: bool) -> None:
+    def _request(self, way: Route, *, counts: bool) -> None:
         if way in self._failed:
             return
         remote = self._remotes[way]
@@ -161,10 +163,10 @@ class _Experiment:
             if counts:
                 self._sent[way].append(remote.requests[-1])
 
-    def energy(self, tell: Progress) -> tuple[dict[Way, float], str]:
+    def energy(self, tell: Progress) -> tuple[dict[Route, float], str]:
         """Joules of this device for a request at each cut, and what measured them; or why nothing did."""
         able = [way for way in self._remotes if way not in self._failed]
-        found: dict[Way, float] = {}
+        found: dict[Route, float] = {}
         try:
             with pick(None, gpus_in((self._given.args, self._given.kwargs))) as meter:
                 for done, way in enumerate(able):
@@ -175,24 +177,24 @@ class _Experiment:
         except SensorFailed as error:
             return found, str(error)
 
-    def _again(self, way: Way, times: int) -> None:
+    def _again(self, way: Route, times: int) -> None:
         for _ in range(times):
             self._remotes[way](*self._given.args, **self._given.kwargs)
 
-    def rows(self) -> Iterator[tuple[Way, Timed]]:
+    def rows(self) -> Iterator[tuple[Route, CutTiming]]:
         for way, sent in self._sent.items():
             failed = self._failed.get(way)
-            yield way, Timed(way.at, way.codec, failed=failed) if failed is not None else _timed(way, sent)
+            yield way, CutTiming(way.at, way.codec, failed=failed) if failed is not None else _timed(way, sent)
 
 
-def _timed(way: Way, sent: Sequence[Sent]) -> Timed:
+def _timed(way: Route, sent: Sequence[RequestRecord]) -> CutTiming:
     def middle(*names: str) -> float:
         return median(sum(getattr(one, name) for name in names) for one in sent)
 
     total = [one.total_s for one in sent]
     q1, _, q3 = quantiles(total, method="inclusive") if len(total) > 1 else total * 3
     here = way.at is None  # what ran is then in `tail_s`
-    return Timed(
+    return CutTiming(
         at=way.at,
         codec=way.codec,
         head_s=middle("head_s", "tail_s") if here else middle("head_s"),
@@ -212,7 +214,7 @@ def _timed(way: Way, sent: Sequence[Sent]) -> Timed:
 
 def _planned(
     splitter: Splitter, chosen: Sequence[Cut], connection: Connection, link: LinkMeasurement, codec: str
-) -> tuple[dict[Way, float], str]:
+) -> tuple[dict[Route, float], str]:
     """Plan over the same cuts: the seconds of each way, or why there is no plan."""
     cuts = replace(splitter.cuts, offered=tuple(chosen))
     try:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microtome.split.compare import differences
-from microtome.split.templates import take_apart
+from microtome.split.comparison import differences
+from microtome.split.structure_spec import take_apart
 
 #: By how much an answer may differ from that of the request alone, relative to each number and to its column's largest.
 _PRECISION = 1e-4

@@ -9,9 +9,9 @@ import logging
 import sys
 from time import monotonic
 
-from microtome.remote.calls import STUCK_S, CallLimiter, OpenCall
-from microtome.remote.extra import grpc
+from microtome.remote.call_limiter import STUCK_S, CallLimiter, OpenCall
 from microtome.remote.health import Health
+from microtome.remote.optional_packages import grpc
 from microtome.remote.peers import Peers
 from microtome.remote.service import Service
 

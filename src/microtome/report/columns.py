@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from microtome.errors import BadQuery, said
-from microtome.measure.spread import Spread
-from microtome.profile import Profile, Row
-from microtome.profile.files import flat
-from microtome.report.scale import Kind
+from microtome.report.shared_units import Kind
+from microtome.results.profile import Profile
+from microtome.results.profile_records import flat
+from microtome.results.rows import Row
+from microtome.results.spread import Spread
 from microtome.units import UNKNOWN, count, joules, ratio, seconds, shape, share, size, watts
 
 Write = Callable[[Any], str]
@@ -149,7 +150,7 @@ def register_column(name: str, value: Callable[[Row], Any], header: str | None =
     >>> from microtome import zoo
     >>> mt.register_column("flops_per_param", lambda row: row.flops / row.params if row.params else None)
     >>> from microtome.report.profile import csv
-    >>> from microtome.report.view import View
+    >>> from microtome.report.row_selection import View
     >>> csv(mt.profile(*zoo.build("tiny-resnet")), View(columns=("flops_per_param",), top=1)).split()
     ['address,flops_per_param', ',1742.0194209674519']
     >>> unregister_column("flops_per_param")

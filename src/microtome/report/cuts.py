@@ -13,7 +13,7 @@ from rich.text import Text
 from microtome.errors import printable
 from microtome.report.spreadsheet import csv_text
 from microtome.report.terminal import bar, code, escaped, fitted, plain_text, shortened
-from microtome.split.data import Cut, Cuts, Live
+from microtome.results.cuts import Cut, Cuts, Live
 from microtome.units import count, shape, size
 
 #: A table that is not told how deep to go shows at most about this many rows beside those that are marked.
@@ -29,7 +29,7 @@ _INPUT, _OUTPUT = "(input)", "(output)"
 
 
 @dataclass(frozen=True)
-class View:
+class CutSelection:
     """Which cuts are shown.
 
     Attributes:
@@ -59,9 +59,9 @@ _COLUMNS = {
 _IMPORTANCE = ("bytes", "head_macs", "crosses", "bar", "tail_params", "tail_macs", "head_params")
 
 
-def renderable(cuts: Cuts, view: View | None = None, width: int = 140) -> Any:
+def renderable(cuts: Cuts, view: CutSelection | None = None, width: int = 140) -> Any:
     """What rich draws: the table, and under it what it rests on, with the places that are refused."""
-    view = view or View()
+    view = view or CutSelection()
     rows = rows_of(cuts, view)
     layout = _layout(cuts, rows, width)
     notes = [*notes_of(cuts, view, rows), *_of_terminal(layout, rows), *_refusals(cuts)]
@@ -71,7 +71,7 @@ def renderable(cuts: Cuts, view: View | None = None, width: int = 140) -> Any:
     return Stack(*parts, Text("\n".join(map(printable, notes)), style="dim"))
 
 
-def text(cuts: Cuts, view: View | None = None) -> str:
+def text(cuts: Cuts, view: CutSelection | None = None) -> str:
     """The table as text, with colours where the standard output is a terminal that wants them."""
     return plain_text(lambda width: renderable(cuts, view, width))
 
@@ -81,10 +81,10 @@ def details(cut: Cut, cuts: Cuts) -> str:
     return plain_text(lambda width: _one(cut, cuts))
 
 
-def markdown(cuts: Cuts, view: View | None = None) -> str:
+def markdown(cuts: Cuts, view: CutSelection | None = None) -> str:
     """All cuts, or those down to a depth, with the full names of what crosses."""
-    view = view or View()
-    rows = rows_of(cuts, View(view.depth, every=view.depth is None))
+    view = view or CutSelection()
+    rows = rows_of(cuts, CutSelection(view.depth, every=view.depth is None))
     headers = ["cut", *map(_header, _COLUMNS), "crosses"]
     lines = [headers, ["---", "---", *["---:"] * (len(_COLUMNS) - 1), "---"]]
     for cut in rows:
@@ -110,7 +110,7 @@ _FIELDS = ("at", "type", "depth", "live", "nbytes", "head_macs", "tail_macs", "h
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def rows_of(cuts: Cuts, view: View) -> list[Cut]:
+def rows_of(cuts: Cuts, view: CutSelection) -> list[Cut]:
     if view.every:
         return list(cuts)
     if view.depth is not None:
@@ -126,7 +126,7 @@ def _depth(cuts: Cuts) -> int:
     return max(fitting, default=min(depths, default=1))
 
 
-def _table(cuts: Cuts, rows: Sequence[Cut], layout: _Layout) -> Table:
+def _table(cuts: Cuts, rows: Sequence[Cut], layout: _CutLayout) -> Table:
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("\ncut", no_wrap=True, min_width=layout.where + 2)
     for name in layout.columns:
@@ -152,7 +152,7 @@ def _table(cuts: Cuts, rows: Sequence[Cut], layout: _Layout) -> Table:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _CutLayout:
     """What a terminal has room for.
 
     Attributes:
@@ -170,7 +170,7 @@ class _Layout:
         return [_header(name) for name in (*_COLUMNS, "crosses") if name not in self.columns]
 
 
-def _layout(cuts: Cuts, rows: Sequence[Cut], width: int) -> _Layout:
+def _layout(cuts: Cuts, rows: Sequence[Cut], width: int) -> _CutLayout:
     widths = {name: _width(column, rows) for name, column in _COLUMNS.items()}
     widths["bytes"] = max(widths["bytes"], len(size(cuts.input_bytes)), len(size(cuts.output_bytes)))
     wanted = min(max((len(", ".join(_crossing(cut))) for cut in rows), default=0), _NAMES)
@@ -185,7 +185,7 @@ def _layout(cuts: Cuts, rows: Sequence[Cut], width: int) -> _Layout:
         widths["crosses"] = max(_FEW, min(wanted, room))
         if room - widths["crosses"] >= widths["type"] + 3:
             columns = ("type", *columns)
-    return _Layout(where, columns, widths)
+    return _CutLayout(where, columns, widths)
 
 
 def _width(column: _Column, rows: Sequence[Cut]) -> int:
@@ -254,7 +254,7 @@ def _plural(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def notes_of(cuts: Cuts, view: View, rows: Sequence[Cut], mark: str = _MARK) -> Iterator[str]:
+def notes_of(cuts: Cuts, view: CutSelection, rows: Sequence[Cut], mark: str = _MARK) -> Iterator[str]:
     if cuts.offered:
         best = cuts.best()
         yield f"fewest bytes: {best.at}, {size(best.nbytes)}; {_beside_input(cuts)}"
@@ -273,14 +273,14 @@ def _beside_input(cuts: Cuts) -> str:
     return f"none has fewer than {than}" if first is None else f"the first with fewer than {than}: {first.at}"
 
 
-def _of_terminal(layout: _Layout, rows: Sequence[Cut]) -> Iterator[str]:
+def _of_terminal(layout: _CutLayout, rows: Sequence[Cut]) -> Iterator[str]:
     if "crosses" in layout.columns and any(live.source == cut.at for cut in rows for live in cut.live):
         yield "itself: what the call at the cut returns"
     if rows and layout.left_out:
         yield f"no room for: {', '.join(layout.left_out)}"
 
 
-def _which(cuts: Cuts, view: View) -> str:
+def _which(cuts: Cuts, view: CutSelection) -> str:
     return f"to depth {_depth(cuts)} and those marked {_MARK}" if view.depth is None else f"to depth {view.depth}"
 
 

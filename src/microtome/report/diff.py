@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from microtome.errors import printable
-from microtome.profile.difference import Change, Diff, LayerChange
 from microtome.report.spreadsheet import csv_text
 from microtome.report.terminal import code, escaped, plain_text, shortened
+from microtome.results.diff import Diff, LayerChange, MetricChange
 from microtome.units import UNKNOWN, count, joules, seconds, size
 
 #: How many layers are shown on a terminal and in Markdown.
@@ -83,11 +83,11 @@ def csv(diff: Diff) -> str:
     return csv_text(header, rows)
 
 
-def name_of(change: Change) -> str:
+def name_of(change: MetricChange) -> str:
     return _NAMES.get(change.quantity, change.quantity)
 
 
-def growth(change: Change, *, is_new: bool = False) -> str:
+def growth(change: MetricChange, *, is_new: bool = False) -> str:
     """By how much, in words.
 
     Args:
@@ -110,7 +110,7 @@ def growth(change: Change, *, is_new: bool = False) -> str:
     return f"{'+' if change.growth > 0 else _MINUS}{per_cent}"
 
 
-def _cells(change: Change, *, is_new: bool = False) -> tuple[str, str, str]:
+def _cells(change: MetricChange, *, is_new: bool = False) -> tuple[str, str, str]:
     write = _WRITE[change.quantity]
     return write(change.before), write(change.after), growth(change, is_new=is_new)
 
@@ -154,7 +154,7 @@ def _address(layer: LayerChange) -> str:
     return layer.address or "(root)"
 
 
-def _ink(change: Change) -> str:
+def _ink(change: MetricChange) -> str:
     if change.is_noise or not change.growth:
         return "dim"
     return "red" if change.growth > 0 else "green"

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 from microtome.report import cuts as of_cuts
 from microtome.report import plan as of_plan
 from microtome.report.columns import COLUMNS, at_least, leaves_out
-from microtome.report.look import Bar, Cell, Parts, Side, cards, legend, page, table
+from microtome.report.notebook_html import Bar, Cell, Side, TableParts, cards, legend, page, table
 from microtome.report.notes import notes_of
-from microtome.report.view import View, rows_of
+from microtome.report.row_selection import RowSelection, rows_of
 from microtome.units import UNKNOWN, count, joules, seconds, shape, share, size
 
 if TYPE_CHECKING:
     from microtome.capture.record import Recorder
     from microtome.capture.store import Recording
-    from microtome.plan.data import Candidate, Plan
-    from microtome.profile import Profile
-    from microtome.split.data import Cuts
-    from microtome.trace import Trace, TracedCall
+    from microtome.results.cuts import Cuts
+    from microtome.results.plan import Candidate, Plan
+    from microtome.results.profile import Profile
+    from microtome.results.trace import Trace, TracedCall
 
 #: A notebook shows at most about this many rows.
 _ROWS = 40
@@ -51,7 +51,7 @@ def profile(result: Profile) -> str:
     headers = ["call", *(COLUMNS[name].header for name in names), f"share of {'FLOPs' if by == 'flops' else 'time'}"]
     sides: list[Side] = ["left", *("right" if COLUMNS[name].right else "left" for name in names), "left"]
     rows: list[list[Cell]] = []
-    shown = rows_of(result, View())
+    shown = rows_of(result, RowSelection())
     for row, name in shown[:_ROWS]:
         part, whole = getattr(row, by), getattr(total, by)
         bar = Bar(share(part, whole), part / whole if part is not None and whole else 0.0)
@@ -73,7 +73,7 @@ _MEASURED = {"time": "time_s", "device_time": "device_s", "energy": "energy_j"}
 def cuts(result: Cuts) -> str:
     """The cuts, with bars of what crosses."""
     depth = _depth([cut.depth for cut in result])
-    view = of_cuts.View(depth)
+    view = of_cuts.CutSelection(depth)
     shown = of_cuts.rows_of(result, view)[:_ROWS]
     most = max([cut.nbytes for cut in shown], default=0) or 1
     rows: list[list[Cell]] = [
@@ -117,11 +117,11 @@ def plan(result: Plan) -> str:
     )
 
 
-def _steps(result: Plan, one: Candidate, longest: float) -> Parts:
+def _steps(result: Plan, one: Candidate, longest: float) -> TableParts:
     devices = list(result.devices)
     inks = [devices.index(step.where) if step.what == "run" else len(devices) for step in one.steps]
     parts = tuple((step.seconds / longest, ink) for step, ink in zip(one.steps, inks, strict=True))
-    return Parts(parts, ", ".join(f"{step.what} {step.where} {seconds(step.seconds)}" for step in one.steps))
+    return TableParts(parts, ", ".join(f"{step.what} {step.where} {seconds(step.seconds)}" for step in one.steps))
 
 
 def trace(result: Trace) -> str:
@@ -138,7 +138,7 @@ def trace(result: Trace) -> str:
         name = "  " * call.depth + (call.address or "(root)")
         rows.append([name, call.type, ran, outputs, Bar(size(nbytes), nbytes / most)])
     figures = [("calls", str(len(calls))), ("operators", str(len(result.ops))), ("values", str(len(result.values)))]
-    figures.append(("made on", f"{result.how.stand} tensors"))
+    figures.append(("made on", f"{result.how.tensor_mode} tensors"))
     return page(
         f"Trace of {calls[0].type}",
         cards(figures),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from microtome.profile import Amounts, Coverage, Profile
-from microtome.profile.how import EnergyUse, Timing
 from microtome.report.columns import interval
+from microtome.results.methods import EnergyUse, Timing
+from microtome.results.profile import Coverage, Profile
+from microtome.results.rows import Amounts
 from microtome.units import joules, seconds, size, watts
 
 #: Above this, measuring has changed what was measured.

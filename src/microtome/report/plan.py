@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from microtome.errors import printable
-from microtome.plan.data import Candidate, Plan
 from microtome.report.spreadsheet import csv_text
 from microtome.report.terminal import escaped, fitted, plain_text, shortened
+from microtome.results.plan import Candidate, Plan
 from microtome.units import UNKNOWN, count, joules, rate, ratio, seconds, size
 
 #: How many candidates a table shows beside those that are always there, and how many cuts a chart.

@@ -10,9 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from microtome.errors import printable
-from microtome.profile import Group, Profile, Row
-from microtome.profile.files import flat
-from microtome.profile.rows import AMOUNTS
 from microtome.report.columns import (
     AT_LEAST,
     COLUMNS,
@@ -26,10 +23,13 @@ from microtome.report.columns import (
     of_registered,
 )
 from microtome.report.notes import notes_of
-from microtome.report.scale import spanning
+from microtome.report.row_selection import RowSelection, check, deepest, depth_of, rows_of, whole_tree
+from microtome.report.shared_units import spanning
 from microtome.report.spreadsheet import csv_text
 from microtome.report.terminal import bar, code, escaped, fitted, plain_text, shortened
-from microtome.report.view import View, check, deepest, depth_of, rows_of, whole_tree
+from microtome.results.profile import Profile
+from microtome.results.profile_records import flat
+from microtome.results.rows import AMOUNTS, Group, Row
 
 #: The shortest that a name is cut to on a terminal.
 _SHORTEST = 16
@@ -55,9 +55,9 @@ class _Lines:
     count: int
 
 
-def renderable(profile: Profile, view: View | None = None, width: int | None = None) -> Any:
+def renderable(profile: Profile, view: RowSelection | None = None, width: int | None = None) -> Any:
     """What rich draws: the table, and under it what it rests on."""
-    lines = _lines(profile, view or View(), width, is_drawn=True)
+    lines = _lines(profile, view or RowSelection(), width, is_drawn=True)
     table = Table(show_edge=False, pad_edge=False)
     styles = {"type": "cyan", "outputs": "dim"} | dict.fromkeys(SHARES, "green")
     for at, (name, header, right) in enumerate(zip(("", *lines.columns), lines.headers, lines.right, strict=True)):
@@ -69,17 +69,17 @@ def renderable(profile: Profile, view: View | None = None, width: int | None = N
     table.add_section()
     table.add_row(*map(Text, lines.total), style="bold")
     title = Text(printable(f"{profile.model} on {profile.inputs}"), style="italic")
-    notes = map(printable, _notes(profile, view or View(), lines))
+    notes = map(printable, _notes(profile, view or RowSelection(), lines))
     return Stack(title, table, Text("\n".join(notes), style="dim"))
 
 
-def text(profile: Profile, view: View | None = None) -> str:
+def text(profile: Profile, view: RowSelection | None = None) -> str:
     """The table as text, with colours where the standard output is a terminal that wants them."""
     return plain_text(lambda width: renderable(profile, view, width))
 
 
-def markdown(profile: Profile, view: View | None = None) -> str:
-    view = whole_tree(profile, view or View())
+def markdown(profile: Profile, view: RowSelection | None = None) -> str:
+    view = whole_tree(profile, view or RowSelection())
     lines = _lines(profile, view, None, is_drawn=False)
     rows = [[_span(name), *map(escaped, rest)] for name, *rest in lines.rows]
     rule = ["---:" if right else "---" for right in lines.right]
@@ -95,9 +95,9 @@ def _span(name: str) -> str:
     return "\N{NO-BREAK SPACE}" * (len(name) - len(bare)) + (bare if bare == "(root)" else code(bare))
 
 
-def csv(profile: Profile, view: View | None = None) -> str:
+def csv(profile: Profile, view: RowSelection | None = None) -> str:
     """Every row of the view, all calls if it does not say which, with all their numbers."""
-    view = whole_tree(profile, view or View())
+    view = whole_tree(profile, view or RowSelection())
     check(view)
     records = [flat(row) if isinstance(row, Row) else _flat_group(row) for row, _ in rows_of(profile, view)]
     if view.columns:
@@ -108,7 +108,7 @@ def csv(profile: Profile, view: View | None = None) -> str:
     return csv_text(list(dict.fromkeys(name for record in records for name in record)), records)
 
 
-def _chosen(row: Any, record: dict[str, Any], profile: Profile, view: View) -> dict[str, Any]:
+def _chosen(row: Any, record: dict[str, Any], profile: Profile, view: RowSelection) -> dict[str, Any]:
     """The record without the columns that were not asked for. Those that a file has not otherwise are computed."""
     chosen: dict[str, Any] = {name: record[name] for name in ("address", "name") if name in record}
     for column in view.columns:
@@ -155,7 +155,7 @@ def _flat_group(group: Group) -> dict[str, Any]:
 # -- cells -------------------------------------------------------------------------------------------------------------
 
 
-def _lines(profile: Profile, view: View, width: int | None, *, is_drawn: bool) -> _Lines:
+def _lines(profile: Profile, view: RowSelection, width: int | None, *, is_drawn: bool) -> _Lines:
     """The cells; those that are drawn have a unit in common in each column, and one column has bars."""
     check(view)
     pairs = rows_of(profile, view)
@@ -198,7 +198,7 @@ class _Column(NamedTuple):
     cells: list[str]
 
 
-def _column(profile: Profile, view: View, name: str, rows: list[Any], *, is_drawn: bool) -> _Column:
+def _column(profile: Profile, view: RowSelection, name: str, rows: list[Any], *, is_drawn: bool) -> _Column:
     column, header = COLUMNS[name], COLUMNS[name].header
     cells = [printable(column.cell(row, profile)) for row in (*rows, profile.total)]
     if is_drawn and (numbers := column.numbers) is not None:
@@ -232,7 +232,7 @@ def _shortened(name: str, most: int) -> str:
     return begin + shortened(bare, most - len(begin))
 
 
-def _has(profile: Profile, view: View, column: str) -> bool:
+def _has(profile: Profile, view: RowSelection, column: str) -> bool:
     needs = COLUMNS[column].needs
     total = profile.total
     if needs == "load":  # a machine without a GPU has no load of one
@@ -240,7 +240,7 @@ def _has(profile: Profile, view: View, column: str) -> bool:
     return column in columns_of(view.by) and (needs is None or getattr(total, needs) is not None)
 
 
-def _notes(profile: Profile, view: View, lines: _Lines) -> list[str]:
+def _notes(profile: Profile, view: RowSelection, lines: _Lines) -> list[str]:
     """What the numbers rest on, and what of them is not shown."""
     notes = notes_of(profile)
     if "params" in lines.columns and any("(" in row[1 + lines.columns.index("params")] for row in lines.rows):

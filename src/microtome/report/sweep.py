@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from microtome.errors import printable
-from microtome.remote.swept import Sweep, Timed
-from microtome.report.run import short
+from microtome.report.html.sweep import html
+from microtome.report.requests import short
 from microtome.report.spreadsheet import csv_text
-from microtome.report.sweep_page import html
 from microtome.report.terminal import escaped, fitted, plain_text, shortened
+from microtome.results.sweep import CutTiming, Sweep
 from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
 
 __all__ = ["csv", "html", "markdown", "renderable", "text"]
@@ -34,7 +34,7 @@ _BEST, _PLANNED = "*", "p"
 @dataclass(frozen=True)
 class _Column:
     header: str
-    cell: Callable[[Timed], str]
+    cell: Callable[[CutTiming], str]
 
 
 class _Fitted:
@@ -96,7 +96,7 @@ def csv(sweep: Sweep) -> str:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _shown(sweep: Sweep) -> list[Timed]:
+def _shown(sweep: Sweep) -> list[CutTiming]:
     """The best, the plan's, and the whole model on one side, in the order of the run."""
     best = {id(row) for row in sorted(sweep.measured, key=lambda row: row.total_s)[:_ROWS]}
     kept = [row for row in sweep if id(row) in best or not row.at or row is sweep.planned]
@@ -104,7 +104,7 @@ def _shown(sweep: Sweep) -> list[Timed]:
 
 
 def _columns(sweep: Sweep) -> dict[str, _Column]:
-    cells: dict[str, Callable[[Timed], str]] = {
+    cells: dict[str, Callable[[CutTiming], str]] = {
         "sent": lambda row: size(row.sent_bytes),
         "head": lambda row: seconds(row.head_s),
         "codec": lambda row: seconds(row.encode_s + row.codec_there_s + row.decode_s),
@@ -119,7 +119,7 @@ def _columns(sweep: Sweep) -> dict[str, _Column]:
     return {name: _Column(name, partial(_cell, cell, name)) for name, cell in cells.items()}
 
 
-def _cell(cell: Callable[[Timed], str], name: str, row: Timed) -> str:
+def _cell(cell: Callable[[CutTiming], str], name: str, row: CutTiming) -> str:
     missing = row.failed is not None or (row.at is None and name not in _HERE)
     return UNKNOWN if missing else cell(row)
 
@@ -130,7 +130,7 @@ _HERE = ("head", "total", "planned", "energy")
 _IMPORTANCE = ("total", "planned", "head", "wire", "tail", "sent", "energy", "codec", "queue")
 
 
-def _mark(sweep: Sweep, row: Timed) -> str:
+def _mark(sweep: Sweep, row: CutTiming) -> str:
     return (_BEST if row is sweep.best else "") + (_PLANNED if row is sweep.planned else "")
 
 
@@ -152,7 +152,7 @@ def _chart(sweep: Sweep, width: int) -> str:
     return "\n".join([legend, *lines])
 
 
-def _bar(row: Timed, whole: float, room: int) -> str:
+def _bar(row: CutTiming, whole: float, room: int) -> str:
     drawn, at_s = "", 0.0
     between = max(row.total_s - row.head_s - row.tail_s, 0.0)
     for ink, spent in ((_HEAD, row.head_s), (_BETWEEN, between), (_TAIL, row.tail_s)):
@@ -161,7 +161,7 @@ def _bar(row: Timed, whole: float, room: int) -> str:
     return drawn if len(drawn) <= room else drawn[: room - 1] + _CUT_OFF
 
 
-def _over_cuts(sweep: Sweep) -> list[Timed]:
+def _over_cuts(sweep: Sweep) -> list[CutTiming]:
     """All that were measured; of many, some evenly, with the best and the plan's."""
     rows = list(sweep.measured)
     if len(rows) <= _BARS:
@@ -183,7 +183,7 @@ def _title(sweep: Sweep) -> str:
     )
 
 
-def _notes(sweep: Sweep, shown: Sequence[Timed]) -> Iterator[str]:
+def _notes(sweep: Sweep, shown: Sequence[CutTiming]) -> Iterator[str]:
     best, planned = sweep.best, sweep.planned
     if planned is None:
         yield f"no plan: {sweep.no_plan or 'it knows none of these cuts'}"

@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from microtome.errors import BadQuery, printable
-from microtome.profile import Profile, Row
 from microtome.report.notes import notes_of
-from microtome.report.scale import Kind, shared
+from microtome.report.shared_units import Kind, shared
 from microtome.report.terminal import bar, fitted, plain_text, shortened
+from microtome.results.profile import Profile
+from microtome.results.rows import Row
 from microtome.units import UNKNOWN, share
 
 #: How long the longest bar is, and what it takes with the figure behind it.
@@ -25,7 +26,7 @@ _LONGEST, _SHORTEST = 40, 16
 _BETWEEN = 2
 
 
-class Metric(NamedTuple):
+class TopMetric(NamedTuple):
     """Something that layers cost.
 
     Attributes:
@@ -41,7 +42,7 @@ class Metric(NamedTuple):
     whole: float | None
 
 
-def metrics(profile: Profile) -> dict[str, Metric]:
+def metrics(profile: Profile) -> dict[str, TopMetric]:
     """Those that are known, by their names in files."""
     found = [_own(profile, "params", "params", "count"), _own(profile, "MACs", "macs", "count")]
     found.append(_peak(profile, "memory", "peak_bytes"))
@@ -139,13 +140,13 @@ def _missing(profile: Profile, found: dict[str, tuple[Row, ...]]) -> Iterator[st
             yield f"{metric.name}: no layer has {'parameters' if name == 'params' else 'any'}"
 
 
-def _own(profile: Profile, name: str, field: str, kind: Kind) -> Metric:
-    return Metric(name, field, kind, lambda row: getattr(row.own, field), getattr(profile.total, field))
+def _own(profile: Profile, name: str, field: str, kind: Kind) -> TopMetric:
+    return TopMetric(name, field, kind, lambda row: getattr(row.own, field), getattr(profile.total, field))
 
 
-def _peak(profile: Profile, name: str, field: str) -> Metric:
+def _peak(profile: Profile, name: str, field: str) -> TopMetric:
     """Of calls that contain others it is that of those."""
-    return Metric(
+    return TopMetric(
         name,
         field,
         "bytes",
@@ -154,12 +155,12 @@ def _peak(profile: Profile, name: str, field: str) -> Metric:
     )
 
 
-def _most(profile: Profile, metric: Metric, n: int) -> tuple[Row, ...]:
+def _most(profile: Profile, metric: TopMetric, n: int) -> tuple[Row, ...]:
     costly = [row for row in profile if metric.of(row)]
     return tuple(sorted(costly, key=lambda row: -(metric.of(row) or 0))[:n])
 
 
-def _heat(metric: Metric, row: Row, first: Row) -> Text:
+def _heat(metric: TopMetric, row: Row, first: Row) -> Text:
     """A bar beside that of the costliest, the redder the more it is of the whole."""
     part = (metric.of(row) or 0) / metric.whole if metric.whole else 0.0
     ink = "red" if part >= 0.2 else "yellow" if part >= 0.05 else "green"
@@ -171,5 +172,5 @@ def _name(row: Row) -> str:
     return printable(row.address) or "(root)"
 
 
-def _record(known: dict[str, Metric], row: Row) -> dict[str, Any]:
+def _record(known: dict[str, TopMetric], row: Row) -> dict[str, Any]:
     return {"address": row.address, "type": row.type} | {name: metric.of(row) for name, metric in known.items()}

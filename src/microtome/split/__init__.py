@@ -1,5 +1,5 @@
 """Cutting a model into parts that give together exactly what it gives."""
 
-from microtome.split.run import split
+from microtome.split.split import split
 
 __all__ = ["split"]

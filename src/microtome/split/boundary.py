@@ -9,9 +9,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from microtome.split.memory import moved
-from microtome.split.reading import decode
-from microtome.split.wire import encode
+from microtome.split.decoder import decode
+from microtome.split.serialization import encode
+from microtome.split.tensor_bytes import moved
 from microtome.units import parse_size, size
 
 #: Anything that JSON has: a number, a text, True, False, None, a list or a dict with texts as keys of these.
@@ -65,7 +65,7 @@ class Boundary:
         return replace(self, tensors={name: moved(tensor, device) for name, tensor in self.tensors.items()})
 
     def to_bytes(self, codec: str = "raw") -> bytes:
-        """As bytes that say of themselves what they are; `split/wire.py` describes how they lie.
+        """As bytes that say of themselves what they are; `split/serialization.py` describes how they lie.
 
         Args:
             codec: How tensors are made smaller; `split/codecs.py` lists the names, and what is lost by those that lose

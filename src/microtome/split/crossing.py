@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from microtome.trace.data import TracedCall
+from microtome.results.trace import TracedCall
 
 #: Values that are needed, by the memory that they lie in; False: only if somebody still holds an older tensor of it.
 Needs = dict[int, dict[int, bool]]
 
 
-class Place(NamedTuple):
+class ValueLocation(NamedTuple):
     """Where a value is found in a run of the head.
 
     Attributes:
@@ -63,9 +63,9 @@ class Crossing:
 
     cut: TracedCall
     levels: tuple[Level, ...]
-    values: dict[Place, int] = field(default_factory=dict)
-    copied: set[Place] = field(default_factory=set)
-    written: set[Place] = field(default_factory=set)
+    values: dict[ValueLocation, int] = field(default_factory=dict)
+    copied: set[ValueLocation] = field(default_factory=set)
+    written: set[ValueLocation] = field(default_factory=set)
     joined: set[int] = field(default_factory=set)
-    views: dict[Place, int] = field(default_factory=dict)
+    views: dict[ValueLocation, int] = field(default_factory=dict)
     refused: str | None = None

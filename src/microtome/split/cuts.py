@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from microtome.engine.addresses import unnumbered
-from microtome.engine.select import check_model
+from microtome.addresses import unnumbered
+from microtome.engine.selectors import check_model
+from microtome.results.cuts import Cut, Cuts, Live
+from microtome.results.trace import Op, Trace, TracedCall, Value
+from microtome.split.analysis import Analysis, study
 from microtome.split.arrays import array_name
-from microtome.split.crossing import Crossing, Place
-from microtome.split.data import Cut, Cuts, Live
+from microtome.split.crossing import Crossing, ValueLocation
 from microtome.split.liveness import Liveness
-from microtome.split.study import Study, study
-from microtome.trace.data import Op, Trace, TracedCall, Value
 
 
 def cuts(model: nn.Module, inputs: Any) -> Cuts:
@@ -41,7 +41,7 @@ def cuts(model: nn.Module, inputs: Any) -> Cuts:
     return list_cuts(check_model(model), study(model, inputs))
 
 
-def list_cuts(model: nn.Module, seen: Study) -> Cuts:
+def list_cuts(model: nn.Module, seen: Analysis) -> Cuts:
     """All cuts of a run."""
     liveness = Liveness(seen)
     everywhere = _everywhere(seen)
@@ -80,7 +80,7 @@ def list_cuts(model: nn.Module, seen: Study) -> Cuts:
     )
 
 
-def _everywhere(seen: Study) -> str | None:
+def _everywhere(seen: Analysis) -> str | None:
     """Why no cut at all is exact."""
     if seen.draws and len(seen.scalars) != len(seen.trace.ops):  # in a backward that the forward runs
         return "the model draws random numbers, and it is not known in which of its operators"
@@ -89,7 +89,7 @@ def _everywhere(seen: Study) -> str | None:
     return None
 
 
-def _memory_refusal(seen: Study, crossing: Crossing) -> str | None:
+def _memory_refusal(seen: Analysis, crossing: Crossing) -> str | None:
     """Why a tensor that the model keeps, and writes into as it runs, would differ between the sides."""
     trace, around = seen.trace, {level.call.index for level in crossing.levels}
 
@@ -122,7 +122,7 @@ def _only_writes(trace: Trace, op: int, memory: int) -> bool:
     return bool(found.mutates) and made == {memory}
 
 
-def _refusal(seen: Study, call: TracedCall) -> str | None:
+def _refusal(seen: Analysis, call: TracedCall) -> str | None:
     around = call.parent
     while around is not None:
         outer = seen.trace.calls[around]
@@ -136,7 +136,7 @@ def _refusal(seen: Study, call: TracedCall) -> str | None:
     return None
 
 
-def crossing_refusal(seen: Study, crossing: Crossing) -> str | None:
+def crossing_refusal(seen: Analysis, crossing: Crossing) -> str | None:
     """Why what the head does cannot be told to the tail."""
     trace = seen.trace
     again: set[str] | None = None
@@ -159,7 +159,7 @@ def crossing_refusal(seen: Study, crossing: Crossing) -> str | None:
     return seen.state.refusal(crossing, trace.calls) or _memory_refusal(seen, crossing) or _chance(seen, crossing)
 
 
-def _chance(seen: Study, crossing: Crossing) -> str | None:
+def _chance(seen: Analysis, crossing: Crossing) -> str | None:
     """Why the two sides may not draw the same, or make other calls than this run did."""
     if not seen.varying and not seen.python_draws:
         return None
@@ -183,7 +183,7 @@ def _chance(seen: Study, crossing: Crossing) -> str | None:
     return None
 
 
-def _hooked(seen: Study, crossing: Crossing, call: TracedCall) -> str | None:
+def _hooked(seen: Analysis, crossing: Crossing, call: TracedCall) -> str | None:
     """Why the tail would miss a forward hook: it runs those of calls that are left out, not those of calls inside."""
     around = {level.call.path for level in crossing.levels}
     for inside in seen.trace.below(call):
@@ -197,7 +197,7 @@ def _hooked(seen: Study, crossing: Crossing, call: TracedCall) -> str | None:
     return None
 
 
-def _live(seen: Study, crossing: Crossing) -> tuple[Live, ...]:
+def _live(seen: Analysis, crossing: Crossing) -> tuple[Live, ...]:
     """The values that cross, each once, in the order in which they are made."""
     calls, values = seen.trace.calls, seen.trace.values
     listed: dict[Any, Live] = {}
@@ -216,7 +216,7 @@ def _live(seen: Study, crossing: Crossing) -> tuple[Live, ...]:
     return tuple(listed.values())
 
 
-def _arrays(seen: Study) -> tuple[Live, ...]:
+def _arrays(seen: Analysis) -> tuple[Live, ...]:
     """The numpy arrays that the model is given: which code reads them is not seen, so they cross every cut."""
     found = []
     for at, (shape, dtype) in enumerate(seen.arrays):
@@ -225,13 +225,13 @@ def _arrays(seen: Study) -> tuple[Live, ...]:
     return tuple(found)
 
 
-def _when(seen: Study, place: Place) -> tuple[int, int]:
+def _when(seen: Analysis, place: ValueLocation) -> tuple[int, int]:
     if place.draw is not None:
         return place.draw, -1
     return (-1, place.at) if place.call is None else (seen.trace.calls[place.call].ends, place.call)
 
 
-def place_name(seen: Study, place: Place) -> str:
+def place_name(seen: Analysis, place: ValueLocation) -> str:
     """What a value that crosses is called: by the call that gave it, with its place where that gave several."""
     if place.draw is not None:
         op = seen.trace.ops[place.draw]
@@ -256,7 +256,7 @@ def _as_live(name: str, source: str | None, value: Value) -> Live:
 class _Counts:
     """Work and parameters on either side of a cut."""
 
-    def __init__(self, seen: Study) -> None:
+    def __init__(self, seen: Analysis) -> None:
         trace = seen.trace
         self._macs: list[int | None] = [0]
         for op in trace.ops:

@@ -13,7 +13,7 @@ from xxhash import xxh3_64_hexdigest
 from microtome.split.signature import UNKNOWN, Flow
 
 if TYPE_CHECKING:
-    from microtome.trace.data import Trace, TracedCall
+    from microtome.results.trace import Trace, TracedCall
 
 
 class Dataflow:

@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
 
-from microtome.split.crossing import Crossing, Level, Needs, Place
-from microtome.split.ghost import MASKS, SHAPE_ONLY, operator_named, reads_values
-from microtome.split.study import Study
-from microtome.split.walk import Walk
-from microtome.trace.data import Op, Read, TracedCall
+from microtome.results.trace import Op, Read, TracedCall
+from microtome.split.analysis import Analysis
+from microtome.split.backward_slice import BackwardSlice
+from microtome.split.crossing import Crossing, Level, Needs, ValueLocation
+from microtome.split.placeholder import MASKS, SHAPE_ONLY, operator_named, reads_values
 
 _INDEX = "aten.index.Tensor"
 
@@ -18,7 +18,7 @@ _INDEX = "aten.index.Tensor"
 class Liveness:
     """What is needed at each cut of one run."""
 
-    def __init__(self, study: Study) -> None:
+    def __init__(self, study: Analysis) -> None:
         self.study = study
         self._trace = study.trace
         self.memory = [value.memory for value in study.trace.values]
@@ -30,13 +30,13 @@ class Liveness:
             self._reads[read.op].append(read)
         self._live: dict[frozenset[int], list[Needs]] = {}
 
-    def crossing(self, cut: TracedCall, more: Iterable[Place] = ()) -> Crossing:
+    def crossing(self, cut: TracedCall, more: Iterable[ValueLocation] = ()) -> Crossing:
         """What crosses a cut at the exit of this call, and what was found to be wanted beside that."""
         crossing = Crossing(cut, self._levels(cut))
         left = self.study.state.left_by_tail(crossing, self._trace.calls)
         forced: set[int] = set()
         while True:
-            walk = Walk(self, crossing, forced)
+            walk = BackwardSlice(self, crossing, forced)
             walk.run(dict(self._live_from(left)[cut.ends]))
             if not walk.conflicts:
                 break
@@ -57,7 +57,7 @@ class Liveness:
         self._join(crossing)
         return crossing
 
-    def _listed(self, place: Place) -> tuple[int, ...]:
+    def _listed(self, place: ValueLocation) -> tuple[int, ...]:
         """The values among which one is found at a place."""
         if place.draw is not None:
             return self._trace.ops[place.draw].outputs

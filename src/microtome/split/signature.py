@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
-from microtome.engine.structure import attributes_of, fields_of, is_record
+from microtome.engine.pytree import attributes_of, fields_of, is_record
 from microtome.errors import Unsupported
 
 #: The digests of how tensors that a call takes or returns were computed; see `Dataflow`.

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from microtome.engine import Probe, ReplaceOp, Session, Skip, Stop, Stopped
-from microtome.engine.interrupts import uninterrupted
 from microtome.engine.module_state import copy_attributes, restore_attributes
-from microtome.engine.select import named
-from microtome.engine.structure import tensors_in
+from microtome.engine.pytree import tensors_in
+from microtome.engine.selectors import named
+from microtome.engine.signals import uninterrupted
 from microtome.errors import BadBoundary, BadInputs, MicrotomeError, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
-from microtome.split.draws import DrawingRun
-from microtome.split.ghost import Ghost
-from microtome.split.running import Run
-from microtome.split.templates import Templates, check_same, take_apart
-from microtome.split.trail import Trail
+from microtome.split.placeholder import Placeholder
+from microtome.split.random_replay import DrawingRun
+from microtome.split.replay import StageRun
+from microtome.split.schedule import Schedule
+from microtome.split.structure_spec import ModelSpec, check_same, take_apart
 from microtome.split.weights import tensor_at
 
 
@@ -43,9 +43,9 @@ class Stage:
         self,
         model: nn.Module,
         index: int,
-        begins: Trail | None,
-        ends: Trail | None,
-        templates: Templates,
+        begins: Schedule | None,
+        ends: Schedule | None,
+        templates: ModelSpec,
         needed: Iterable[str],
         fingerprint: str,
         state: str | None = None,
@@ -58,7 +58,7 @@ class Stage:
         self.templates = templates
         self.state = state
         self._needed = tuple(needed)
-        self._free: list[tuple[Session, Run]] = []
+        self._free: list[tuple[Session, StageRun]] = []
         modules = dict(named(model))
         self._seen = [modules[path] for trail in (begins, ends) if trail is not None for path in trail.paths]
         self._skipped = (
@@ -119,7 +119,7 @@ class Stage:
                 return self._run(run, given)
 
     @uninterrupted
-    def _as_found(self, session: Session, run: Run, *, kept: bool) -> Iterator[None]:
+    def _as_found(self, session: Session, run: StageRun, *, kept: bool) -> Iterator[None]:
         """Afterwards, have the run hold nothing and the modules around the cut no ghosts, and keep the session."""
         had = [(module, copy_attributes(module)) for module in self._around]
         try:
@@ -131,7 +131,7 @@ class Stage:
             if kept:
                 self._free.append((session, run))
 
-    def _run(self, run: Run, given: Inputs) -> Any:
+    def _run(self, run: StageRun, given: Inputs) -> Any:
         try:
             output = given.run(self.model)
         except Stopped as stopped:
@@ -152,15 +152,15 @@ class Stage:
             )
         return run.finished(output)
 
-    def _kept(self) -> tuple[Session, Run] | None:
+    def _kept(self) -> tuple[Session, StageRun] | None:
         try:
             return self._free.pop()
         except IndexError:
             return None
 
-    def _session(self, probes: tuple[Probe, ...] = ()) -> tuple[Session, Run]:
+    def _session(self, probes: tuple[Probe, ...] = ()) -> tuple[Session, StageRun]:
         interventions: list[Any] = []
-        run = Run(self._begins, self._ends, self.templates.inputs)
+        run = StageRun(self._begins, self._ends, self.templates.inputs)
         if any(trail is not None and trail.draws for trail in (self._begins, self._ends)):
             run = drawing = DrawingRun(self._begins, self._ends, self.templates.inputs)
             interventions.append(ReplaceOp(drawing.draw))
@@ -200,4 +200,4 @@ class Stage:
 
 
 def _holds_ghosts(value: Any) -> bool:
-    return any(isinstance(tensor, Ghost) for tensor in tensors_in(value))
+    return any(isinstance(tensor, Placeholder) for tensor in tensors_in(value))

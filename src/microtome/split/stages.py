@@ -9,28 +9,28 @@ from typing import Any, NamedTuple, overload
 
 from torch import Tensor, nn
 
-from microtome.engine.select import check_model
+from microtome.engine.meta_run import LOOKING, copy_inputs
+from microtome.engine.pytree import map_tensors, tensors_in
+from microtome.engine.selectors import check_model
 from microtome.engine.snapshot import Snapshot, restored
-from microtome.engine.standin import LOOKING, copy_inputs
-from microtome.engine.structure import map_tensors, tensors_in
 from microtome.errors import BadQuery, Unsupported
 from microtome.files.reading import File
 from microtome.inputs import Inputs, device_of
+from microtome.results.cuts import Cut, Cuts
+from microtome.split.analysis import Analysis, study
 from microtome.split.boundary import Boundary
-from microtome.split.choice import choose_cuts, stage_index
+from microtome.split.checkpoint import save_stages
 from microtome.split.codecs import is_lossless
-from microtome.split.compare import Difference, differences
-from microtome.split.crossing import Crossing, Place
+from microtome.split.comparison import Difference, differences
+from microtome.split.crossing import Crossing, ValueLocation
+from microtome.split.cut_selection import choose_cuts, stage_index
 from microtome.split.cuts import list_cuts
-from microtome.split.data import Cut, Cuts
-from microtome.split.files import save_stages
-from microtome.split.ghost import GhostRead
 from microtome.split.liveness import Liveness
-from microtome.split.randomness import random_state
+from microtome.split.placeholder import PlaceholderRead
+from microtome.split.random_ops import random_state
+from microtome.split.schedule import trail_to
 from microtome.split.stage import Stage
-from microtome.split.study import Study, study
-from microtome.split.templates import Example, Templates, TensorFacts, take_apart
-from microtome.split.trail import trail_to
+from microtome.split.structure_spec import Example, ModelSpec, TensorSpec, take_apart
 from microtome.split.verification import hide_attributes, refuse_errors
 from microtome.split.weights import digest_of, stripped, structure_of, weights_of
 
@@ -80,7 +80,9 @@ class Stages(Sequence[Stage]):
             difference, or why that is not known.
     """
 
-    def __init__(self, splitter: Splitter, chosen: Sequence[Cut], more: Sequence[set[Place]], verified: str) -> None:
+    def __init__(
+        self, splitter: Splitter, chosen: Sequence[Cut], more: Sequence[set[ValueLocation]], verified: str
+    ) -> None:
         self._splitter = splitter
         self._more = more
         self._stages = tuple(splitter.stages(chosen, more))
@@ -168,7 +170,7 @@ class Splitter:
         with LOOKING:
             given = Inputs.of(inputs, device=device_of(model))
             self.given = copy_inputs(given, model)  # whoever gave them may write into them
-            self._seen: Study = study(model, self.given)
+            self._seen: Analysis = study(model, self.given)
             self._seen.inputs = take_apart((given.args, given.kwargs), arrays=[])[0]  # copies of arrays do not overlap
             digest = digest_of(model) if fingerprint is None else None
         self.cuts: Cuts = list_cuts(model, self._seen)
@@ -191,16 +193,16 @@ class Splitter:
         return list(self._seen.draws)
 
     @cached_property
-    def templates(self) -> Templates:
+    def templates(self) -> ModelSpec:
         seen, trace = self._seen, self._seen.trace
         values, root = trace.values, trace.calls[0]
         taken, returned = (
-            tuple(TensorFacts(values[listed[rank]].shape, values[listed[rank]].dtype) for rank in ranks)
+            tuple(TensorSpec(values[listed[rank]].shape, values[listed[rank]].dtype) for rank in ranks)
             for listed, ranks in ((root.inputs, seen.taken), (root.outputs, seen.shapes[0].given))
         )
         plain = take_apart((self.given.args, self.given.kwargs))[2]
         is_static = not trace.reads and not any(self._liveness.read_by(op) for op in trace.ops)
-        return Templates(seen.inputs, seen.shapes[0].output, Example(taken, plain, returned, is_static))
+        return ModelSpec(seen.inputs, seen.shapes[0].output, Example(taken, plain, returned, is_static))
 
     def cut(self, where: Any) -> Cut:
         """The one cut that a user names."""
@@ -213,7 +215,7 @@ class Splitter:
         """See `microtome.split`."""
         chosen = choose_cuts(self.cuts, where)
         kept = None if load is None else stage_index(load, len(chosen) + 1)
-        more: list[set[Place]] = [set() for _ in chosen]
+        more: list[set[ValueLocation]] = [set() for _ in chosen]
         verified = "not verified: it was not asked for"
         with LOOKING:  # or another thread may have put stand-ins into the model
             if verify and _is_whole(self.model):
@@ -224,7 +226,9 @@ class Splitter:
         stages = Stages(self, chosen, more, verified)
         return stages if kept is None else stages.keeping(kept)
 
-    def stages(self, chosen: Sequence[Cut], more: Sequence[set[Place]], model: nn.Module | None = None) -> list[Stage]:
+    def stages(
+        self, chosen: Sequence[Cut], more: Sequence[set[ValueLocation]], model: nn.Module | None = None
+    ) -> list[Stage]:
         """The stages between these cuts.
 
         Args:
@@ -251,13 +255,13 @@ class Splitter:
             for index in range(len(crossings) - 1)
         ]
 
-    def places(self, chosen: Sequence[Cut], more: Sequence[set[Place]]) -> list[set[Place]]:
+    def places(self, chosen: Sequence[Cut], more: Sequence[set[ValueLocation]]) -> list[set[ValueLocation]]:
         """Where all is found that crosses each of these cuts."""
         ending = self._seen.ending
         pairs = zip(chosen, more, strict=True)
         return [set(self._liveness.crossing(ending[cut.index], places).values) for cut, places in pairs]
 
-    def _verify(self, chosen: Sequence[Cut], more: list[set[Place]], before: Snapshot) -> str:
+    def _verify(self, chosen: Sequence[Cut], more: list[set[ValueLocation]], before: Snapshot) -> str:
         """Compare with the whole model, through bytes; what the model's code turns out to read goes into `more`.
 
         The whole model and the head draw from the same random state, and the tail from that which the head leaves. A
@@ -280,7 +284,7 @@ class Splitter:
         finally:
             reset()
 
-    def _compare(self, chosen: Sequence[Cut], more: list[set[Place]], reset: Callable[[], None]) -> str:
+    def _compare(self, chosen: Sequence[Cut], more: list[set[ValueLocation]], reset: Callable[[], None]) -> str:
         requests = _REQUESTS if self._seen.keeps_state else 1
         wholes = [_detached(copy_inputs(self.given, self.model).run(self.model), requests) for _ in range(requests)]
         while True:
@@ -297,7 +301,7 @@ class Splitter:
                             value = stage(sent)
                     values.append(_detached(value, requests))
                 break
-            except GhostRead as error:  # the model's code looks at values where it has some
+            except PlaceholderRead as error:  # the model's code looks at values where it has some
                 place = error.ghost.source
                 if place is None or stage.index == 0 or place in more[stage.index - 1]:
                     raise
@@ -361,7 +365,7 @@ def load_stages(model: nn.Module, inputs: Any, at: Sequence[str], fingerprint: s
     calls = {rank: call for call, rank in splitter.ranks.items()}
     places = [
         {
-            Place(
+            ValueLocation(
                 None if rank is None else calls[rank],
                 index,
                 bool(is_argument),

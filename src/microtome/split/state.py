@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.structure import dict_of, tensors_in
+from microtome.engine.pytree import dict_of, tensors_in
 from microtome.engine.torch_internals import storage_id
+from microtome.results.trace import TracedCall
+from microtome.split.call_arguments import state_of
 from microtome.split.crossing import Crossing
 from microtome.split.dataflow import scalars_of
-from microtome.split.given import state_of
 from microtome.split.signature import describe
-from microtome.trace.data import TracedCall
 
 #: What holds state: the path of a module, and the name of an attribute.
 Location = tuple[str, str]

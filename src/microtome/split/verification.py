@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from microtome.engine.interrupts import uninterrupted
 from microtome.engine.module_state import without_attributes
+from microtome.engine.signals import uninterrupted
 from microtome.errors import MicrotomeError, Unsupported, said
-from microtome.split.data import Cut
+from microtome.results.cuts import Cut
 
 
 @contextmanager

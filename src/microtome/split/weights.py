@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from microtome.engine.module_state import replace_tensors
 from microtome.engine.torch_internals import own_buffers, own_parameters
+from microtome.split.analysis import Analysis
 from microtome.split.crossing import Crossing
 from microtome.split.signature import describe
-from microtome.split.study import Study
 
 
-def weights_of(seen: Study, begins: Crossing | None, ends: Crossing | None) -> list[str]:
+def weights_of(seen: Analysis, begins: Crossing | None, ends: Crossing | None) -> list[str]:
     """The names of the parameters and buffers that operators of a stage read, those it runs again included."""
     trace = seen.trace
     first = 0 if begins is None else begins.cut.ends
@@ -30,7 +30,7 @@ def weights_of(seen: Study, begins: Crossing | None, ends: Crossing | None) -> l
     return [value.name for value in held if value.name is not None]
 
 
-def structure_of(seen: Study, model: nn.Module) -> str:
+def structure_of(seen: Analysis, model: nn.Module) -> str:
     """A few letters for the calls of a model and the shapes of its weights: another model has others."""
     digest = xxhash.xxh3_64()
     for call in seen.canonical:  # whatever order this process runs them in

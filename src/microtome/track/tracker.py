@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
-from microtome.engine import Call, Phase, Probe, Session
-from microtome.engine.interrupts import Uninterrupted
+from microtome.engine import Call, Probe, Session
+from microtome.engine.signals import Uninterrupted
+from microtome.results.trace import Phase
 
 Callback = Callable[[Call, Phase], object]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from microtome.zoo.builtin import Inputs, build, names
 from microtome.zoo.catalogue import Listing, listing
-from microtome.zoo.operators import import_torchvision
 from microtome.zoo.resolver import Resolved, resolve
+from microtome.zoo.torchvision_import import import_torchvision
 
 __all__ = ["Inputs", "Listing", "Resolved", "build", "import_torchvision", "listing", "names", "resolve"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from microtome.errors import MicrotomeError, NoMatch
-from microtome.zoo.operators import operators_note
 from microtome.zoo.sources import SOURCES
+from microtome.zoo.torchvision_import import operators_note
 
 
 @dataclass(frozen=True)

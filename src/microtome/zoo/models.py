@@ -43,7 +43,7 @@ class ResNet(nn.Module):
         return self.fc(self.pool(x).flatten(1))
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Multi-head self-attention through the fused `scaled_dot_product_attention`."""
 
     def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
@@ -69,7 +69,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attn = Attention(width, heads)
+        self.attn = SelfAttention(width, heads)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = MLP(width)
 
@@ -104,7 +104,7 @@ class DecoderBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attn = Attention(width, heads, causal=True)
+        self.attn = SelfAttention(width, heads, causal=True)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = MLP(width)
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from microtome.engine.structure import map_tensors
+from microtome.engine.pytree import map_tensors
 from microtome.errors import BadInputs, BuildFailed, MicrotomeError, NoMatch, NotAModule, Unsupported, said
-from microtome.importing import line_of
 from microtome.inputs import Inputs
+from microtome.user_code import line_of
 from microtome.zoo.catalogue import listing
 from microtome.zoo.seed import seeded
 from microtome.zoo.sources import SOURCES, python
-from microtome.zoo.sources.found import Found
+from microtome.zoo.sources.source import FoundModel
 from microtome.zoo.weights import load_weights
 
 
@@ -77,7 +77,7 @@ def resolve(
     return Resolved(text, model, given, found.notes)
 
 
-def _find(text: str, args: dict[str, Any], *, meta: bool) -> Found:
+def _find(text: str, args: dict[str, Any], *, meta: bool) -> FoundModel:
     source, _, name = text.partition(":")
     if source in SOURCES:
         if not name:
@@ -105,7 +105,7 @@ def _nameless(text: str, why: str = "") -> NoMatch:
     return NoMatch(f"{text!r} does not name a model: write the source and the name, such as {such}{why}")
 
 
-def _build(text: str, found: Found, *, meta: bool) -> nn.Module:
+def _build(text: str, found: FoundModel, *, meta: bool) -> nn.Module:
     try:
         with torch.device("meta" if meta else "cpu"):
             model = found.make()
@@ -121,7 +121,7 @@ def _build(text: str, found: Found, *, meta: bool) -> nn.Module:
     return model.eval()
 
 
-def _guess(text: str, found: Found, model: nn.Module) -> Inputs:
+def _guess(text: str, found: FoundModel, model: nn.Module) -> Inputs:
     try:
         with torch.device("cpu"):
             example = found.example(model)

@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 from typing import Self
 
-from microtome.remote import messages
+from microtome.remote import protocol
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
@@ -57,7 +57,7 @@ class Line:
         with self._changed:
             stream, self._next = self._next, self._next + 2
             self._windows[stream] = self._initial
-        path = method if method.startswith("/") else f"/{messages.SERVICE}/{method}"
+        path = method if method.startswith("/") else f"/{protocol.SERVICE}/{method}"
         pairs = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost")]
         pairs += [("te", "trailers"), ("content-type", "application/grpc"), *headers]
         if token is not None:

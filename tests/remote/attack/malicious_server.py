@@ -14,9 +14,9 @@ import torch
 import microtome as mt
 from microtome import zoo
 from microtome.errors import MicrotomeError
-from microtome.remote import messages
+from microtome.remote import protocol
 from microtome.remote.channel import REPLY
-from microtome.remote.served import Served
+from microtome.remote.served_model import ServedModel
 from microtome.split.boundary import Boundary
 from tests.remote.attack.harness import Outcome, Tally, run_limited
 from tests.remote.hostile import Answer, Hostile, truthful
@@ -29,7 +29,7 @@ BUDGET = 4 * REPLY
 
 def run(seconds: float) -> Outcome:
     model, x = zoo.build("tiny-resnet")
-    plain, gzip = (Hostile(Served(model.eval(), x), how) for how in (None, grpc.Compression.Gzip))
+    plain, gzip = (Hostile(ServedModel(model.eval(), x), how) for how in (None, grpc.Compression.Gzip))
     lies = cycle(LIES)
     plain.reply = gzip.reply = lambda request, reply: next(lies)(request, reply)
     with plain.listening() as address, gzip.listening() as compressing:
@@ -77,19 +77,19 @@ def _is_held(remote: Any, x: Any, expected: Any) -> bool:
 
 
 def _long(request: Any, reply: Any) -> bytes:
-    return messages.with_bytes(messages.Reply(id=request.id), bytes(LONG))
+    return protocol.with_bytes(protocol.Reply(id=request.id), bytes(LONG))
 
 
 def _long_error(request: Any, reply: Any) -> bytes:
-    error = messages.Error(kind=1, message="\x1b[31m\u202e" + "x" * (REPLY // 2))
-    data: bytes = messages.Reply(id=request.id, error=error).SerializeToString()
+    error = protocol.Error(kind=1, message="\x1b[31m\u202e" + "x" * (REPLY // 2))
+    data: bytes = protocol.Reply(id=request.id, error=error).SerializeToString()
     return data
 
 
 def _output(change: Callable[[Boundary], Boundary], codec: str) -> Answer:
     def answer(request: Any, reply: Any) -> bytes:
-        return messages.with_bytes(
-            messages.Reply(id=request.id), change(Boundary.from_bytes(reply.output)).to_bytes(codec)
+        return protocol.with_bytes(
+            protocol.Reply(id=request.id), change(Boundary.from_bytes(reply.output)).to_bytes(codec)
         )
 
     return answer

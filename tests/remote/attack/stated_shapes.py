@@ -14,7 +14,7 @@ import torch
 import microtome as mt
 from microtome import zoo
 from microtome.errors import RemoteError
-from microtome.remote import messages
+from microtome.remote import protocol
 from microtome.remote.connection import Connection, Pending, Security
 from microtome.split.boundary import Boundary
 from tests.remote.attack.harness import MAX_MESSAGE, Outcome, Tally, Target, attack_server
@@ -39,7 +39,7 @@ def attack(target: Target) -> Tally:
             if target.is_over():
                 break
             for forged, codec in lie(boundary):
-                pending = Pending(messages.Request(id=uuid.uuid4().hex), forged, codec, None)
+                pending = Pending(protocol.Request(id=uuid.uuid4().hex), forged, codec, None)
                 tally.tried += 1
                 connection.submit(pending)
                 try:

@@ -8,7 +8,7 @@ import torch
 
 import microtome as mt
 from microtome import zoo
-from microtome.remote import messages
+from microtome.remote import protocol
 from tests.remote.attack.harness import Outcome, Tally, Target, attack_server
 from tests.remote.attack.http2 import Line, prefixed
 
@@ -27,9 +27,9 @@ def attack(target: Target) -> Tally:
     head, _ = mt.split(model, x, at="layer1")
     boundary = head(torch.randn(16, 3, 32, 32)).to_bytes()
     requests = b"".join(
-        prefixed(messages.Request(id=str(number), boundary=boundary).SerializeToString()) for number in range(REQUESTS)
+        prefixed(protocol.Request(id=str(number), boundary=boundary).SerializeToString()) for number in range(REQUESTS)
     )
-    echo = prefixed(messages.EchoRequest(reply_bytes=8 << 20).SerializeToString())
+    echo = prefixed(protocol.EchoRequest(reply_bytes=8 << 20).SerializeToString())
     tally, before = Tally(), 0
     lines = [Line(target.host, window=0) for _ in range(LINES)]
     while not target.is_over():

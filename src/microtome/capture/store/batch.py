@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from microtome.capture.store.index import INDEX, Line, Piece, Totals, append_lines, tensor_key
-from microtome.capture.store.owned import BESIDE_BYTES, cost
+from microtome.capture.store.checks import BESIDE_BYTES, cost
+from microtome.capture.store.index import INDEX, IndexLine, IndexTotals, SeriesEntry, append_lines, tensor_key
 from microtome.capture.store.shard import OpenShard, header_bytes, write_shard
 from microtome.capture.store.stats import Stats
 from microtome.files.tensors import CODES
@@ -40,7 +40,7 @@ def _can_go_first(tensor: Tensor) -> bool:
 
 
 @dataclass
-class Part:
+class ShardPart:
     """Tensors of a batch that are written before it is complete.
 
     Attributes:
@@ -67,7 +67,7 @@ class Batch:
     """
 
     def __init__(self, shard_bytes: int) -> None:
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, SeriesEntry] = {}
         self.tensors: dict[str, Tensor] = {}
         self.held_bytes = self.seen_bytes = 0
         self.full = False
@@ -115,19 +115,19 @@ class Batch:
         self._kept_bytes += tensor.nbytes
         self._count += 1
 
-    def _piece(self, name: str, no_stats: Stats) -> Piece:
+    def _piece(self, name: str, no_stats: Stats) -> SeriesEntry:
         if name not in self.pieces:
-            self.pieces[name] = Piece(no_stats.new())
+            self.pieces[name] = SeriesEntry(no_stats.new())
         return self.pieces[name]
 
-    def take_part(self) -> Part | None:
+    def take_part(self) -> ShardPart | None:
         """What waits and can be written before the rest."""
         taken = {key: tensor for key, tensor in self.tensors.items() if _can_go_first(tensor)}
         if not taken:
             return None
         if self._room is None:
             self._room = self._room_needed()
-        part = Part(taken, sum(map(cost, taken.values())), self._room)
+        part = ShardPart(taken, sum(map(cost, taken.values())), self._room)
         self.tensors = {key: tensor for key, tensor in self.tensors.items() if key not in taken}
         self.held_bytes -= part.held_bytes
         return part
@@ -140,7 +140,7 @@ class Batch:
         return 4096 * pages - 8
 
 
-class Shelf:
+class ShardWriter:
     """Writes batches to a folder, each as a shard and then a line of the index.
 
     The lines of a run are held back until it has ended, so that a process that is killed leaves whole runs.
@@ -150,18 +150,18 @@ class Shelf:
         sync: Have each reach the disk before the next is begun.
     """
 
-    def __init__(self, folder: Path, totals: Totals, *, sync: bool) -> None:
+    def __init__(self, folder: Path, totals: IndexTotals, *, sync: bool) -> None:
         self._folder = folder
         self._totals = totals
         self._sync = sync
         self._shard: OpenShard | None = None
-        self._held_back: list[Line] = []
+        self._held_back: list[IndexLine] = []
         self._index = open_own(folder / INDEX, os.O_WRONLY | os.O_APPEND)
 
-    def write(self, item: Part | Batch, begun: Callable[[], None] = lambda: None) -> None:
+    def write(self, item: ShardPart | Batch, begun: Callable[[], None] = lambda: None) -> None:
         """Write a part, or the rest of a batch; `begun` is called when all that a part needs is left to the system."""
         try:
-            if isinstance(item, Part):
+            if isinstance(item, ShardPart):
                 if self._shard is None:
                     self._shard = OpenShard(self._folder / self._file, item.room)
                 self._shard.write(item.tensors, begun)
@@ -178,7 +178,7 @@ class Shelf:
         return f"shard-{self._totals.shards + held_back:05d}.safetensors"
 
     def _complete(self, batch: Batch, begun: Callable[[], None]) -> None:
-        line = Line(None, 0, batch.full, batch.pieces, batch.ends_run)
+        line = IndexLine(None, 0, batch.full, batch.pieces, batch.ends_run)
         if self._shard is not None:
             self._shard.write(batch.tensors, begun)
             line.file = self._file

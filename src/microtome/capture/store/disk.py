@@ -11,10 +11,10 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from microtome.capture.store.batch import Batch, Part, Shelf, can_go_alone
+from microtome.capture.store.batch import Batch, ShardPart, ShardWriter, can_go_alone
+from microtome.capture.store.checks import check_limits, cost, in_order, is_lent
 from microtome.capture.store.folder import begin, claim, refusal
 from microtome.capture.store.index import tensor_key
-from microtome.capture.store.owned import check_limits, cost, in_order, is_lent
 from microtome.capture.store.stats import Histogram, Stats
 from microtome.capture.store.writer import Writer
 from microtome.errors import BadFile, BadQuery, NoMatch, said
@@ -65,7 +65,7 @@ class DiskStore:
         self._file_lock = claim(self.folder)
         try:
             self._totals = begin(self.folder, manifest, self._no_stats, append=append, keep=keep, sync=sync)
-            shelf = Shelf(self.folder, self._totals, sync=sync)
+            shelf = ShardWriter(self.folder, self._totals, sync=sync)
         except BaseException as error:
             self._file_lock.release()
             if isinstance(error, OSError):
@@ -75,7 +75,7 @@ class DiskStore:
         self._count, self._dropped, self._nbytes = self._totals.count, self._totals.dropped, self._totals.nbytes
         self._names = dict.fromkeys(self._totals.stats)
         self._shelf = shelf
-        self._writer: Writer[Part | Batch] = Writer(shelf.write)
+        self._writer: Writer[ShardPart | Batch] = Writer(shelf.write)
         self._batch = Batch(self._shard_bytes)
         self._full = self._closed = self._told = False
         self._runs_open = 0

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from microtome.capture.store.index import INDEX, MANIFEST, Totals, read_index, read_manifest, write_manifest
+from microtome.capture.store.index import INDEX, MANIFEST, IndexTotals, read_index, read_manifest, write_manifest
 from microtome.capture.store.lock import LOCK, FolderLock
 from microtome.capture.store.stats import Stats
 from microtome.errors import BadFile, BadQuery
@@ -44,10 +44,12 @@ def refusal(folder: Path, error: OSError) -> BadFile:
     return BadFile(f"cannot record to {str(folder)!r}: {error.strerror}")
 
 
-def begin(folder: Path, manifest: Mapping[str, Any], no_stats: Stats, *, append: bool, keep: str, sync: bool) -> Totals:
+def begin(
+    folder: Path, manifest: Mapping[str, Any], no_stats: Stats, *, append: bool, keep: str, sync: bool
+) -> IndexTotals:
     """What the folder holds so far; a manifest is written where there is none."""
     mine = _as_json(manifest)
-    totals = Totals()
+    totals = IndexTotals()
     if not (folder / MANIFEST).exists():
         write_manifest(folder, mine, sync=sync)
         return totals
@@ -102,7 +104,7 @@ def _check_same(folder: Path, mine: dict[str, Any]) -> None:
             )
 
 
-def _check_histogram(folder: Path, totals: Totals, no_stats: Stats) -> None:
+def _check_histogram(folder: Path, totals: IndexTotals, no_stats: Stats) -> None:
     for name, stats in totals.stats.items():
         if stats.new() != no_stats:
             raise BadFile(

@@ -38,7 +38,7 @@ _SUM_BYTES = len(_SUM) + 16 + len(_SUM_END)
 
 
 @dataclass
-class Piece:
+class SeriesEntry:
     """What one line says of one name.
 
     Attributes:
@@ -68,7 +68,7 @@ class Piece:
 
 
 @dataclass
-class Line:
+class IndexLine:
     """A line of the index: a shard, or, with no file, only what was counted.
 
     Attributes:
@@ -83,7 +83,7 @@ class Line:
     file: str | None
     file_bytes: int
     full: bool
-    pieces: dict[str, Piece]
+    pieces: dict[str, SeriesEntry]
     ends_run: bool = True
     header_sum: str | None = None
 
@@ -99,7 +99,7 @@ class Line:
         return body[:-1] + _SUM + xxh3_64_hexdigest(body).encode() + _SUM_END + b"\n"
 
     @classmethod
-    def parse(cls, text: bytes, *, checked: bool = True) -> Line:
+    def parse(cls, text: bytes, *, checked: bool = True) -> IndexLine:
         """Read a line.
 
         Args:
@@ -107,7 +107,7 @@ class Line:
         """
         data = parse_json(_verified(text) if checked or _has_sum(text) else text, "it", finite=False)
         pieces = {
-            name: Piece(**(piece | {"stats": Stats.from_dict(piece["stats"])}))
+            name: SeriesEntry(**(piece | {"stats": Stats.from_dict(piece["stats"])}))
             for name, piece in data["pieces"].items()
         }
         line = cls(**(data | {"pieces": pieces}))
@@ -157,7 +157,7 @@ def _verified(text: bytes) -> bytes:
 
 
 @dataclass
-class Totals:
+class IndexTotals:
     """What the lines read or written so far add up to.
 
     Attributes:
@@ -180,7 +180,7 @@ class Totals:
     kept: dict[str, int] = field(default_factory=dict)
     stats: dict[str, Stats] = field(default_factory=dict)
 
-    def add(self, line: Line) -> None:
+    def add(self, line: IndexLine) -> None:
         self.shards += line.file is not None
         self.full |= line.full
         for name, piece in line.pieces.items():
@@ -195,7 +195,7 @@ class Totals:
             self.stats[name].merge(piece.stats)
 
 
-def read_index(folder: Path, *, checked: bool) -> tuple[list[Line], int]:
+def read_index(folder: Path, *, checked: bool) -> tuple[list[IndexLine], int]:
     """Read the lines of all runs that were recorded whole, and where the last of these lines ends.
 
     A process that was killed may have left the beginning of a line after it, or lines of a run without its last.
@@ -206,7 +206,7 @@ def read_index(folder: Path, *, checked: bool) -> tuple[list[Line], int]:
     file = folder / INDEX
     if not os.path.lexists(file):
         return [], 0
-    lines: list[Line] = []
+    lines: list[IndexLine] = []
     ends = [0]
     with opened(file) as stream:
         while (text := stream.readline(_LINE_BYTES)).endswith(b"\n"):
@@ -221,10 +221,10 @@ def read_index(folder: Path, *, checked: bool) -> tuple[list[Line], int]:
     return lines, ends[len(lines)]
 
 
-def _parse(file: Path, number: int, text: bytes, *, checked: bool) -> Line:
+def _parse(file: Path, number: int, text: bytes, *, checked: bool) -> IndexLine:
     try:
         with damage("it"):
-            return Line.parse(text, checked=checked)
+            return IndexLine.parse(text, checked=checked)
     except BadFile as error:
         raise _damaged(file, number, str(error)) from error
 
@@ -232,7 +232,7 @@ def _parse(file: Path, number: int, text: bytes, *, checked: bool) -> Line:
 def _is_line(text: bytes) -> bool:
     try:
         with damage("it"):
-            Line.parse(text)
+            IndexLine.parse(text)
     except BadFile:
         return False
     return True
@@ -245,7 +245,7 @@ def _damaged(file: Path, number: int, why: str) -> BadFile:
     )
 
 
-def append_lines(descriptor: int, lines: Sequence[Line], *, sync: bool) -> None:
+def append_lines(descriptor: int, lines: Sequence[IndexLine], *, sync: bool) -> None:
     """Add lines at the end; on an error the index is as before."""
     end = os.fstat(descriptor).st_size
     try:

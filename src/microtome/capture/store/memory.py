@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from microtome.capture.store.owned import BESIDE_BYTES, check_limits, owned
+from microtome.capture.store.checks import BESIDE_BYTES, check_limits, owned
 from microtome.capture.store.series import InMemory, Series
 from microtome.capture.store.stats import Histogram, Stats
 from microtome.errors import BadQuery, NoMatch

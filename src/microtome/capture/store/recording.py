@@ -8,15 +8,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
-from microtome.capture.store.index import Line, Totals, read_index, read_manifest, tensor_key
+from microtome.addresses import Addresses
+from microtome.capture.store.index import IndexLine, IndexTotals, read_index, read_manifest, tensor_key
 from microtome.capture.store.series import Series
 from microtome.capture.store.shard import OnDisk, Shards
 from microtome.capture.store.stats import Stats
-from microtome.engine.addresses import Addresses
 from microtome.errors import BadFile, NoMatch
 from microtome.files.reading import damage
 from microtome.files.tensors import DTYPES
-from microtome.rendering import render
+from microtome.results.rendering import render
 from microtome.units import size
 
 
@@ -29,10 +29,10 @@ class Recording:
         manifest: What the recorder said of itself: the model, the selectors, versions.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], lines: list[Line]) -> None:
+    def __init__(self, folder: Path, manifest: dict[str, Any], lines: list[IndexLine]) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._totals = Totals()
+        self._totals = IndexTotals()
         files = [(line.file, line) for line in lines if line.file is not None]
         sums = {file: line.header_sum for file, line in files if line.header_sum is not None}
         self._shards = Shards(folder, {file: line.file_bytes for file, line in files}, sums)
@@ -42,7 +42,7 @@ class Recording:
             self._hold(line)
         self._there = Addresses(self._held, manifest.get("other_names"))
 
-    def _hold(self, line: Line) -> None:
+    def _hold(self, line: IndexLine) -> None:
         for name, piece in line.pieces.items():
             held = self._held.setdefault(name, [])
             for at, (shape, code) in enumerate(zip(piece.shapes, piece.dtypes, strict=True)):
@@ -105,7 +105,7 @@ class Recording:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        html: str = render("recording.notebook", self)
+        html: str = render("notebook.recording", self)
         return html
 
     def __repr__(self) -> str:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from microtome.errors import BadQuery
-from microtome.rendering import render
+from microtome.results.rendering import render
 from microtome.units import shape as shape_text
 from microtome.units import size
 
 
-class Held(Protocol):
+class StoredTensor(Protocol):
     """A tensor that is somewhere: what is known of it without reading it, and the way to read it."""
 
     @property
@@ -59,7 +59,7 @@ class Series(Sequence[Tensor]):
     (2, [(2, 3), (1, 3)], torch.Size([3, 3]))
     """
 
-    def __init__(self, name: str, held: Sequence[Held]) -> None:
+    def __init__(self, name: str, held: Sequence[StoredTensor]) -> None:
         self.name = name
         self._held = held
 
@@ -119,7 +119,7 @@ class Series(Sequence[Tensor]):
 
     def plot(self, index: int = 0, **options: Any) -> Any:
         """One of the tensors as a picture that notebooks show; the options are those of `Features.to_png`."""
-        return render("activation.picture", self[index], self.name, **options)
+        return render("activation.plot", self[index], self.name, **options)
 
     def _check_alike(self, verb: str) -> None:
         if not self._held:

@@ -10,12 +10,12 @@ import click
 from torch import nn
 
 from microtome.compat.torchstat import stat
-from microtome.engine.select import check_model
+from microtome.engine.selectors import check_model
 from microtome.errors import MicrotomeError, NoMatch, said
-from microtome.importing import import_file, on_path
+from microtome.user_code import import_file, on_path
 
 
-class _Refused(click.ClickException):
+class _UsageError(click.ClickException):
     exit_code = 2
 
 
@@ -30,7 +30,7 @@ def main(file: str, name: str, size: str) -> None:
         try:
             model = _build(file, name)
         except MicrotomeError as error:
-            raise _Refused(str(error)) from error
+            raise _UsageError(str(error)) from error
         with _refusing(f"{name} does not run on an image of {size}"):
             stat(model, sizes)
 
@@ -38,7 +38,7 @@ def main(file: str, name: str, size: str) -> None:
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = text.split("x")
     if not all(size.isdecimal() and int(size) for size in sizes):
-        raise _Refused(f"cannot read the size {text!r}: write channels x height x width, as 3x224x224")
+        raise _UsageError(f"cannot read the size {text!r}: write channels x height x width, as 3x224x224")
     return tuple(map(int, sizes))
 
 
@@ -62,7 +62,7 @@ def _refusing(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         text = str(error) if isinstance(error, MicrotomeError) else said(error)
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-        raise _Refused(f"{what}: {text}{notes}") from error
+        raise _UsageError(f"{what}: {text}{notes}") from error
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from microtome.compat.torchstat.kinds import first, for_kinds, known
-from microtome.count import torchstat
+from microtome.flops.conventions import torchstat
 
 
 def compute_flops(module: nn.Module, inp: Any, out: Any) -> int:

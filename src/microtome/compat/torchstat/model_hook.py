@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from microtome.compat.overrides import refuse_overrides
+from microtome.compat.subclass_checks import refuse_overrides
 from microtome.compat.torchstat.kinds import Misuse, first, warn_caller
-from microtome.count import torchstat
 from microtome.engine import Call, Probe, Session, tensors_in
-from microtome.engine.select import check_model, named
-from microtome.engine.standin import stand_in
+from microtome.engine.meta_run import stand_in
+from microtome.engine.selectors import check_model, named
 from microtome.engine.torch_internals import own_parameters
+from microtome.flops.conventions import torchstat
 from microtome.inputs import Inputs
 from microtome.units import shape
 
@@ -27,7 +27,7 @@ _MB = 1024**2
 _NOT_RUN = (0, 0, 0)
 
 
-class _Run(NamedTuple):
+class _ModelRun(NamedTuple):
     """What one call of a module did. Of one that has children, only the shapes."""
 
     input_shape: tuple[int, ...]
@@ -123,7 +123,9 @@ def _sizes(input_size: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _modules(model: nn.Module, runs: dict[str, list[_Run]], seconds: dict[str, float]) -> OrderedDict[str, ModuleStat]:
+def _modules(
+    model: nn.Module, runs: dict[str, list[_ModelRun]], seconds: dict[str, float]
+) -> OrderedDict[str, ModuleStat]:
     seen: set[int] = set()
     modules: OrderedDict[str, ModuleStat] = OrderedDict()
     for path, module in named(model):
@@ -153,7 +155,7 @@ class _Counter(Probe):
     """Counts what each call of a leaf does."""
 
     def __init__(self) -> None:
-        self.runs: dict[str, list[_Run]] = {}
+        self.runs: dict[str, list[_ModelRun]] = {}
         self._unknown: dict[str, tuple[str, ...]] = {}
         self._failed = False
 
@@ -162,11 +164,11 @@ class _Counter(Probe):
         assert module is not None
         self.runs.setdefault(call.path, []).append(self._run(module, first((args, kwargs)), output))
 
-    def _run(self, module: nn.Module, x: Tensor | None, output: Any) -> _Run:
+    def _run(self, module: nn.Module, x: Tensor | None, output: Any) -> _ModelRun:
         out = first(output)
         shapes = _shape(x), _shape(out)
         if not _is_leaf(module):
-            return _Run(*shapes)
+            return _ModelRun(*shapes)
         # There is one image: a first size other than 1 is of windows or frames, all of them that image's.
         flops, madds = torchstat.flops(module, x, out), torchstat.madds(module, x, out, batch=1)
         memory = torchstat.memory(module, x, out, batch=1)
@@ -176,7 +178,7 @@ class _Counter(Probe):
         read, written = memory or (0, 0)
         size = 0 if x is None else x.element_size()
         nbytes = sum(tensor.nbytes for tensor in tensors_in(output))
-        return _Run(*shapes, nbytes, madds or 0, flops or 0, read * size, written * size)
+        return _ModelRun(*shapes, nbytes, madds or 0, flops or 0, read * size, written * size)
 
     def fail(self, call: Call, error: BaseException) -> None:
         if not self._failed:  # the innermost is told first

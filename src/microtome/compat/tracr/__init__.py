@@ -4,9 +4,9 @@ The layers of a model are numbered in the order they run. An edge runs it up to 
 and together they give what the model gives, bit for bit; where that cannot be, they say why.
 """
 
-from microtome.compat.tracr.early import EarlyOutput, HookExitException
+from microtome.compat.tracr.early_output import EarlyOutput, HookExitException
 from microtome.compat.tracr.hooks import create_forward_posthook, create_forward_prehook
-from microtome.compat.tracr.wrapped import WrappedModel
+from microtome.compat.tracr.wrapped_model import WrappedModel
 
 __all__ = [
     "EarlyOutput",

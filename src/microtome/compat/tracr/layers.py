@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from microtome.profile import Profile, Row
+from microtome.results.profile import Profile
+from microtome.results.rows import Row
 
 _NAMES = frozenset(
     {

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Stopped
-from microtome.engine.structure import tensors_in
+from microtome.engine.pytree import tensors_in
 from microtome.inputs import device_of
-from microtome.profile import Profile, Row
+from microtome.results.profile import Profile
+from microtome.results.rows import Row
 
 
 class LayerRun(NamedTuple):

@@ -13,7 +13,7 @@ from torch import nn
 
 from microtome.errors import BadFile, BadInputs, BadQuery, Unsupported, said
 from microtome.files.reading import read_bytes
-from microtome.profile.measured import QUANTITIES
+from microtome.profile.measurement import QUANTITIES
 from microtome.zoo.packages import need
 from microtome.zoo.resolver import resolve
 

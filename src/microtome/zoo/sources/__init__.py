@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from microtome.zoo.sources import builtin, hf, timm, torchvision
-from microtome.zoo.sources.found import Source
+from microtome.zoo.sources.source import ModelSource
 
 #: By the word before the colon.
-SOURCES: dict[str, Source] = {"zoo": builtin, "torchvision": torchvision, "timm": timm, "hf": hf}
+SOURCES: dict[str, ModelSource] = {"zoo": builtin, "torchvision": torchvision, "timm": timm, "hf": hf}

@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 from microtome.zoo.builtin import names, parts
-from microtome.zoo.sources.found import Found
+from microtome.zoo.sources.source import FoundModel
 
 PACKAGE = "microtome"
 
 __all__ = ["PACKAGE", "find", "names"]
 
 
-def find(name: str, args: dict[str, Any]) -> Found:
+def find(name: str, args: dict[str, Any]) -> FoundModel:
     make, inputs = parts(name)
-    return Found(partial(make, **args), lambda _: inputs())
+    return FoundModel(partial(make, **args), lambda _: inputs())

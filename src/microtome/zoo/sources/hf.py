@@ -14,10 +14,10 @@ from typing import Any
 
 from microtome.errors import BadFile, BuildFailed, NoMatch, said
 from microtome.files.reading import read_json
-from microtome.zoo.operators import import_torchvision, operators_note
 from microtome.zoo.packages import installed, need
-from microtome.zoo.sources.found import Found, unknown
 from microtome.zoo.sources.hf_inputs import example
+from microtome.zoo.sources.source import FoundModel, unknown
+from microtome.zoo.torchvision_import import import_torchvision, operators_note
 
 PACKAGE = "transformers"
 
@@ -30,7 +30,7 @@ def names() -> list[str]:
     return sorted(MODEL_MAPPING_NAMES)
 
 
-def find(name: str, args: dict[str, Any]) -> Found:
+def find(name: str, args: dict[str, Any]) -> FoundModel:
     transformers = _transformers()
     with _offline():
         config = _config(transformers, name, args)
@@ -40,7 +40,7 @@ def find(name: str, args: dict[str, Any]) -> Found:
         with _offline():
             return model_class._from_config(config)  # as AutoModel.from_config does, which runs no code of a folder
 
-    return Found(make, example, operators_note())
+    return FoundModel(make, example, operators_note())
 
 
 def _transformers() -> ModuleType:

@@ -15,12 +15,12 @@ from typing import Any
 from torch import nn
 
 from microtome.errors import BuildFailed, NoMatch, NotAModule, Unsupported, said
-from microtome.importing import import_file, line_of, on_path
+from microtome.user_code import import_file, line_of, on_path
 from microtome.zoo.packages import installed
-from microtome.zoo.sources.found import Found
+from microtome.zoo.sources.source import FoundModel
 
 
-def find(place: str, name: str, args: dict[str, Any], *, meta: bool) -> Found:
+def find(place: str, name: str, args: dict[str, Any], *, meta: bool) -> FoundModel:
     """The model that a name stands for in a file or a module that can be imported from here."""
     is_file = place.endswith(".py")
     folder = Path(place).resolve().parent if is_file else Path.cwd()
@@ -40,11 +40,11 @@ def find(place: str, name: str, args: dict[str, Any], *, meta: bool) -> Found:
             raise Unsupported(f"{place}:{name} is a built {type(target).__name__}, weights included: leave out meta")
         built = target
         # A copy, since the resolver sets eval mode and loads weights.
-        return Found(lambda: copy.deepcopy(built), lambda model: _example(model, module), file=file)
+        return FoundModel(lambda: copy.deepcopy(built), lambda model: _example(model, module), file=file)
     if not callable(target):
         raise NotAModule(f"{place}:{name} is a {type(target).__name__}: name an nn.Module class, or what returns one")
     _check_arguments(f"{place}:{name}", target, args)
-    return Found(make, lambda model: _example(model, module), file=file)
+    return FoundModel(make, lambda model: _example(model, module), file=file)
 
 
 def exists(place: str) -> bool:

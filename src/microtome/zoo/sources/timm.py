@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from microtome.zoo.operators import import_torchvision, operators_note
 from microtome.zoo.packages import need
-from microtome.zoo.sources.found import Found, unknown
+from microtome.zoo.sources.source import FoundModel, unknown
+from microtome.zoo.torchvision_import import import_torchvision, operators_note
 
 PACKAGE = "timm"
 
@@ -20,7 +20,7 @@ def names() -> list[str]:
     return known
 
 
-def find(name: str, args: dict[str, Any]) -> Found:
+def find(name: str, args: dict[str, Any]) -> FoundModel:
     timm = _timm()
     # Of the names that timm takes, those with a prefix such as hf-hub: would download.
     if not timm.is_model(name):
@@ -29,7 +29,7 @@ def find(name: str, args: dict[str, Any]) -> Found:
     def example(model: nn.Module) -> torch.Tensor:
         return torch.randn(1, *timm.data.resolve_model_data_config(model, args=args)["input_size"])
 
-    return Found(lambda: timm.create_model(name, **({"pretrained": False} | args)), example, operators_note())
+    return FoundModel(lambda: timm.create_model(name, **({"pretrained": False} | args)), example, operators_note())
 
 
 def _timm() -> ModuleType:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from microtome.inputs import Inputs
-from microtome.zoo.operators import import_torchvision, operators_note
-from microtome.zoo.sources.found import Found, unknown
+from microtome.zoo.sources.source import FoundModel, unknown
+from microtome.zoo.torchvision_import import import_torchvision, operators_note
 
 PACKAGE = "torchvision"
 
@@ -21,7 +21,7 @@ def names() -> list[str]:
     return known
 
 
-def find(name: str, args: dict[str, Any]) -> Found:
+def find(name: str, args: dict[str, Any]) -> FoundModel:
     models = import_torchvision().models
     if name not in models.list_models():
         raise unknown("torchvision", name, models.list_models())
@@ -30,7 +30,7 @@ def find(name: str, args: dict[str, Any]) -> Found:
     notes = operators_note()
     if kind == "detection" and not hasattr(torch.ops.torchvision, "roi_align"):
         notes += (f"{name} stops where it reaches a compiled operator of torchvision: they are missing",)
-    return Found(
+    return FoundModel(
         lambda: builder(**(_defaults(builder) | args)),
         lambda model: _example(kind, model, models.get_model_weights(name)),
         notes,

@@ -1,0 +1,1 @@
+"""Attention weights of any model."""

@@ -1,0 +1,157 @@
+"""Which tensors are scores: made of a product of batched matrices by elementwise operators, views, copies and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from microtome.engine import Call
+from microtome.engine.probes import AnyOp
+from microtome.engine.torch_internals import OpOverload, schema_of, storage_id
+
+
+class Role(Enum):
+    """What an operator does to scores."""
+
+    PRODUCT = auto()  # makes them
+    MIX = auto()  # mixes heads, if it multiplies scores by a parameter
+    COPY = auto()
+    PASS = auto()
+    SOFTMAX = auto()
+    FUSED = auto()  # hides them
+    NONE = auto()
+
+
+class ScoreKind(Enum):
+    SCORES = auto()
+    WEIGHTS = auto()  # after the softmax
+    PARAMETER = auto()  # of the model; or a buffer
+
+
+class Origin(NamedTuple):
+    """What some memory holds.
+
+    Attributes:
+        call: The call that made the product.
+        keys: The length of the product's rows.
+        mixed: Whether it was multiplied by a parameter since, as talking heads are.
+        memory: Held weakly. While it is, no other memory has its address.
+    """
+
+    kind: ScoreKind
+    call: Call | None = None
+    keys: int = 0
+    mixed: bool = False
+    memory: StorageWeakRef | None = None
+
+    def are_scores(self, shape: torch.Size) -> bool:
+        """Whether a softmax over the last dimension of what has this shape makes weights, not a classifier's output."""
+        return self.kind is ScoreKind.SCORES and len(shape) > 2 and (not self.mixed or self.keys == shape[-1])
+
+
+_ROLES = {
+    Role.PRODUCT: "bmm baddbmm",
+    Role.MIX: "mm addmm convolution",
+    Role.COPY: "_to_copy clone",
+    Role.SOFTMAX: "_softmax _safe_softmax",
+    Role.PASS: "copy copy_ masked_fill_ masked_scatter masked_scatter_ cat stack constant_pad_nd tril tril_ triu triu_ "
+    "index index_select index_put index_put_ gather scatter scatter_ slice_scatter select_scatter repeat roll flip "
+    "native_dropout",
+}
+_BY_NAME = {f"aten::{name}": role for role, names in _ROLES.items() for name in names.split()}
+_roles: dict[Any, Role] = {}
+
+
+def role_of(func: AnyOp) -> Role:
+    role = _roles.get(func)
+    if role is None:
+        role = _roles[func] = _find_role(func)
+    return role
+
+
+def _find_role(func: AnyOp) -> Role:
+    name = schema_of(func).name if isinstance(func, OpOverload) else str(func)
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if isinstance(func, OpOverload) and torch.Tag.pointwise in func.tags:
+        return Role.PASS
+    return Role.FUSED if "attention" in name or "attn" in name else Role.NONE
+
+
+class Origins:
+    """What is known of the memory of one run. Views need no care: they have the memory of what they are views of."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Origin] = {}
+        self._parameters: set[int] = set()
+
+    def begin(self, root: torch.nn.Module | None) -> None:
+        """Forget the run before. The root holds the parameters."""
+        self._known.clear()
+        held = () if root is None else (*root.parameters(), *root.buffers())
+        self._parameters = {address for tensor in held if (address := _address(tensor)) is not None}
+
+    def of(self, tensor: Any) -> Origin | None:
+        address = _address(tensor) if isinstance(tensor, Tensor) else None
+        if address is None:
+            return None
+        return self._known.get(address) or (_PARAMETER if address in self._parameters else None)
+
+    def mark(self, tensor: Tensor, origin: Origin) -> None:
+        address = _address(tensor)
+        if address is not None:
+            self._known[address] = origin._replace(memory=StorageWeakRef(tensor.untyped_storage()))
+
+    def follow(self, role: Role, call: Call, args: tuple[Any, ...], output: Any) -> None:
+        """Mark what an operator made."""
+        output = output[0] if isinstance(output, tuple | list) else output
+        if not isinstance(output, Tensor):
+            return
+        if role in (Role.PRODUCT, Role.MIX):
+            origin = self._of_product(role, call, args, output)
+        else:
+            known = [found for tensor in _tensors(args) if (found := self.of(tensor)) is not None]
+            origin = next((found for found in known if found.kind is ScoreKind.SCORES), None)
+            origin = origin or next((found for found in known if found.kind is ScoreKind.WEIGHTS), None)
+            origin = origin or (known[0] if known and role is Role.COPY else None)
+        if origin is not None:
+            self.mark(output, origin)
+
+    def _of_product(self, role: Role, call: Call, args: tuple[Any, ...], output: Tensor) -> Origin | None:
+        """Scores, but where the second factor is a parameter: that is a layer, which may mix the heads of scores.
+
+        Weights times values are no scores.
+        """
+        factors = [tensor for tensor in args if isinstance(tensor, Tensor)]
+        factors = factors[:2] if role is Role.MIX and len(args) > 3 else factors[-2:]  # a convolution's bias is last
+        first, second = map(self.of, factors)
+        if second is not None and second.kind is ScoreKind.PARAMETER:
+            return first._replace(mixed=True) if first is not None and first.kind is ScoreKind.SCORES else None
+        if role is Role.MIX or any(found is not None and found.kind is ScoreKind.WEIGHTS for found in (first, second)):
+            return None
+        return Origin(ScoreKind.SCORES, call, output.shape[-1])
+
+
+_PARAMETER = Origin(ScoreKind.PARAMETER)
+
+
+def _tensors(args: tuple[Any, ...]) -> Iterable[Any]:
+    for value in args:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _address(tensor: Tensor) -> int | None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    try:
+        return storage_id(tensor)
+    except (NotImplementedError, RuntimeError):  # a wrapper around another tensor
+        return None

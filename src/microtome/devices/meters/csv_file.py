@@ -1,0 +1,136 @@
+"""An external meter that writes its readings to a CSV file.
+
+The first line names the columns; others than these are left alone::
+
+    time_s,watts            or            time_s,joules
+    1700000000.0,41.5                     1700000000.0,120.25
+    1700000001.0,44.0                     1700000001.0,163.0
+
+`time_s` is the time of day in seconds since 1970 (`time.time`), or that of `time.perf_counter` with `clock="perf"`,
+which on Linux is the same in every process of a machine. `joules` is a counter; `watts` is summed up by trapezoids.
+Where both are there, `joules` is taken. The file may still grow: a last line without its end is left for later.
+"""
+
+from __future__ import annotations
+
+import csv
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from microtome.devices.meters.base import Log, MeterReading, finite, read_raw
+from microtome.errors import SensorFailed, said
+
+
+@dataclass(frozen=True)
+class Point:
+    """A line of the file: its number, its time, and the joules from the first line to here."""
+
+    line: int
+    time_s: float
+    joules: float
+
+
+class CsvMeter(Log):
+    """The file of an external meter.
+
+    Args:
+        path: The file.
+        clock: What its times are: "unix", the time of day, or "perf", `time.perf_counter`.
+        gap_s: Lines further apart than this are a hole, over which nothing is known.
+    """
+
+    name = "csv"
+
+    def __init__(self, path: str | Path, clock: Literal["unix", "perf"] = "unix", gap_s: float = 5.0) -> None:
+        self._path = Path(path)
+        self._clock = clock
+        self._gap_s = gap_s
+        self.what = f"external meter, {self._path}"
+        self.read()
+
+    def read(self) -> MeterReading:
+        """The last line so far, which is older than now."""
+        last = self._points()[-1]
+        return MeterReading(last.time_s - self._offset_s(), joules=last.joules)
+
+    def between(self, start_s: float, end_s: float) -> float:
+        offset_s = self._offset_s()
+        points = self._points()
+        start, end = start_s + offset_s, end_s + offset_s
+        if start < points[0].time_s or end > points[-1].time_s:
+            raise SensorFailed(
+                f"{self._path} covers {points[0].time_s} to {points[-1].time_s}, not {start} to {end}:"
+                " the meter must log from before the block until after it, on the same clock"
+            )
+        for before, after in pairwise(points):
+            if after.time_s - before.time_s > self._gap_s and before.time_s < end and after.time_s > start:
+                raise SensorFailed(
+                    f"{self._path}, line {after.line}: nothing was logged for {after.time_s - before.time_s:.3g} s,"
+                    f" more than {self._gap_s:g} s"
+                )
+        return self._at(points, end) - self._at(points, start)
+
+    def _at(self, points: list[Point], time_s: float) -> float:
+        """The joules until a time, on a straight line between two points."""
+        place = min(bisect_right(points, time_s, key=lambda point: point.time_s), len(points) - 1)
+        before, after = points[place - 1], points[place]
+        part = (time_s - before.time_s) / (after.time_s - before.time_s)
+        return before.joules + part * (after.joules - before.joules)
+
+    def _offset_s(self) -> float:
+        """What the file's clock is ahead of `time.perf_counter`."""
+        return 0.0 if self._clock == "perf" else time.time() - time.perf_counter()
+
+    def _points(self) -> list[Point]:
+        points = list(self._parsed())
+        if len(points) < 2:
+            raise SensorFailed(f"{self._path} holds {len(points)} readings so far; two are needed at least")
+        return points
+
+    def _parsed(self) -> Iterator[Point]:
+        try:
+            yield from self._rows()
+        except csv.Error as error:
+            raise SensorFailed(f"{self._path} cannot be read as CSV: {said(error)}") from error
+
+    def _rows(self) -> Iterator[Point]:
+        rows = csv.reader(self._lines())
+        header = [name.strip() for name in next(rows, [])]
+        column = "joules" if "joules" in header else "watts"
+        if not {"time_s", column} <= set(header):
+            raise SensorFailed(f"{self._path}: its columns are {header}, not time_s and watts or joules")
+        last: Point | None = None
+        watts = 0.0
+        for row in filter(None, rows):
+            where = f"{self._path}, line {rows.line_num}"
+            time_s = _cell(row, header.index("time_s"), f"{where}: time_s")
+            value = _cell(row, header.index(column), f"{where}: {column}")
+            if last is not None and time_s <= last.time_s:
+                raise SensorFailed(f"{where}: time goes from {last.time_s} to {time_s}, not forwards")
+            if column == "watts":
+                joules = 0.0 if last is None else last.joules + (value + watts) / 2 * (time_s - last.time_s)
+                watts = value
+            elif last is not None and value < last.joules:
+                raise SensorFailed(f"{where}: the counter goes backwards, from {last.joules} to {value} J")
+            else:
+                joules = value
+            last = Point(rows.line_num, time_s, finite(joules, f"{where}: joules until here"))
+            yield last
+
+    def _lines(self) -> list[str]:
+        lines = read_raw(self._path).splitlines(keepends=True)
+        return lines if not lines or lines[-1].endswith("\n") else lines[:-1]
+
+
+def _cell(row: list[str], place: int, of: str) -> float:
+    text = row[place].strip() if place < len(row) else ""
+    try:
+        number = float(text)
+    except ValueError:
+        raise SensorFailed(f"{of} is {text!r}, which is no number") from None
+    return finite(number, of)

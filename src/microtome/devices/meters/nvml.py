@@ -1,0 +1,119 @@
+"""NVIDIA GPUs, through NVML: the total-energy counter, or the power draw where a GPU has no counter.
+
+The counter moves in steps (100 ms on an H200), and a reading takes milliseconds: only blocks that are long against that
+are worth reading. The power draw of newer GPUs is a mean over the last second.
+"""
+
+from __future__ import annotations
+
+import time
+from importlib import import_module
+from typing import Any
+
+from microtome.devices.meters.base import Meter, MeterReading, Missing, finite
+from microtome.errors import SensorFailed, said
+
+
+class Nvml(Meter):
+    """One GPU.
+
+    Attributes:
+        index: The GPU's number in NVML, which does not know of CUDA_VISIBLE_DEVICES.
+        uuid: The same in NVML and CUDA.
+    """
+
+    name = "nvml"
+
+    def __init__(self, pynvml: Any, index: int) -> None:
+        self._pynvml = pynvml
+        self._broken = ""
+        self._first_mj = self._last_mj = 0.0
+        pynvml.nvmlInit()  # counted by NVML: one for each source, given back by close
+        self._open = True
+        try:
+            self.index = index
+            self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            self.uuid = _text(pynvml.nvmlDeviceGetUUID(self._handle))
+            self.what = f"GPU {index} {_text(pynvml.nvmlDeviceGetName(self._handle))}"
+            self._choose()
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self) -> MeterReading:
+        if self.kind == "power":
+            watts = self._ask("nvmlDeviceGetPowerUsage") / 1000
+            return MeterReading(time.perf_counter(), watts=watts)
+        if self._broken:
+            raise SensorFailed(self._broken)
+        now_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        if now_mj < self._last_mj:
+            # For good: what was counted meanwhile is lost.
+            self._broken = f"the energy counter of {self.what} went backwards, from {self._last_mj} to {now_mj} mJ"
+            raise SensorFailed(self._broken)
+        self._last_mj = now_mj
+        return MeterReading(time.perf_counter(), joules=(now_mj - self._first_mj) / 1000)
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._pynvml.nvmlShutdown()
+
+    def _choose(self) -> None:
+        try:
+            self._first_mj = self._last_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+            self.kind = "counter"
+        except SensorFailed:
+            self._ask("nvmlDeviceGetPowerUsage")
+            self.kind, self.every_s = "power", 0.05
+
+    def _ask(self, question: str) -> float:
+        if not self._open:
+            raise SensorFailed(f"{self.what} has been closed")
+        try:
+            answer = getattr(self._pynvml, question)(self._handle)
+        except self._pynvml.NVMLError as error:
+            raise SensorFailed(f"{question} of {self.what}: {said(error)}") from error
+        if not isinstance(answer, int):
+            raise SensorFailed(f"{question} of {self.what} says {answer!r}, which is no number")
+        return finite(answer, f"{question} of {self.what}")
+
+
+def find() -> tuple[list[Meter], list[Missing]]:
+    """One source for each GPU, and why others have none."""
+    try:
+        pynvml: Any = import_module("pynvml")
+    except ImportError as error:
+        fix = "with an NVIDIA GPU, pip install 'microtome[nvidia]'"
+        return [], [Missing(Nvml.name, f"the package nvidia-ml-py is not there ({said(error)})", fix)]
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        fix = "it needs an NVIDIA GPU and its driver; see whether `nvidia-smi` works"
+        return [], [Missing(Nvml.name, f"NVML does not start: {said(error)}", fix)]
+    try:
+        return _gpus(pynvml)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpus(pynvml: Any) -> tuple[list[Meter], list[Missing]]:
+    sources: list[Meter] = []
+    missing: list[Missing] = []
+    try:
+        number = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError as error:
+        return [], [Missing(Nvml.name, f"NVML cannot count the GPUs: {said(error)}", "see whether `nvidia-smi` works")]
+    for index in range(number):
+        try:
+            sources.append(Nvml(pynvml, index))
+        except (SensorFailed, pynvml.NVMLError) as error:
+            reason = str(error) if isinstance(error, SensorFailed) else f"GPU {index}: {said(error)}"
+            missing.append(Missing(Nvml.name, reason, "see what `nvidia-smi -q -d POWER` says"))
+    if not sources and not missing:
+        missing.append(Missing(Nvml.name, "NVML sees no GPU", "see whether `nvidia-smi` lists one"))
+    return sources, missing
+
+
+def _text(text: str | bytes) -> str:
+    return text.decode(errors="replace") if isinstance(text, bytes) else text

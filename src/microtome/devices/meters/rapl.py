@@ -1,0 +1,129 @@
+"""The energy counters of Intel and AMD processors, through Linux's powercap.
+
+A tree of domains, each a folder: `intel-rapl:0` is a package or the whole platform (psys), `intel-rapl:0:1` a part of
+it. They overlap: core and uncore lie inside their package, and psys around everything; dram lies beside the package.
+What is summed is each package once and each dram once, or psys where there is no package. `intel-rapl-mmio:0` is a
+second door to a package and is left alone.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from pathlib import Path
+
+from microtome.devices.meters.base import Meter, MeterReading, Missing, read_text, read_whole
+from microtome.errors import SensorFailed
+
+ROOT = Path("/sys/class/powercap")
+
+#: No package or memory draws more: what looks like more is a counter that jumped or was set back.
+MOST_WATTS = 10_000.0
+#: The counters move in steps of about a millisecond; this much is always let through.
+SLACK_S = 0.1
+
+DOOR = "another source of energy is needed: an external meter's CSV file works everywhere"
+
+
+class Domain:
+    """One counter, with its wrap-arounds undone.
+
+    The counter's width is not a whole number of microjoules, so each wrap-around is right to one step of it (61 uJ).
+    """
+
+    def __init__(self, folder: Path, now_s: float) -> None:
+        self.name = read_text(folder / "name")
+        self.range_uj = read_whole(folder / "max_energy_range_uj")
+        self._file = folder / "energy_uj"
+        self._last_uj = self._raw()
+        self._last_s = now_s
+        self._broken = ""
+        self.total_uj = 0
+
+    def update(self, now_s: float) -> int:
+        """The microjoules since the domain was opened."""
+        if self._broken:
+            raise SensorFailed(self._broken)
+        raw = self._raw()
+        step = raw - self._last_uj
+        if step < 0:
+            step += self.range_uj
+        if step > MOST_WATTS * 1e6 * (now_s - self._last_s + SLACK_S):
+            # For good: what was counted meanwhile is lost, and time alone would make the step look possible.
+            way = "went backwards" if raw < self._last_uj else "jumped"
+            self._broken = (
+                f"{self._file} {way} from {self._last_uj} to {raw} within {now_s - self._last_s:.3g} s,"
+                f" more than {MOST_WATTS / 1000:g} kW could do"
+            )
+            raise SensorFailed(self._broken)
+        self._last_uj, self._last_s = raw, now_s
+        self.total_uj += step
+        return self.total_uj
+
+    def _raw(self) -> int:
+        raw = read_whole(self._file)
+        if raw > self.range_uj:
+            raise SensorFailed(f"{self._file} says {raw}, above its range of {self.range_uj}")
+        return raw
+
+
+class Rapl(Meter):
+    """The processor packages and their memory, as one counter."""
+
+    name = "rapl"
+    kind = "counter"
+    # The smallest range there is, 65 kJ, lasts 65 s at 1 kW. Missed wrap-arounds are joules lost without a trace.
+    every_s = 10.0
+
+    def __init__(self, folders: list[Path]) -> None:
+        now_s = time.perf_counter()
+        self._domains = [Domain(folder, now_s) for folder in folders]
+        self._lock = threading.Lock()
+        self.what = "CPU " + " + ".join(domain.name for domain in self._domains)
+
+    def read(self) -> MeterReading:
+        with self._lock:
+            now_s = time.perf_counter()
+            total_uj = sum(domain.update(now_s) for domain in self._domains)
+        return MeterReading(now_s, joules=total_uj / 1e6)
+
+
+def find(root: Path = ROOT) -> tuple[list[Meter], list[Missing]]:
+    """The source of this machine, or why there is none."""
+    try:
+        folders = sorted(root.iterdir())
+    except FileNotFoundError:
+        reason = f"{root} is not there: the kernel has no powercap, or this is a virtual machine or not Linux"
+        return [], [Missing(Rapl.name, reason, DOOR)]
+    except OSError as error:
+        return [], [Missing(Rapl.name, f"{root} cannot be listed: {error.strerror}", DOOR)]
+    try:
+        chosen = choose(folders)
+        if not chosen:
+            fix = f"load the module intel_rapl_msr (modprobe intel_rapl_msr), or {DOOR}"
+            return [], [Missing(Rapl.name, f"{root} holds no package and no psys", fix)]
+        return [Rapl(chosen)], []
+    except SensorFailed as error:
+        return [], [Missing(Rapl.name, str(error), _fix(error, root))]
+
+
+def choose(folders: list[Path]) -> list[Path]:
+    """The domains that do not overlap."""
+    tops = {folder.name: folder for folder in folders if re.fullmatch(r"intel-rapl:\d+", folder.name)}
+    names = {key: read_text(folder / "name") for key, folder in tops.items()}
+    packages = [key for key, name in names.items() if name.startswith("package")]
+    if not packages:
+        return [tops[key] for key, name in names.items() if name == "psys"][:1]
+    parts = [folder for folder in folders if re.fullmatch(r"intel-rapl:\d+:\d+", folder.name)]
+    memory = [part for part in parts if part.name.rpartition(":")[0] in packages and read_text(part / "name") == "dram"]
+    return [tops[key] for key in packages] + memory
+
+
+def _fix(error: SensorFailed, root: Path) -> str:
+    if isinstance(error.__cause__, PermissionError):
+        return (
+            f"run as root, or let everybody read it (chmod a+r {root}/intel-rapl:*/energy_uj), after weighing"
+            " that it is root's alone because it gives away what others compute (CVE-2020-8694)"
+        )
+    return DOOR

@@ -1,0 +1,160 @@
+"""The energy of a block of code."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from microtome.devices.meters.base import Log, Meter, MeterReading, finite
+from microtome.errors import SensorFailed, SessionError, said
+
+METHOD = {"counter": "counter, end minus start", "power": "power, sampled and integrated", "log": "log, interpolated"}
+
+
+@dataclass(frozen=True)
+class Energy:
+    """What a block took.
+
+    Attributes:
+        joules: None where it is not known.
+        seconds: From the first reading to the last.
+        method: How the joules were obtained.
+        samples: Readings that went into it; none for a log.
+        reason: Why joules is None; empty otherwise.
+    """
+
+    joules: float | None
+    seconds: float
+    method: str
+    samples: int
+    reason: str = ""
+
+
+class Window:
+    """Measures the energy of the block inside, by one source. A sensor that fails does not disturb the block.
+
+    A source that must be read often is read by a thread of its own, which ends with the block.
+
+    Args:
+        source: An open source.
+        every_s: How often to read it, instead of the source's own `every_s`.
+
+    Attributes:
+        points: When it was read, and the joules until then. Of a counter, only where it had moved.
+        reason: Why nothing is read any more; empty otherwise.
+
+    >>> from microtome.devices.meters import find
+    >>> for source in find()[0]:
+    ...     with source, Window(source) as window:
+    ...         _ = sum(range(1000))
+    ...     energy = window.energy()
+    """
+
+    def __init__(self, source: Meter, every_s: float | None = None) -> None:
+        self._source = source
+        self._every_s = source.every_s if every_s is None else every_s
+        self._thread: threading.Thread | None = None
+        self._open = self._ended = False
+
+    def __enter__(self) -> Self:
+        if self._open:
+            raise SessionError("this window is open already: take one window for each block")
+        self._open, self._ended = True, False
+        self._first: MeterReading | None = None
+        self._last: MeterReading | None = None
+        self._joules = 0.0
+        self._samples = 0
+        self.points: list[tuple[float, float]] = []
+        self.reason = ""
+        self._stop = threading.Event()
+        self._start_s = self._end_s = time.perf_counter()
+        self._sample()
+        if self._every_s is not None and not self.reason:
+            self._thread = threading.Thread(
+                target=self._run, args=(self._every_s,), name="microtome-energy", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._sample()
+        self._end_s = time.perf_counter()
+        self._open, self._ended = False, True
+
+    def energy(self) -> Energy:
+        """What the block took; asked again, a log that has grown meanwhile may know more."""
+        method = METHOD[self._source.kind]
+        if not self._ended:
+            return Energy(None, 0.0, method, 0, "the block has not ended")
+        if isinstance(self._source, Log):
+            return self._logged(self._source, method)
+        if self.reason or self._first is None or self._last is None:
+            return Energy(None, self._end_s - self._start_s, method, self._samples, self.reason)
+        seconds = self._last.time_s - self._first.time_s
+        if self._source.kind == "counter" and self._joules == 0:
+            reason = (
+                f"the counter did not move within {seconds:.3g} s: the block is too short for it, or it stands still"
+            )
+            return Energy(None, seconds, method, self._samples, reason)
+        return Energy(self._joules, seconds, method, self._samples)
+
+    def _logged(self, source: Log, method: str) -> Energy:
+        seconds = self._end_s - self._start_s
+        try:
+            return Energy(source.between(self._start_s, self._end_s), seconds, method, 0)
+        except SensorFailed as error:
+            return Energy(None, seconds, method, 0, str(error))
+
+    def _run(self, every_s: float) -> None:
+        while not self.reason and not self._stop.wait(every_s):
+            self._sample()
+
+    def _sample(self) -> None:
+        """One reading, added up; the first failure is kept and ends it."""
+        if self.reason or isinstance(self._source, Log):
+            return
+        try:
+            self._add(self._source.read())
+        except SensorFailed as error:
+            self.reason = str(error)
+        except Exception as error:  # noqa: BLE001  in a thread it would be lost, and the sum would be a guess
+            self.reason = f"reading {self._source.what} failed: {said(error)}"
+
+    def _add(self, now: MeterReading) -> None:
+        step = 0.0
+        if self._last is not None:
+            step = _step(self._last, now, self._source)
+            self._joules += step
+        else:
+            self._first = now
+        if step or self._source.kind == "power":
+            self.points.append((now.time_s, self._joules))
+        self._last = now
+        self._samples += 1
+
+
+def _step(last: MeterReading, now: MeterReading, source: Meter) -> float:
+    """The joules between two readings."""
+    if not now.time_s >= last.time_s:
+        raise SensorFailed(f"the time of {source.what} went backwards, from {last.time_s} to {now.time_s}")
+    if source.kind == "power":
+        return (_said(last.watts, source) + _said(now.watts, source)) / 2 * (now.time_s - last.time_s)
+    step = _said(now.joules, source) - _said(last.joules, source)
+    if step < 0:
+        raise SensorFailed(f"the counter of {source.what} went backwards, from {last.joules} to {now.joules} J")
+    return step
+
+
+def _said(number: float | None, source: Meter) -> float:
+    if number is None:
+        raise SensorFailed(f"{source.what} gave a reading without the {source.kind} that it is for")
+    return finite(number, f"a reading of {source.what}")

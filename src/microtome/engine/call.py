@@ -1,0 +1,161 @@
+"""The nouns: a site (a module and its path), a call (one run of it), a run (an outermost call and all inside it)."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+
+from torch import nn
+
+from microtome.results.trace import Phase
+
+_start = attrgetter("_start")
+#: The end of a call that is still open: larger than any number that autograd gives to a node made in a forward.
+_OPEN = (1 << 64) - 1
+
+
+class Site:
+    """A module as a session knows it: its path, and the module itself, held weakly.
+
+    Autograd nodes keep sites alive, and Python's collector cannot see into them: a strong reference to the module would
+    leak every model that stores one of its own outputs.
+    """
+
+    __slots__ = ("path", "ref")
+
+    def __init__(self, path: str, module: nn.Module, when_gone: Callable[[object], object] | None = None) -> None:
+        self.path = path
+        self.ref = weakref.ref(module, when_gone)
+
+    def contains(self, other: Site) -> bool:
+        """Whether the other module lies strictly below this one."""
+        return other is not self and (not self.path or other.path.startswith(self.path + "."))
+
+
+class Call:
+    """One run of one module. Read it; do not change it.
+
+    Attributes:
+        index: How many times the module had run before in the same outermost call.
+        parent: The call that contains this one, or None for an outermost call.
+        phase: `"forward"`, or `"recompute"` for a forward that runs inside a backward, as checkpointing does.
+    """
+
+    __slots__ = ("_end", "_site", "_start", "index", "parent", "phase")
+
+    def __init__(self, site: Site, index: int, parent: Call | None, phase: Phase, start: int) -> None:
+        self._site = site
+        self.index = index
+        self.parent = parent
+        self.phase = phase
+        # The autograd nodes made while the call ran have sequence numbers in [start, end) of the thread that ran it.
+        self._start = start
+        self._end = _OPEN
+
+    @property
+    def path(self) -> str:
+        """The module's path as `named_modules()` gives it; `""` for the root."""
+        return self._site.path
+
+    @property
+    def address(self) -> str:
+        """The path and, from the second run on, the index: `block`, `block#1`.
+
+        Results, which know whether the module ran again, give the first of several calls as `block#0`.
+        """
+        return f"{self.path}#{self.index}" if self.index else self.path
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that ran, or None if it no longer exists."""
+        return self._site.ref()
+
+    @property
+    def depth(self) -> int:
+        """How many calls contain this one."""
+        return len(self.stack) - 1
+
+    @property
+    def stack(self) -> tuple[Call, ...]:
+        """The calls from the outermost to this one."""
+        chain: list[Call] = []
+        call: Call | None = self
+        while call is not None:
+            chain.append(call)
+            call = call.parent
+        return tuple(reversed(chain))
+
+    def __repr__(self) -> str:
+        return f"<Call {self.address!r} {self.phase}>"
+
+
+class Run:
+    """An outermost call in one thread and everything inside it.
+
+    Attributes:
+        thread: The key of the thread that it runs in.
+        outer: The run that this one interrupted in the same thread (a backward inside a forward), or None.
+        task: The autograd graph task inside which the run began; -1 outside any backward.
+        base: The call that the run's outermost call hangs under; None but for a recomputation.
+        start: The sequence number of the first autograd node that the run can have made.
+        open: The calls now running, outermost first; never empty while it is its thread's run.
+        counts: How many calls each site has had.
+        calls: In the order they began, the calls since the first autograd node was made and those then open.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_firsts",
+        "base",
+        "calls",
+        "counts",
+        "open",
+        "outer",
+        "phase",
+        "start",
+        "task",
+        "thread",
+    )
+
+    def __init__(self, thread: int, outer: Run | None, task: int, base: Call | None, start: int) -> None:
+        self.thread = thread
+        self.outer = outer
+        self.task = task
+        self.base = base
+        self.start = start
+        self.phase: Phase = "forward" if task == -1 else "recompute"
+        self.open: list[Call] = []
+        self.counts: dict[Site, int] = {}
+        self.calls: list[Call] = []
+        self._firsts: dict[str, Call] = {}
+
+    def made(self, number: int) -> bool:
+        """Whether the node with this sequence number was made by this run, if it was made in this run's thread."""
+        return bool(self.calls) and self.start <= number < self.calls[0]._end
+
+    def first_call(self, paths: Iterable[str]) -> Call | None:
+        """The first call of the modules at these paths; for one that never ran, of the nearest above it that did."""
+        if self.open or not self._firsts:
+            self._firsts = {call.path: call for call in reversed(self.calls)}
+        calls = [call for path in paths if (call := self._nearest(path)) is not None]
+        return min(calls, key=_start, default=None)
+
+    def _nearest(self, path: str) -> Call | None:
+        while path and path not in self._firsts:
+            path = path.rpartition(".")[0]
+        return self._firsts.get(path)
+
+    def call_after(self, site: Site, number: int) -> Call | None:
+        """The site's first call after the node with this sequence number was made."""
+        later = self.calls[bisect_right(self.calls, number, key=_start) :]
+        return next((call for call in later if call._site is site), None)
+
+    def owner(self, number: int) -> Call | None:
+        """The innermost call that was running when the node with this sequence number was made."""
+        at = bisect_right(self.calls, number, key=_start) - 1
+        call = self.calls[at] if at >= 0 else None
+        while call is not None and call._end <= number:
+            call = call.parent if call.parent is not self.base else None
+        return call

@@ -1,0 +1,312 @@
+"""Which modules a session looks at, and what they are called."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microtome.addresses import no_path
+from microtome.engine.call import Site
+from microtome.engine.selectors import Selector, check_model, named, names, select
+from microtome.engine.torch_internals import MODULE_CALL
+from microtome.errors import BadSelector, NoMatch, Unsupported
+
+_Children = tuple[tuple[str, ...], tuple[int, ...]]
+_Seen = tuple[weakref.ref[nn.Module], _Children]
+
+
+class ModuleIndex(ABC):
+    """The modules of a session, also those added, moved or removed while it is open.
+
+    `by_id` knows most of them. `find` is asked about the others, and `begin` before each run.
+
+    Attributes:
+        others: Modules that were found not to be of the session, by id.
+        looks: How often the modules were looked through because they had changed.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Site] = {}
+        self.looks = 0
+        self._lock = threading.RLock()
+        self._registered = False
+        # The children of each module when last looked at; and for modules that began a run, of all from it down.
+        self._seen: dict[int, _Seen] = {}
+        self._shapes: dict[int, list[_Seen]] = {}
+        # Like the sites, these are forgotten when they are gone: an id may come again.
+        self.others: dict[int, weakref.ref[nn.Module]] = {}
+        # Which sites hold which parameter, as of one graph task.
+        self._holders: dict[int, list[Site]] = {}
+        self._holders_task: int | None = None
+
+    def registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        """Told by torch whenever a module gets a child."""
+        if id(parent) in self._seen:
+            self._registered = True
+            self.others.clear()
+
+    def find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
+        """The site of a module that `by_id` does not know, called by another or by nobody; None if it is not ours."""
+        with self._lock:
+            if _is_replica(module):
+                return next((site for site in list(self.by_id.values()) if _same_hooks(site, module)), None)
+            site = self._find(module, caller)
+            if site is None:
+                self.others[id(module)] = weakref.ref(module, _forget(id(module), self.others))
+            return site
+
+    def begin(self, module: nn.Module, site: Site) -> Site | None:
+        """The site of a module that begins a run, after a look at what is below it."""
+        if _is_replica(module) or (not self._registered and self._resolves(module, site) and not self._changed(module)):
+            return site
+        with self._lock:
+            self._look(module)
+            return self.by_id.get(id(module))
+
+    def _changed(self, module: nn.Module) -> bool:
+        """Whether any module from this one down has gained, lost or moved a child since the last look."""
+        shape = self._shapes.get(id(module))
+        if shape is None:
+            below = [id(module)]
+            reached = set(below)
+            for key in below:
+                fresh = [child for child in self._seen[key][1][1] if child in self._seen and child not in reached]
+                below.extend(fresh)
+                reached.update(fresh)
+            # One that had no children can get one only through torch's own functions, which tell us.
+            shape = self._shapes[id(module)] = [self._seen[key] for key in below if self._seen[key][1][0]]
+        return any((parent := ref()) is None or _children(parent) != before for ref, before in shape)
+
+    def _add(self, path: str, module: nn.Module) -> None:
+        self.by_id[id(module)] = Site(path, module, _forget(id(module), self.by_id, self._seen, self._shapes))
+
+    def _looked(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._seen.update((id(module), (weakref.ref(module), _children(module))) for _, module in modules)
+        self.looks += 1
+        self._registered = False
+        self._shapes.clear()
+        self.others.clear()
+        self._holders_task = None
+
+    def holding(self, parameter: Tensor, task: int) -> list[str]:
+        """The paths of the modules that hold a parameter as their own: several, where it is tied."""
+        if self._holders_task != task:
+            self._holders_task, self._holders = task, {}
+            for site in list(self.by_id.values()):
+                module = site.ref()
+                for held in () if module is None else module._parameters.values():
+                    self._holders.setdefault(id(held), []).append(site)
+        return [site.path for site in self._holders.get(id(parameter), ())]
+
+    @abstractmethod
+    def _find(self, module: nn.Module, caller: nn.Module | None) -> Site | None: ...
+    @abstractmethod
+    def _resolves(self, module: nn.Module, site: Site) -> bool: ...
+    @abstractmethod
+    def _look(self, module: nn.Module) -> None: ...
+    @abstractmethod
+    def module_of(self, path: str) -> nn.Module: ...
+    @abstractmethod
+    def paths_of(self, module: nn.Module) -> tuple[str, ...]: ...
+
+
+class ModelIndex(ModuleIndex):
+    """The modules of one model, or those that a selector names, and the root."""
+
+    def __init__(self, model: nn.Module, at: Selector | None = None) -> None:
+        super().__init__()
+        self._model = model
+        self._at = at
+        self._look(model)
+
+    def _look(self, module: nn.Module) -> None:
+        modules = dict(named(self._model))
+        refuse_script(modules.items())
+        chosen = modules if self._at is None else {"": self._model, **self._chosen()}
+        gone = self.by_id.keys() - {id(module) for module in chosen.values()}
+        for path, module in chosen.items():
+            if id(module) in self.by_id:
+                self.by_id[id(module)].path = path
+            else:
+                self._add(path, module)
+        for key in gone:
+            self.by_id.pop(key, None)
+        self._looked(modules.items())
+        for path in modules.keys() - chosen.keys():
+            key = id(modules[path])
+            self.others[key] = weakref.ref(modules[path], _forget(key, self.others, self._seen))
+
+    def _chosen(self) -> dict[str, nn.Module]:
+        try:
+            return select(self._model, self._at or ())
+        except NoMatch:
+            if not self.looks:
+                raise
+            return {}  # they have left the model
+
+    def _find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
+        ours = self._model if self._registered else caller
+        if ours is not None and any(module is other for _, other in named(ours)):
+            self._look(module)
+        return self.by_id.get(id(module))
+
+    def _resolves(self, module: nn.Module, site: Site) -> bool:
+        return _descend(self._model, site.path) is module
+
+    def module_of(self, path: str) -> nn.Module:
+        return _module_at(self._model, path, path)
+
+    def paths_of(self, module: nn.Module) -> tuple[str, ...]:
+        check_model(module)
+        paths = tuple(path for path, other in names(self._model) if other is module)
+        if not paths:
+            raise NoMatch(f"the {type(module).__name__} is not part of the model; was the model copied?")
+        return paths
+
+
+class ProcessIndex(ModuleIndex):
+    """Every module that runs in the process. A path begins with the class name of the outermost module that holds it.
+
+    A second root of the same class is called `Net@2`, a third `Net@3`. A module that first ran alone and later inside
+    another takes its name from the larger one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._roots: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+        self._counts: Counter[str] = Counter()
+
+    def _find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
+        site = None if caller is None else self.by_id.get(id(caller))
+        if site is not None and caller is not None and any(module is other for _, other in named(caller)):
+            self._name(_root(site.path))
+        if id(module) not in self.by_id:
+            self._look(module)
+        return self.by_id[id(module)]
+
+    def _look(self, module: nn.Module) -> None:
+        site = self.by_id.get(id(module))
+        root = None if site is None else self._roots.get(_root(site.path))
+        if site is not None and root is not None and any(module is other for _, other in named(root)):
+            self._name(_root(site.path))
+            return
+        name = type(module).__name__
+        if name in self._roots:
+            self._counts[name] += 1
+            name = f"{name}@{self._counts[name] + 1}"
+        self._roots[name] = module
+        self.by_id.pop(id(module), None)
+        self._name(name)
+
+    def _name(self, root: str) -> None:
+        """Give their path to the modules below the root, but for those that another root had before."""
+        top = self._roots[root]
+        modules = [(f"{root}.{path}" if path else root, module) for path, module in named(top)]
+        refuse_script(modules)
+        sites = [self.by_id.get(id(module)) for _, module in modules]
+        absorbed = {site.path for site in sites[1:] if site is not None and site.path in self._roots}
+        for (path, module), site in zip(modules, sites, strict=True):
+            if site is None:
+                self._add(path, module)
+            elif (other := _root(site.path)) == root or other in absorbed or other not in self._roots:
+                site.path = path
+        for name in absorbed:
+            del self._roots[name]
+        self._looked(modules)
+
+    def _resolves(self, module: nn.Module, site: Site) -> bool:
+        root, _, rest = site.path.partition(".")
+        top = self._roots.get(root)
+        return top is not None and _descend(top, rest) is module
+
+    def module_of(self, path: str) -> nn.Module:
+        root, _, rest = str(path).partition(".")
+        top = self._roots.get(root.partition("#")[0])
+        if top is None:
+            raise no_path(path, [site.path for site in self.by_id.values()])
+        return _module_at(top, rest, path)
+
+    def paths_of(self, module: nn.Module) -> tuple[str, ...]:
+        check_model(module)
+        paths = tuple(
+            f"{root}.{path}" if path else root
+            for root, top in list(self._roots.items())
+            for path, other in names(top)
+            if other is module
+        )
+        if not paths:
+            raise NoMatch(f"the {type(module).__name__} has not run in this session, nor has a module that holds it")
+        return paths
+
+
+def _forget(key: int, *places: dict[int, Any]) -> Callable[[object], None]:
+    """What to do when a module is gone: its id may come again."""
+
+    def forget(_: object) -> None:
+        for place in places:
+            place.pop(key, None)
+
+    return forget
+
+
+def _root(path: str) -> str:
+    return path.partition(".")[0]
+
+
+def _children(module: nn.Module) -> _Children:
+    modules = module._modules
+    return tuple(modules), tuple(map(id, modules.values()))
+
+
+def _is_replica(module: nn.Module) -> bool:
+    """Whether DataParallel made it, as a copy of another."""
+    return bool(module.__dict__.get("_is_replica"))
+
+
+def _same_hooks(site: Site, replica: nn.Module) -> bool:
+    """Whether the replica is one of this module: they share the dict of hooks."""
+    original = site.ref()
+    return original is not None and original._forward_hooks is replica._forward_hooks
+
+
+def _descend(top: nn.Module, path: str) -> nn.Module | None:
+    module: nn.Module | None = top
+    for name in path.split(".") if path else ():
+        module = None if module is None else module._modules.get(name)
+    return module
+
+
+def _module_at(top: nn.Module, path: str, given: str) -> nn.Module:
+    if not isinstance(given, str):
+        raise BadSelector(f"a path is a text such as 'layer1.0', got {given!r}")
+    module = _descend(top, path) or _descend(top, path.partition("#")[0])  # an address will do
+    if module is None:
+        raise no_path(given, [name for name, _ in names(top)])
+    return module
+
+
+def unseen_root(kind: type[nn.Module]) -> Unsupported:
+    """The error for a model of a class whose calls no session sees."""
+    overrides = "__call__" if kind.__call__ is not nn.Module.__call__ else MODULE_CALL
+    return Unsupported(
+        f"expected a model that runs through nn.Module.__call__, got {kind.__name__}, which overrides {overrides} and "
+        "does not call that of nn.Module: its run is not seen. Call it there, or give a module that holds the model "
+        "and calls it, such as nn.Sequential(model)"
+    )
+
+
+def refuse_script(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    for path, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"the module at {path!r}" if path else "the model"
+            raise Unsupported(
+                f"{where} is a {type(module).__name__}: TorchScript runs outside Python and cannot be watched. "
+                "Give the original nn.Module, before torch.jit.script or torch.jit.trace."
+            )

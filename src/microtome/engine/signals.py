@@ -1,0 +1,238 @@
+"""Signals that wait until a model or the process is whole again.
+
+Python runs the handler of a signal in the main thread, between any two bytecodes, and most handlers raise: that of
+Ctrl-C raises KeyboardInterrupt. Raised while a session is opened or closed, or while weights are put back, it would
+leave the rest undone. So, while anything of the engine is open, a handler of its own is installed in front of the
+user's. It calls the user's at once, unless the main thread is inside the `__enter__` or `__exit__` of an
+`Uninterrupted`; then the signal waits for their end. The block inside, such as a forward, is interrupted as ever.
+
+Inside an operator that Python implements (a dispatch mode, a fake or meta tensor) a signal waits too: torch's C++ code
+cannot always pass on an exception from there, and the process would end. So it does where torch pushes and pops modes:
+left in the midst of it, generators of torch's push a mode when they are freed. The next call of a module delivers it.
+
+The handler goes by the frames on the stack and not by a flag, because a signal may come after Python has called
+`__exit__` and before the first line of it runs. CPython looks for signals when a function begins, after calls, and when
+a loop goes back: so nothing is called between the last look at what waits and the end of `__enter__`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from types import FrameType, TracebackType
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+from microtome.engine.thread_stacks import walk
+from microtome.engine.torch_internals import OPERATOR_FILES
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Those whose handlers may raise; the last is restored last, since it is the likeliest to come.
+_NUMBERS = [
+    getattr(signal, name)
+    for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGTERM", "SIGBREAK", "SIGINT")
+    if hasattr(signal, name)
+]
+
+
+class _Signals:
+    """The handlers of the user, while those of the engine are in front of them."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._uses = 0
+        self.waiting: list[int] = []
+
+    def acquire(self) -> bool:
+        """Install the handler; False in other threads than the main one, where no signals are handled."""
+        if threading.get_ident() != threading.main_thread().ident:
+            return False
+        if not self._uses:
+            try:
+                for number in _NUMBERS:
+                    handler = signal.getsignal(number)
+                    if callable(handler) and handler != self.handle:
+                        self._found[number] = handler
+                        signal.signal(number, self.handle)
+            except BaseException:
+                self._restore()
+                raise
+        self._uses += 1
+        return True
+
+    def release(self) -> None:
+        self._uses -= 1
+        if not self._uses and threading.get_ident() == threading.main_thread().ident:
+            self._restore()
+
+    def _restore(self) -> None:
+        try:
+            for number in _NUMBERS:
+                if number in self._found and signal.getsignal(number) == self.handle:
+                    signal.signal(number, self._found[number])
+        except BaseException:  # raised by a handler that is back already
+            self._restore()
+            raise
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if _is_held(frame):
+            if number not in self.waiting:  # the system, too, keeps one of each
+                self.waiting.append(number)
+            return
+        self._found[number](number, frame)
+        self.deliver(frame)
+
+    def deliver(self, frame: FrameType | None) -> None:
+        """Call the handlers of the signals that wait, all of them, whatever they raise."""
+        if not self.waiting:
+            return
+        number = self.waiting.pop(0)
+        try:
+            self._found[number](number, frame)
+        finally:
+            self.deliver(frame)
+
+
+_signals = _Signals()
+
+
+class Uninterrupted(Generic[T]):
+    """A context manager that is entered and exited whole: signals that come meanwhile wait.
+
+    Subclasses define `_set_up` and `_tear_down` in the place of `__enter__` and `__exit__`.
+    """
+
+    _acquired = False
+
+    def _set_up(self) -> T:
+        raise NotImplementedError
+
+    def _tear_down(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        raise NotImplementedError
+
+    def __enter__(self) -> T:
+        acquired = _signals.acquire()
+        try:
+            entered = self._set_up()
+        except BaseException:
+            self._leave(acquired)
+            raise
+        while _signals.waiting and acquired and not _is_held(sys._getframe(1)):
+            try:
+                _signals.deliver(sys._getframe(1))
+            except BaseException as error:
+                try:
+                    self._tear_down(type(error), error, error.__traceback__)
+                finally:
+                    self._leave(acquired)
+                raise
+        self._acquired = acquired
+        return entered
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> bool | None:
+        acquired, self._acquired = self._acquired, False
+        try:
+            return self._tear_down(kind, error, trace)
+        finally:
+            self._leave(acquired)
+
+    def _leave(self, acquired: bool) -> None:
+        if acquired:
+            _signals.release()
+            if _signals.waiting and not _is_held(sys._getframe(2)):
+                _signals.deliver(sys._getframe(2))
+
+
+_HELD = {Uninterrupted.__enter__.__code__, Uninterrupted.__exit__.__code__}
+
+
+_TORCH = os.path.dirname(torch.__file__)
+#: Where torch implements operators in Python, and pushes and pops modes.
+_OPERATORS = tuple(os.path.join(_TORCH, *name.split("/")) for name in OPERATOR_FILES)
+
+
+def _is_held(frame: FrameType | None) -> bool:
+    return any(
+        outer.f_code in _HELD
+        or outer.f_code.co_name == "__torch_dispatch__"
+        or outer.f_code.co_filename.startswith(_OPERATORS)
+        for outer in walk(frame)
+    )
+
+
+#: The signals that wait; empty nearly always.
+waiting = _signals.waiting
+
+
+def deliver() -> None:
+    """Call the handlers of the signals that wait, unless the main thread is still in the midst of something."""
+    caller = sys._getframe(1)
+    if threading.get_ident() == threading.main_thread().ident and not _is_held(caller):
+        _signals.deliver(caller)
+
+
+class _Block(Uninterrupted[T]):
+    def __init__(self, block: AbstractContextManager[T]) -> None:
+        self._block = block
+
+    def _set_up(self) -> T:
+        return self._block.__enter__()
+
+    def _tear_down(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._block.__exit__(kind, error, trace)
+
+
+def uninterrupted(function: Callable[P, Iterator[T]]) -> Callable[P, Uninterrupted[T]]:
+    """Make an `Uninterrupted` of a generator, as `contextlib.contextmanager` makes a context manager."""
+    make = contextmanager(function)
+
+    @wraps(function)
+    def enter(*args: P.args, **kwargs: P.kwargs) -> Uninterrupted[T]:
+        return _Block(make(*args, **kwargs))
+
+    return enter
+
+
+@uninterrupted
+def grad_mode(enabled: bool) -> Iterator[None]:
+    """Set whether gradients are recorded for the time of the block."""
+    with torch.set_grad_enabled(enabled):
+        yield
+
+
+def finish(step: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Repeat a step that puts something back until it ends, then raise what interrupted it.
+
+    C code may send an exception to any thread. The step must be one that can be repeated.
+    """
+    interrupt: BaseException | None = None
+    for _ in range(_MOST_REPEATS):
+        try:
+            step(*args, **kwargs)
+            break
+        except Exception:
+            raise
+        except BaseException as error:  # noqa: BLE001  raised when it is done
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+_MOST_REPEATS = 1000

@@ -1,0 +1,308 @@
+"""All that is no multiply-accumulate: functions of elements, reductions, norms, pooling, interpolation, transforms.
+
+A function of an element is one operation, be it an addition or an exponential; a comparison too. Moving, filling and
+choosing elements is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, log2, prod
+from typing import Any
+
+from torch import Tensor
+
+from microtome.flops.registry import NOTHING, OpCost, first, formula
+
+_FREE = """
+    alias arange as_strided as_strided_scatter _assert_async _assert_tensor_metadata bernoulli block_diag bucketize
+    cat cauchy channel_shuffle clone col2im complex _conj constant_pad_nd contiguous copy _cudnn_init_dropout_state
+    _cudnn_rnn_flatten_weight dequantize detach diag_embed diagonal diagonal_backward diagonal_scatter
+    _efficientzerotensor embedding empty _empty_affine_quantized empty_like empty_permuted empty_strided equal
+    expand_copy exponential eye fill flip full full_like _fused_sdp_choice gather geometric im2col index index_copy
+    index_fill index_select int_repr is_same_size isin item lift lift_fresh linspace _local_scalar_dense log_normal
+    logspace masked_fill masked_scatter masked_scatter_backward masked_select max_unpool2d max_unpool3d multinomial
+    native_channel_shuffle _neg_view new_empty new_empty_strided new_full new_ones new_zeros nonzero nonzero_static
+    normal normal_functional ones ones_like _pack_padded_sequence _pad_packed_sequence permute_copy _pin_memory
+    pixel_shuffle pixel_unshuffle poisson q_scale q_zero_point rand rand_like randint randint_like randn randn_like
+    random randperm reflection_pad1d reflection_pad2d reflection_pad3d repeat repeat_interleave replication_pad1d
+    replication_pad2d replication_pad3d _reshape_alias resize resize_as _resize_output resolve_conj resolve_neg roll
+    rot90 scalar_tensor scatter searchsorted select_backward select_scatter set slice_backward slice_copy
+    slice_scatter split_with_sizes_copy stack _stack sym_size take _to_copy tril tril_indices triu triu_indices
+    unfold_backward uniform _unique2 unique_consecutive _unsafe_index _unsafe_masked_index unsafe_split
+    unsafe_split_with_sizes _unsafe_view upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d view_as_complex view_as_real
+    view_copy where zero zeros zeros_like
+"""
+
+
+@formula(
+    *_FREE.split(),
+    "profiler::_record_function_enter",
+    "profiler::_record_function_enter_new",
+    "profiler::_record_function_exit",
+)
+def _free(*_: Any, out: Any, **__: Any) -> OpCost:
+    return NOTHING
+
+
+#: Operations for each element of the first output, where it is not one, or where torch does not say that it is one.
+_PER_OUTPUT = {
+    1: """binary_cross_entropy_backward elu_backward eq floor_divide gcd ge gelu glu gt hardshrink_backward
+        hardsigmoid_backward hardswish hardswish_backward hardtanh_backward heaviside huber_loss_backward lcm le
+        leaky_relu_backward log_sigmoid_forward log_sigmoid_backward lt mish mse_loss_backward
+        native_dropout_backward ne polar _prelu_kernel rrelu_with_noise rrelu_with_noise_backward rsub
+        smooth_l1_loss_backward soft_margin_loss_backward softplus_backward softshrink_backward threshold xlogy
+        quantize_per_tensor quantize_per_channel copysign abs nll_loss_backward nll_loss2d_backward
+        sigmoid_backward tanh_backward threshold_backward silu_backward gelu_backward mish_backward linalg_cross
+        _masked_scale""",
+    2: "addcdiv addcmul native_dropout _fused_dropout _prelu_kernel_backward glu_backward _add_relu",
+    3: "lerp",
+}
+for _count, _names in _PER_OUTPUT.items():
+
+    @formula(*_names.split())
+    def _per_output(*_: Any, out: Any, count: int = _count, **__: Any) -> int:
+        return count * first(out).numel()
+
+
+#: Operations for each element of the first argument.
+_PER_INPUT = {
+    1: """_aminmax cummax cummin cumprod cumsum embedding_dense_backward histc kthvalue median mode nanmedian bincount
+        nll_loss_forward nll_loss2d_forward embedding_renorm renorm count_nonzero
+        upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward
+        _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward
+        reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward
+        replication_pad2d_backward replication_pad3d_backward max_pool2d_with_indices_backward
+        max_pool3d_with_indices_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward
+        _embedding_bag_backward _embedding_bag_dense_backward""",
+    2: "linalg_vector_norm norm mse_loss",
+    3: "_weight_norm_interface huber_loss smooth_l1_loss soft_margin_loss logcumsumexp _logcumsumexp",
+    4: "std std_mean var var_mean logsumexp _softmax_backward_data _log_softmax_backward_data binary_cross_entropy",
+    5: "_softmax _log_softmax _safe_softmax _masked_softmax binary_cross_entropy_with_logits",
+    6: "_weight_norm_interface_backward",
+}
+for _count, _names in _PER_INPUT.items():
+
+    @formula(*_names.split())
+    def _per_input(x: Tensor, *_: Any, out: Any, count: int = _count, **__: Any) -> int:
+        return count * x.numel()
+
+
+@formula("index_add", "scatter_add", "scatter_reduce", "index_reduce")
+def _accumulate(x: Tensor, dim: int, index: Tensor, source: Tensor, *_: Any, out: Tensor, **__: Any) -> int:
+    return source.numel()
+
+
+@formula("_index_put_impl", "index_put", "_unsafe_index_put")
+def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, *_: Any, out: Tensor) -> int:
+    return values.numel() if accumulate else 0
+
+
+@formula("_embedding_bag", "_embedding_bag_forward_only")
+def _bag(weight: Tensor, indices: Tensor, *_: Any, out: Any, **__: Any) -> int:
+    return indices.numel() * weight.shape[1]
+
+
+@formula("sort")
+def _sort(x: Tensor, dim: int = -1, *_: Any, out: Any, **kwargs: Any) -> int:
+    line = x.shape[kwargs.get("dim", dim)] if x.dim() else 1
+    return x.numel() * ceil(log2(line)) if line > 1 else 0  # comparisons
+
+
+@formula("topk")
+def _topk(x: Tensor, k: int, *_: Any, out: Any, **__: Any) -> int:
+    return x.numel() * max(ceil(log2(k)), 1) if k else 0
+
+
+# Norms. The mean takes 1 for each element, the variance 3; minus the mean, over the deviation: 2; weight, bias: 1 each.
+
+
+@formula("native_layer_norm", "native_group_norm")
+def _norm(x: Tensor, *args: Any, out: Any, **__: Any) -> int:
+    affine = sum(isinstance(argument, Tensor) for argument in args[:3])
+    return x.numel() * (6 + affine)
+
+
+@formula("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *_: Any, out: Any) -> int:
+    return x.numel() * ((6 if training else 2) + (weight is not None) + (bias is not None))
+
+
+@formula("_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_batch_norm_with_update")
+def _batch_norm_legit(x: Tensor, weight: Any, bias: Any, *_: Any, out: Any, **__: Any) -> int:
+    return x.numel() * (6 + (weight is not None) + (bias is not None))
+
+
+@formula("_native_batch_norm_legit_no_training", "_batch_norm_no_update")
+def _batch_norm_fixed(x: Tensor, weight: Any, bias: Any, *_: Any, out: Any, **__: Any) -> int:
+    return x.numel() * (2 + (weight is not None) + (bias is not None))
+
+
+@formula("native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward", "batch_norm_backward")  # fmt: skip  # noqa: E501
+def _norm_backward(grad: Tensor, x: Tensor, *_: Any, out: Any, **__: Any) -> int:
+    """The normalised input again (2), two sums (3), and the gradient of the input from them (4)."""
+    return 9 * x.numel()
+
+
+@formula("_fused_rms_norm")
+def _rms(x: Tensor, shape: Any, weight: Tensor | None = None, *_: Any, out: Any, **__: Any) -> int:
+    return rms_norm(x, shape, weight, out=first(out))
+
+
+def rms_norm(
+    input: Tensor,  # noqa: A002  as torch calls it
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: Any = None,
+    *,
+    out: Tensor,
+) -> int:
+    """Square, sum, scale and weight each element; for each root, add epsilon and take it."""
+    return input.numel() * (3 + (weight is not None)) + 2 * (input.numel() // max(prod(normalized_shape), 1))
+
+
+@formula("_fused_rms_norm_backward")
+def _rms_backward(grad: Tensor, x: Tensor, *_: Any, out: Any, **__: Any) -> int:
+    return 8 * x.numel()
+
+
+# Pooling. An average takes an addition for each element of a window but the first, and a division.
+
+
+def _windows(size: Sequence[int] | int, out: Tensor, rank: int) -> int:
+    sizes = [size] * rank if isinstance(size, int) else list(size)
+    kernel = prod(sizes) if len(sizes) == rank else sizes[0] ** rank
+    return int(kernel) * out.numel()
+
+
+@formula("avg_pool2d")
+def _average_2d(x: Tensor, kernel: Any, *_: Any, out: Tensor, **__: Any) -> int:
+    return _windows(kernel, out, 2)
+
+
+@formula("avg_pool3d")
+def _average_3d(x: Tensor, kernel: Any, *_: Any, out: Tensor, **__: Any) -> int:
+    return _windows(kernel, out, 3)
+
+
+@formula("avg_pool2d_backward")
+def _average_2d_backward(grad: Tensor, x: Tensor, kernel: Any, *_: Any, out: Tensor, **__: Any) -> int:
+    return _windows(kernel, grad, 2)
+
+
+@formula("avg_pool3d_backward")
+def _average_3d_backward(grad: Tensor, x: Tensor, kernel: Any, *_: Any, out: Tensor, **__: Any) -> int:
+    return _windows(kernel, grad, 3)
+
+
+@formula("max_pool2d_with_indices", "mkldnn_max_pool2d", "quantized_max_pool2d")
+def _largest_2d(x: Tensor, kernel: Any, *_: Any, out: Any, **__: Any) -> int:
+    return _windows(kernel, first(out), 2) - first(out).numel()
+
+
+@formula("max_pool3d_with_indices", "mkldnn_max_pool3d", "quantized_max_pool3d")
+def _largest_3d(x: Tensor, kernel: Any, *_: Any, out: Any, **__: Any) -> int:
+    return _windows(kernel, first(out), 3) - first(out).numel()
+
+
+def _adaptive(x: Tensor, out: Tensor, rank: int) -> int:
+    """The elements of all windows: window i of n over a length begins at i * length // n and ends before the next."""
+    elements = out.numel()
+    for length, n in zip(x.shape[-rank:], out.shape[-rank:], strict=True):
+        elements = elements // n * sum(-(-(i + 1) * length // n) - i * length // n for i in range(n)) if n else 0
+    return elements
+
+
+@formula("_adaptive_avg_pool2d", "mkldnn_adaptive_avg_pool2d")
+def _adaptive_average_2d(x: Tensor, *_: Any, out: Tensor) -> int:
+    return _adaptive(x, out, 2)
+
+
+@formula("_adaptive_avg_pool3d")
+def _adaptive_average_3d(x: Tensor, *_: Any, out: Tensor) -> int:
+    return _adaptive(x, out, 3)
+
+
+@formula("_adaptive_avg_pool2d_backward")
+def _adaptive_average_2d_backward(grad: Tensor, x: Tensor, *_: Any, out: Tensor) -> int:
+    return _adaptive(x, grad, 2)
+
+
+@formula("_adaptive_avg_pool3d_backward")
+def _adaptive_average_3d_backward(grad: Tensor, x: Tensor, *_: Any, out: Tensor) -> int:
+    return _adaptive(x, grad, 3)
+
+
+@formula("adaptive_max_pool2d")
+def _adaptive_largest_2d(x: Tensor, *_: Any, out: Any) -> int:
+    return _adaptive(x, first(out), 2) - first(out).numel()
+
+
+@formula("adaptive_max_pool3d")
+def _adaptive_largest_3d(x: Tensor, *_: Any, out: Any) -> int:
+    return _adaptive(x, first(out), 3) - first(out).numel()
+
+
+# Interpolation: for each output a weighted sum of its 2, 4, 8 or 16 neighbours, the weights not counted.
+
+_TAPS = {"upsample_linear1d": 2, "upsample_bilinear2d": 4, "upsample_trilinear3d": 8, "upsample_bicubic2d": 16}
+for _name, _taps in _TAPS.items():
+
+    @formula(_name)
+    def _interpolate(x: Tensor, *_: Any, out: Tensor, taps: int = _taps, **__: Any) -> int:
+        return out.numel() * (2 * taps - 1)
+
+    @formula(f"{_name}_backward")
+    def _interpolate_backward(grad: Tensor, *_: Any, out: Tensor, taps: int = _taps, **__: Any) -> int:
+        return grad.numel() * 2 * taps
+
+
+_SAMPLING = {"grid_sampler_2d": 2, "cudnn_grid_sampler": 2, "_grid_sampler_2d_cpu_fallback": 2, "grid_sampler_3d": 3}
+for _name, _rank in _SAMPLING.items():
+
+    @formula(_name)
+    def _sample(x: Tensor, grid: Tensor, mode: int = 0, *_: Any, out: Tensor, rank: int = _rank) -> int:
+        """Modes: 0 linear, 1 nearest, 2 cubic. Each coordinate is scaled to the size of the input (2)."""
+        taps = {0: 2**rank, 1: 0, 2: 4**rank}[mode]
+        return out.numel() * max(2 * taps - 1, 0) + 2 * grid.numel()
+
+
+@formula("affine_grid_generator", "cudnn_affine_grid_generator")
+def _affine_grid(theta: Tensor, *_: Any, out: Tensor, **__: Any) -> OpCost:
+    return OpCost(out.numel() * theta.shape[-1], out.numel())
+
+
+@formula("torchvision::roi_align")
+def _align(x: Tensor, rois: Tensor, scale: float, height: int, width: int, sampling: int, *_: Any, out: Tensor) -> int:
+    """Each bin averages `sampling` x `sampling` points, each interpolated from four neighbours."""
+    return out.numel() * (8 * sampling * sampling if sampling > 0 else 8)
+
+
+@formula("torchvision::nms")
+def _suppress(boxes: Tensor, *_: Any, out: Tensor, **__: Any) -> int:
+    """The overlap of every two boxes, 13 operations."""
+    return 13 * boxes.shape[0] * (boxes.shape[0] - 1) // 2
+
+
+# Fourier transforms: 5 n log2 n operations for a line of n complex numbers, half of that for real ones.
+
+
+def _fourier(lines: Tensor, lengths: Sequence[int], per_point: float) -> int:
+    n = prod(lengths)
+    return round(per_point * lines.numel() * log2(n)) if n > 1 else 0
+
+
+@formula("_fft_c2c")
+def _c2c(x: Tensor, dim: Sequence[int], *_: Any, out: Tensor, **__: Any) -> int:
+    return _fourier(x, [x.shape[d] for d in dim], 5)
+
+
+@formula("_fft_r2c")
+def _r2c(x: Tensor, dim: Sequence[int], *_: Any, out: Tensor, **__: Any) -> int:
+    return _fourier(x, [x.shape[d] for d in dim], 2.5)
+
+
+@formula("_fft_c2r")
+def _c2r(x: Tensor, dim: Sequence[int], *_: Any, out: Tensor, **__: Any) -> int:
+    return _fourier(out, [out.shape[d] for d in dim], 2.5)

@@ -1,0 +1,24 @@
+"""`load`: read any result from its file or folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from microtome.files.reading import File
+from microtome.results.base import load_result
+
+
+def load(file: File) -> Any:
+    """Read a result that `to_json` wrote, or a folder that `mt.record` wrote to.
+
+    >>> load("/does/not/exist.json")
+    Traceback (most recent call last):
+        ...
+    microtome.errors.BadFile: cannot read '/does/not/exist.json': No such file or directory
+    """
+    if Path(file).is_dir():
+        from microtome.capture.store import open_folder  # with a recording only: it imports much
+
+        return open_folder(file)
+    return load_result(file)

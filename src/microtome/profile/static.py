@@ -1,0 +1,268 @@
+"""From a trace to the rows of a profile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from microtome.engine.selectors import named
+from microtome.engine.torch_internals import own_buffers, own_parameters
+from microtome.flops.conventions.base import Convention, ConventionCost
+from microtome.profile.memory import timeline
+from microtome.results.memory import Timeline
+from microtome.results.profile import Coverage, UnknownOp
+from microtome.results.rows import Amounts, Group, Row, Tensor, add
+from microtome.results.trace import Op, Trace, TracedCall
+
+_FORWARD = ("macs", "flops", "madds", "read_bytes", "write_bytes")
+
+
+class ProfileBuilder:
+    """Makes the rows of one trace.
+
+    Args:
+        by_module: What the convention counts for modules as such, by the index of the call.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        model: nn.Module,
+        convention: Convention,
+        by_module: dict[int, ConventionCost],
+        *,
+        backward: bool,
+    ) -> None:
+        self._trace = trace
+        self._convention = convention
+        self._model = model
+        self._by_module = by_module
+        self._backward = backward
+        self._counts_backward = backward and convention.has_backward
+        self._calls = [call for call in trace.calls if call.phase == "forward"]
+        self._counted = {call.address: call.index for call in self._calls}
+        self._holdings = _Holdings(model, self._calls)
+        self._live, self._between = _live(trace)
+        self._saved = self._saved_bytes() if backward else {}
+
+    def rows(self) -> tuple[Row, ...]:
+        """A row for each call of the forward, in the order they began."""
+        backward = self._backward_ops()
+        rows: dict[int, Row] = {}
+        for call in reversed(self._calls):  # what is inside a call begins after it
+            inside = [rows[child] for child in call.children if child in rows]
+            rows[call.index] = self._row(call, inside, backward.get(call.index, []))
+        return tuple(rows[call.index] for call in self._calls)
+
+    def coverage(self) -> Coverage:
+        ops = [op for op in self._trace.ops if op.phase == "forward" or self._counts_backward]
+        unknown = [op for op in ops if op.flops is None]
+        runs = Counter(op.name for op in unknown)
+        calls: dict[str, dict[str, None]] = {}
+        for op in unknown:
+            address = "" if op.call is None else self._trace.calls[op.call].address
+            calls.setdefault(op.name, {})[address] = None
+        listed = tuple(UnknownOp(name, count, tuple(calls[name])) for name, count in runs.most_common())
+        return Coverage(len(ops), listed, tuple(_never_ran(self._model, {c.path for c in self._calls})))
+
+    def timeline(self) -> Timeline:
+        return timeline(self._trace, self._live)
+
+    # -- one row -------------------------------------------------------------------------------------------------------
+
+    def _ops(self, call: TracedCall) -> list[Group]:
+        """What the call's own code ran, by operator; and what the convention counts for the module as such."""
+        by_name: dict[str, list[Op]] = {}
+        for at in call.ops:
+            if (op := self._trace.ops[at]).phase == "forward":
+                by_name.setdefault(op.name, []).append(op)
+        cost = self._by_module.get(call.index)
+        moves = cost is None or cost.read_bytes is None
+        groups = [self._group(name, ops, moves=moves) for name, ops in by_name.items()]
+        if cost is not None:
+            read, written = cost.read_bytes or 0, cost.write_bytes or 0
+            amounts = cost.macs, cost.flops, self._madds(cost.madds), read, written
+            groups.append(Group(name="(module)", runs=1, **dict(zip(_FORWARD, amounts, strict=True))))  # type: ignore[arg-type]
+        return groups
+
+    def _group(self, name: str, ops: list[Op], *, moves: bool) -> Group:
+        return Group(
+            name=name,
+            runs=len(ops),
+            macs=_sum(op.macs for op in ops),
+            flops=_sum(op.flops for op in ops),
+            madds=self._madds(_sum(op.madds for op in ops)),
+            read_bytes=sum(op.read_bytes for op in ops) if moves else 0,
+            write_bytes=sum(op.write_bytes for op in ops) if moves else 0,
+        )
+
+    def _madds(self, madds: int | None) -> int | None:
+        return madds if self._convention.has_madds else None
+
+    def _own(self, call: TracedCall, groups: list[Group], backward: list[Op]) -> Amounts:
+        forward = {name: _sum(getattr(group, name) for group in groups) for name in _FORWARD}
+        forward["madds"] = self._madds(forward["madds"])
+        return Amounts(
+            **self._holdings.counted(call),
+            **forward,  # type: ignore[arg-type]
+            backward_macs=_sum(op.macs for op in backward) if self._counts_backward else None,
+            backward_flops=_sum(op.flops for op in backward) if self._counts_backward else None,
+            saved_bytes=self._saved.get(call.index, 0) if self._backward else None,
+        )
+
+    def _row(self, call: TracedCall, inside: list[Row], backward: list[Op]) -> Row:
+        groups = self._ops(call)
+        own = self._own(call, groups, backward)
+        values = self._trace.values
+        return Row(
+            **add([own, *inside]),
+            address=call.address,
+            path=call.path,
+            type=call.type,
+            depth=call.depth,
+            height=1 + max((row.height for row in inside), default=0),
+            parent=None if call.parent is None else self._trace.calls[call.parent].address,
+            inputs=tuple(_tensor(values[at].shape, values[at].dtype) for at in call.inputs),
+            outputs=tuple(_tensor(values[at].shape, values[at].dtype) for at in call.outputs),
+            shared_params=self._holdings.shared(call),
+            output_bytes=sum(values[at].nbytes for at in dict.fromkeys(call.outputs)),
+            peak_bytes=self._peak(call, inside),
+            own=own,
+            ops=tuple(groups),
+        )
+
+    def _peak(self, call: TracedCall, inside: list[Row]) -> int:
+        """The most that live at once while it runs; where it runs no operator, what lives at that moment."""
+        own = [self._live[at] for at in call.ops if self._trace.ops[at].phase == "forward"]
+        return max([*own, *(row.peak_bytes for row in inside)], default=self._between[call.begins])
+
+    # -- the backward --------------------------------------------------------------------------------------------------
+
+    def _backward_ops(self) -> dict[int, list[Op]]:
+        """The operators of the backward, by the call of the forward; nobody's are the root's."""
+        found: dict[int, list[Op]] = {}
+        for op in self._trace.ops if self._backward else ():
+            if op.phase != "forward":
+                address = None if op.call is None else self._trace.calls[op.call].address
+                found.setdefault(self._counted.get(address or "", 0), []).append(op)
+        return found
+
+    def _saved_bytes(self) -> dict[int, int]:
+        """What operators of the forward made, by their call, and one of the backward reads."""
+        trace = self._trace
+        end = self._calls[0].ends
+        made: dict[int, int] = {}
+        read: set[int] = set()
+        for value in trace.values:
+            if value.alias_of is None and value.producer is not None and trace.ops[value.producer].phase == "forward":
+                made[value.memory] = trace.ops[value.producer].call or 0
+            if any(trace.ops[op].phase == "backward" for op in value.consumers):
+                read.add(value.memory)
+        saved: dict[int, int] = {}
+        for memory in made.keys() & read:
+            ends = trace.memories[memory].ends
+            if trace.memories[memory].begins < end and (ends is None or ends > end):
+                saved[made[memory]] = saved.get(made[memory], 0) + trace.memories[memory].nbytes
+        return saved
+
+
+class _Holdings:
+    """Which call counts which parameter: the first of the module that holds it or, if that never ran, of one above."""
+
+    def __init__(self, model: nn.Module, calls: list[TracedCall]) -> None:
+        first: dict[str, TracedCall] = {}
+        for call in calls:
+            first.setdefault(call.path, call)
+        self._held: dict[str, list[Parameter]] = {}
+        self._params: dict[int, list[Parameter]] = {}
+        self._buffers: dict[int, list[torch.Tensor]] = {}
+        self._inside: dict[int, tuple[dict[int, int], set[int]]] = {}
+        seen: set[int] = set()
+        for path, module in named(model):
+            owner = path
+            while owner and owner not in first:  # at the latest the root ran: a trace begins with it
+                owner = owner.rpartition(".")[0]
+            index = first[owner].index
+            params = [tensor for tensor in own_parameters(module).values() if tensor is not None]
+            buffers = [tensor for tensor in own_buffers(module).values() if tensor is not None]
+            self._held.setdefault(owner, []).extend(params)
+            self._params.setdefault(index, []).extend(_new(params, seen))
+            self._buffers.setdefault(index, []).extend(_new(buffers, seen))
+
+    def counted(self, call: TracedCall) -> dict[str, int]:
+        """The amounts that count at this call."""
+        params, buffers = self._params.get(call.index, []), self._buffers.get(call.index, [])
+        return {
+            "params": sum(param.numel() for param in params),
+            "trainable_params": sum(param.numel() for param in params if param.requires_grad),
+            "param_bytes": sum(param.nbytes for param in params),
+            "buffer_bytes": sum(buffer.nbytes for buffer in buffers),
+        }
+
+    def shared(self, call: TracedCall) -> int:
+        """How many of the parameters that are used in the call are counted outside. Asked of the calls inside first."""
+        used = {id(param): param.numel() for param in self._held.get(call.path, [])}
+        counted = {id(param) for param in self._params.get(call.index, [])}
+        for child in call.children:
+            inside_used, inside_counted = self._inside.get(child, ({}, set()))
+            used |= inside_used
+            counted |= inside_counted
+        self._inside[call.index] = used, counted
+        return sum(count for key, count in used.items() if key not in counted)
+
+
+def _new(tensors: list[Any], seen: set[int]) -> list[Any]:
+    """Those that were not seen before; now they are."""
+    new = list({id(tensor): tensor for tensor in tensors if id(tensor) not in seen}.values())
+    seen.update(map(id, new))
+    return new
+
+
+def _live(trace: Trace) -> tuple[list[int], list[int]]:
+    """The bytes that live while each operator runs, and those that live before it and after it."""
+    count = len(trace.ops)
+    while_ = [0] * (count + 2)
+    between = [0] * (count + 2)
+    for memory in trace.memories:
+        end = count + 1 if memory.ends is None else memory.ends
+        while_[memory.begins] += memory.nbytes
+        while_[end] -= memory.nbytes
+        begin = memory.begins + 1 if memory.begins else 0  # what was there before the run lives before the first, too
+        if begin < end:
+            between[begin] += memory.nbytes
+            between[end] -= memory.nbytes
+    return list(accumulate(while_)), list(accumulate(between))
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    """The sum of what is known; None if there are numbers and none is known."""
+    known = unknown = 0
+    total = 0
+    for number in numbers:
+        if number is None:
+            unknown += 1
+        else:
+            known += 1
+            total += number
+    return total if known or not unknown else None
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return Tensor(shape, str(dtype).removeprefix("torch."))
+
+
+def _never_ran(model: nn.Module, ran: set[str]) -> Iterator[str]:
+    skipped: str | None = None
+    for path, module in named(model):
+        if skipped is not None and path.startswith(skipped + "."):
+            continue
+        runs: Any = type(module).forward is not nn.Module.forward
+        if path not in ran and runs:
+            skipped = path
+            yield path

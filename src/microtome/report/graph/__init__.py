@@ -1,0 +1,1 @@
+"""A trace as a graph of calls, in DOT and SVG."""

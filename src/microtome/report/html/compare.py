@@ -1,0 +1,100 @@
+"""Two runs beside each other: the totals, and the calls that changed the most."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from microtome.report.html.data import numbers
+from microtome.report.html.metrics import METRICS, Metric
+from microtome.results.diff import QUANTITIES, diff
+from microtome.results.profile import Profile
+from microtome.units import UNKNOWN
+
+
+def compare_data(profile: Profile, other: Profile) -> dict[str, Any]:
+    """The other run's quantities at the calls of this one, None where it has no such call."""
+    known = {row.address: row for row in other}
+    rows = [known.get(row.address) for row in profile]
+    both = [metric for metric in METRICS if metric.missing(profile) is None and metric.missing(other) is None]
+    here = {row.address for row in profile}
+    return {
+        "values": {metric.name: numbers(None if row is None else metric.of(row) for row in rows) for metric in both},
+        "noise": _noise(profile, other),
+        "only_here": sum(row is None for row in rows),
+        "only_there": sum(row.address not in here for row in other),
+    }
+
+
+def _noise(profile: Profile, other: Profile) -> dict[str, list[int]]:
+    """By quantity the layers, as places in this run, whose passes meet those of the other run: no change in a diff."""
+    real = {
+        (layer.address, QUANTITIES[change.quantity])
+        for layer in diff(profile, other).layers
+        for change in layer.changes
+        if not change.is_noise
+    }
+    there = {(row.address, name) for row in other if not other.children(row) for name in row.spreads}
+    here = [(at, row) for at, row in enumerate(profile) if not profile.children(row)]
+    return {
+        name: [
+            at
+            for at, row in here
+            if name in row.spreads and (row.address, name) in there and (row.address, name) not in real
+        ]
+        for name in QUANTITIES.values()
+    }
+
+
+def compare_table(profile: Profile, other: Profile) -> str:
+    """The totals of both."""
+    found = diff(profile, other)
+    noise = {QUANTITIES[one.quantity] for one in found.totals if one.is_noise}
+    known = [metric for metric in METRICS if _is_known(metric, profile, other)]
+    whole = {QUANTITIES[one.quantity]: (one.before, one.after) for one in found.totals}
+    rows = "".join(
+        _row(metric, profile, other, whole.get(metric.name), is_noise=metric.name in noise) for metric in known
+    )
+    notes = "".join(f"<li>{escape(note)}</li>" for note in found.notes)
+    machines = [
+        one.environment.get("gpu") or one.environment.get("cpu") or "nothing measured" for one in (profile, other)
+    ]
+    return (
+        f"<p>This run, before: {escape(profile.model)} on {escape(profile.inputs)} ({escape(machines[0])}). "
+        f"The other, after: {escape(other.model)} on {escape(other.inputs)} ({escape(machines[1])}).</p>"
+        '<div class="scroll short"><table><thead><tr><th scope="col">the whole model<th scope="col" class="n">this run'
+        '<th scope="col" class="n">the other<th scope="col" class="n">change</thead>'
+        f"<tbody>{rows}</tbody></table></div>" + (f'<ul class="caveats">{notes}</ul>' if notes else "")
+    )
+
+
+def _is_known(metric: Metric, *profiles: Profile) -> bool:
+    return any(metric.missing(profile) is None for profile in profiles)
+
+
+def _row(
+    metric: Metric,
+    profile: Profile,
+    other: Profile,
+    whole: tuple[float | None, float | None] | None,
+    *,
+    is_noise: bool,
+) -> str:
+    here, there = whole or (metric.of(profile.total), metric.of(other.total))
+    cells = [(metric.write(value), metric.missing(one) or "") for value, one in ((here, profile), (there, other))]
+    told = "".join(f'<td class="n" title="{escape(why)}">{text}' for text, why in cells)
+    grown = change(here, there)
+    if is_noise and here != there:
+        grown = f'<span class="dim" title="{grown}: the middle halves of the passes of both meet">noise</span>'
+    return f'<tr><th scope="row">{escape(metric.label)}{told}<td class="n">{grown}'
+
+
+def change(here: float | None, there: float | None) -> str:
+    """From this run to the other.
+
+    >>> change(2.0, 3.0), change(2, 2), change(None, 1) == change(0, 1) == UNKNOWN
+    ('+50.0 %', '=', True)
+    """
+    if here is None or there is None or (not here and there):
+        return UNKNOWN
+    return "=" if here == there else f"{100 * (there - here) / here:+.1f} %"

@@ -1,0 +1,128 @@
+"""The page as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from os import PathLike
+from typing import Any
+
+from microtome.errors import BadQuery
+from microtome.report.html import assets
+from microtome.report.html.about import about, caveats
+from microtome.report.html.cards import cards
+from microtome.report.html.compare import compare_data, compare_table
+from microtome.report.html.data import block, columns, memory, metrics
+from microtome.report.html.explorer import explorer
+from microtome.report.html.memory import alive_table
+from microtome.report.html.metrics import BY_NAME
+from microtome.report.html.table import table
+from microtome.results.base import load_result
+from microtome.results.cuts import Cuts
+from microtome.results.profile import Profile
+
+
+def html(profile: Profile, cuts: Any = None, compare: Any = None) -> str:
+    """The page, in one text.
+
+    Args:
+        cuts: Where the model can be cut, for the split explorer, or the file that holds that.
+        compare: Another profile, to be shown beside, or the file that holds it.
+    """
+    places = _given(cuts, Cuts, "cuts are what microtome.cuts gives")
+    other = _given(compare, Profile, "a profile is compared with a profile")
+    explored = explorer(profile, places, other)
+    title = escape(f"{profile.model} on {profile.inputs}")
+    lines = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{assets.policy()}">',
+        '<meta name="viewport" content="width=device-width,initial-scale=1">',
+        '<link rel="icon" href="data:,">',
+        f"<title>{title}</title><style>{assets.style()}</style></head><body>",
+        f"<header><h1>{escape(profile.model)}</h1><p class=dim>on {escape(profile.inputs)}</p>",
+        f'<nav class="toc" aria-label="Sections">{_contents(other)}</nav></header><main>',
+        *_sections(profile, explored, other),
+        "</main>",
+        block("data", _data(profile, explored, other)),
+        *(f"<script>{script}</script>" for script in assets.scripts()),
+        "</body></html>",
+    ]
+    return ("\n".join(lines) + "\n").encode("utf-8", "replace").decode()  # a name may hold half a character
+
+
+def _given(found: Any, kind: type[Any], told: str) -> Any:
+    if isinstance(found, str | PathLike):
+        found = load_result(found)
+    if found is not None and not isinstance(found, kind):
+        raise BadQuery(f"{told}, or the file that holds it, got {found!r:.200}")
+    return found
+
+
+def _data(profile: Profile, explored: dict[str, Any], other: Profile | None) -> dict[str, Any]:
+    return {
+        "calls": columns(profile),
+        "metrics": metrics(profile),
+        "memory": memory(profile),
+        "explorer": explored,
+        "compare": None if other is None else compare_data(profile, other),
+    }
+
+
+_TITLES = {
+    "overview": "At a glance",
+    "tree": "Where it goes",
+    "table": "Layers",
+    "memory": "Memory over the run",
+    "roofline": "Roofline",
+    "explorer": "Where to cut",
+    "compare": "Two runs",
+    "about": "Environment and method",
+}
+
+
+def _contents(other: Profile | None) -> str:
+    shown = {name: title for name, title in _TITLES.items() if name != "compare" or other is not None}
+    return "".join(f'<a href="#section:{name}">{title}</a>' for name, title in shown.items())
+
+
+def _sections(profile: Profile, explored: dict[str, Any], other: Profile | None) -> Iterator[str]:
+    known = "".join(f"<li>{escape(caveat)}</li>" for caveat in caveats(profile))
+    yield _section("overview", cards(profile) + (f'<ul class="caveats">{known}</ul>' if known else ""))
+    yield _section("tree", _drawn("The module tree, as wide as what each call costs"))
+    yield _section("table", f'<div id="controls"></div>{table(profile)}')
+    yield _section("memory", _memory(profile))
+    yield _section("roofline", _roofline(profile))
+    missing = explored.get("missing")
+    yield _section("explorer", _reason(missing) if missing else _drawn("The split explorer"))
+    if other is not None:
+        yield _section("compare", compare_table(profile, other) + _drawn("The calls that changed the most"))
+    yield _section("about", about(profile))
+
+
+def _memory(profile: Profile) -> str:
+    if profile.timeline is None:
+        return _reason(
+            "This profile was written by an older microtome, which kept no memory over the run: profile again."
+        )
+    if profile.timeline.peak is None:
+        return _reason("No operator ran.")
+    return _drawn("Live bytes at each operator") + alive_table(profile.timeline)
+
+
+def _roofline(profile: Profile) -> str:
+    if profile.total.time_s is not None:
+        return _drawn("Achieved rate against intensity")
+    return _reason(f"There are no times to compute rates from: {BY_NAME['time_s'].missing(profile)}.")
+
+
+def _section(name: str, body: str) -> str:
+    head = f'<h2 id="title:{name}">{_TITLES[name]}</h2>'
+    return f'<section id="section:{name}" aria-labelledby="title:{name}">{head}{body}</section>'
+
+
+def _drawn(what: str) -> str:
+    return f'<div class="view"></div><p class="dim nojs">{what}: drawn where JavaScript may run.</p>'
+
+
+def _reason(why: str) -> str:
+    return f'<p class="reason">– {escape(why)}</p>'  # noqa: RUF001

@@ -1,0 +1,166 @@
+"""A sweep as one page that needs nothing else: bars and a table, no script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from microtome.report.requests import short
+from microtome.report.terminal import shortened
+from microtome.results.sweep import CutTiming, Sweep
+from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
+
+#: Pixels of the chart: of names, of bars, of the figures beside them, and of a row.
+_NAMES, _BARS, _FIGURES, _ROW = 250, 560, 90, 18
+#: A bar that is longer than so many times the shortest is cut off.
+_LONGEST = 6
+_LONG_NAME = 36
+
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1b1f24;--dim:#626b76;--line:#d8dde3;--paper:#fff;--mark:#e8f3ec;
+--head:#2f6db5;--between:#c9a227;--tail:#7a4fa3;--best:#1a7f45}
+@media (prefers-color-scheme:dark){:root{--ink:#e4e8ec;--dim:#97a1ac;--line:#353c44;--paper:#14181c;--mark:#1b2c22;
+--head:#6aa5ea;--between:#d9b84a;--tail:#b58be0;--best:#5fcf8d}}
+body{margin:2rem auto;max-width:60rem;padding:0 1rem;background:var(--paper);color:var(--ink);
+font:15px/1.5 system-ui,sans-serif}
+h1{font-size:1.4rem;margin:0 0 .3rem}p{margin:.3rem 0}.dim{color:var(--dim)}
+.chart,.table{overflow-x:auto;margin:1.2rem 0}
+svg{display:block;max-width:none;font:12px system-ui,sans-serif}svg text{fill:var(--ink)}svg .dim{fill:var(--dim)}
+.h{fill:var(--head)}.w{fill:var(--between)}.t{fill:var(--tail)}svg .best{fill:var(--best);font-weight:600}
+.key i{display:inline-block;width:.8em;height:.8em;margin:0 .35em 0 1em;border-radius:2px}
+table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;white-space:nowrap}
+th,td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid var(--line)}
+th:first-child,td:first-child{text-align:left}thead th{color:var(--dim);font-weight:600}
+tr.best{background:var(--mark)}tr.best td:first-child{color:var(--best);font-weight:600}
+"""
+
+_COLUMNS = ("sent", "received", "head", "encode", "wire", "queue", "tail", "codec there", "decode", "total", "planned")
+
+
+def html(sweep: Sweep) -> str:
+    """The page. Whatever a model or a server named is escaped."""
+    title = escape(f"{sweep.model} at {sweep.server}")
+    lines = [
+        '<!doctype html><html lang="en"><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width,initial-scale=1">',
+        f"<title>{title}</title><style>{_STYLE}</style>",
+        f"<h1>{title}: {escape(sweep.best.name)} is the best, {seconds(sweep.best.total_s)}</h1>",
+        *(f"<p>{escape(line)}</p>" for line in _said(sweep)),
+        '<p class="key dim"><i style="background:var(--head)"></i>head<i style="background:var(--between)"></i>'
+        'codec, wire and queue<i style="background:var(--tail)"></i>tail</p>',
+        f'<div class="chart">{_chart(sweep)}</div><div class="table">{_table(sweep)}</div>',
+        *(f'<p class="dim">{escape(line)}</p>' for line in _fine(sweep)),
+        "</html>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+# -- the chart ---------------------------------------------------------------------------------------------------------
+
+
+def _chart(sweep: Sweep) -> str:
+    rows = sweep.measured
+    whole = min(max(row.total_s for row in rows), _LONGEST * sweep.best.total_s) or 1.0
+    width, height = _NAMES + _BARS + _FIGURES, _ROW * len(rows) + 4
+    drawn = "".join(_drawn(sweep, row, at * _ROW, _BARS / whole) for at, row in enumerate(rows))
+    label = f"Time of a request by cut, from {seconds(sweep.best.total_s)} on"
+    return (
+        f'<svg role="img" aria-label="{escape(label)}" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}">{drawn}</svg>'
+    )
+
+
+def _drawn(sweep: Sweep, row: CutTiming, top: int, scale: float) -> str:
+    """One bar, with its name before and its figure behind it; the whole is told where it is pointed at."""
+    is_best = row is sweep.best
+    kind = ' class="best"' if is_best else ""
+    name = escape(shortened(row.name, _LONG_NAME) + _mark(sweep, row))
+    parts, x = [], 0.0
+    between = max(row.total_s - row.head_s - row.tail_s, 0.0)
+    for ink, spent in (("h", row.head_s), ("w", between), ("t", row.tail_s)):
+        end = min(x + spent * scale, float(_BARS))
+        if end - x >= 0.05:
+            left, wide = _number(_NAMES + x), _number(end - x)
+            parts.append(f'<rect class="{ink}" x="{left}" y="{top + 3}" width="{wide}" height="{_ROW - 5}"/>')
+        x = end
+    figure = seconds(row.total_s) + (" →" if row.total_s * scale > _BARS + 0.5 else "")
+    return (
+        f"<g><title>{escape(f'{row.name}: {_terms(row)}')}</title>"
+        f'<text{kind} x="{_NAMES - 8}" y="{top + 13}" text-anchor="end">{name}</text>'
+        f"{''.join(parts)}"
+        f'<text class="{"best" if is_best else "dim"}" x="{_number(_NAMES + x + 6)}" y="{top + 13}">{figure}</text></g>'
+    )
+
+
+def _number(value: float) -> str:
+    """
+    >>> _number(3.0), _number(3.14159)
+    ('3', '3.1')
+    """
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _terms(row: CutTiming) -> str:
+    codec_s = row.encode_s + row.codec_there_s + row.decode_s
+    return (
+        f"head {seconds(row.head_s)}, codec {seconds(codec_s)}, wire {seconds(row.wire_s)}, "
+        f"queue {seconds(row.queue_s)}, tail {seconds(row.tail_s)}"
+    )
+
+
+def _mark(sweep: Sweep, row: CutTiming) -> str:
+    return " (plan)" if row is sweep.planned else ""
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def _table(sweep: Sweep) -> str:
+    """Without the closing tags that HTML lets one leave out: there may be hundreds of rows."""
+    has_energy = any(row.energy_j is not None for row in sweep)
+    names = [*_COLUMNS, *(["energy"] if has_energy else [])]
+    head = "".join(f"<th>{name}" for name in ("cut", *names))
+    kinds = {id(sweep.best): " class=best"}
+    body = "\n".join(
+        f"<tr{kinds.get(id(row), '')}><td>{escape(row.name + _mark(sweep, row))}{_cells(row, names)}" for row in sweep
+    )
+    return f"<table><thead><tr>{head}<tbody>\n{body}</table>"
+
+
+def _cells(row: CutTiming, names: list[str]) -> str:
+    if row.failed is not None:
+        return f'<td colspan={len(names)} style="text-align:left;white-space:normal">{escape(row.failed)}'
+    times = (row.encode_s, row.wire_s, row.queue_s, row.tail_s, row.codec_there_s, row.decode_s)
+    there = [UNKNOWN] * len(times) if row.at is None else list(map(seconds, times))
+    sent = [UNKNOWN] * 2 if row.at is None else [size(row.sent_bytes), size(row.received_bytes)]
+    told = [*sent, seconds(row.head_s), *there, seconds(row.total_s), seconds(row.planned_s), joules(row.energy_j)]
+    return "".join(f"<td>{cell}" for cell in told[: len(names)])
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def _said(sweep: Sweep) -> Iterator[str]:
+    best, planned = sweep.best, sweep.planned
+    if planned is best:
+        yield f"The plan says so too, with {seconds(planned.planned_s)}."
+    elif planned is not None:
+        yield (
+            f"The plan's is {planned.name}, with {seconds(planned.planned_s)}: it took {seconds(planned.total_s)}, "
+            f"{ratio(planned.total_s / best.total_s)} times the best."
+        )
+    else:
+        yield f"There is no plan: {sweep.no_plan}."
+    if sweep.tied:
+        yield f"Cannot be told from the best: {', '.join(row.name for row in sweep.tied[:8])}."
+
+
+def _fine(sweep: Sweep) -> Iterator[str]:
+    link = sweep.link
+    yield (
+        f"On {sweep.inputs}; codec {sweep.codec}; the server computes on {sweep.device}. The way there: "
+        f"{rate(link.up_bytes_per_s)}, back {rate(link.down_bytes_per_s)}, round trip {seconds(link.rtt_s)}."
+    )
+    yield f"Medians of {sweep.repeat} requests a cut, taken in turns, one on its way at a time."
+    yield f"Energy: {short(sweep.energy)}."
+    yield "Here: " + ", ".join(f"{name} {value}" for name, value in sweep.environment.items())

@@ -1,0 +1,97 @@
+"""The layer table as plain HTML: what is there before any script runs, and where none may."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+
+from microtome.report.html.metrics import METRICS, Metric
+from microtome.results.profile import Profile
+from microtome.results.rows import Row
+from microtome.units import UNKNOWN, count, shape
+
+#: A table without a script has about so many rows at most.
+_ROWS = 600
+#: Half a character has no place in a link; the script replaces it by the same.
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+def shown_metrics(profile: Profile) -> list[Metric]:
+    """Those that the table has unasked."""
+    return [metric for metric in METRICS if metric.is_shown and metric.missing(profile) is None]
+
+
+def table(profile: Profile) -> str:
+    metrics = shown_metrics(profile)
+    rows = _rows(profile)
+    heads = "".join(
+        f'<th scope="col" class="n" title="{escape(metric.told)}">{escape(metric.label)}' for metric in metrics
+    )
+    scales = [metric.scale(profile) for metric in metrics]
+    body = "\n".join(_row(row, list(zip(metrics, scales, strict=True))) for row in rows)
+    return (
+        '<div class="scroll" id="grid" tabindex="0" role="region" aria-label="Layer table"><table id="layers">'
+        '<caption class="sr">What each call costs, with all calls inside it</caption>'
+        f'<thead><tr><th scope="col">call<th scope="col">module<th scope="col">output{heads}</thead>'
+        f"<tbody>\n{body}</tbody></table></div>{_left_out(profile, rows)}"
+    )
+
+
+def in_tree(row: Row) -> str:
+    """The name of a call below that of the call that contains it."""
+    if row.parent is None:
+        return "(root)"
+    above = row.parent.partition("#")[0]
+    return row.address.removeprefix(f"{above}.") if above else row.address
+
+
+def _rows(profile: Profile) -> Sequence[Row]:
+    """As deep as there is room for."""
+    depths = [row.depth for row in profile]
+    fits = (d for d in range(max(depths), 0, -1) if sum(depth <= d for depth in depths) <= _ROWS)
+    deepest = next(fits, 1)
+    return [row for row in profile if row.depth <= deepest][: 2 * _ROWS]
+
+
+def _left_out(profile: Profile, rows: Sequence[Row]) -> str:
+    if len(rows) == len(profile):
+        return ""
+    return f'<p class="dim nojs">{len(rows):,} of {len(profile):,} calls are listed; with JavaScript all are.</p>'
+
+
+def _row(row: Row, scaled: Sequence[tuple[Metric, float | None]]) -> str:
+    """Without the closing tags that HTML lets one leave out: there may be hundreds of rows."""
+    cells = "".join(_cell(row, metric, whole) for metric, whole in scaled)
+    output = ", ".join(shape(tensor.shape) for tensor in row.outputs)
+    name = f'<th scope="row" class="d{min(row.depth, 32)}" title="{escape(row.address)}">{_anchor(row)}'
+    texts = "".join(f'<td title="{escape(text)}">{escape(text)}' for text in (row.type, output))
+    return f"<tr>{name}{texts}{cells}"
+
+
+def _anchor(row: Row) -> str:
+    """The name of a call, where a permalink leads. Not an id: a module may be called as an element of the page is."""
+    name = escape(in_tree(row))
+    whole = _HALF.sub("\N{REPLACEMENT CHARACTER}", row.address)
+    return f'<a name="{escape(whole)}">{name}</a>' if whole else name
+
+
+def _cell(row: Row, metric: Metric, whole: float | None) -> str:
+    value = metric.of(row)
+    if value is None:
+        return f'<td class="n" title="{escape(metric.unknown)}">{UNKNOWN}'
+    text = metric.write(value)
+    if metric.name == "params" and row.shared_params:
+        text = f"{text} (+{count(row.shared_params)})" if value else f"({count(row.shared_params)})"
+    bar = round(100 * min(max(value / whole, 0), 1)) if whole else 0
+    return f'<td class="n b{bar}">{text}{_whisker(row, metric, whole)}'
+
+
+def _whisker(row: Row, metric: Metric, whole: float | None) -> str:
+    """The interval as a line over the bar."""
+    spread = row.spreads.get(metric.name)
+    if spread is None or not whole:
+        return ""
+    low, high = (round(100 * min(max(end / whole, 0), 1), 1) for end in (spread.low, spread.high))
+    told = escape(f"95 %: {metric.write(spread.low)} to {metric.write(spread.high)}")
+    return f'<svg class="w"><title>{told}</title><line x1="{low}%" x2="{high}%" y1="50%" y2="50%"/></svg>'

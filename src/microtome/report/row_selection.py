@@ -1,0 +1,113 @@
+"""Which rows of a profile are shown, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from microtome.errors import BadQuery
+from microtome.report.columns import COLUMNS, OWN, REGISTERED, columns_of, of_registered, why_unknown
+from microtome.results.profile import Profile
+from microtome.results.rows import Row
+
+#: A table that is not told how deep to go shows at most about this many rows.
+_ROWS = 60
+#: What rows of their own have from the calls inside.
+_FROM_INSIDE = ("peak_bytes", "output_bytes", "measured_peak_bytes", "load")
+
+
+@dataclass(frozen=True)
+class RowSelection:
+    """Which rows of a profile are shown, and what of them.
+
+    Attributes:
+        depth: Show the tree down to here.
+        granularity: Show calls of this height, not the tree.
+        by: Show groups, `"module"`, `"type"` or `"op"`, not calls.
+        sort: Order by this quantity, the largest first, and show no tree.
+        top: Show the first so many.
+        columns: The names of the columns; () for those that fit the profile and the terminal.
+    """
+
+    depth: int | None = None
+    granularity: int | None = None
+    by: str | None = None
+    sort: str | None = None
+    top: int | None = None
+    columns: tuple[str, ...] = ()
+
+
+def whole_tree(profile: Profile, view: RowSelection) -> RowSelection:
+    """The view as it is in a file, which has room for every call."""
+    chosen = (view.depth, view.granularity, view.by, view.sort)
+    return view if chosen != (None,) * 4 else replace(view, depth=deepest(profile))
+
+
+def rows_of(profile: Profile, view: RowSelection) -> list[tuple[Any, str]]:
+    """The rows or groups of a view, each with its name."""
+    if view.by is not None:
+        groups = {"module": profile.by_module, "type": profile.by_type, "op": profile.by_op}[view.by]()
+        rows: list[tuple[Any, str]] = [(group, name or "(root)") for name, group in groups.items()]
+    elif view.granularity is not None:
+        rows = [(row, _name(row)) for row in profile.rows(granularity=view.granularity)]
+    elif view.sort is not None and view.depth is not None:
+        rows = [(row, _name(row)) for row in profile.rows(depth=view.depth)]
+    elif view.sort is not None:
+        rows = [(row, _name(row)) for row in profile.rows(granularity=1)]
+    else:
+        depth = depth_of(profile) if view.depth is None else view.depth
+        rows = [(row, _in_tree(row)) for row in profile if row.depth <= depth]
+    if view.sort is not None:
+        by = "flops" if view.sort == "share" else COLUMNS[view.sort].needs or view.sort
+        if by in _FROM_INSIDE:
+            rows = [pair for pair in rows if not pair[0].type.endswith(OWN)]
+        column = view.sort
+        if rows and all(_quantity(row, column, by) is None for row, _ in rows):
+            raise BadQuery(f"no row has a number of {column!r} to sort by: {why_unknown(profile, column, by)}")
+        rows.sort(key=lambda pair: -(_quantity(pair[0], column, by) or 0))
+    return rows[: view.top]
+
+
+def _quantity(row: Any, column: str, by: str) -> float | None:
+    if column in REGISTERED:
+        value = of_registered(column, row)
+        return value if isinstance(value, int | float) else None
+    number: float | None = getattr(row.load, column, None) if by == "load" else getattr(row, by, None)
+    return number
+
+
+def depth_of(profile: Profile) -> int:
+    """As deep as there is room for."""
+    depths = [row.depth for row in profile]
+    return next((d for d in range(max(depths), 0, -1) if sum(depth <= d for depth in depths) <= _ROWS), 1)
+
+
+def _name(row: Row) -> str:
+    return row.address or "(root)"
+
+
+def _in_tree(row: Row) -> str:
+    if row.parent is None:
+        return "(root)"
+    above = row.parent.partition("#")[0]
+    name = row.address.removeprefix(f"{above}.") if above else row.address
+    return "  " * row.depth + name
+
+
+def check(view: RowSelection) -> None:
+    """Raise where a view asks for what there is not."""
+    known = columns_of(view.by)
+    for name in view.columns:
+        if name not in known:
+            raise BadQuery(f"there is no column {name!r}{_OF[view.by]}: write one of {', '.join(known)}")
+    if view.sort is not None and view.sort not in known:
+        raise BadQuery(f"there is no column {view.sort!r}{_OF[view.by]} to sort by: write one of {', '.join(known)}")
+    if view.sort in ("type", "inputs", "outputs", "dtype", "bound", "spread", "device_spread", "energy_spread"):
+        raise BadQuery(f"rows are sorted by a quantity, such as flops or params, not by {view.sort}")
+
+
+_OF = {None: "", "module": " of modules", "type": " of types", "op": " of operators"}
+
+
+def deepest(profile: Profile) -> int:
+    return max(row.depth for row in profile)

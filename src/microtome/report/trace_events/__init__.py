@@ -1,0 +1,1 @@
+"""Measured runs as files for Perfetto and speedscope."""

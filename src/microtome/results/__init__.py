@@ -1,0 +1,1 @@
+"""Results as plain data: they need neither the engine, nor grpc, nor rich."""

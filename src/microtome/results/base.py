@@ -1,0 +1,111 @@
+"""The base class of results: show them, write them to files, read them again."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from microtome.errors import BadFile
+from microtome.files.reading import JSON_LIMIT, File, damage, parse_json, read_bytes
+from microtome.files.types import mismatch
+from microtome.files.writing import failure
+from microtome.results.rendering import render
+
+#: The module and the class of each kind of result, imported when a file holds one.
+_KINDS = {
+    "profile": ("profile", "Profile"),
+    "diff": ("diff", "Diff"),
+    "cuts": ("cuts", "Cuts"),
+    "plan": ("plan", "Plan"),
+    "codecs": ("codec_costs", "CodecCosts"),
+    "run": ("requests", "RequestLog"),
+    "sweep": ("sweep", "Sweep"),
+}
+
+
+class Result:
+    """A result that has a kind, a schema and a report.
+
+    Attributes:
+        kind: The name of the kind in files.
+        schema: The version of its JSON: raised when a reader of the old one would misread the new one.
+    """
+
+    kind: ClassVar[str]
+    schema: ClassVar[int]
+
+    def __str__(self) -> str:
+        text: str = render(f"{self.kind}.text", self)
+        return text
+
+    def __rich__(self) -> Any:
+        return render("terminal.Printable", render(f"{self.kind}.renderable", self))
+
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows."""
+        html: str | None = render("notebook.html", self)
+        return html
+
+    def to_markdown(self, file: File | None = None) -> str:
+        """As a Markdown table; written to the file if one is named."""
+        return write(render(f"{self.kind}.markdown", self), file)
+
+    def to_csv(self, file: File | None = None) -> str:
+        """As CSV, raw numbers, one line a row; written to the file if one is named."""
+        return write(render(f"{self.kind}.csv", self), file)
+
+    def to_json(self, file: File | None = None) -> str:
+        """As JSON that `microtome.load` reads; written to the file if one is named."""
+        data = {"kind": self.kind, "schema": self.schema, **self.as_dict()}
+        return write(json.dumps(data, indent=1) + "\n", file)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the JSON holds."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """The result that `as_dict` described."""
+        raise NotImplementedError
+
+
+def write(text: str, file: File | None) -> str:
+    """The text, written to the file if one is named.
+
+    >>> write("text", "/does/not/exist.md")
+    Traceback (most recent call last):
+        ...
+    microtome.errors.BadFile: cannot write '/does/not/exist.md': No such file or directory
+    """
+    if file is not None:
+        with failure(repr(str(file))):
+            Path(file).write_text(text, encoding="utf-8", errors="replace")  # names may hold halves of characters
+    return text
+
+
+def load_result(file: File) -> Any:
+    """Read a result that `to_json` wrote."""
+    return parse(read_bytes(file, JSON_LIMIT), repr(str(file)))
+
+
+def parse(text: str | bytes, what: str) -> Any:
+    """The result that `to_json` made a text of.
+
+    Args:
+        what: Where the text comes from, for errors.
+    """
+    data = parse_json(text, what)
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise BadFile(f"{what} holds no result of microtome: its 'kind' is {kind!r}, not {' or '.join(_KINDS)}")
+    module, name = _KINDS[kind]
+    cls: Any = getattr(import_module(f"microtome.results.{module}"), name)
+    if data.get("schema") != cls.schema:
+        raise BadFile(f"{what} has version {data.get('schema')!r} of a {kind}; this microtome reads {cls.schema}")
+    with damage(f"the {kind} in {what}"):
+        result = cls.from_dict(data)
+        if (wrong := mismatch(result, cls)) is not None:
+            raise BadFile(f"{what} is not a {kind}: {wrong.removeprefix('.')}")
+    return result

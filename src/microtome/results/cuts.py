@@ -1,0 +1,196 @@
+"""Where a model can be cut, and what crosses there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple, Self, overload
+
+from microtome.addresses import find_address, number_calls
+from microtome.errors import BadQuery, NoMatch
+from microtome.results.base import Result
+
+
+class Live(NamedTuple):
+    """A value that crosses a cut.
+
+    Attributes:
+        name: The address of the call that returned it, with its place if that returned several: `layer1`, `lstm[0]`; of
+            an input of the model its place among the arguments: `args[0]`, `mask`.
+        source: The address of the call; None: it is an input of the model.
+        nbytes: What it takes on the wire, uncompressed.
+    """
+
+    name: str
+    source: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A place to cut: the exit of a call. What ran until then is the head; the tail is the rest.
+
+    Attributes:
+        at: The address of the call, with its index where the module ran several times: `relu#0`.
+        live: What the tail needs of the head.
+        nbytes: The bytes of that.
+        head_macs: Multiply-accumulates of the head; None where an operator's are not known.
+        head_params: Parameters that the head reads. One that both sides read counts on both.
+        dominates: Whether no cut before it has as few bytes.
+        refused: Why the model cannot be cut here exactly; None: it can.
+    """
+
+    index: int
+    at: str
+    type: str
+    depth: int
+    live: tuple[Live, ...]
+    nbytes: int
+    head_macs: int | None
+    tail_macs: int | None
+    head_params: int
+    tail_params: int
+    head_param_bytes: int
+    tail_param_bytes: int
+    dominates: bool = False
+    refused: str | None = None
+
+
+By = Literal["bytes", "head_macs", "tail_macs", "head_params", "tail_params"]
+
+
+@dataclass(frozen=True)
+class Cuts(Result, Sequence[Cut]):
+    """Every place a model can be cut, in the order in which the calls end; and where it cannot, with the reason.
+
+    Attributes:
+        model: The class of the model.
+        inputs: What goes into the model.
+        outputs: What it returns.
+        offered: The cuts. The sequence is of these.
+        refused: The places where the model cannot be cut exactly.
+        how: How the run was made that this is read from.
+        calls: How many calls the run had; None in files of an older microtome.
+        params: The parameters of the model, read or not, each once; None in files of an older microtome.
+        param_bytes: Their bytes.
+        flops: FLOPs of the run; None where an operator's are not known, and in files of an older microtome.
+    """
+
+    kind: ClassVar[str] = "cuts"
+    schema: ClassVar[int] = 1
+
+    model: str
+    inputs: tuple[Live, ...]
+    outputs: tuple[Live, ...]
+    offered: tuple[Cut, ...]
+    refused: tuple[Cut, ...]
+    how: str
+    calls: int | None = None
+    params: int | None = None
+    param_bytes: int | None = None
+    flops: int | None = None
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(value.nbytes for value in self.inputs)
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(value.nbytes for value in self.outputs)
+
+    def __len__(self) -> int:
+        return len(self.offered)
+
+    def __iter__(self) -> Iterator[Cut]:
+        return iter(self.offered)
+
+    @overload
+    def __getitem__(self, at: int | str) -> Cut: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Cut, ...]: ...
+    def __getitem__(self, at: int | str | slice) -> Cut | tuple[Cut, ...]:
+        """The cut at an address, or by position."""
+        if not isinstance(at, str):
+            return self.offered[at]
+        cut = self.find(at)
+        if cut.refused is not None:
+            raise NoMatch(f"the {self.model} cannot be cut at {at!r}: {cut.refused}")
+        return cut
+
+    def find(self, at: str) -> Cut:
+        """The place at an address, whether the model can be cut there or not."""
+        return self._by_address[find_address(at, self._by_address)]
+
+    @cached_property
+    def _by_address(self) -> dict[str, Cut]:
+        return {cut.at: cut for cut in sorted((*self.offered, *self.refused), key=lambda cut: cut.index)}
+
+    def best(self, by: By = "bytes") -> Cut:
+        """The cut with the least of something; of several, the one that leaves the head the least to do."""
+        if by not in ("bytes", "head_macs", "tail_macs", "head_params", "tail_params"):
+            raise BadQuery(f"cuts are compared by bytes, head_macs, tail_macs, head_params or tail_params, not {by!r}")
+        name = "nbytes" if by == "bytes" else by
+        known = [cut for cut in self.offered if getattr(cut, name) is not None]
+        if not known:
+            raise BadQuery(f"the {self.model} has no cut whose {by} are known")
+        return min(known, key=lambda cut: (getattr(cut, name), cut.index))
+
+    def table(self) -> str:
+        """All cuts as a table."""
+        return str(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "how": self.how,
+            "calls": self.calls,
+            "params": self.params,
+            "param_bytes": self.param_bytes,
+            "flops": self.flops,
+            "inputs": [live._asdict() for live in self.inputs],
+            "outputs": [live._asdict() for live in self.outputs],
+            "cuts": [
+                {**asdict(cut), "live": [live._asdict() for live in cut.live]} for cut in (*self.offered, *self.refused)
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        cuts = [Cut(**{**cut, "live": _lives(cut["live"])}) for cut in _numbered(data["cuts"])]
+        return cls(
+            data["model"],
+            _lives(data["inputs"]),
+            _lives(data["outputs"]),
+            tuple(cut for cut in cuts if cut.refused is None),
+            tuple(cut for cut in cuts if cut.refused is not None),
+            data["how"],
+            data.get("calls"),
+            data.get("params"),
+            data.get("param_bytes"),
+            data.get("flops"),
+        )
+
+    def __repr__(self) -> str:
+        refused = f", {len(self.refused)} refused" if self.refused else ""
+        return f"<Cuts of {self.model}: {len(self.offered)}{refused}>"
+
+
+def _numbered(cuts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cuts with `#0` on the first of several calls, which older files leave out."""
+    addresses = [cut["at"] for cut in cuts]
+    known = dict(zip(addresses, number_calls(addresses), strict=True))
+
+    def numbered(live: dict[str, Any]) -> dict[str, Any]:
+        source = live["source"]
+        if known.get(source, source) == source:
+            return live
+        return {**live, "source": known[source], "name": known[source] + live["name"].removeprefix(source)}
+
+    return [{**cut, "at": known[cut["at"]], "live": [numbered(live) for live in cut["live"]]} for cut in cuts]
+
+
+def _lives(listed: list[dict[str, Any]]) -> tuple[Live, ...]:
+    return tuple(Live(**{**live, "shape": tuple(live["shape"])}) for live in listed)

@@ -1,0 +1,293 @@
+"""What changed between two profiles: in all, and layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from math import inf
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+from microtome.errors import BadQuery
+from microtome.results.base import Result
+from microtome.results.profile import Profile
+from microtome.results.rows import Row
+from microtome.units import shape
+
+#: What is compared: the words for it, and the fields of a row.
+QUANTITIES = {
+    "params": "params",
+    "macs": "macs",
+    "flops": "flops",
+    "memory": "peak_bytes",
+    "output": "output_bytes",
+    "time": "time_s",
+    "device": "device_s",
+    "energy": "energy_j",
+    "backward": "backward_flops",
+    "backward_time": "backward_s",
+}
+_MEASURED = ("time", "device", "energy", "backward_time")
+#: Of a single layer the peak is not compared: it moves with all layers before; and FLOPs say what MACs say.
+_OF_LAYERS = ("params", "macs", "output", *_MEASURED)
+What = Literal["added", "removed", "changed"]
+
+
+class MetricChange(NamedTuple):
+    """A quantity before and after.
+
+    Attributes:
+        quantity: Its word: `"macs"`, `"time"`.
+        before: None: not known, or the layer was not there.
+        is_noise: Whether the repeated passes of a measured quantity meet, in their middle halves or in the 95 %
+            intervals of their medians, so that nothing says that it changed; None where no passes are known.
+    """
+
+    quantity: str
+    before: float | None
+    after: float | None
+    is_noise: bool | None = None
+
+    @property
+    def growth(self) -> float | None:
+        """By which part of before it grew; None where one side is not known."""
+        if self.before is None or self.after is None:
+            return None
+        if self.before == self.after:
+            return 0.0
+        return (self.after - self.before) / self.before if self.before else inf
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChange:
+    """A call that was added, removed or changed.
+
+    Attributes:
+        type: The kind of its module, or both kinds where that changed.
+        changes: What it costs without the calls inside it.
+        note: What else changed: its kind, the shape of its output.
+    """
+
+    address: str
+    type: str
+    what: What
+    changes: tuple[MetricChange, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Diff(Result):
+    """What changed between two profiles.
+
+    Attributes:
+        before: What the first is of, in words; and `after` the second.
+        totals: Of the whole model, every quantity that one of the two has.
+        layers: The calls that changed, those with the greatest share of the whole first.
+        unchanged: How many calls did not.
+        noise: How many calls took another time, within what repeated passes spread by.
+        notes: In what else the two differ: inputs, conventions, machines.
+        uncounted: Operators without a formula that the second runs more often than the first: its counts leave more
+            out, and cannot be held against a limit.
+    """
+
+    kind: ClassVar[str] = "diff"
+    schema: ClassVar[int] = 1
+
+    before: str
+    after: str
+    totals: tuple[MetricChange, ...]
+    layers: tuple[LayerChange, ...]
+    unchanged: int
+    noise: int
+    notes: tuple[str, ...]
+    uncounted: tuple[str, ...] = ()
+
+    def __getitem__(self, quantity: str) -> MetricChange:
+        """How a quantity of the whole model changed."""
+        if quantity not in QUANTITIES:
+            raise BadQuery(f"there is no quantity {quantity!r}: write one of {', '.join(QUANTITIES)}")
+        found = next((change for change in self.totals if change.quantity == quantity), None)
+        if found is None or found.growth is None:
+            raise BadQuery(f"{quantity} is not known of both profiles{_HINTS.get(quantity, '')}")
+        if self.uncounted and quantity in _COUNTED:
+            raise BadQuery(
+                f"{quantity} of {self.after} leaves out {', '.join(self.uncounted)}, which has no formula: "
+                "say what it costs with microtome.register_formula"
+            )
+        return found
+
+    def over(self, limits: Mapping[str, float]) -> tuple[MetricChange, ...]:
+        """The quantities of the whole that grew by more than a part of what they were; noise is no growth.
+
+        Args:
+            limits: By their words, the parts: `{"macs": 0.05}` for five per cent.
+        """
+        grown = [(self[quantity], limit) for quantity, limit in limits.items()]
+        return tuple(change for change, limit in grown if (change.growth or 0.0) > limit and not change.is_noise)
+
+    def as_dict(self) -> dict[str, Any]:
+        data = asdict(self)
+        data["totals"] = [change._asdict() for change in self.totals]
+        data["layers"] = [
+            {**asdict(layer), "changes": [change._asdict() for change in layer.changes]} for layer in self.layers
+        ]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        layers = [LayerChange(**{**one, "changes": _changes(one["changes"])}) for one in data["layers"]]
+        known = {name: data[name] for name in ("before", "after", "unchanged", "noise")}
+        known |= {name: tuple(data.get(name, ())) for name in ("notes", "uncounted")}
+        return cls(**known, totals=_changes(data["totals"]), layers=tuple(layers))
+
+    def __repr__(self) -> str:
+        return f"<Diff of {self.before} and {self.after}: {len(self.layers)} calls changed>"
+
+
+_COUNTED = ("macs", "flops", "backward")
+_HINTS = {
+    "time": ": measure both with --time",
+    "device": ": measure both with --time on a GPU",
+    "energy": ": measure both with --energy",
+    "backward": ": count both with --backward",
+    "backward_time": ": measure both with --time --backward",
+}
+
+
+def diff(before: Profile, after: Profile) -> Diff:
+    """What changed from one profile to another. Calls are compared by their addresses.
+
+    >>> import torch
+    >>> import microtome as mt
+    >>> small, large = (mt.profile(torch.nn.Sequential(torch.nn.Linear(4, n)), "1x4") for n in (8, 16))
+    >>> changed = small.diff(large)
+    >>> changed["macs"].growth, [(layer.address, layer.note) for layer in changed.layers]
+    (1.0, [('0', 'output 1x8 to 1x16')])
+    """
+    if not isinstance(after, Profile):
+        raise BadQuery(f"a profile is compared with another profile, got a {type(after).__name__}")
+    old, new = ({row.address: row for row in one} for one in (before, after))
+    layers, noise = [], 0
+    for address in dict.fromkeys((*old, *new)):
+        layer = _layer(before, after, old.get(address), new.get(address))
+        if layer.changes or layer.note or layer.what != "changed":
+            real = [change for change in layer.changes if not change.is_noise]
+            noise += len(real) < len(layer.changes)
+            if real or layer.note:
+                layers.append(layer)
+    layers.sort(key=lambda layer: -_weight(layer, before, after))
+    return Diff(
+        before=_named(before),
+        after=_named(after),
+        totals=tuple(_totals(before, after)),
+        layers=tuple(layers),
+        unchanged=len(set(old) & set(new)) - sum(layer.what == "changed" for layer in layers),
+        noise=noise,
+        notes=tuple(_notes(before, after)),
+        uncounted=tuple(op for op, runs in _uncounted(after).items() if runs > _uncounted(before).get(op, 0)),
+    )
+
+
+def _totals(before: Profile, after: Profile) -> Iterator[MetricChange]:
+    for word, name in QUANTITIES.items():
+        run = word == "memory" and _has_backward(before) and _has_backward(after)
+        old, new = (getattr(one if run else one.total, name) for one in (before, after))
+        if old is not None or new is not None:
+            yield MetricChange(word, old, new, _is_noise(before.total, after.total, name))
+
+
+def _layer(before: Profile, after: Profile, old: Row | None, new: Row | None) -> LayerChange:
+    row = new or old
+    assert row is not None
+    changes = []
+    for word in _OF_LAYERS:
+        name = QUANTITIES[word]
+        one, two = _own(before, old, name), _own(after, new, name)
+        if old is None or new is None:
+            differs = (one or 0) != (two or 0)
+        else:  # what was not measured on one side tells nothing; what is not counted there does
+            differs = one != two and (word in ("params", "macs") or None not in (one, two))
+        if differs:
+            noise = None if old is None or new is None else _is_noise(old, new, name)
+            changes.append(MetricChange(word, one, two, noise))
+    what: What = "added" if old is None else "removed" if new is None else "changed"
+    note = "" if old is None or new is None else "; ".join(_said(old, new))
+    return LayerChange(row.address, row.type, what, tuple(changes), note)
+
+
+def _own(profile: Profile, row: Row | None, name: str) -> float | None:
+    """What a call costs by itself; of what does not add up, or has its spread with the calls inside, those without."""
+    if row is None:
+        return None
+    if name in ("params", "macs"):
+        found: float | None = getattr(row.own, name)
+        return found
+    inside = profile.children(row)
+    if name == "output_bytes":
+        return None if inside else row.output_bytes
+    return None if any(getattr(child, name) is not None for child in inside) else getattr(row, name)
+
+
+def _is_noise(old: Row, new: Row, name: str) -> bool | None:
+    """Whether the passes of one meet those of the other, the outer quarters left out."""
+    one, two = old.spreads.get(name), new.spreads.get(name)
+    if one is None or two is None:
+        return None
+    reach = [(min(spread.low, spread.q1), max(spread.high, spread.q3)) for spread in (one, two)]
+    return reach[0][0] <= reach[1][1] and reach[1][0] <= reach[0][1]
+
+
+def _said(old: Row, new: Row) -> Iterator[str]:
+    if old.type != new.type:
+        yield f"{old.type} to {new.type}"
+    outputs = [", ".join(shape(tensor.shape) for tensor in row.outputs) for row in (old, new)]
+    if outputs[0] != outputs[1] and not old.height > 1:
+        yield f"output {outputs[0] or 'none'} to {outputs[1] or 'none'}"
+
+
+def _weight(layer: LayerChange, before: Profile, after: Profile) -> float:
+    """The greatest part of the whole that a change of it is."""
+    parts = [0.0]
+    for change in layer.changes:
+        name = QUANTITIES[change.quantity]
+        whole = max(getattr(before.total, name) or 0, getattr(after.total, name) or 0)
+        if whole and not change.is_noise and change.quantity != "output":
+            parts.append(abs((change.after or 0) - (change.before or 0)) / whole)
+    return max(parts)
+
+
+def _named(profile: Profile) -> str:
+    return f"{profile.model} on {profile.inputs}"
+
+
+def _uncounted(profile: Profile) -> dict[str, int]:
+    """The operators without a formula, and how often they ran."""
+    return {op.name: op.runs for op in profile.coverage.unknown}
+
+
+def _has_backward(profile: Profile) -> bool:
+    return profile.total.saved_bytes is not None and profile.timeline is not None
+
+
+def _notes(before: Profile, after: Profile) -> Iterator[str]:
+    for when, one in (("before", before), ("after", after)):
+        if one.coverage.unknown:
+            part = f"{one.coverage.counted:,} of {one.coverage.ops:,} operators, an unknown share of the work"
+            yield f"{when}, {part}, are counted: no formula for {', '.join(_uncounted(one))}"
+    if None not in (before.gradients, after.gradients) and before.gradients != after.gradients:
+        kept = "before" if before.gradients else "after"
+        yield f"memory is not comparable: {kept}, it holds what a backward needs"
+    if _has_backward(before) != _has_backward(after):
+        yield "memory is that of the forward: one of the two has no backward"
+    if before.inputs != after.inputs:
+        yield f"the inputs differ: {before.inputs} and {after.inputs}"
+    if before.convention != after.convention:
+        yield f"the counts are not comparable: they are of the conventions {before.convention} and {after.convention}"
+    for name in before.environment.keys() & after.environment.keys():
+        if name in ("cpu", "gpu", "threads", "torch") and before.environment[name] != after.environment[name]:
+            yield f"measured with other {name}: {before.environment[name]} and {after.environment[name]}"
+
+
+def _changes(listed: list[dict[str, Any]]) -> tuple[MetricChange, ...]:
+    if foreign := [one["quantity"] for one in listed if one["quantity"] not in QUANTITIES]:
+        raise ValueError(f"expected a quantity of {', '.join(QUANTITIES)}, got {foreign[0]!r:.80}")
+    return tuple(MetricChange(**one) for one in listed)

@@ -1,0 +1,85 @@
+"""The link between two devices, as stated or as measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from microtome.errors import BadQuery
+from microtome.units import parse_rate, parse_seconds, rate, seconds
+
+
+@dataclass(frozen=True, init=False)
+class Link:
+    """How fast a link is, the same both ways.
+
+    Attributes:
+        bytes_per_s: What goes through in a second, one way.
+        rtt_s: Seconds until a short message has been answered: half of it is what any message takes on its way.
+        jitter_s: By how much a message may be late.
+        joules_per_byte: What the radio of the first device takes for a byte, sent or received; None: not known.
+
+    >>> link = Link("20Mbps", rtt="15ms")
+    >>> link.seconds(25_000)                        # half of 15 ms, and 10 ms for 200,000 bits
+    0.0175
+    >>> link
+    Link('20 Mbps', rtt='15 ms')
+    """
+
+    bytes_per_s: float
+    rtt_s: float
+    jitter_s: float
+    joules_per_byte: float | None
+
+    def __init__(
+        self,
+        bandwidth: float | str,
+        rtt: float | str = 0.0,
+        jitter: float | str = 0.0,
+        joules_per_byte: float | None = None,
+    ) -> None:
+        """From texts such as `"20Mbps"` and `"15ms"`; numbers are bits a second, and seconds."""
+        known = joules_per_byte is None or 0 <= joules_per_byte < float("inf")
+        if not known:
+            raise BadQuery(f"joules_per_byte is what the radio takes for a byte, 0 or more, got {joules_per_byte!r}")
+        object.__setattr__(self, "bytes_per_s", parse_rate(bandwidth))
+        object.__setattr__(self, "rtt_s", parse_seconds(rtt))
+        object.__setattr__(self, "jitter_s", parse_seconds(jitter))
+        object.__setattr__(self, "joules_per_byte", joules_per_byte)
+
+    def seconds(self, nbytes: float) -> float:
+        """How long a message takes one way, if it is not late."""
+        return self.rtt_s / 2 + nbytes / self.bytes_per_s
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Link:
+        return cls(8 * data["bytes_per_s"], data["rtt_s"], data["jitter_s"], data["joules_per_byte"])
+
+    def __repr__(self) -> str:
+        parts = [repr(rate(self.bytes_per_s)), f"rtt={seconds(self.rtt_s)!r}"]
+        parts += [f"jitter={seconds(self.jitter_s)!r}"] if self.jitter_s else []
+        parts += [f"joules_per_byte={self.joules_per_byte:g}"] if self.joules_per_byte is not None else []
+        return f"Link({', '.join(parts)})"
+
+
+class LinkMeasurement(NamedTuple):
+    """What was measured of a link.
+
+    Attributes:
+        rtt_s: Seconds to a short answer: the least of several.
+        jitter_s: By how much the median of these is more.
+        up_bytes_per_s: Towards the server; `down_bytes_per_s` is the other way.
+    """
+
+    rtt_s: float
+    jitter_s: float
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+
+    @property
+    def link(self) -> Link:
+        """For a plan; requests are long and replies are short, so the way up counts."""
+        return Link(8 * self.up_bytes_per_s, rtt=self.rtt_s, jitter=self.jitter_s)

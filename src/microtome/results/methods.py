@@ -1,0 +1,117 @@
+"""How the measured half of a profile was obtained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from microtome.results.spread import Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How the times of a profile were measured.
+
+    Attributes:
+        bare: Seconds of a whole forward without time stamps, run in turns with the others.
+        ratio: A forward with time stamps over a bare one, the medians.
+        stamp_s: What the stamps of a call take, measured on modules that do nothing; it is taken off the calls around.
+        warmups: How many passes were made before.
+        fast_paths: Whether fused operators of torch ran, as in bare passes; False where they would hide calls.
+        backward: Seconds of a bare backward; None if there was none.
+        backward_ratio: A backward with time stamps over a bare one.
+        backward_stamp_s: What a stamp in the backward takes; it is taken off.
+        device: Seconds that the kernels of a bare forward take, as torch's profiler says; None on a CPU.
+        device_backward: Those of a bare backward.
+        device_ratio: The device times of all calls over those of a bare forward.
+    """
+
+    bare: Spread
+    ratio: float
+    stamp_s: float
+    warmups: int
+    fast_paths: bool = True
+    backward: Spread | None = None
+    backward_ratio: float | None = None
+    backward_stamp_s: float | None = None
+    device: Spread | None = None
+    device_backward: Spread | None = None
+    device_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EnergyUse:
+    """How the energies of a profile were obtained.
+
+    Attributes:
+        method: `"share"`: the whole model's, shared by time. `"replay"`: each layer run alone. `"estimate"`: from
+            counts and given coefficients, not measured.
+        meter: What was read; empty for an estimate.
+        whole: Joules of a whole pass, with everything that the meter sees meanwhile; None for an estimate.
+        idle_w: Watts that the meter sees while nothing runs; None if that is not known.
+        pass_s: Seconds of a pass while it was measured.
+        closure_j: What the whole takes beyond its parts.
+        net_closure_j: The same, without what is drawn when nothing runs.
+        not_replayed: Why layers have no energy, by their address.
+    """
+
+    method: str
+    meter: str
+    whole: Spread | None
+    idle_w: float | None
+    pass_s: float | None
+    closure_j: float | None
+    net_closure_j: float | None
+    not_replayed: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """How the memory of a profile was measured.
+
+    Attributes:
+        method: How.
+        rss_before_bytes: What the process held in the machine's memory before the passes.
+        rss_peak_bytes: The most that it held while they ran, as sampled.
+    """
+
+    method: str
+    rss_before_bytes: int
+    rss_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the machine was while a call ran, with all calls inside it; None where that cannot be read.
+
+    Attributes:
+        cpu: The part of all cores that was in use, from 0 to 1.
+        gpu: The part of the time in which the GPU ran kernels.
+        memory: The part of the machine's memory that was in use.
+        gpu_memory: The part of the GPU's memory that was in use.
+        watts: Power drawn.
+        samples: How many samples overlap with the call.
+    """
+
+    cpu: float | None
+    gpu: float | None
+    memory: float | None
+    gpu_memory: float | None
+    watts: float | None
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the load was sampled.
+
+    Attributes:
+        every_s: The time between two samples, the median. Calls shorter than that have what was around them.
+        samples: How many there were.
+        passes: How many passes ran meanwhile.
+        missing: Why a quantity was not read, by its name.
+    """
+
+    every_s: float
+    samples: int
+    passes: int
+    missing: dict[str, str]

@@ -1,0 +1,228 @@
+"""What a plan says: every candidate with its terms, and the one that was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+from microtome.addresses import find_address
+from microtome.errors import BadQuery
+from microtome.files.reading import File
+from microtome.results.base import Result, write
+from microtome.results.link import Link
+from microtome.results.rendering import render
+
+Objective = Literal["latency", "energy", "throughput"]
+What = Literal["run", "encode", "send", "decode", "back"]
+
+
+class LatencyTerm(NamedTuple):
+    """One of the terms that a latency is made of.
+
+    Attributes:
+        what: `"run"`, `"encode"` and `"decode"` are done by a device; `"send"` and `"back"` by a link: what crosses,
+            and the result on its way back.
+        where: The name of the device; of a link, that of the device on its far side.
+        seconds: How long it takes.
+    """
+
+    what: What
+    where: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to place a model on devices, and what it costs.
+
+    Attributes:
+        name: In words.
+        at: For each link that is crossed, the address of the cut; None: the inputs cross, before anything ran.
+        codecs: For each of those, how what crosses is encoded.
+        steps: What is done, in order. They sum up to the latency.
+        sent_bytes: What goes over each link.
+        back_bytes: What comes back over each: the result.
+        memory_bytes: Of each device, parameters of its part and the most of other tensors that live at once there.
+        latency_s: Seconds from the inputs on the first device to the result there.
+        slowest_s: Seconds of the slowest device or link, when one pass follows on the other: so often a result comes.
+        late_s: By how much the latency grows if each message is as late as its link's jitter allows.
+        energy_j: Joules of the devices that count; None: not known.
+        is_baseline: Whether it is one of those that are listed in any case: the whole model on one device.
+        refused: Why it cannot be chosen; None: it can.
+    """
+
+    name: str
+    at: tuple[str | None, ...]
+    codecs: tuple[str, ...]
+    steps: tuple[LatencyTerm, ...]
+    sent_bytes: tuple[int, ...]
+    back_bytes: int
+    memory_bytes: tuple[int, ...]
+    latency_s: float
+    slowest_s: float
+    late_s: float
+    energy_j: float | None
+    is_baseline: bool = False
+    refused: str | None = None
+
+    @property
+    def throughput_per_s(self) -> float:
+        """Passes a second, one following on the other."""
+        return 1 / self.slowest_s if self.slowest_s else float("inf")
+
+    def seconds(self, *what: What, where: str | None = None) -> float:
+        """The sum of its steps of these kinds; with `where`, of one device."""
+        return sum(step.seconds for step in self.steps if step.what in what and where in (None, step.where))
+
+    def score(self, objective: Objective) -> float | None:
+        """What the objective makes least."""
+        return {"latency": self.latency_s, "throughput": self.slowest_s, "energy": self.energy_j}[objective]
+
+    def rank(self, objective: Objective) -> tuple[float, float]:
+        """The least comes first. Of the same in the objective, the one whose result is there first."""
+        score = self.score(objective)
+        return (float("inf") if score is None else score, self.latency_s)
+
+
+class Span(NamedTuple):
+    """The bandwidths in which one candidate is the best.
+
+    Attributes:
+        from_bytes_per_s: From here on.
+        until_bytes_per_s: To here; infinity for the last.
+    """
+
+    from_bytes_per_s: float
+    until_bytes_per_s: float
+    candidate: Candidate
+
+
+@dataclass(frozen=True)
+class Plan(Result):
+    """Where to cut, what that costs, and what the other ways cost.
+
+    Attributes:
+        model: The class of the model.
+        inputs: What it was given when it was profiled.
+        objective: What is the least at the winner.
+        devices: Their names, in the order of the chain; and what they are, in words.
+        links: What joins each device with the next.
+        candidates: Those that can be chosen, the best first; then those that cannot.
+        chosen: The index of the winner.
+        strategy: The name of what chose it; empty: the objective did.
+        limits: The most memory of devices, in bytes, by their names.
+        codec_costs: Where the costs of codecs come from.
+        energy_of: The devices whose joules count; empty: none are known.
+        notes: What the numbers rest on, and what was left out.
+    """
+
+    kind: ClassVar[str] = "plan"
+    schema: ClassVar[int] = 1
+
+    model: str
+    inputs: str
+    objective: Objective
+    devices: dict[str, str]
+    links: tuple[Link, ...]
+    candidates: tuple[Candidate, ...]
+    chosen: int
+    strategy: str
+    limits: dict[str, int]
+    codec_costs: str
+    energy_of: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def winner(self) -> Candidate:
+        return self.candidates[self.chosen]
+
+    @property
+    def at(self) -> str | tuple[str, ...] | None:
+        """Where to cut, as `microtome.split` takes it: an address, several for several stages, None for no cut."""
+        addresses = tuple(dict.fromkeys(at for at in self.winner.at if at is not None))
+        return addresses if len(addresses) > 1 else addresses[0] if addresses else None
+
+    @property
+    def baselines(self) -> tuple[Candidate, ...]:
+        """The whole model on one device."""
+        return tuple(candidate for candidate in self.candidates if candidate.is_baseline)
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return iter(self.candidates)
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    def __getitem__(self, at: str) -> Candidate:
+        """The best candidate that cuts at an address, or that has this name."""
+        if not isinstance(at, str):
+            raise BadQuery(f"candidates are found by where they cut, such as 'layer2.0', got {at!r}")
+        cuts = dict.fromkeys(name for candidate in self.candidates for name in candidate.at if name is not None)
+        if not any(at == candidate.name for candidate in self.candidates):
+            at = find_address(at, cuts)
+        return next(candidate for candidate in self.candidates if at in candidate.at or at == candidate.name)
+
+    def over_bandwidths(self) -> tuple[Span, ...]:
+        """Which candidate is the best from which bandwidth on, all else as it is: exact, from 0 to infinity.
+
+        Of the same two devices and the same link but for its bandwidth.
+        """
+        from microtome.results.bandwidth_curve import spans
+
+        if len(self.links) != 1:
+            raise BadQuery(f"bandwidths are compared over one link, and this plan has {len(self.links)}")
+        able = [candidate for candidate in self.candidates if candidate.refused is None]
+        return spans(able, self.objective, self.links[0])
+
+    def table(self) -> str:
+        """The candidates as a table, with a chart."""
+        return str(self)
+
+    def to_perfetto(self, file: File | None = None) -> str:
+        """As Chrome trace JSON, a process for each device and arrows for what crosses; written to the file if named."""
+        return write(render("perfetto_remote.of_plan", self), file)
+
+    def as_dict(self) -> dict[str, Any]:
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        data["links"] = [link.as_dict() for link in self.links]
+        data["candidates"] = [
+            {**asdict(candidate), "steps": [step._asdict() for step in candidate.steps]}
+            for candidate in self.candidates
+        ]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        known = {field.name: data[field.name] for field in fields(cls)}
+        known["links"] = tuple(map(Link.from_dict, data["links"]))
+        known["candidates"] = tuple(map(_candidate, data["candidates"]))
+        known["energy_of"], known["notes"] = tuple(data["energy_of"]), tuple(data["notes"])
+        plan = cls(**known)
+        plan._check()
+        return plan
+
+    def _check(self) -> None:
+        """Raise if its parts do not belong together."""
+        if not 0 <= self.chosen < len(self.candidates):
+            raise ValueError(f"its winner is candidate {self.chosen} of {len(self.candidates)}")
+        if self.winner.refused is not None:
+            raise ValueError(f"its winner is refused: {self.winner.refused:.80}")
+        if len(self.links) != len(self.devices) - 1:
+            raise ValueError(f"expected a link between each two devices, got {len(self.links)} for {len(self.devices)}")
+        for candidate in self.candidates:
+            if len(candidate.memory_bytes) != len(self.devices):
+                raise ValueError(f"expected the memory of each device of {candidate.name!r:.80}")
+            if (least := min((*(step.seconds for step in candidate.steps), *candidate.sent_bytes), default=0)) < 0:
+                raise ValueError(f"expected seconds and bytes from 0 on of {candidate.name!r:.80}, got {least}")
+        named = {step.where for candidate in self.candidates for step in candidate.steps} | {*self.limits}
+        if foreign := named - self.devices.keys():
+            raise ValueError(f"expected devices of {', '.join(self.devices)}, got {min(foreign)!r:.80}")
+
+    def __repr__(self) -> str:
+        return f"<Plan for {self.model}: {self.winner.name}, of {len(self.candidates)} candidates>"
+
+
+def _candidate(data: dict[str, Any]) -> Candidate:
+    several = {name: tuple(data[name]) for name in ("at", "codecs", "sent_bytes", "memory_bytes")}
+    return Candidate(**{**data, **several, "steps": tuple(LatencyTerm(**step) for step in data["steps"])})

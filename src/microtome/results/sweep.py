@@ -1,0 +1,146 @@
+"""The result of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Self
+
+from microtome.addresses import find_address
+from microtome.files.reading import File
+from microtome.results.base import Result, write
+from microtome.results.link import LinkMeasurement
+from microtome.results.rendering import render
+
+
+@dataclass(frozen=True)
+class CutTiming:
+    """Median times of requests at one cut.
+
+    Attributes:
+        at: The cut; `""`: the inputs were sent, and all ran there; None: all ran here.
+        wire_s: Seconds that neither side accounts for: the link both ways, and gRPC.
+        queue_s: Until the server began.
+        codec_there_s: To decode what was sent, and to encode the reply.
+        total_q1_s: A quarter of the requests took less than this, and a quarter more than `total_q3_s`.
+        energy_j: Joules of this device for a request; None: not measured.
+        planned_s: Seconds by the plan; None: it has none.
+        failed: Why it could not be measured; all numbers are then 0.
+    """
+
+    at: str | None
+    codec: str
+    head_s: float = 0.0
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    queue_s: float = 0.0
+    tail_s: float = 0.0
+    codec_there_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+    total_q1_s: float = 0.0
+    total_q3_s: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    energy_j: float | None = None
+    planned_s: float | None = None
+    failed: str | None = None
+
+    @property
+    def name(self) -> str:
+        return "all here" if self.at is None else self.at or "all there"
+
+
+@dataclass(frozen=True)
+class Sweep(Result):
+    """Times of each cut between this device and a server, beside those of a plan.
+
+    Attributes:
+        model: The class of the model.
+        inputs: The inputs of a request.
+        server: Its address.
+        device: Where it computes.
+        codec: How what crosses was encoded.
+        repeat: How many requests there were at each cut, taken in turns.
+        link: The measured link.
+        rows: All there, the cuts in the order of the run, all here.
+        energy: The meter of this device's energy; or why there was none.
+        no_plan: Why there is no plan; empty: there is one.
+        environment: This machine.
+    """
+
+    kind: ClassVar[str] = "sweep"
+    schema: ClassVar[int] = 1
+
+    model: str
+    inputs: str
+    server: str
+    device: str
+    codec: str
+    repeat: int
+    link: LinkMeasurement
+    rows: tuple[CutTiming, ...]
+    energy: str
+    no_plan: str
+    environment: dict[str, str]
+
+    @property
+    def measured(self) -> tuple[CutTiming, ...]:
+        """Those that could be measured."""
+        return tuple(row for row in self.rows if row.failed is None)
+
+    @property
+    def best(self) -> CutTiming:
+        """The one that took the least."""
+        return min(self.measured, key=lambda row: row.total_s)
+
+    @property
+    def planned(self) -> CutTiming | None:
+        """The one that takes the least by the plan."""
+        known = [row for row in self.measured if row.planned_s is not None]
+        return min(known, key=lambda row: row.planned_s or 0.0) if known else None
+
+    @property
+    def tied(self) -> tuple[CutTiming, ...]:
+        """Others that cannot be told from the best: the middle half of their requests meets that of the best."""
+        best = self.best
+        return tuple(row for row in self.measured if row is not best and row.total_q1_s <= best.total_q3_s)
+
+    def __iter__(self) -> Iterator[CutTiming]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at: str | None) -> CutTiming:
+        """The row of a cut; `""`: all there; None: all here."""
+        known = {row.at: row for row in self.rows}
+        return known[at] if at in known else known[find_address(at, [name for name in known if name])]
+
+    def to_html(self, file: File | None = None) -> str:
+        """As one page that needs nothing else; written to the file if one is named."""
+        return write(render("sweep_page.html", self), file)
+
+    def to_perfetto(self, file: File | None = None) -> str:
+        """As Chrome trace JSON, a request at each cut over edge and cloud; written to the file if one is named."""
+        return write(render("perfetto_remote.of_sweep", self), file)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **{field.name: getattr(self, field.name) for field in fields(self)},
+            "link": self.link._asdict(),
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        known = {field.name: data[field.name] for field in fields(cls)}
+        known["link"], known["rows"] = LinkMeasurement(**data["link"]), tuple(CutTiming(**row) for row in data["rows"])
+        if all(row.failed is not None for row in known["rows"]):
+            raise ValueError("nothing in it was measured")
+        if took := [row.total_s for row in known["rows"] if row.failed is None and row.total_s <= 0]:
+            raise ValueError(f"expected requests that take time, got {took[0]} s")
+        return cls(**known)
+
+    def __repr__(self) -> str:
+        return f"<Sweep of {self.model} at {self.server}: {len(self.rows)} ways, the best is {self.best.name}>"

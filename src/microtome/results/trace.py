@@ -1,0 +1,202 @@
+"""One run as data: its calls, its operators and the values they make and read.
+
+What there are thousands of are named tuples: they are made several times faster than frozen dataclasses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from microtome.addresses import find_address
+from microtome.files.reading import File
+from microtome.results.base import write
+from microtome.results.rendering import render
+
+Phase = Literal["forward", "recompute", "backward"]
+#: `meta`: shapes alone. `fake`: shapes, and the devices the tensors would be on. `real`: as it is, with copied buffers.
+TensorMode = Literal["meta", "fake", "real"]
+
+
+class Value(NamedTuple):
+    """A tensor of the run: a place in memory seen in one shape. All tensor objects on it are this one value.
+
+    Attributes:
+        origin: What it was when the run began: `"input"`, `"parameter"`, `"buffer"`; `"op"` if an operator made it; and
+            `"constant"` for a tensor that the model keeps elsewhere.
+        name: Of a parameter or buffer its name, of an input its place: `args[0]`, `mask`.
+        device: Where it lies, or would lie if the run were real.
+        nbytes: Elements times their size, whether or not they all lie apart in memory.
+        producer: The operator that made it.
+        consumers: The operators that read it.
+        mutated_by: The operators that wrote into it.
+        alias_of: The first value in the same memory, if it is not that one itself.
+        memory: Which memory it lies in: an index into `Trace.memories`.
+        content: A digest of the elements of a constant, if it was asked for and they are known; else None.
+    """
+
+    index: int  # type: ignore[assignment]
+    origin: Literal["input", "parameter", "buffer", "constant", "op"]
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    nbytes: int
+    producer: int | None
+    consumers: tuple[int, ...]
+    mutated_by: tuple[int, ...]
+    alias_of: int | None
+    memory: int
+    content: str | None = None
+
+
+class Memory(NamedTuple):
+    """A piece of memory that values lie in.
+
+    Attributes:
+        begins: How many operators had run when it was first seen.
+        ends: How many operators had run when the last tensor on it was gone; None if it outlived the run.
+    """
+
+    nbytes: int
+    begins: int
+    ends: int | None
+
+
+class Op(NamedTuple):
+    """One run of one operator.
+
+    Attributes:
+        name: As torch writes it: `aten.addmm.default`. A function that is one kernel on one device and many on
+            another is one operator: `aten.scaled_dot_product_attention`, `aten.lstm`; so is its backward.
+        call: The call whose code ran it, or whose backward it is part of, as an index into `Trace.calls`; or None.
+        read_bytes: What it reads, each value once. A view reads and writes nothing.
+        write_bytes: What it writes: outputs, and values changed in place.
+        macs: Multiply-accumulates; None where no formula is known for the operator.
+        flops: Twice the multiply-accumulates, and all other operations; None likewise.
+        madds: Multiplications and additions apart, and all other operations; None likewise.
+    """
+
+    index: int  # type: ignore[assignment]
+    name: str
+    call: int | None
+    phase: Phase
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutates: tuple[int, ...]
+    read_bytes: int
+    write_bytes: int
+    macs: int | None
+    flops: int | None
+    madds: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """One run of one module.
+
+    Attributes:
+        address: The path of the module, with the index of the call where the module ran several times: `relu#0`.
+        ops: The operators that its own code ran, those of calls inside it left out; with those of its backward.
+        inputs: The tensors among its arguments.
+        outputs: The tensors in what it returned.
+        begins: How many operators had run when it began.
+        ends: How many had run when it ended.
+    """
+
+    index: int
+    address: str
+    path: str
+    type: str
+    phase: Phase
+    parent: int | None
+    children: tuple[int, ...]
+    depth: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    ops: tuple[int, ...]
+    begins: int
+    ends: int
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """The kind of tensors a run was made on, and why not on a cheaper kind."""
+
+    tensor_mode: TensorMode
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.tensor_mode} ({self.why})" if self.why else self.tensor_mode
+
+
+class Read(NamedTuple):
+    """Python code that reads the values of a tensor without an operator.
+
+    Attributes:
+        op: The operator that ran next.
+        call: The call whose code it is; None outside any.
+        value: The value that is read.
+    """
+
+    op: int
+    call: int | None
+    value: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One run of a model. Operators, calls and values refer to each other by index.
+
+    Attributes:
+        calls: In the order they began; the root is first.
+        ops: In the order they ran.
+        values: In the order they were first seen.
+        reads: Where Python code reads values without an operator, as `tolist` does.
+    """
+
+    how: How
+    calls: tuple[TracedCall, ...]
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    memories: tuple[Memory, ...]
+    reads: tuple[Read, ...] = ()
+
+    def __getitem__(self, address: str) -> TracedCall:
+        """The call at an address. `#0` may be left out where the module ran once."""
+        calls = {call.address: call for call in self.calls if call.phase == "forward"}
+        return calls[find_address(address, calls)]
+
+    def below(self, call: TracedCall) -> Iterator[TracedCall]:
+        """The call and all calls inside it."""
+        yield call
+        for child in call.children:
+            yield from self.below(self.calls[child])
+
+    def to_dot(self, file: File | None = None, *, depth: int | None = None, cut: Any = None) -> str:
+        """The calls, and what they make for each other, for Graphviz; written to the file if one is named.
+
+        Args:
+            depth: Open the calls above it; None: as deep as there is room for.
+            cut: Where a cut is drawn, an address or a `Cut`, which also says what crosses; what contains it is opened
+                as far as needed.
+        """
+        graph = render("graph.graph", self, depth, cut)
+        return write(render("dot.dot", graph), file)
+
+    def to_svg(self, file: File | None = None, *, depth: int | None = None, cut: Any = None) -> str:
+        """The same as a picture, SVG; written to the file if one is named."""
+        graph = render("graph.graph", self, depth, cut)
+        return write(render("svg.svg", graph), file)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        html: str = render("notebook.trace", self)
+        return html
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.calls)} calls, {len(self.ops)} ops, {len(self.values)} values"
+        return f"<Trace of {sizes}, {self.how.tensor_mode}>"

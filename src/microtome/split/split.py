@@ -1,0 +1,52 @@
+"""Splitting a model: what `import microtome` needs of it, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from microtome.results.cuts import Cut
+    from microtome.split.stages import Stages
+
+
+def split(
+    model: nn.Module,
+    inputs: Any,
+    at: str | Cut | Sequence[str | Cut] | Any,
+    *,
+    plan: Any = None,
+    verify: bool = True,
+    load: str | int | None = None,
+) -> Stages:
+    """Cut the model into stages that run by themselves and give together exactly what it gives.
+
+    The model is not changed; the stages run parts of it. It is looked at once, on the example; they take inputs of
+    other batch sizes and lengths too.
+
+    Args:
+        inputs: An example: a tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
+        at: Where to cut: the address of a call, at whose exit the head ends; several for more than two stages; or
+            `"auto"`, where the plan says.
+        plan: What `mt.plan` gave. It may also be given as `at`.
+        verify: Run the model and the stages on the example, and compare all they give.
+        load: Keep the weights of this stage alone: `"head"`, `"tail"` or its index. The stages are then of a copy of
+            the model, whose other weights are on `meta`.
+
+    Raises:
+        NoMatch: There is no such call, or the model cannot be cut there; with the reason.
+        Unsupported: The stages would not give what the model gives.
+
+    >>> import microtome as mt
+    >>> from microtome import zoo
+    >>> model, x = zoo.build("tiny-vit")
+    >>> head, tail = mt.split(model, x, at="blocks.1.attn")
+    >>> tail(head(x)).equal(model(x))
+    True
+    """
+    from microtome.split.stages import Splitter  # not before it is needed
+
+    where = plan if isinstance(at, str) and at == "auto" and plan is not None else at
+    return Splitter(model, inputs).at(where, verify=verify, load=load)

@@ -1,0 +1,276 @@
+"""Choosing a meter, on machines laid out here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from microtome.devices.meters import CsvMeter, Meter, MeterReading, find, jetson, nvml, pi, pick, rapl, register_meter
+from microtome.devices.meters.discovery import unregister_meter
+from microtome.errors import BadQuery, SensorFailed
+from tests.devices.stand_in_nvml import NVMLError, StandIn, plug_in
+
+OPEN: list[str] = []
+
+
+class Bench(Meter):
+    """A meter of one's own, which tells in OPEN whether it is."""
+
+    name, kind, what, every_s = "of its class", "power", "the bench supply", 0.01
+
+    def __init__(self) -> None:
+        OPEN.append(self.what)
+
+    def read(self) -> MeterReading:
+        return MeterReading(0.0, watts=12.5)
+
+    def close(self) -> None:
+        OPEN.remove(self.what)
+
+
+class Second(Bench):
+    what = "the second supply"
+
+
+def unplugged() -> Meter:
+    raise SensorFailed("the supply is not plugged in")
+
+
+def odd() -> Meter:
+    raise ZeroDivisionError("odd driver")
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A machine with no sensor at all, and nothing registered before or after."""
+    look_rapl, look_jetson = rapl.find, jetson.find
+    monkeypatch.setattr(rapl, "find", lambda root: look_rapl(tmp_path / "powercap"))
+    monkeypatch.setattr(jetson, "find", lambda root: look_jetson(tmp_path / "ina3221"))
+    monkeypatch.setattr(pi, "COMMAND", ("no-such-command-anywhere",))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    # By its module, which `find` of the package is not.
+    monkeypatch.setattr(import_module("microtome.devices.meters.discovery"), "_REGISTERED", {})
+    OPEN.clear()
+    yield tmp_path
+    OPEN.clear()
+
+
+def lay_rapl(machine: Path) -> None:
+    folder = machine / "powercap/intel-rapl:0"
+    folder.mkdir(parents=True)
+    for name, text in {"name": "package-0", "energy_uj": "7", "max_energy_range_uj": "262143328850"}.items():
+        (folder / name).write_text(f"{text}\n")
+
+
+def lay_jetson(machine: Path) -> None:
+    folder = machine / "ina3221/1-0040/hwmon/hwmon3"
+    folder.mkdir(parents=True)
+    for name, text in {"in1_label": "VDD_IN", "in1_input": "5000", "curr1_input": "1200"}.items():
+        (folder / name).write_text(f"{text}\n")
+
+
+# What is wanted
+
+
+def test_a_meter_is_taken_as_it_is_and_nothing_else_is_opened() -> None:
+    register_meter("second", Second)
+    meter = Bench()
+    assert pick(meter) is meter
+    assert pick(meter, [0, 1]) is meter
+    assert OPEN == ["the bench supply"]
+
+
+def test_the_file_of_an_external_meter_is_named_after_csv(machine: Path) -> None:
+    path = machine / "my:meter.csv"
+    path.write_text("time_s,watts\n1,10\n2,10\n")
+    meter = pick(f"csv:{path}")
+    assert isinstance(meter, CsvMeter)
+    assert meter.read().joules == pytest.approx(10)
+
+
+def test_the_file_of_an_external_meter_that_is_not_there_is_an_error(machine: Path) -> None:
+    with pytest.raises(SensorFailed, match=r"no.csv is not there"):
+        pick(f"csv:{machine / 'no.csv'}")
+
+
+@pytest.mark.parametrize("wanted", ["rappel", "csv", "", "NVML"])
+def test_a_name_that_nobody_has_is_an_error_that_lists_those_there_are(wanted: str) -> None:
+    register_meter("bench", Bench)
+    says = f"there is no meter '{wanted}': write one of bench, nvml, rapl, jetson, pi, csv:FILE"
+    with pytest.raises(BadQuery, match=says):
+        pick(wanted)
+    assert OPEN == []
+
+
+def test_a_meter_is_chosen_by_its_name(machine: Path) -> None:
+    lay_rapl(machine)
+    lay_jetson(machine)
+    assert pick("jetson").what == "Jetson module, rails VDD_IN"
+    assert pick("rapl").what == "CPU package-0"
+
+
+def test_the_one_that_is_named_is_not_replaced_by_another(machine: Path) -> None:
+    lay_rapl(machine)
+    register_meter("bench", Bench)
+    with pytest.raises(SensorFailed, match="no sensor: jetson: .* holds no sensor") as info:
+        pick("jetson")
+    assert "rapl" not in str(info.value)
+    assert OPEN == []
+
+
+# What is there
+
+
+def test_with_no_sensor_the_error_says_of_each_why_and_what_would_help() -> None:
+    with pytest.raises(SensorFailed, match="^no sensor: ") as info:
+        pick(None)
+    _, missing = find()
+    seen = [one for one in missing if one.name != "nvml"]  # a GPU's counter does not see the CPU
+    assert [one.name for one in seen] == ["rapl", "jetson", "pi"]
+    assert str(info.value) == "no sensor: " + ". ".join(map(str, seen))
+    assert all(one.reason in str(info.value) and one.fix in str(info.value) for one in seen)
+
+
+def test_on_the_cpu_the_first_that_is_there_is_taken(machine: Path) -> None:
+    lay_jetson(machine)
+    assert pick(None).name == "jetson"
+    lay_rapl(machine)
+    assert pick(None).name == "rapl"
+
+
+def test_a_counter_of_a_gpu_is_not_taken_for_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = plug_in(monkeypatch)
+    with pytest.raises(SensorFailed, match="no sensor: rapl: "):
+        pick(None)
+    with pytest.raises(SensorFailed, match="no sensor: the model does not run on a GPU"):
+        pick("nvml")
+    assert gpu.opened == 0
+
+
+def test_a_counter_of_the_cpu_is_not_taken_for_a_model_on_a_gpu(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_rapl(machine)
+    gpu = plug_in(monkeypatch)
+    gpu.answers |= dict.fromkeys(
+        ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage"), NVMLError("Not Supported")
+    )
+    with pytest.raises(SensorFailed, match="no sensor: nvml: .* Not Supported; .* jetson: ") as info:
+        pick(None, [0])
+    assert "rapl" not in str(info.value)
+
+
+@pytest.mark.parametrize("wanted", ["nvml", None])
+def test_of_many_gpus_the_one_that_the_model_runs_on_is_taken_and_the_others_are_closed(
+    monkeypatch: pytest.MonkeyPatch, wanted: str | None
+) -> None:
+    gpus = plug_in(monkeypatch, gpus=3)
+    gpus.uuids.reverse()  # NVML does not count as torch does
+    meter = pick(wanted, [0])
+    assert isinstance(meter, nvml.Nvml)
+    assert (meter.uuid, meter.index) == ("GPU-0000", 2)
+    assert gpus.opened == 1
+    assert meter.read().joules == 0
+    meter.close()
+    assert gpus.opened == 0
+
+
+def test_a_model_on_two_gpus_has_no_counter_that_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus: StandIn = plug_in(monkeypatch, gpus=2)
+    with pytest.raises(SensorFailed, match="runs on 2 GPUs, and a counter sees one: measure the parts alone"):
+        pick(None, [0, 1])
+    assert gpus.opened == 0
+
+
+# Those of one's own
+
+
+def test_a_registered_meter_goes_before_the_built_in_ones(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_rapl(machine)
+    gpu = plug_in(monkeypatch)
+    register_meter("bench", Bench)
+    assert pick(None).what == "the bench supply"
+    assert pick(None, [0]).what == "the bench supply"
+    assert gpu.opened == 0
+    assert pick("rapl").what == "CPU package-0"
+
+
+def test_a_registered_meter_answers_to_the_name_it_is_registered_as() -> None:
+    register_meter("left", Bench)
+    register_meter("right", Bench)
+    assert pick("right").name == "right"
+    assert pick("left").name == "left"
+    assert Bench.name == "of its class"
+    with pytest.raises(BadQuery, match="there is no meter 'of its class'"):
+        pick("of its class")
+
+
+def test_meters_that_are_not_chosen_are_closed() -> None:
+    register_meter("first", Bench)
+    register_meter("second", Second)
+    meter = pick(None)
+    assert meter.name == "first"
+    assert OPEN == ["the bench supply"]
+    meter.close()
+    assert pick("second").name == "second"
+    assert OPEN == ["the second supply"]
+
+
+def test_all_meters_are_closed_when_none_is_chosen() -> None:
+    register_meter("bench", Bench)
+    register_meter("broken", unplugged)
+    with pytest.raises(SensorFailed, match="no sensor: broken: "):
+        pick("broken")
+    assert OPEN == []
+
+
+def test_a_registered_meter_that_is_not_there_is_missing_with_its_reason() -> None:
+    register_meter("bench", unplugged)
+    fix = "see what it needs: it is registered, not built in"
+    sources, missing = find()
+    assert sources == []
+    assert str(missing[-1]) == f"bench: the supply is not plugged in; {fix}"
+    with pytest.raises(SensorFailed, match=f"^no sensor: .* bench: the supply is not plugged in; {fix}"):
+        pick(None)
+    with pytest.raises(SensorFailed, match=f"^no sensor: bench: the supply is not plugged in; {fix}$"):
+        pick("bench")
+
+
+def test_where_a_registered_meter_is_not_there_the_next_is_taken(machine: Path) -> None:
+    lay_rapl(machine)
+    register_meter("bench", unplugged)
+    assert pick(None).name == "rapl"
+    register_meter("second", Second)
+    assert pick(None).name == "second"
+
+
+def test_a_registered_meter_that_raises_anything_is_missing_with_its_reason() -> None:
+    register_meter("bench", odd)
+    with pytest.raises(SensorFailed, match="^no sensor: bench: looking for it failed: ZeroDivisionError: odd driver;"):
+        pick("bench")
+
+
+@pytest.mark.parametrize("name", ["nvml", "rapl", "jetson", "pi", "csv"])
+def test_a_built_in_name_cannot_be_registered(name: str) -> None:
+    with pytest.raises(BadQuery, match=f"a meter is named by a word that no other has, got '{name}'"):
+        register_meter(name, Bench)
+    with pytest.raises(BadQuery, match="no meter is registered"):
+        unregister_meter(name)
+
+
+def test_a_name_is_registered_once() -> None:
+    register_meter("bench", Bench)
+    with pytest.raises(BadQuery, match="a meter is named by a word that no other has, got 'bench'"):
+        register_meter("bench", Second)
+    assert pick("bench").what == "the bench supply"
+
+
+def test_a_meter_that_is_no_longer_registered_is_forgotten() -> None:
+    register_meter("bench", Bench)
+    unregister_meter("bench")
+    with pytest.raises(BadQuery, match="there is no meter 'bench'"):
+        pick("bench")
+    with pytest.raises(BadQuery, match="no meter is registered as 'bench'"):
+        unregister_meter("bench")

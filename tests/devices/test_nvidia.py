@@ -1,0 +1,148 @@
+"""A GPU asked through NVML, with a stand-in for NVML."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from microtome.devices.nvidia import Gpu
+from microtome.errors import SensorFailed
+from tests.devices.stand_in_nvml import NVMLError, StandIn, plug_in
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    return plug_in(monkeypatch)
+
+
+def test_the_state_says_clocks_temperature_limit_and_driver_in_words(nvml: StandIn) -> None:
+    with Gpu(0) as gpu:
+        assert gpu.state() == {
+            "driver": "570.86",
+            "gpu_clock": "1755 of 1980 MHz",
+            "gpu_memory_clock": "3201 of 3202 MHz",
+            "gpu_temperature": "41 C",
+            "gpu_power_limit": "700 W",
+            "gpu_throttling": "none",
+        }
+
+
+@pytest.mark.parametrize(
+    ("bits", "words"),
+    [
+        (0, "none"),
+        (1, "none"),  # an idle GPU is not held back
+        (2, "application clocks"),
+        (4, "power limit"),
+        (8, "hardware slowdown"),
+        (16, "sync boost"),
+        (32, "too hot"),
+        (64, "too hot (hardware)"),
+        (128, "power brake"),
+        (4 | 32, "power limit, too hot"),
+        (1 | 8 | 64 | 128, "hardware slowdown, too hot (hardware), power brake"),
+    ],
+)
+def test_what_holds_the_clocks_back_is_said_in_words(nvml: StandIn, bits: int, words: str) -> None:
+    nvml.answers["nvmlDeviceGetCurrentClocksEventReasons"] = bits
+    with Gpu(0) as gpu:
+        assert gpu.throttling() == words
+        assert gpu.state()["gpu_throttling"] == words
+
+
+@pytest.mark.parametrize(
+    ("question", "left_out"),
+    [
+        ("nvmlDeviceGetClockInfo", {"gpu_clock", "gpu_memory_clock"}),
+        ("nvmlDeviceGetMaxClockInfo", {"gpu_clock", "gpu_memory_clock"}),
+        ("nvmlDeviceGetTemperature", {"gpu_temperature"}),
+        ("nvmlDeviceGetEnforcedPowerLimit", {"gpu_power_limit"}),
+        ("nvmlDeviceGetCurrentClocksEventReasons", {"gpu_throttling"}),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_what_a_gpu_does_not_answer_is_left_out_of_its_state(
+    nvml: StandIn, question: str, left_out: set[str], known: bool
+) -> None:
+    with Gpu(0) as gpu:
+        whole = gpu.state()
+        if known:
+            nvml.answers[question] = NVMLError("Not Supported")
+        else:  # an older pynvml
+            del nvml.answers[question]
+        assert gpu.state() == {name: said for name, said in whole.items() if name not in left_out}
+        assert left_out <= whole.keys()
+
+
+def test_a_driver_that_does_not_say_its_version_is_left_out_of_the_state(nvml: StandIn) -> None:
+    nvml.driver = NVMLError("Unknown Error")
+    with Gpu(0) as gpu:
+        assert "driver" not in gpu.state()
+        assert gpu.state()["gpu_temperature"] == "41 C"
+
+
+def test_how_busy_it_is_is_said_in_parts_of_one_and_what_it_draws_in_watts(nvml: StandIn) -> None:
+    with Gpu(0) as gpu:
+        assert gpu.utilisation() == (0.75, 0.25)  # 75 %, and 30 of 120 bytes
+        assert gpu.watts() == 70.5
+
+
+@pytest.mark.parametrize("question", ["nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo"])
+def test_a_gpu_that_does_not_say_how_busy_it_is_is_an_error(nvml: StandIn, question: str) -> None:
+    nvml.answers[question] = NVMLError("GPU is lost")
+    with Gpu(0) as gpu, pytest.raises(SensorFailed, match=f"did not answer {question}: NVMLError: GPU is lost") as info:
+        gpu.utilisation()
+    assert isinstance(info.value.__cause__, NVMLError)
+
+
+def test_a_question_that_pynvml_does_not_know_is_an_error(nvml: StandIn) -> None:
+    del nvml.answers["nvmlDeviceGetPowerUsage"]
+    with Gpu(0) as gpu, pytest.raises(SensorFailed, match="did not answer nvmlDeviceGetPowerUsage: AttributeError"):
+        gpu.watts()
+
+
+def test_the_gpu_asked_is_the_one_that_torch_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = plug_in(monkeypatch, gpus=2)
+    nvml.uuids.reverse()  # NVML counts them the other way round
+    nvml.answers["nvmlDeviceGetPowerUsage"] = 1000
+    with Gpu(1) as gpu:
+        assert gpu._handle == "GPU-0001"
+
+
+def test_nvml_is_given_back_once(nvml: StandIn) -> None:
+    with Gpu(0) as gpu:
+        assert nvml.opened == 1
+    assert nvml.opened == 0
+    gpu.close()
+    assert nvml.opened == 0
+
+
+def test_nvml_is_given_back_when_the_block_raises(nvml: StandIn) -> None:
+    with pytest.raises(KeyError, match="mine"), Gpu(0):
+        raise KeyError("mine")
+    assert nvml.opened == 0
+
+
+def test_a_gpu_that_nvml_does_not_see_is_an_error_and_nvml_is_given_back(nvml: StandIn) -> None:
+    with pytest.raises(SensorFailed, match="GPU 3 cannot be asked: NVMLError: Not Found"):
+        Gpu(3)
+    assert nvml.opened == 0
+
+
+def test_an_nvml_that_does_not_start_is_an_error_and_is_not_given_back(
+    nvml: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise NVMLError("Driver Not Loaded")
+
+    monkeypatch.setattr(nvml, "nvmlInit", fail)
+    with pytest.raises(SensorFailed, match="GPU 0 cannot be asked: NVMLError: Driver Not Loaded"):
+        Gpu(0)
+    assert nvml.opened == 0
+
+
+def test_without_pynvml_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(SensorFailed, match="NVML is not installed: pip install nvidia-ml-py"):
+        Gpu(0)

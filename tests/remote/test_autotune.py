@@ -1,0 +1,166 @@
+"""`at="auto"`: the cut that is planned, and when it moves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import microtome as mt
+from microtome.errors import RemoteError
+from microtome.remote.autotune import Autotuner, Route, way_of
+from microtome.remote.connection import Connection
+from microtome.remote.link_probe import probe
+from microtome.results.link import LinkMeasurement
+from microtome.results.requests import RequestRecord
+from tests.plan import made
+from tests.remote.small import small
+
+RTT = 0.01
+CUTS = made.cuts([8_000_000, 4_000_000, 1_000_000, 400_000, 40_000], inputs=6_000_000)
+EDGE, CLOUD = (made.profile([seconds] * 5, inputs=6_000_000) for seconds in (1.0, 0.1))
+FAST, SLOW = 1e9, 5e5
+
+
+@pytest.fixture
+def connection() -> Iterator[Connection]:
+    found = Connection("127.0.0.1:1")  # nobody is asked
+    yield found
+    found.close()
+
+
+def tuner(connection: Connection, bytes_per_s: float) -> Autotuner:
+    measured = LinkMeasurement(RTT, 0.0, bytes_per_s, bytes_per_s)
+    plan = mt.plan(CUTS, edge=EDGE, cloud=CLOUD, link=measured.link, costs=made.costs(CUTS))
+    return Autotuner(plan, measured, connection, ["raw"])
+
+
+def best_at(bytes_per_s: float) -> Route:
+    link = LinkMeasurement(RTT, 0.0, bytes_per_s, bytes_per_s).link
+    plan = mt.plan(CUTS, edge=EDGE, cloud=CLOUD, link=link, costs=made.costs(CUTS))
+    return next(way_of(one) for one in plan.candidates if "raw" in way_of(one))
+
+
+def request(tuned: Autotuner, bytes_per_s: float, edge: float = 1.0) -> RequestRecord:
+    """What a request shows over a link as fast as this, from an edge that takes so many times as long."""
+    way = tuned.way
+    candidate = next(one for one in tuned.plan.candidates if way_of(one) == way)
+    head_s = edge * candidate.seconds("run", where="edge")
+    if way.at is None:
+        return RequestRecord(None, where="edge", tail_s=head_s)
+    nbytes = candidate.sent_bytes[0]
+    tail_s, wire_s = candidate.seconds("run", where="cloud"), RTT + nbytes / bytes_per_s
+    sent = RequestRecord(way.at, way.codec, head_s=head_s, tail_s=tail_s, wire_s=wire_s, sent_bytes=nbytes)
+    sent.attempts, sent.alone = 1, True
+    return sent
+
+
+def show(tuned: Autotuner, sent: RequestRecord) -> None:
+    """A request is over; and so is the move that it may have brought about."""
+    tuned.saw(sent)
+    for thread in threading.enumerate():
+        if thread.name == "microtome-move":
+            thread.join()
+
+
+def test_it_begins_where_the_plan_says(connection: Connection) -> None:
+    tuned = tuner(connection, FAST)
+    assert tuned.way == best_at(FAST) == Route("", "raw")
+    assert [(move.before, move.after) for move in tuned.history] == [(None, tuned.way)]
+
+
+@pytest.mark.parametrize(("gain", "at"), [(0.04, None), (0.06, "")])
+def test_nothing_crosses_for_little(connection: Connection, gain: float, at: str | None) -> None:
+    cuts, edge = made.cuts([8_000_000], inputs=1000), made.profile([1.0], inputs=1000)
+    measured = LinkMeasurement(1e-6, 0.0, FAST, FAST)
+    cloud = made.profile([1.0 - gain], inputs=1000)
+    plan = mt.plan(cuts, edge=edge, cloud=cloud, link=measured.link, costs=made.costs(cuts))
+    assert plan.winner.latency_s == pytest.approx(1.0 - gain, rel=1e-3)
+    assert Autotuner(plan, measured, connection, ["raw"]).way == Route(at, "raw")
+
+
+def test_a_slow_link_moves_the_cut_to_where_a_plan_has_it(connection: Connection) -> None:
+    tuned = tuner(connection, FAST)
+    for _ in range(200):
+        show(tuned, request(tuned, SLOW))
+    assert tuned.way == best_at(SLOW) != best_at(FAST)
+    last = tuned.history[-1]
+    assert last.after == tuned.way
+    assert "a request in place of" in last.why
+
+
+def test_a_moment_moves_nothing(connection: Connection) -> None:
+    tuned = tuner(connection, FAST)
+    for number in range(200):
+        show(tuned, request(tuned, SLOW if number % 20 == 0 else FAST))
+    assert len(tuned.history) == 1
+
+
+def test_it_does_not_go_to_and_fro_between_two_that_are_as_good(connection: Connection) -> None:
+    tuned = tuner(connection, FAST)
+    for number in range(400):  # the link changes by a tenth all the time
+        show(tuned, request(tuned, SLOW * (0.9 if number % 2 else 1.1)))
+    assert len(tuned.history) <= 3
+    assert tuned.history[-1].after == best_at(SLOW)
+
+
+def test_a_slow_edge_hands_over_earlier(connection: Connection) -> None:
+    tuned = tuner(connection, SLOW)
+    before = tuned.way
+    for _ in range(300):
+        show(tuned, request(tuned, SLOW, edge=20.0))
+    cuts = [None, *(cut.at for cut in reversed(list(CUTS))), ""]
+    assert cuts.index(tuned.way.at) > cuts.index(before.at)
+
+
+def test_a_request_that_was_sent_twice_tells_nothing_of_the_link(connection: Connection) -> None:
+    tuned = tuner(connection, FAST)
+    for _ in range(100):
+        sent = request(tuned, SLOW)
+        sent.attempts = 2
+        show(tuned, sent)
+    assert len(tuned.history) == 1
+
+
+def test_auto_against_a_real_server_is_exact_and_says_why() -> None:
+    model, x = small()
+    with mt.serve(model, x, listen="127.0.0.1:0") as server, mt.connect(model, x, server.address) as remote:
+        assert remote.plan is not None
+        assert remote.way in map(way_of, remote.plan.candidates)
+        assert remote.history[0].why.startswith("planned: ")
+        with torch.no_grad():
+            for rows in (1, 2, 5):
+                given = torch.randn(rows, *x.shape[1:])
+                assert remote(given).equal(model(given))
+
+
+def test_a_request_that_failed_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = small()
+    learned: list[RequestRecord] = []
+    monkeypatch.setattr(Autotuner, "saw", lambda self, sent: learned.append(sent))
+
+    def fails(several: object) -> object:
+        raise ValueError("not today")
+
+    with mt.serve(model, x, listen="127.0.0.1:0") as server, mt.connect(model, x, server.address) as remote:
+        assert isinstance(remote._way, Autotuner)
+        remote._way.way = Route("", "raw")
+        remote(x)
+        monkeypatch.setattr(server.served, "compute", fails)
+        with pytest.raises(RemoteError, match="not today"):
+            remote(x)
+        assert [len(learned), len(remote.requests)] == [1, 2]
+
+
+def test_the_link_is_measured_both_ways() -> None:
+    model, x = small()
+    with mt.serve(model, x, listen="127.0.0.1:0") as server:
+        connection = Connection(server.address)
+        found = probe(connection)
+        connection.close()
+    assert found.rtt_s > 0
+    assert found.up_bytes_per_s > 0
+    assert found.down_bytes_per_s > 0
+    assert found.link.rtt_s == found.rtt_s

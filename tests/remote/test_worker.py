@@ -1,0 +1,35 @@
+"""The threads of a server."""
+
+from __future__ import annotations
+
+import threading
+
+from microtome.remote.worker import _Gate
+
+
+def test_who_wants_to_be_alone_is_let_in_though_others_never_pause() -> None:
+    gate, stop, inside = _Gate(), threading.Event(), threading.Semaphore(0)
+
+    def work() -> None:
+        while not stop.is_set():
+            with gate.shared():
+                inside.release()
+                stop.wait(0.002)
+
+    def alone() -> None:
+        with gate.alone():
+            pass
+
+    workers = [threading.Thread(target=work) for _ in range(2)]
+    waits = threading.Thread(target=alone, daemon=True)
+    for thread in workers:
+        thread.start()
+    for _ in workers:
+        inside.acquire()
+    waits.start()
+    waits.join(120)
+    entered = not waits.is_alive()
+    stop.set()
+    for thread in workers:
+        thread.join()
+    assert entered
