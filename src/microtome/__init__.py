@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from microtome.profile.energy import EnergyModel
     from microtome.remote.client import connect
     from microtome.remote.server import serve
-    from microtome.report.columns import register_column
     from microtome.results.cuts import Cuts
     from microtome.results.link import Link
+    from microtome.results.metrics import register_column
     from microtome.results.plan import Plan
     from microtome.results.profile import Profile
     from microtome.results.trace import Trace
@@ -115,7 +115,7 @@ _LATER = {
     "noise": "microtome.capture.edit",
     "patch_from": "microtome.capture.edit",
     "record": "microtome.capture.record",
-    "register_column": "microtome.report.columns",
+    "register_column": "microtome.results.metrics",
     "register_meter": "microtome.devices.meters",
     "rollout": "microtome.capture.attention.attention",
     "run_until": "microtome.split.run_until",

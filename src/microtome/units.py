@@ -17,9 +17,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from microtome.errors import BadQuery
+
+Unit = Literal["count", "bytes", "seconds", "joules", "watts", "ratio", "fraction"]
 
 UNKNOWN = "–"  # noqa: RUF001
 
@@ -117,6 +120,22 @@ def ratio(number: float | None) -> str:
     return UNKNOWN if number is None else f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
+def fraction(part: float | None) -> str:
+    """A part of a whole, in per cent."""
+    return UNKNOWN if part is None else f"{100 * part:.0f} %"
+
+
+def write(value: Any, unit: Unit | None) -> str:
+    """A value in its unit; without one, a number as a count, and anything else as it is.
+
+    >>> write(2048, "bytes"), write(0.5, "fraction"), write(None, "joules") == UNKNOWN, write("launch", None)
+    ('2.00 KiB', '50 %', True, 'launch')
+    """
+    if unit is None:
+        return count(value) if value is None or isinstance(value, int | float) else str(value)
+    return _WRITERS[unit](value)
+
+
 def shape(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes)) or "scalar"
 
@@ -142,3 +161,14 @@ def _scaled_down(number: float, unit: str) -> str:
         if abs(number) >= size_:
             return f"{number / size_:.3g} {letter}{unit}"
     return f"{number / 1e-9:.0f} n{unit}"
+
+
+_WRITERS: dict[Unit, Callable[[Any], str]] = {
+    "count": count,
+    "bytes": size,
+    "seconds": seconds,
+    "joules": joules,
+    "watts": watts,
+    "ratio": ratio,
+    "fraction": fraction,
+}

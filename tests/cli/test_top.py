@@ -21,7 +21,7 @@ def test_the_costliest_are_printed_by_each_metric() -> None:
     assert [line for line in result.output.splitlines() if line.startswith("by ")] == [
         "by params",
         "by MACs",
-        "by memory",
+        "by peak memory",
     ]
 
 

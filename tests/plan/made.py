@@ -9,8 +9,9 @@ from typing import Any
 from microtome.results.codec_costs import CodecCost, CodecCosts
 from microtome.results.cuts import Cut, Cuts, Live
 from microtome.results.methods import EnergyUse
+from microtome.results.metrics import Amounts
 from microtome.results.profile import Coverage, Profile
-from microtome.results.rows import Amounts, Row, Tensor
+from microtome.results.rows import Row, Tensor
 
 PARAM_BYTES = 100
 

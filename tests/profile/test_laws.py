@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import microtome as mt
 from microtome import zoo
-from microtome.results.rows import AMOUNTS, Amounts
+from microtome.results.metrics import Amounts
+from microtome.results.rows import AMOUNTS
 from tests.marks import examples
 
 # -- random small nets -------------------------------------------------------------------------------------------------

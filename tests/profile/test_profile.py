@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, BadInputs, BadQuery, NoMatch, Unsupported
-from microtome.results.rows import AMOUNTS, Amounts
+from microtome.results.metrics import Amounts
+from microtome.results.rows import AMOUNTS
 
 
 class Net(nn.Module):

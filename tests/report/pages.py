@@ -7,8 +7,9 @@ from dataclasses import replace
 from torch import nn
 
 import microtome as mt
+from microtome.results.metrics import Amounts
 from microtome.results.profile import Coverage, Profile
-from microtome.results.rows import Amounts, Row
+from microtome.results.rows import Row
 from microtome.results.spread import Spread
 
 #: Seconds of a multiply-accumulate, and of any call.

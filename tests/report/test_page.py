@@ -18,7 +18,9 @@ import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
 from microtome.report.html import assets
+from microtome.report.html.table import full_bar
 from microtome.results.methods import EnergyUse
+from microtome.results.metrics import METRICS
 from microtome.results.spread import Spread
 from microtome.units import UNKNOWN
 from tests.report.pages import HOSTILE, hostile_profile, large, timed
@@ -112,12 +114,9 @@ def test_intervals_are_drawn_over_the_bars(profile: mt.Profile) -> None:
 
 
 def test_of_what_does_not_add_up_the_most_is_a_full_bar(profile: mt.Profile) -> None:
-    from microtome.report.html.metrics import BY_NAME
-
-    assert BY_NAME["macs"].scale(profile) == profile.total.macs
-    assert (
-        BY_NAME["output_bytes"].scale(profile) == max(row.output_bytes for row in profile) > profile.total.output_bytes
-    )
+    assert full_bar(profile, METRICS["macs"]) == profile.total.macs
+    most = max(row.output_bytes for row in profile)
+    assert full_bar(profile, METRICS["output_bytes"]) == most > profile.total.output_bytes
 
 
 def test_device_times_and_energies_have_cards(profile: mt.Profile) -> None:
@@ -133,7 +132,7 @@ def test_unknown_is_a_dash_with_its_reason_and_never_0(profile: mt.Profile) -> N
     page = Page(profile.to_html())
     cards = dict(zip(page.inside["dt"], zip(page.inside["b"], page.inside["span"], strict=False), strict=False))
     assert cards["time"][0] == UNKNOWN
-    assert "microtome profile --time" in cards["time"][1]
+    assert "not measured: add --time (in Python measure=" in cards["time"][1]
     assert cards["energy"][0] == UNKNOWN
     unavailable = replace(profile, unavailable={"energy": "no sensor: rapl cannot be read"})
     assert "not measured: no sensor: rapl cannot be read" in unavailable.to_html()

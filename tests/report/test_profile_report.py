@@ -165,7 +165,7 @@ def test_views_choose_rows(p: mt.Profile) -> None:
     assert [line[0] for line in rows(text(p, RowSelection(depth=1)))] == [
         *["(root)", "tokens", "positions", "layers.0", "layers.1", "norm", "lm_head", "total"]
     ]
-    assert [line[0] for line in rows(text(p, RowSelection(by="type")))][:2] == ["Linear", "Attention"]
+    assert [line[0] for line in rows(text(p, RowSelection(by="type")))][:2] == ["Linear", "SelfAttention"]
     assert [line[0] for line in rows(text(p, RowSelection(by="op")))][:2] == ["aten.addmm.default", "aten.mm.default"]
     largest = [line[0] for line in rows(text(p, RowSelection(sort="params", top=2)))]
     assert largest == ["layers.0.mlp.0", "layers.1.mlp.0", "total"]

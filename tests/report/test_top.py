@@ -48,7 +48,7 @@ class Solves(nn.Module):
 def test_why_there_is_no_section_is_said() -> None:
     lines = text(mt.profile(nn.Sequential(nn.Flatten(), nn.Identity()), "2x8")).splitlines()
     assert not {"by params", "by MACs"} & set(lines)
-    assert "by memory" in lines
+    assert "by peak memory" in lines
     assert "params: no layer has parameters" in lines
     assert "MACs: no layer has any" in lines
     lines = text(mt.profile(Solves(), "3x3")).splitlines()

@@ -16,8 +16,9 @@ from microtome.engine.torch_internals import own_buffers, own_parameters
 from microtome.flops.conventions.base import Convention, ConventionCost
 from microtome.profile.memory import timeline
 from microtome.results.memory import Timeline
+from microtome.results.metrics import Amounts
 from microtome.results.profile import Coverage, UnknownOp
-from microtome.results.rows import Amounts, Group, Row, Tensor, add
+from microtome.results.rows import Group, Row, Tensor, add
 from microtome.results.trace import Op, Trace, TracedCall
 
 _FORWARD = ("macs", "flops", "madds", "read_bytes", "write_bytes")

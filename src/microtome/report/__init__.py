@@ -15,7 +15,6 @@ _RENDERERS = {
     "sweep": "sweep",
     "terminal": "terminal",
     "notebook": "notebook",
-    "columns": "columns",
     "page": "html.document",
     "sweep_page": "html.sweep",
     "graph": "graph.graph",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import isinf
 from typing import Any
 
@@ -14,32 +14,13 @@ from microtome.errors import printable
 from microtome.report.spreadsheet import csv_text
 from microtome.report.terminal import code, escaped, plain_text, shortened
 from microtome.results.diff import Diff, LayerChange, MetricChange
-from microtome.units import UNKNOWN, count, joules, seconds, size
+from microtome.results.metrics import compared_metrics
+from microtome.units import UNKNOWN, write
 
 #: How many layers are shown on a terminal and in Markdown.
 _LAYERS = 30
 #: From how many on they are folded away in Markdown.
 _FOLDED = 12
-_WRITE: dict[str, Callable[[Any], str]] = {
-    "params": count,
-    "macs": count,
-    "flops": count,
-    "memory": size,
-    "output": size,
-    "time": seconds,
-    "device": seconds,
-    "energy": joules,
-    "backward": count,
-    "backward_time": seconds,
-}
-_NAMES = {
-    "macs": "MACs",
-    "flops": "FLOPs",
-    "memory": "peak memory",
-    "device": "device time",
-    "backward": "backward FLOPs",
-    "backward_time": "backward time",
-}
 _MINUS = "\N{MINUS SIGN}"
 
 
@@ -84,7 +65,7 @@ def csv(diff: Diff) -> str:
 
 
 def name_of(change: MetricChange) -> str:
-    return _NAMES.get(change.quantity, change.quantity)
+    return compared_metrics()[change.quantity].label
 
 
 def growth(change: MetricChange, *, is_new: bool = False) -> str:
@@ -93,8 +74,8 @@ def growth(change: MetricChange, *, is_new: bool = False) -> str:
     Args:
         is_new: Whether the layer was not there on the side where nothing is known.
 
-    >>> growth(Change("macs", 100, 105)), growth(Change("time", 1.0, 1.01, is_noise=True)), growth(Change("macs", 0, 5))
-    ('+5.0 %', 'noise', 'new')
+    >>> growth(MetricChange("macs", 100, 105)), growth(MetricChange("macs", 0, 5))
+    ('+5.0 %', 'new')
     """
     if change.growth is None:
         if not is_new:
@@ -111,8 +92,8 @@ def growth(change: MetricChange, *, is_new: bool = False) -> str:
 
 
 def _cells(change: MetricChange, *, is_new: bool = False) -> tuple[str, str, str]:
-    write = _WRITE[change.quantity]
-    return write(change.before), write(change.after), growth(change, is_new=is_new)
+    unit = compared_metrics()[change.quantity].unit
+    return write(change.before, unit), write(change.after, unit), growth(change, is_new=is_new)
 
 
 def _totals(diff: Diff) -> Table:
@@ -147,7 +128,12 @@ def _lines(layer: LayerChange) -> Iterator[tuple[str, str, tuple[str, str, str],
     if said:
         yield name, said, ("", "", ""), ""
     for at, one in enumerate(layer.changes):
-        yield "" if at or said else name, name_of(one), _cells(one, is_new=layer.what != "changed"), _ink(one)
+        yield (
+            "" if at or said else name,
+            compared_metrics()[one.quantity].header,
+            _cells(one, is_new=layer.what != "changed"),
+            _ink(one),
+        )
 
 
 def _address(layer: LayerChange) -> str:

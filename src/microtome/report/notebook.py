@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from microtome.report import cuts as of_cuts
 from microtome.report import plan as of_plan
-from microtome.report.columns import COLUMNS, at_least, leaves_out
+from microtome.report.columns import at_least, call_columns, leaves_out
 from microtome.report.notebook_html import Bar, Cell, Side, TableParts, cards, legend, page, table
 from microtome.report.notes import notes_of
 from microtome.report.row_selection import RowSelection, rows_of
+from microtome.results.metrics import METRICS
 from microtome.units import UNKNOWN, count, joules, seconds, shape, share, size
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def html(result: Any) -> str | None:
 def profile(result: Profile) -> str:
     """The whole in figures, and the tree as deep as there is room for."""
     total = result.total
-    leaves = {name: leaves_out(result, name, None) for name in ("macs", "flops")}
+    leaves = {name: leaves_out(result, METRICS[name], None) for name in ("macs", "flops")}
     counted = [
         at_least(count(getattr(total, name))) if of(total) else count(getattr(total, name))
         for name, of in leaves.items()
@@ -46,16 +47,17 @@ def profile(result: Profile) -> str:
     figures += [("device time", seconds(total.device_s))] if total.device_s is not None else []
     figures += [("energy", joules(total.energy_j))] if total.energy_j is not None else []
     by = "device_s" if total.device_s is not None else "time_s" if total.time_s is not None else "flops"
+    known = call_columns()
     measured = [name for name, field in _MEASURED.items() if getattr(total, field) is not None]
     names = ["type", "outputs", "params", "macs", *measured, "peak_bytes"]
-    headers = ["call", *(COLUMNS[name].header for name in names), f"share of {'FLOPs' if by == 'flops' else 'time'}"]
-    sides: list[Side] = ["left", *("right" if COLUMNS[name].right else "left" for name in names), "left"]
+    headers = ["call", *(known[name].header for name in names), f"share of {'FLOPs' if by == 'flops' else 'time'}"]
+    sides: list[Side] = ["left", *("right" if known[name].right else "left" for name in names), "left"]
     rows: list[list[Cell]] = []
     shown = rows_of(result, RowSelection())
     for row, name in shown[:_ROWS]:
         part, whole = getattr(row, by), getattr(total, by)
         bar = Bar(share(part, whole), part / whole if part is not None and whole else 0.0)
-        cells = {column: COLUMNS[column].cell(row, result) for column in names}
+        cells = {column: known[column].cell(row, result) for column in names}
         if leaves["macs"](row):
             cells["macs"] = at_least(cells["macs"])
         rows.append([name, *cells.values(), bar])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from microtome.report.columns import interval
 from microtome.results.methods import EnergyUse, Timing
+from microtome.results.metrics import Amounts
 from microtome.results.profile import Coverage, Profile
-from microtome.results.rows import Amounts
-from microtome.units import joules, seconds, size, watts
+from microtome.results.spread import Spread
+from microtome.units import UNKNOWN, joules, seconds, size, watts
 
 #: Above this, measuring has changed what was measured.
 _DISTURBED = 1.05
 #: The range of fewer passes holds the true median in less than 95 of 100 cases: in 1 - 2 ** (1 - passes).
 FEW = 6
+
+
+def interval(spread: Spread | None, write: Callable[[float], str] = seconds) -> str:
+    """The 95 % interval of a median."""
+    return UNKNOWN if spread is None else f"{write(spread.low)} to {write(spread.high)}"
 
 
 def notes_of(profile: Profile) -> list[str]:

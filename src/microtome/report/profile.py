@@ -12,34 +12,26 @@ from rich.text import Text
 from microtome.errors import printable
 from microtome.report.columns import (
     AT_LEAST,
-    COLUMNS,
-    COUNTED,
     OWN,
-    REGISTERED,
-    SHARES,
+    CallColumn,
     at_least,
     columns_of,
     leaves_out,
-    of_registered,
 )
 from microtome.report.notes import notes_of
 from microtome.report.row_selection import RowSelection, check, deepest, depth_of, rows_of, whole_tree
-from microtome.report.shared_units import spanning
+from microtome.report.shared_units import SCALED, spanning
 from microtome.report.spreadsheet import csv_text
 from microtome.report.terminal import bar, code, escaped, fitted, plain_text, shortened
+from microtome.results.metrics import IMPORTANCE, METRICS
 from microtome.results.profile import Profile
 from microtome.results.profile_records import flat
-from microtome.results.rows import AMOUNTS, Group, Row
+from microtome.results.rows import Group, Row
 
 #: The shortest that a name is cut to on a terminal.
 _SHORTEST = 16
 #: How long the longest bar is: with it, what is counted of a small model fits in 80 columns.
 _BAR = 4
-
-
-#: The first are left out last where a terminal is too narrow.
-_SHOWN = ("flops", "time", "device_time", "energy", "measured_peak", "device_share", "time_share", "backward_time", "bound", "net_energy", "cpu", "gpu", "watts", "backward_flops", "params", "saved_bytes", "type", "share", "macs", "outputs", "moved_bytes", "peak_bytes", "backward_device", "energy_share", "memory", "gpu_memory")  # fmt: skip  # noqa: E501
-_ORDER = ("runs", "type", "outputs", "params", "macs", "flops", "share", "time", "time_share", "device_time", "device_share", "bound", "backward_flops", "backward_time", "backward_device", "energy", "energy_share", "net_energy", "saved_bytes", "moved_bytes", "peak_bytes", "measured_peak", "cpu", "gpu", "memory", "gpu_memory", "watts")  # fmt: skip  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,8 @@ def renderable(profile: Profile, view: RowSelection | None = None, width: int | 
     """What rich draws: the table, and under it what it rests on."""
     lines = _lines(profile, view or RowSelection(), width, is_drawn=True)
     table = Table(show_edge=False, pad_edge=False)
-    styles = {"type": "cyan", "outputs": "dim"} | dict.fromkeys(SHARES, "green")
+    shares = {metric.share: "green" for metric in METRICS.values() if metric.share}
+    styles = {"type": "cyan", "outputs": "dim"} | shares
     for at, (name, header, right) in enumerate(zip(("", *lines.columns), lines.headers, lines.right, strict=True)):
         width_ = max(len(header), *(len(row[at]) for row in (*lines.rows, lines.total)))
         justify: Literal["left", "right"] = "right" if right else "left"
@@ -99,57 +92,21 @@ def csv(profile: Profile, view: RowSelection | None = None) -> str:
     """Every row of the view, all calls if it does not say which, with all their numbers."""
     view = whole_tree(profile, view or RowSelection())
     check(view)
-    records = [flat(row) if isinstance(row, Row) else _flat_group(row) for row, _ in rows_of(profile, view)]
+    pairs = [(row, flat(row) if isinstance(row, Row) else _flat_group(row)) for row, _ in rows_of(profile, view)]
+    records = [record for _, record in pairs]
     if view.columns:
-        records = [
-            _chosen(row, record, profile, view)
-            for (row, _), record in zip(rows_of(profile, view), records, strict=True)
-        ]
+        chosen = [columns_of(view.by)[name] for name in view.columns]
+        records = []
+        for row, record in pairs:
+            records.append({name: record[name] for name in ("address", "name") if name in record})
+            for column in chosen:
+                records[-1] |= column.raw(row, record, profile)
     return csv_text(list(dict.fromkeys(name for record in records for name in record)), records)
 
 
-def _chosen(row: Any, record: dict[str, Any], profile: Profile, view: RowSelection) -> dict[str, Any]:
-    """The record without the columns that were not asked for. Those that a file has not otherwise are computed."""
-    chosen: dict[str, Any] = {name: record[name] for name in ("address", "name") if name in record}
-    for column in view.columns:
-        if column in REGISTERED:
-            chosen[column] = of_registered(column, row)
-        elif (share := SHARES.get(column)) is not None:
-            part, whole = getattr(row, share), getattr(profile.total, share)
-            chosen[column] = None if part is None or not whole else part / whole
-        elif column == "bound":
-            chosen[column] = COLUMNS[column].cell(row, profile)
-        elif column in _SPREADS:
-            chosen |= {f"{_SPREADS[column]}_{end}": record.get(f"{_SPREADS[column]}_{end}") for end in ("low", "high")}
-        elif column == "moved_bytes":
-            chosen[column] = row.moved_bytes
-        else:
-            name = _FIELDS.get(column, column)
-            chosen[name] = record.get(name)
-    return chosen
-
-
-_SPREADS = {"spread": "time_s", "device_spread": "device_s", "energy_spread": "energy_j"}
-
-#: What columns are called in files, where the unit is in the name.
-_FIELDS = {
-    "inputs": "input_shapes",
-    "outputs": "output_shapes",
-    "dtype": "dtypes",
-    "intensity": "intensity_flops_per_byte",
-    "time": "time_s",
-    "device_time": "device_s",
-    "backward_time": "backward_s",
-    "backward_device": "backward_device_s",
-    "energy": "energy_j",
-    "net_energy": "net_energy_j",
-    "measured_peak": "measured_peak_bytes",
-    **{name: f"load_{name}" for name in ("cpu", "gpu", "memory", "gpu_memory", "watts")},
-}
-
-
 def _flat_group(group: Group) -> dict[str, Any]:
-    return {"name": group.name, "runs": group.runs} | {name: getattr(group, name) for name in AMOUNTS}
+    known = [metric for metric in METRICS.values() if metric.known_of != "calls"]
+    return {"name": group.name, "runs": group.runs} | {metric.file_name: metric.of(group) for metric in known}
 
 
 # -- cells -------------------------------------------------------------------------------------------------------------
@@ -161,17 +118,18 @@ def _lines(profile: Profile, view: RowSelection, width: int | None, *, is_drawn:
     pairs = rows_of(profile, view)
     names = [printable(name) for _, name in pairs]
     rows = [row for row, _ in pairs]
-    wanted = view.columns or tuple(name for name in _ORDER if _has(profile, view, name))
-    table = {name: _column(profile, view, name, rows, is_drawn=is_drawn) for name in wanted}
+    known = columns_of(view.by)
+    wanted = view.columns or tuple(name for name, column in known.items() if column.is_shown(profile))
+    table = {name: _column(profile, view, known[name], rows, is_drawn=is_drawn) for name in wanted}
     if is_drawn and (heat := next((name for name in _HEAT if name in wanted), None)) is not None:
-        table[heat] = _with_bars(profile, table[heat], heat, rows)
+        table[heat] = _with_bars(profile, table[heat], known[heat], rows)
     chosen = wanted
     if width is not None:
         widths = {name: max(map(len, (column.header, *column.cells))) for name, column in table.items()}
         longest = max(map(len, ("total", *names)))
         if not view.columns:
             first = min(longest, max(width * 2 // 5, _SHORTEST))
-            chosen = fitted(wanted, widths, [name for name in ("runs", *_SHOWN) if name in wanted], width - first)
+            chosen = fitted(wanted, widths, _by_importance(wanted), width - first)
         room = width - sum(widths[name] + 3 for name in chosen)
         names = [_shortened(name, max(room, _SHORTEST)) for name in names]
     what = {None: "call", "module": "module", "type": "module", "op": "operator"}[view.by]
@@ -198,27 +156,42 @@ class _Column(NamedTuple):
     cells: list[str]
 
 
-def _column(profile: Profile, view: RowSelection, name: str, rows: list[Any], *, is_drawn: bool) -> _Column:
-    column, header = COLUMNS[name], COLUMNS[name].header
-    cells = [printable(column.cell(row, profile)) for row in (*rows, profile.total)]
-    if is_drawn and (numbers := column.numbers) is not None:
-        every = [number for row in (*rows, profile.total) for number in numbers.of(row)]
-        if (scale := spanning(every, numbers.kind)) is not None:
-            cells = [numbers.text(row, scale.write) for row in (*rows, profile.total)]
-            header = scale.head(header)
-    if name in COUNTED and profile.coverage.unknown:
-        leave_out = [*map(leaves_out(profile, name, view.by), rows), leaves_out(profile, name, None)(profile.total)]
-        cells = [at_least(cell) if leaves else cell for cell, leaves in zip(cells, leave_out, strict=True)]
-    if name in ("type", "runs", *SHARES):
+def _by_importance(names: tuple[str, ...]) -> list[str]:
+    return sorted(names, key=lambda name: IMPORTANCE.index(name) if name in IMPORTANCE else len(IMPORTANCE))
+
+
+def _column(profile: Profile, view: RowSelection, column: CallColumn, rows: list[Any], *, is_drawn: bool) -> _Column:
+    every, metric, header = (*rows, profile.total), column.metric, column.header
+    cells = [printable(column.cell(row, profile)) for row in every]
+    if metric is None or column.part != "value":
+        if column.part == "share" or column.field == "type":
+            cells[-1] = ""
+        return _Column(header, column.right, cells)
+    numbers = [number for row in every for number in (metric.of(row), _shared(row) if metric.name == "params" else 0)]
+    if is_drawn and metric.unit in SCALED and (scale := spanning(numbers, metric.unit)) is not None:
+        cells = [column.number(row, scale.write) for row in every]
+        header = scale.head(header)
+    if metric.counted_by is not None and profile.coverage.unknown:
+        marks = [*map(leaves_out(profile, metric, view.by), rows), leaves_out(profile, metric, None)(profile.total)]
+        cells = [at_least(cell) if is_marked else cell for cell, is_marked in zip(cells, marks, strict=True)]
+    if metric.name == "runs":
         cells[-1] = ""
     return _Column(header, column.right, cells)
 
 
-def _with_bars(profile: Profile, column: _Column, name: str, rows: list[Any]) -> _Column:
-    whole = getattr(profile.total, SHARES[name])
-    bars = [bar(getattr(row, SHARES[name]), whole, _BAR) for row in rows]
-    cells = [f"{drawn} {cell:>7}" for drawn, cell in zip(bars, column.cells, strict=False)]
-    return _Column(column.header, False, [*cells, ""])
+def _shared(row: Any) -> int:
+    return getattr(row, "shared_params", 0)
+
+
+def _with_bars(profile: Profile, cells: _Column, column: CallColumn, rows: list[Any]) -> _Column:
+    assert column.metric is not None
+    whole = column.metric.of(profile.total)
+    bars = [bar(column.metric.of(row), whole, _BAR) for row in rows]
+    return _Column(
+        cells.header,
+        False,
+        [*(f"{drawn} {cell:>7}" for drawn, cell in zip(bars, cells.cells, strict=False)), ""],
+    )
 
 
 def _shortened(name: str, most: int) -> str:
@@ -230,14 +203,6 @@ def _shortened(name: str, most: int) -> str:
     indent = min(wanted, max(most - len(bare) - 1, most // 3))
     begin = " " * indent + ("…" if indent < wanted else "")
     return begin + shortened(bare, most - len(begin))
-
-
-def _has(profile: Profile, view: RowSelection, column: str) -> bool:
-    needs = COLUMNS[column].needs
-    total = profile.total
-    if needs == "load":  # a machine without a GPU has no load of one
-        return column in columns_of(view.by) and getattr(total.load, column, None) is not None
-    return column in columns_of(view.by) and (needs is None or getattr(total, needs) is not None)
 
 
 def _notes(profile: Profile, view: RowSelection, lines: _Lines) -> list[str]:
@@ -257,5 +222,5 @@ def _notes(profile: Profile, view: RowSelection, lines: _Lines) -> list[str]:
     if view.top is not None and len(lines.rows) < lines.count:
         notes.append(f"shown: {len(lines.rows)} of {lines.count} rows; the total is of all")
     if lines.left_out:
-        notes.append(f"no room for: {', '.join(COLUMNS[name].header for name in lines.left_out)}")
+        notes.append(f"no room for: {', '.join(columns_of(view.by)[name].header for name in lines.left_out)}")
     return notes

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from microtome.errors import BadQuery
-from microtome.report.columns import COLUMNS, OWN, REGISTERED, columns_of, of_registered, why_unknown
+from microtome.report.columns import OWN, call_columns, columns_of
+from microtome.results.metrics import Metric, why_unknown
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 
 #: A table that is not told how deep to go shows at most about this many rows.
 _ROWS = 60
-#: What rows of their own have from the calls inside.
-_FROM_INSIDE = ("peak_bytes", "output_bytes", "measured_peak_bytes", "load")
 
 
 @dataclass(frozen=True)
@@ -58,22 +57,19 @@ def rows_of(profile: Profile, view: RowSelection) -> list[tuple[Any, str]]:
         depth = depth_of(profile) if view.depth is None else view.depth
         rows = [(row, _in_tree(row)) for row in profile if row.depth <= depth]
     if view.sort is not None:
-        by = "flops" if view.sort == "share" else COLUMNS[view.sort].needs or view.sort
-        if by in _FROM_INSIDE:
+        metric = call_columns()[view.sort].metric
+        assert metric is not None
+        if metric.known_of == "calls" and metric.shown != "named":  # (own) rows have those of the calls inside
             rows = [pair for pair in rows if not pair[0].type.endswith(OWN)]
-        column = view.sort
-        if rows and all(_quantity(row, column, by) is None for row, _ in rows):
-            raise BadQuery(f"no row has a number of {column!r} to sort by: {why_unknown(profile, column, by)}")
-        rows.sort(key=lambda pair: -(_quantity(pair[0], column, by) or 0))
+        if rows and all(_number(row, metric) is None for row, _ in rows):
+            raise BadQuery(f"no row has a number of {view.sort!r} to sort by: {why_unknown(profile, metric)}")
+        rows.sort(key=lambda pair: -(_number(pair[0], metric) or 0))
     return rows[: view.top]
 
 
-def _quantity(row: Any, column: str, by: str) -> float | None:
-    if column in REGISTERED:
-        value = of_registered(column, row)
-        return value if isinstance(value, int | float) else None
-    number: float | None = getattr(row.load, column, None) if by == "load" else getattr(row, by, None)
-    return number
+def _number(row: Any, metric: Metric) -> float | None:
+    value = metric.of(row)
+    return value if isinstance(value, int | float) else None
 
 
 def depth_of(profile: Profile) -> int:
@@ -102,7 +98,7 @@ def check(view: RowSelection) -> None:
             raise BadQuery(f"there is no column {name!r}{_OF[view.by]}: write one of {', '.join(known)}")
     if view.sort is not None and view.sort not in known:
         raise BadQuery(f"there is no column {view.sort!r}{_OF[view.by]} to sort by: write one of {', '.join(known)}")
-    if view.sort in ("type", "inputs", "outputs", "dtype", "bound", "spread", "device_spread", "energy_spread"):
+    if view.sort is not None and (known[view.sort].metric is None or known[view.sort].part == "interval"):
         raise BadQuery(f"rows are sorted by a quantity, such as flops or params, not by {view.sort}")
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from microtome.units import UNKNOWN
-
-Kind = Literal["count", "bytes", "seconds", "joules", "watts"]
+from microtome.units import UNKNOWN, Unit
 
 _UP = {"count": (1000.0, ("", "k", "M", "G", "T", "P", "E")), "bytes": (1024.0, ("B", "KiB", "MiB", "GiB", "TiB"))}
 _DOWN = {"seconds": "s", "joules": "J", "watts": "W"}
+#: Units that are scaled by powers of ten or of 1024.
+SCALED = {*_UP, *_DOWN}
 
 
 class Scale(NamedTuple):
@@ -40,7 +40,7 @@ class Scale(NamedTuple):
         return f"{name} {self.unit}".rstrip()
 
 
-def shared(numbers: Iterable[float | None], kind: Kind) -> Scale:
+def shared(numbers: Iterable[float | None], unit: Unit) -> Scale:
     """The unit in which the largest of several numbers has three digits.
 
     >>> scale = shared([9_355_584, 73_728, 12], "count")
@@ -53,18 +53,18 @@ def shared(numbers: Iterable[float | None], kind: Kind) -> Scale:
     """
     known = [abs(number) for number in numbers if number is not None]
     most = max(known, default=0.0)
-    size, unit = _down(most, _DOWN[kind]) if kind in _DOWN else _up(most, *_UP[kind])
-    if size == 1.0 and kind in _UP:
-        return Scale(size, unit, 0)
+    size, name = _down(most, _DOWN[unit]) if unit in _DOWN else _up(most, *_UP[unit])
+    if size == 1.0 and unit in _UP:
+        return Scale(size, name, 0)
     scaled = most / size
-    return Scale(size, unit, 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0)
+    return Scale(size, name, 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0)
 
 
 #: The widest that a number is written in a unit smaller than its own.
 _WIDEST = 8
 
 
-def spanning(numbers: Iterable[float | None], kind: Kind) -> Scale | None:
+def spanning(numbers: Iterable[float | None], unit: Unit) -> Scale | None:
     """The unit in which the least of several numbers has two digits, or one; None where the most then has no room.
 
     >>> scale = spanning([9_355_584, 73_728, 640], "count")
@@ -76,10 +76,10 @@ def spanning(numbers: Iterable[float | None], kind: Kind) -> Scale | None:
     True
     """
     known = [abs(number) for number in numbers if number]
-    first = shared(known, kind)
-    if not known or (first.size == 1.0 and kind in _UP):
+    first = shared(known, unit)
+    if not known or (first.size == 1.0 and unit in _UP):
         return first
-    smaller = [Scale(*unit, digits) for unit in _units(kind) if unit[0] <= first.size for digits in (0, 1, 2)]
+    smaller = [Scale(*one, digits) for one in _units(unit) if one[0] <= first.size for digits in (0, 1, 2)]
     fitting = [scale for scale in (first, *smaller) if len(scale.write(max(known))) <= _WIDEST]
     for least in (10, 1):
         for scale in fitting:
@@ -88,11 +88,11 @@ def spanning(numbers: Iterable[float | None], kind: Kind) -> Scale | None:
     return None
 
 
-def _units(kind: Kind) -> list[tuple[float, str]]:
-    """The units of a kind, the largest first."""
-    if kind in _DOWN:
-        return [(size, letter + _DOWN[kind]) for letter, size in (("", 1.0), ("m", 1e-3), ("u", 1e-6), ("n", 1e-9))]
-    step, names = _UP[kind]
+def _units(unit: Unit) -> list[tuple[float, str]]:
+    """The multiples of a unit, the largest first."""
+    if unit in _DOWN:
+        return [(size, letter + _DOWN[unit]) for letter, size in (("", 1.0), ("m", 1e-3), ("u", 1e-6), ("n", 1e-9))]
+    step, names = _UP[unit]
     return [(step**at, name) for at, name in reversed(list(enumerate(names)))]
 
 

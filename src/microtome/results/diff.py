@@ -9,26 +9,11 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from microtome.errors import BadQuery
 from microtome.results.base import Result
+from microtome.results.metrics import Metric, compared_metrics
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 from microtome.units import shape
 
-#: What is compared: the words for it, and the fields of a row.
-QUANTITIES = {
-    "params": "params",
-    "macs": "macs",
-    "flops": "flops",
-    "memory": "peak_bytes",
-    "output": "output_bytes",
-    "time": "time_s",
-    "device": "device_s",
-    "energy": "energy_j",
-    "backward": "backward_flops",
-    "backward_time": "backward_s",
-}
-_MEASURED = ("time", "device", "energy", "backward_time")
-#: Of a single layer the peak is not compared: it moves with all layers before; and FLOPs say what MACs say.
-_OF_LAYERS = ("params", "macs", "output", *_MEASURED)
 What = Literal["added", "removed", "changed"]
 
 
@@ -103,12 +88,14 @@ class Diff(Result):
 
     def __getitem__(self, quantity: str) -> MetricChange:
         """How a quantity of the whole model changed."""
-        if quantity not in QUANTITIES:
-            raise BadQuery(f"there is no quantity {quantity!r}: write one of {', '.join(QUANTITIES)}")
+        metric = compared_metrics().get(quantity)
+        if metric is None:
+            raise BadQuery(f"there is no quantity {quantity!r}: write one of {', '.join(compared_metrics())}")
         found = next((change for change in self.totals if change.quantity == quantity), None)
         if found is None or found.growth is None:
-            raise BadQuery(f"{quantity} is not known of both profiles{_HINTS.get(quantity, '')}")
-        if self.uncounted and quantity in _COUNTED:
+            hint = f": {_VERBS[needs.done]} both with {needs.option}" if (needs := metric.requires) else ""
+            raise BadQuery(f"{quantity} is not known of both profiles{hint}")
+        if self.uncounted and metric.counted_by is not None:
             raise BadQuery(
                 f"{quantity} of {self.after} leaves out {', '.join(self.uncounted)}, which has no formula: "
                 "say what it costs with microtome.register_formula"
@@ -143,14 +130,7 @@ class Diff(Result):
         return f"<Diff of {self.before} and {self.after}: {len(self.layers)} calls changed>"
 
 
-_COUNTED = ("macs", "flops", "backward")
-_HINTS = {
-    "time": ": measure both with --time",
-    "device": ": measure both with --time on a GPU",
-    "energy": ": measure both with --energy",
-    "backward": ": count both with --backward",
-    "backward_time": ": measure both with --time --backward",
-}
+_VERBS = {"measured": "measure", "counted": "count"}
 
 
 def diff(before: Profile, after: Profile) -> Diff:
@@ -188,43 +168,46 @@ def diff(before: Profile, after: Profile) -> Diff:
 
 
 def _totals(before: Profile, after: Profile) -> Iterator[MetricChange]:
-    for word, name in QUANTITIES.items():
-        run = word == "memory" and _has_backward(before) and _has_backward(after)
-        old, new = (getattr(one if run else one.total, name) for one in (before, after))
+    for name, metric in compared_metrics().items():
+        old, new = metric.of(before.total), metric.of(after.total)
+        if metric.name == "peak_bytes" and _has_backward(before) and _has_backward(after):
+            old, new = before.peak_bytes, after.peak_bytes
         if old is not None or new is not None:
-            yield MetricChange(word, old, new, _is_noise(before.total, after.total, name))
+            yield MetricChange(name, old, new, _is_noise(before.total, after.total, metric.name))
 
 
 def _layer(before: Profile, after: Profile, old: Row | None, new: Row | None) -> LayerChange:
     row = new or old
     assert row is not None
     changes = []
-    for word in _OF_LAYERS:
-        name = QUANTITIES[word]
-        one, two = _own(before, old, name), _own(after, new, name)
+    for metric in compared_metrics().values():
+        if not metric.is_compared_by_layer:
+            continue
+        one, two = _own(before, old, metric), _own(after, new, metric)
         if old is None or new is None:
             differs = (one or 0) != (two or 0)
         else:  # what was not measured on one side tells nothing; what is not counted there does
-            differs = one != two and (word in ("params", "macs") or None not in (one, two))
+            differs = one != two and (_is_counted(metric) or None not in (one, two))
         if differs:
-            noise = None if old is None or new is None else _is_noise(old, new, name)
-            changes.append(MetricChange(word, one, two, noise))
+            noise = None if old is None or new is None else _is_noise(old, new, metric.name)
+            changes.append(MetricChange(metric.diff, one, two, noise))
     what: What = "added" if old is None else "removed" if new is None else "changed"
     note = "" if old is None or new is None else "; ".join(_said(old, new))
     return LayerChange(row.address, row.type, what, tuple(changes), note)
 
 
-def _own(profile: Profile, row: Row | None, name: str) -> float | None:
-    """What a call costs by itself; of what does not add up, or has its spread with the calls inside, those without."""
+def _is_counted(metric: Metric) -> bool:
+    return metric.requires is None and metric.adds_up == "sum"
+
+
+def _own(profile: Profile, row: Row | None, metric: Metric) -> float | None:
+    """The cost of a call by itself; a measured one only where no call inside was measured, since it has its spread."""
     if row is None:
         return None
-    if name in ("params", "macs"):
-        found: float | None = getattr(row.own, name)
+    if _is_counted(metric) or metric.adds_up != "sum":
+        found: float | None = metric.own(row)
         return found
-    inside = profile.children(row)
-    if name == "output_bytes":
-        return None if inside else row.output_bytes
-    return None if any(getattr(child, name) is not None for child in inside) else getattr(row, name)
+    return None if any(metric.of(child) is not None for child in profile.children(row)) else metric.of(row)
 
 
 def _is_noise(old: Row, new: Row, name: str) -> bool | None:
@@ -248,9 +231,9 @@ def _weight(layer: LayerChange, before: Profile, after: Profile) -> float:
     """The greatest part of the whole that a change of it is."""
     parts = [0.0]
     for change in layer.changes:
-        name = QUANTITIES[change.quantity]
-        whole = max(getattr(before.total, name) or 0, getattr(after.total, name) or 0)
-        if whole and not change.is_noise and change.quantity != "output":
+        metric = compared_metrics()[change.quantity]
+        whole = max(metric.of(before.total) or 0, metric.of(after.total) or 0)
+        if whole and not change.is_noise and metric.adds_up == "sum":
             parts.append(abs((change.after or 0) - (change.before or 0)) / whole)
     return max(parts)
 
@@ -288,6 +271,7 @@ def _notes(before: Profile, after: Profile) -> Iterator[str]:
 
 
 def _changes(listed: list[dict[str, Any]]) -> tuple[MetricChange, ...]:
-    if foreign := [one["quantity"] for one in listed if one["quantity"] not in QUANTITIES]:
-        raise ValueError(f"expected a quantity of {', '.join(QUANTITIES)}, got {foreign[0]!r:.80}")
+    known = compared_metrics()
+    if foreign := [one["quantity"] for one in listed if one["quantity"] not in known]:
+        raise ValueError(f"expected a quantity of {', '.join(known)}, got {foreign[0]!r:.80}")
     return tuple(MetricChange(**one) for one in listed)

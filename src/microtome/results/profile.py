@@ -13,6 +13,7 @@ from microtome.files.reading import File
 from microtome.results.base import Result, write
 from microtome.results.memory import Timeline
 from microtome.results.methods import EnergyUse, MemoryUse, Sampling, Timing
+from microtome.results.metrics import METRICS, why_unknown
 from microtome.results.rendering import render
 from microtome.results.rows import AMOUNTS, Group, Row, add
 
@@ -208,15 +209,15 @@ class Profile(Result):
         Raises:
             BadQuery: No call has a number of that quantity.
         """
-        if by not in AMOUNTS:
-            raise BadQuery(f"there is no quantity {by!r} to order by: write one of {', '.join(AMOUNTS)}")
+        known = {name: metric for name, metric in METRICS.items() if metric.adds_up == "sum"}
+        if by not in known:
+            raise BadQuery(f"there is no quantity {by!r} to order by: write one of {', '.join(known)}")
         if n < 1:
             raise BadQuery(f"the top are 1 or more, got {n}")
-        known = [row for row in self.calls if getattr(row.own, by) is not None]
-        if not known:
-            why = render("columns.why_unknown", self, by, by)
-            raise BadQuery(f"no call has a number of {by!r} to order by: {why}")
-        return tuple(sorted(known, key=lambda row: -getattr(row.own, by))[:n])
+        costs = [(row, cost) for row in self.calls if (cost := known[by].own(row)) is not None]
+        if not costs:
+            raise BadQuery(f"no call has a number of {by!r} to order by: {why_unknown(self, known[by])}")
+        return tuple(row for row, _ in sorted(costs, key=lambda pair: -pair[1])[:n])
 
     def layer_metrics(self, depth: int | None = None) -> list[dict[str, Any]]:
         """What is known of each layer, under the names that tracr gave it; None for what was not measured.

@@ -8,8 +8,9 @@ from typing import Any
 from microtome.addresses import number_calls
 from microtome.results.memory import Timeline
 from microtome.results.methods import EnergyUse, Load, MemoryUse, Sampling, Timing
+from microtome.results.metrics import LOAD, METRICS, Amounts
 from microtome.results.profile import Coverage, Profile, UnknownOp
-from microtome.results.rows import AMOUNTS, Amounts, Group, Row, Tensor
+from microtome.results.rows import Group, Row, Tensor
 from microtome.results.spread import Spread
 from microtome.units import shape
 
@@ -24,15 +25,12 @@ def flat(row: Row) -> dict[str, Any]:
         "output_shapes": " ".join(shape(tensor.shape) for tensor in row.outputs),
         "dtypes": " ".join(dict.fromkeys(tensor.dtype for tensor in row.outputs)),
         "shared_params": row.shared_params,
-        "output_bytes": row.output_bytes,
-        "peak_bytes": row.peak_bytes,
-        "intensity_flops_per_byte": row.intensity,
-        "measured_peak_bytes": row.measured_peak_bytes,
         "until_s": row.until_s,
         "until_device_s": row.until_device_s,
     }
-    record |= {name: getattr(row, name) for name in AMOUNTS}
-    record |= {f"own_{name}": getattr(row.own, name) for name in AMOUNTS}
+    known = [metric for metric in METRICS.values() if metric.shown != "named" and metric.requires is not LOAD]
+    record |= {metric.file_name: metric.of(row) for metric in known}
+    record |= {f"own_{metric.file_name}": metric.own(row) for metric in known if metric.adds_up == "sum"}
     for name, spread in row.spreads.items():
         record |= {f"{name}_{part}": getattr(spread, part) for part in ("q1", "q3", "low", "high", "count", "method")}
     if row.load is not None:
@@ -131,8 +129,8 @@ def _row(data: dict[str, Any]) -> Row:
         "load": None if data["load"] is None else Load(**data["load"]),
         "spreads": {name: Spread(**spread) for name, spread in data["spreads"].items()},
     }
-    late: dict[str, Any] = {
-        name: data.get(name) for name in ("until_s", "until_device_s")
-    }  # files of before have not got them
-    known = {field.name: data[field.name] for field in fields(Row) if field.name not in nested | late}
-    return Row(**known, **late, **nested)
+    known: dict[str, Any] = {
+        field.name: data.get(field.name) for field in fields(Row) if field.default is None
+    }  # may be missing
+    known |= {field.name: data[field.name] for field in fields(Row) if field.name not in nested | known}
+    return Row(**(known | nested))

@@ -14,8 +14,8 @@ from microtome.cli.options.outputs import output_options, put, refuse_same
 from microtome.errors import BadFile
 from microtome.load import load
 from microtome.report.diff import csv, growth, markdown, name_of, text
-from microtome.results.diff import QUANTITIES
 from microtome.results.diff import diff as compare
+from microtome.results.metrics import compared_metrics
 from microtome.results.profile import Profile
 
 _FAIL = "Exit with 1 if the whole grew by more, such as macs=5% or macs=5%,time=10%."
@@ -25,8 +25,8 @@ def _limits(context: click.Context, parameter: click.Parameter, words: tuple[str
     found: dict[str, float] = {}
     for word in ",".join(words).replace(" ", ",").split(",") if words else ():
         name, _, value = word.partition("=")
-        if name not in QUANTITIES:
-            raise click.BadParameter(f"{word!r} is no limit: write such as macs=5%, of {', '.join(QUANTITIES)}")
+        if name not in compared_metrics():
+            raise click.BadParameter(f"{word!r} is no limit: write such as macs=5%, of {', '.join(compared_metrics())}")
         if name in found:
             raise click.BadParameter(f"{name} is there twice")
         try:

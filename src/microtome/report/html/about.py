@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from microtome.report.html.metrics import METRICS
 from microtome.report.notes import FEW, notes_of
+from microtome.results.metrics import page_metrics, why_missing
 from microtome.results.profile import Profile
 
 
@@ -34,17 +34,17 @@ def about(profile: Profile) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in notes_of(profile))
     missing = "".join(
         f"<li><b>{escape(metric.label)}</b>: {escape(why)}</li>"
-        for metric in METRICS
-        if (why := metric.missing(profile)) is not None
+        for metric in page_metrics()
+        if (why := why_missing(profile, metric)) is not None
     )
-    told = "".join(
-        f"<li><b>{escape(metric.label)}</b>: {escape(metric.told)}</li>"
-        for metric in METRICS
-        if metric.missing(profile) is None
+    known = "".join(
+        f"<li><b>{escape(metric.label)}</b>: {escape(metric.description)}</li>"
+        for metric in page_metrics()
+        if why_missing(profile, metric) is None
     )
     return (
         f"<h3>How each number was obtained</h3><ul>{notes}</ul>"
-        f"<h3>What the columns are</h3><ul>{told}</ul>"
+        f"<h3>What the columns are</h3><ul>{known}</ul>"
         + (f"<h3>What is not known, and why</h3><ul>{missing}</ul>" if missing else "")
         + f"<h3>Where it was measured</h3>{_environment(profile)}"
     )

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from html import escape
 from typing import NamedTuple
 
-from microtome.report.columns import at_least, interval, leaves_out
-from microtome.report.html.metrics import BY_NAME
+from microtome.report.columns import at_least, leaves_out
+from microtome.report.notes import interval
+from microtome.results.metrics import METRICS, why_missing
 from microtome.results.profile import Profile
 from microtome.units import UNKNOWN, count, joules, seconds, share, size
 
@@ -34,13 +35,13 @@ def _cards(profile: Profile) -> Iterator[Card]:
     yield Card("parameters", count(total.params), f"{total.trainable_params:,} trainable; {size(total.param_bytes)}")
     backward = "" if total.backward_flops is None else f"; backward {count(total.backward_flops)} FLOPs"
     counted = count(total.flops)
-    if leaves_out(profile, "flops", None)(total):
+    if leaves_out(profile, METRICS["flops"], None)(total):
         counted = at_least(counted)
     flops = f"{counted} FLOPs, {profile.convention} convention{backward}"
     macs = count(total.macs)
     yield Card(
         "MACs",
-        at_least(macs) if leaves_out(profile, "macs", None)(total) else macs,
+        at_least(macs) if leaves_out(profile, METRICS["macs"], None)(total) else macs,
         flops if total.macs is not None else _why(profile, "macs"),
     )
     yield _memory(profile)
@@ -97,4 +98,4 @@ def _methods(profile: Profile) -> str:
 
 
 def _why(profile: Profile, name: str) -> str:
-    return BY_NAME[name].missing(profile) or ""
+    return why_missing(profile, METRICS[name]) or ""

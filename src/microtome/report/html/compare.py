@@ -6,17 +6,17 @@ from html import escape
 from typing import Any
 
 from microtome.report.html.data import numbers
-from microtome.report.html.metrics import METRICS, Metric
-from microtome.results.diff import QUANTITIES, diff
+from microtome.results.diff import diff
+from microtome.results.metrics import Metric, compared_metrics, page_metrics, why_missing
 from microtome.results.profile import Profile
-from microtome.units import UNKNOWN
+from microtome.units import UNKNOWN, write
 
 
 def compare_data(profile: Profile, other: Profile) -> dict[str, Any]:
     """The other run's quantities at the calls of this one, None where it has no such call."""
     known = {row.address: row for row in other}
     rows = [known.get(row.address) for row in profile]
-    both = [metric for metric in METRICS if metric.missing(profile) is None and metric.missing(other) is None]
+    both = [metric for metric in page_metrics() if not why_missing(profile, metric) and not why_missing(other, metric)]
     here = {row.address for row in profile}
     return {
         "values": {metric.name: numbers(None if row is None else metric.of(row) for row in rows) for metric in both},
@@ -28,8 +28,9 @@ def compare_data(profile: Profile, other: Profile) -> dict[str, Any]:
 
 def _noise(profile: Profile, other: Profile) -> dict[str, list[int]]:
     """By quantity the layers, as places in this run, whose passes meet those of the other run: no change in a diff."""
+    compared = compared_metrics()
     real = {
-        (layer.address, QUANTITIES[change.quantity])
+        (layer.address, compared[change.quantity].name)
         for layer in diff(profile, other).layers
         for change in layer.changes
         if not change.is_noise
@@ -42,16 +43,17 @@ def _noise(profile: Profile, other: Profile) -> dict[str, list[int]]:
             for at, row in here
             if name in row.spreads and (row.address, name) in there and (row.address, name) not in real
         ]
-        for name in QUANTITIES.values()
+        for name in (metric.name for metric in compared.values())
     }
 
 
 def compare_table(profile: Profile, other: Profile) -> str:
     """The totals of both."""
     found = diff(profile, other)
-    noise = {QUANTITIES[one.quantity] for one in found.totals if one.is_noise}
-    known = [metric for metric in METRICS if _is_known(metric, profile, other)]
-    whole = {QUANTITIES[one.quantity]: (one.before, one.after) for one in found.totals}
+    compared = compared_metrics()
+    noise = {compared[one.quantity].name for one in found.totals if one.is_noise}
+    known = [metric for metric in page_metrics() if not all(why_missing(one, metric) for one in (profile, other))]
+    whole = {compared[one.quantity].name: (one.before, one.after) for one in found.totals}
     rows = "".join(
         _row(metric, profile, other, whole.get(metric.name), is_noise=metric.name in noise) for metric in known
     )
@@ -68,10 +70,6 @@ def compare_table(profile: Profile, other: Profile) -> str:
     )
 
 
-def _is_known(metric: Metric, *profiles: Profile) -> bool:
-    return any(metric.missing(profile) is None for profile in profiles)
-
-
 def _row(
     metric: Metric,
     profile: Profile,
@@ -81,12 +79,14 @@ def _row(
     is_noise: bool,
 ) -> str:
     here, there = whole or (metric.of(profile.total), metric.of(other.total))
-    cells = [(metric.write(value), metric.missing(one) or "") for value, one in ((here, profile), (there, other))]
-    told = "".join(f'<td class="n" title="{escape(why)}">{text}' for text, why in cells)
+    cells = "".join(
+        f'<td class="n" title="{escape(why_missing(one, metric) or "")}">{write(value, metric.unit)}'
+        for value, one in ((here, profile), (there, other))
+    )
     grown = change(here, there)
     if is_noise and here != there:
         grown = f'<span class="dim" title="{grown}: the middle halves of the passes of both meet">noise</span>'
-    return f'<tr><th scope="row">{escape(metric.label)}{told}<td class="n">{grown}'
+    return f'<tr><th scope="row">{escape(metric.label)}{cells}<td class="n">{grown}'
 
 
 def change(here: float | None, there: float | None) -> str:

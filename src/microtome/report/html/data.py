@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
-from microtome.report.html.metrics import METRICS
+from microtome.results.metrics import page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.units import shape
 
@@ -35,16 +34,28 @@ def columns(profile: Profile) -> dict[str, Any]:
         "shared": [row.shared_params for row in profile],
         "values": {
             metric.name: numbers(metric.of(row) for row in profile)
-            for metric in METRICS
-            if metric.missing(profile) is None
+            for metric in page_metrics()
+            if why_missing(profile, metric) is None
         },
         "spreads": _spreads(profile),
     }
 
 
 def metrics(profile: Profile) -> list[dict[str, Any]]:
-    """What is known of calls, and of the rest why it is not."""
-    return [asdict(metric) | {"missing": metric.missing(profile)} for metric in METRICS]
+    """The metrics of the page, with the reason where the profile has none."""
+    return [
+        {
+            "name": metric.name,
+            "label": metric.label,
+            "unit": metric.unit,
+            "description": metric.description,
+            "is_sum": metric.adds_up == "sum",
+            "is_shown": metric.shown == "table",
+            "unknown": metric.why_not_each,
+            "missing": why_missing(profile, metric),
+        }
+        for metric in page_metrics()
+    ]
 
 
 def memory(profile: Profile) -> dict[str, Any] | None:
@@ -63,7 +74,7 @@ def memory(profile: Profile) -> dict[str, Any] | None:
 
 def _spreads(profile: Profile) -> dict[str, list[list[float | None] | None]]:
     """The intervals of measured quantities, by their names; None where a call has none."""
-    names = [metric.name for metric in METRICS if metric.name in profile.total.spreads]
+    names = [metric.name for metric in page_metrics() if metric.name in profile.total.spreads]
     return {
         name: [
             None if (spread := row.spreads.get(name)) is None else [_number(spread.low), _number(spread.high)]

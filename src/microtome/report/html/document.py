@@ -15,10 +15,10 @@ from microtome.report.html.compare import compare_data, compare_table
 from microtome.report.html.data import block, columns, memory, metrics
 from microtome.report.html.explorer import explorer
 from microtome.report.html.memory import alive_table
-from microtome.report.html.metrics import BY_NAME
 from microtome.report.html.table import table
 from microtome.results.base import load_result
 from microtome.results.cuts import Cuts
+from microtome.results.metrics import METRICS, why_missing
 from microtome.results.profile import Profile
 
 
@@ -112,7 +112,7 @@ def _memory(profile: Profile) -> str:
 def _roofline(profile: Profile) -> str:
     if profile.total.time_s is not None:
         return _drawn("Achieved rate against intensity")
-    return _reason(f"There are no times to compute rates from: {BY_NAME['time_s'].missing(profile)}.")
+    return _reason(f"There are no times to compute rates from: {why_missing(profile, METRICS['time_s'])}.")
 
 
 def _section(name: str, body: str) -> str:

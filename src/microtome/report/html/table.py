@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from html import escape
 
-from microtome.report.html.metrics import METRICS, Metric
+from microtome.report.notes import interval
+from microtome.results.metrics import Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
-from microtome.units import UNKNOWN, count, shape
+from microtome.units import UNKNOWN, count, shape, write
 
 #: A table without a script has about so many rows at most.
 _ROWS = 600
@@ -19,16 +21,24 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 def shown_metrics(profile: Profile) -> list[Metric]:
     """Those that the table has unasked."""
-    return [metric for metric in METRICS if metric.is_shown and metric.missing(profile) is None]
+    return [metric for metric in page_metrics() if metric.shown == "table" and why_missing(profile, metric) is None]
+
+
+def full_bar(profile: Profile, metric: Metric) -> float | None:
+    """What a full bar is: the whole model, or, of what does not add up, the call with the most."""
+    if metric.adds_up == "sum":
+        whole: float | None = metric.of(profile.total)
+        return whole
+    return max((value for row in profile if (value := metric.of(row)) is not None), default=None)
 
 
 def table(profile: Profile) -> str:
     metrics = shown_metrics(profile)
     rows = _rows(profile)
     heads = "".join(
-        f'<th scope="col" class="n" title="{escape(metric.told)}">{escape(metric.label)}' for metric in metrics
+        f'<th scope="col" class="n" title="{escape(metric.description)}">{escape(metric.label)}' for metric in metrics
     )
-    scales = [metric.scale(profile) for metric in metrics]
+    scales = [full_bar(profile, metric) for metric in metrics]
     body = "\n".join(_row(row, list(zip(metrics, scales, strict=True))) for row in rows)
     return (
         '<div class="scroll" id="grid" tabindex="0" role="region" aria-label="Layer table"><table id="layers">'
@@ -79,8 +89,8 @@ def _anchor(row: Row) -> str:
 def _cell(row: Row, metric: Metric, whole: float | None) -> str:
     value = metric.of(row)
     if value is None:
-        return f'<td class="n" title="{escape(metric.unknown)}">{UNKNOWN}'
-    text = metric.write(value)
+        return f'<td class="n" title="{escape(metric.why_not_each)}">{UNKNOWN}'
+    text = write(value, metric.unit)
     if metric.name == "params" and row.shared_params:
         text = f"{text} (+{count(row.shared_params)})" if value else f"({count(row.shared_params)})"
     bar = round(100 * min(max(value / whole, 0), 1)) if whole else 0
@@ -93,5 +103,5 @@ def _whisker(row: Row, metric: Metric, whole: float | None) -> str:
     if spread is None or not whole:
         return ""
     low, high = (round(100 * min(max(end / whole, 0), 1), 1) for end in (spread.low, spread.high))
-    told = escape(f"95 %: {metric.write(spread.low)} to {metric.write(spread.high)}")
+    told = escape(f"95 %: {interval(spread, partial(write, unit=metric.unit))}")
     return f'<svg class="w"><title>{told}</title><line x1="{low}%" x2="{high}%" y1="50%" y2="50%"/></svg>'

@@ -8,6 +8,7 @@ from typing import Any
 
 from microtome.report.trace_events.chrome import ChromeEvents
 from microtome.report.trace_events.slices import Slice, device, host
+from microtome.results.metrics import METRICS
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 from microtome.units import shape
@@ -84,13 +85,8 @@ def _about(row: Row) -> dict[str, Any]:
     about = {
         "type": row.type,
         "output": ", ".join(shape(tensor.shape) for tensor in row.outputs),
-        "params": row.params,
-        "macs": row.macs,
-        "flops": row.flops,
-        "time_s": row.time_s,
+        **{metric.name: metric.of(row) for metric in METRICS.values() if metric.shown == "table"},
         "time_low_s": None if spread is None else spread.low,
         "time_high_s": None if spread is None else spread.high,
-        "device_s": row.device_s,
-        "energy_j": row.energy_j,
     }
     return {name: value for name, value in about.items() if value is not None}

@@ -35,6 +35,8 @@ const WRITERS = {
   bytes: (n) => scaledUp(n, 1024, [" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB"]),
   seconds: (n) => scaledDown(n, "s"),
   joules: (n) => scaledDown(n, "J"),
+  watts: (n) => scaledDown(n, "W"),
+  fraction: (n) => `${fixed(100 * n, 0)} %`,
   ratio: (n) => (n < 1000 ? threeDigits(n) : grouped(Math.round(n))),
 };
 

@@ -36,7 +36,7 @@ function layerTable(grid) {
   function columnMenu() {
     const boxes = columns.map((column) => {
       const box = el("input", { type: "checkbox", checked: shown.has(column.name), disabled: Boolean(column.missing), onchange: () => { if (box.checked) shown.add(column.name); else shown.delete(column.name); refresh(); } });
-      return el("label", { class: column.missing ? "off" : "", title: column.told ?? "" }, box, ` ${column.label}${column.missing ? ` – ${column.missing}` : ""}`);
+      return el("label", { class: column.missing ? "off" : "", title: column.description ?? "" }, box, ` ${column.label}${column.missing ? ` – ${column.missing}` : ""}`);
     });
     return el("details", { class: "menu" }, el("summary", {}, "Columns"), el("div", {}, ...boxes));
   }
@@ -110,7 +110,7 @@ function layerTable(grid) {
       return el("th", { scope: "col", class: isNumber ? "n" : "", title, "aria-sort": isSorted ? (sort.isDown ? "descending" : "ascending") : "none" },
         el("button", { type: "button", onclick: () => { sortBy(name, Boolean(isNumber)); head.querySelector(`[data-name="${name}"]`)?.focus(); } }, label + arrow));
     };
-    const cells = [cell("address", "call", false, "the address of the call"), ...used().map((column) => cell(column.name, column.label, column.isNumber, column.told ?? ""))];
+    const cells = [cell("address", "call", false, "the address of the call"), ...used().map((column) => cell(column.name, column.label, column.isNumber, column.description ?? ""))];
     [["address"], ...used().map((column) => [column.name])].forEach(([name], at) => { cells[at].firstChild.dataset.name = name; });
     head.replaceChildren(el("tr", {}, ...cells));
   }
