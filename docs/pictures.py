@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,11 +13,11 @@ from rich.console import Console
 import microtome as mt
 from demo.__main__ import draw_attention
 from microtome import zoo
-from microtome.report import cuts as cut_report
-from microtome.report import plan as plan_report
-from microtome.report import profile as profile_report
-from microtome.report import top as top_report
+from microtome.report.cuts import CutSelection
+from microtome.report.formats import describe
 from microtome.report.row_selection import RowSelection
+from microtome.report.table import Report
+from microtome.report.top import report as top_report
 
 FOLDER = Path(__file__).parent / "pictures"
 WIDTH = 112
@@ -40,24 +38,20 @@ def draw_tables() -> None:
         counted, cuts = mt.profile(model, x), mt.cuts(model, x)
         timed = mt.profile(model, "8x3x64x64", measure="time", repeat=20)
         mt.trace(model, x).to_svg(FOLDER / "graph.svg", depth=1, cut=cuts["layer1.0.conv1"])
-    two = RowSelection(depth=2)
-    terminal(
-        "profile", "microtome profile zoo:tiny-resnet --depth 2", lambda w: profile_report.renderable(counted, two, w)
-    )
-    terminal("top", "microtome top zoo:tiny-resnet -n 3", lambda width: top_report.renderable(counted, 3, width))
-    shown = cut_report.CutSelection(depth=2)
-    terminal("cuts", "microtome cuts zoo:tiny-resnet", lambda width: cut_report.renderable(cuts, shown, width))
+    terminal("profile", "microtome profile zoo:tiny-resnet --depth 2", describe(counted, RowSelection(depth=2)))
+    terminal("top", "microtome top zoo:tiny-resnet -n 3", top_report(counted, 3))
+    terminal("cuts", "microtome cuts zoo:tiny-resnet", describe(cuts, CutSelection(depth=2)))
     link = mt.Link("10Gbps", rtt="1ms")
     plan = mt.plan(mt.cuts(model, "8x3x64x64"), edge=timed, cloud=timed, link=link, objective="throughput")
     words = "microtome plan … --bandwidth 10Gbps --rtt 1ms --objective throughput --top 4"
-    terminal("plan", words, lambda width: plan_report.renderable(plan, width, 4))
+    terminal("plan", words, describe(plan, 4))
 
 
-def terminal(name: str, words: str, draw: Callable[[int], Any]) -> None:
+def terminal(name: str, words: str, shown: Report) -> None:
     """What a command prints, as a picture that needs no font from elsewhere."""
     with tempfile.TemporaryFile("w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
-        console.print(draw(WIDTH))
+        console.print(shown)
     svg = console.export_svg(title=f"$ {words}", unique_id=name)
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     lines = (line.rstrip() for line in svg.splitlines())

@@ -54,7 +54,7 @@ def test_json_csv_and_markdown_go_to_files_or_to_the_terminal(tmp_path: Path) ->
     assert result.stderr.endswith(f"written: {told}\n")
     assert mt.load(files[0]) == mt.profile(*zoo.build("tiny-vit"), backward=True)
     assert next(csv.DictReader(io.StringIO(files[1].read_text())))["type"] == "ViT"
-    assert files[2].read_text().startswith("**ViT**")
+    assert files[2].read_text().startswith("**ViT on Inputs(2x3x32x32:float32)**")
     alone = run("zoo:tiny-vit", "--json", "-")
     assert json.loads(alone.stdout)["model"] == "ViT"
     assert "written" not in alone.stderr

@@ -20,7 +20,7 @@ import microtome as mt
 from microtome import zoo
 from microtome.cli import main
 from microtome.remote.server import Server
-from microtome.report.requests import text
+from microtome.report.formats import text
 from microtome.results.requests import RequestLog
 from microtome.results.sweep import Sweep
 from tests.report.timed import check_chrome

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import microtome as mt
-from microtome.report.requests import csv, markdown, text
+from microtome.report.formats import csv, markdown, text
 from microtome.results.requests import CutMove, RequestLog, RequestRecord
 
 LATE = "host:7070 did not answer in 0.5 s"

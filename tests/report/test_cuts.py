@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.report.cuts import CutSelection, csv, details, markdown, text
+from microtome.report.cuts import CutSelection, details
+from microtome.report.formats import csv, markdown, text
 from microtome.results.cuts import Cut, Live
 
 
@@ -44,7 +45,7 @@ GOLDEN = """\
 Sequential on 4x6:float32: 3 cuts
            ┃        ┃       ┃          ┃ head ┃ tail ┃   head ┃   tail ┃
 cut        ┃ module ┃ bytes ┃          ┃ MACs ┃ MACs ┃ params ┃ params ┃ crosses
-━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━╇━━━━━━━━━━╇━━━━━━╇━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━
+━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━╇━━━━━━━━━━╇━━━━━━╇━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━━
   (input)  │        │  96 B │ ██████   │      │      │        │        │ args[0]
 * 0        │ Linear │ 128 B │ ████████ │  192 │   96 │     56 │     27 │ itself
   1        │ ReLU   │ 128 B │ ████████ │  192 │   96 │     56 │     27 │ itself

@@ -15,7 +15,7 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, BadQuery
-from microtome.report.diff import csv, markdown, text
+from microtome.report.formats import csv, markdown, text
 from microtome.results.diff import MetricChange
 from microtome.results.profile import Coverage, UnknownOp
 from microtome.results.spread import Spread

@@ -18,7 +18,7 @@ import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, MicrotomeError, RemoteError, printable, said
 from microtome.remote.logs import JsonLines
-from microtome.report.spreadsheet import csv_text
+from microtome.report.formats import csv_text
 from microtome.results.base import Result, parse
 from microtome.results.codec_costs import CodecCost, CodecCosts
 from microtome.results.link import LinkMeasurement

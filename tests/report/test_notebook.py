@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,8 @@ from torch import nn
 
 import microtome as mt
 from microtome import zoo
+from microtome.results.requests import RequestLog
+from tests.report.test_foreign_text import RESULTS
 
 HOSTILE = "<script>alert(1)</script>&\"'"
 VOID = {"br"}
@@ -83,9 +84,9 @@ def test_html_is_whole_without_script_and_with_names_escaped(results: dict[str, 
 def test_a_profile_says_what_its_text_says(results: dict[str, Any]) -> None:
     text = Checked(results["profile"]._repr_html_()).text
     # Two linear layers of 4 x 4 + 4 and 4 x 2 + 2 parameters.
-    assert "parameters30" in text
-    assert "share of time" in text
-    assert "share of FLOPs" in Checked(mt.profile(Named(), "1x4")._repr_html_() or "").text
+    assert "params30" in text
+    assert "time share" in text
+    assert "FLOPs share" in Checked(mt.profile(Named(), "1x4")._repr_html_() or "").text
 
 
 def test_large_results_are_cut_and_say_so() -> None:
@@ -95,7 +96,13 @@ def test_large_results_are_cut_and_say_so() -> None:
     assert len(mt.cuts(model, x)._repr_html_() or "") < 100_000
 
 
-def test_a_result_without_a_view_of_its_own_is_shown_as_text(tmp_path: Path) -> None:
-    from microtome.results.requests import RequestLog
+@pytest.mark.parametrize("kind", RESULTS)
+def test_every_kind_of_result_has_a_table(kind: str) -> None:
+    found = Checked(RESULTS[kind]()._repr_html_())
+    assert found.tags.count("tr") > 1
 
-    assert RequestLog("Net", "host:7070", "cpu", 1, 1.0, 1, ())._repr_html_() is None
+
+def test_a_log_without_requests_is_shown() -> None:
+    log = RequestLog("Net", "host:7070", "cpu", 1, 1.0, 1, ())
+    assert "not run: 0 requests in 1 s" in str(log)
+    assert "not run" in Checked(log._repr_html_()).text

@@ -14,7 +14,7 @@ import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
 from microtome.report.cuts import details
-from microtome.report.profile import csv, markdown, text
+from microtome.report.formats import csv, markdown, text
 from microtome.report.row_selection import RowSelection
 from microtome.report.top import text as of_top
 
@@ -250,7 +250,7 @@ def test_a_large_model_is_shown_as_deep_as_there_is_room() -> None:
 
 def test_markdown_keeps_the_tree_and_what_it_rests_on(p: mt.Profile) -> None:
     lines = markdown(p).splitlines()
-    assert lines[0] == "**Decoder** on `Inputs(input_ids=2x12:int64)`"
+    assert lines[0] == r"**Decoder on Inputs(input\_ids=2x12:int64)**"
     assert lines[2].startswith("| call | module | output | params | MACs | FLOPs |")
     assert sum(line.startswith("|") for line in lines) == len(p) + 3
     assert "\N{NO-BREAK SPACE}\N{NO-BREAK SPACE}`tokens`" in lines[5]

@@ -16,7 +16,7 @@ from torch import nn
 import microtome as mt
 from microtome.cli import main
 from microtome.errors import BadQuery
-from microtome.report.profile import csv, markdown, text
+from microtome.report.formats import csv, markdown, text
 from microtome.report.row_selection import RowSelection
 from microtome.report.top import as_json
 from microtome.report.top import text as of_top

@@ -13,7 +13,7 @@ _RENDERERS = {
     "codecs": "codec_costs",
     "run": "requests",
     "sweep": "sweep",
-    "terminal": "terminal",
+    "formats": "formats",
     "notebook": "notebook",
     "page": "html.document",
     "sweep_page": "html.sweep",

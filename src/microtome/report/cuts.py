@@ -1,18 +1,12 @@
-"""Cuts as a table: on a terminal, as text, as Markdown, as CSV."""
+"""The table of the cuts of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group as Stack
-from rich.table import Table
-from rich.text import Text
-
-from microtome.errors import printable
-from microtome.report.spreadsheet import csv_text
-from microtome.report.terminal import bar, code, escaped, fitted, plain_text, shortened
+from microtome.report.table import Bar, Cell, Column, Line, Medium, Names, Note, Report, Table, text
 from microtome.results.cuts import Cut, Cuts, Live
 from microtome.units import count, shape, size
 
@@ -20,12 +14,11 @@ from microtome.units import count, shape, size
 _ROWS = 60
 #: How many reasons for refusing are told, and how many places of each.
 _REASONS, _PLACES = 4, 3
-#: The widest and the narrowest that names of what crosses are shown, and to what a single name may be shortened.
-_NAMES, _FEW, _READABLE = 48, 10, 16
 _MARK = "*"
-#: How long the bar of the most bytes is.
+#: The width of the bar of the most bytes.
 _BAR = 8
-_INPUT, _OUTPUT = "(input)", "(output)"
+#: How many rows and names a notebook shows.
+_NOTEBOOK_ROWS, _NOTEBOOK_NAMES = 40, 3
 
 
 @dataclass(frozen=True)
@@ -41,67 +34,41 @@ class CutSelection:
     every: bool = False
 
 
-@dataclass(frozen=True)
-class _Column:
-    header: tuple[str, str]
-    cell: Callable[[Cut], str]
-
-
-_COLUMNS = {
-    "type": _Column(("", "module"), lambda cut: printable(cut.type)),
-    "bytes": _Column(("", "bytes"), lambda cut: size(cut.nbytes)),
-    "head_macs": _Column(("head", "MACs"), lambda cut: count(cut.head_macs)),
-    "tail_macs": _Column(("tail", "MACs"), lambda cut: count(cut.tail_macs)),
-    "head_params": _Column(("head", "params"), lambda cut: count(cut.head_params)),
-    "tail_params": _Column(("tail", "params"), lambda cut: count(cut.tail_params)),
-}
-#: The first are left out last where a terminal is too narrow; the kind of module is shown where there is room to spare.
-_IMPORTANCE = ("bytes", "head_macs", "crosses", "bar", "tail_params", "tail_macs", "head_params")
-
-
-def renderable(cuts: Cuts, view: CutSelection | None = None, width: int = 140) -> Any:
-    """What rich draws: the table, and under it what it rests on, with the places that are refused."""
+def report(cuts: Cuts, view: CutSelection | None = None, medium: Medium = "terminal") -> Report:
+    """The cuts, and under them the places that are refused; Markdown has every cut."""
     view = view or CutSelection()
-    rows = rows_of(cuts, view)
-    layout = _layout(cuts, rows, width)
-    notes = [*notes_of(cuts, view, rows), *_of_terminal(layout, rows), *_refusals(cuts)]
-    parts: list[Any] = [Text(printable(title_of(cuts)), style="italic")]
-    if rows:
-        parts.append(_table(cuts, rows, layout))
-    return Stack(*parts, Text("\n".join(map(printable, notes)), style="dim"))
-
-
-def text(cuts: Cuts, view: CutSelection | None = None) -> str:
-    """The table as text, with colours where the standard output is a terminal that wants them."""
-    return plain_text(lambda width: renderable(cuts, view, width))
+    if medium == "markdown":
+        view = CutSelection(view.depth, every=view.depth is None)
+    rows = _selected(cuts, view)[: _NOTEBOOK_ROWS if medium == "html" else None]
+    most = max(cuts.input_bytes, cuts.output_bytes, *(cut.nbytes for cut in rows), 1)
+    columns, lines = _terminal(cuts, rows, most) if medium == "terminal" else (_FILE_COLUMNS, _file(rows, most, medium))
+    notes: list[str | Note] = [*_notes(cuts, view, rows, _MARK if medium == "terminal" else "bold")]
+    if medium == "terminal" and any(live.source == cut.at for cut in rows for live in cut.live):
+        notes.append(Note("itself: what the call at the cut returns", (columns[-1],)))
+    figures = [("cuts", str(len(cuts))), ("input", size(cuts.input_bytes)), ("output", size(cuts.output_bytes))]
+    figures += [("fewest bytes", f"{size(cuts.best().nbytes)} at {cuts.best().at}")] if len(cuts) else []
+    tables = (Table(columns, tuple(lines)),) if rows else ()
+    return Report(_title(cuts), tables, (*notes, *_refusals(cuts)), figures=tuple(figures))
 
 
 def details(cut: Cut, cuts: Cuts) -> str:
     """One cut, with everything that crosses it, as text."""
-    return plain_text(lambda width: _one(cut, cuts))
+    columns = (Column("crosses", right=False, wraps=True), Column("shape", right=False), Column("dtype", right=False))
+    lines = tuple(Line((live.name, shape(live.shape), live.dtype, size(live.nbytes))) for live in cut.live)
+    crossing = f"{size(cut.nbytes)} cross; the input has {size(cuts.input_bytes)}"
+    head = f"{count(cut.head_macs)} MACs, {count(cut.head_params)} parameters ({size(cut.head_param_bytes)})"
+    tail = f"{count(cut.tail_macs)} MACs, {count(cut.tail_params)} parameters ({size(cut.tail_param_bytes)})"
+    table = Table((*columns, Column("bytes")), lines)
+    return text(
+        Report(f"{cuts.model} cut at {cut.at} ({cut.type}): {crossing}", (table,), (f"head: {head}", f"tail: {tail}"))
+    )
 
 
-def markdown(cuts: Cuts, view: CutSelection | None = None) -> str:
-    """All cuts, or those down to a depth, with the full names of what crosses."""
-    view = view or CutSelection()
-    rows = rows_of(cuts, CutSelection(view.depth, every=view.depth is None))
-    headers = ["cut", *map(_header, _COLUMNS), "crosses"]
-    lines = [headers, ["---", "---", *["---:"] * (len(_COLUMNS) - 1), "---"]]
-    for cut in rows:
-        name = f"**{code(cut.at)}**" if cut.dominates else code(cut.at)
-        crossing = ", ".join(code(live.name) for live in cut.live)
-        lines.append([name, *(escaped(column.cell(cut)) for column in _COLUMNS.values()), crossing])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    notes = "\n".join(f"- {escaped(note)}" for note in [*notes_of(cuts, view, rows, "bold"), *_refusals(cuts)])
-    return f"**{escaped(title_of(cuts))}**\n\n{table}\n\n{notes}\n"
-
-
-def csv(cuts: Cuts) -> str:
-    """A line a place, raw numbers, those that are refused included, in the order of the run."""
+def records(cuts: Cuts) -> list[dict[str, Any]]:
+    """A record for each place, those that are refused included, in the order of the run."""
     places = sorted((*cuts.offered, *cuts.refused), key=lambda cut: cut.index)
-    records = [{name: getattr(cut, name) for name in _FIELDS if name != "live"} for cut in places]
-    live = (" ".join(one.name for one in cut.live) for cut in places)
-    return csv_text(_FIELDS, (record | {"live": names} for record, names in zip(records, live, strict=True)))
+    live = [{"live": " ".join(one.name for one in cut.live)} for cut in places]
+    return [{name: getattr(cut, name) for name in _FIELDS} | names for cut, names in zip(places, live, strict=True)]
 
 
 _FIELDS = ("at", "type", "depth", "live", "nbytes", "head_macs", "tail_macs", "head_params", "tail_params", "head_param_bytes", "tail_param_bytes", "dominates", "refused")  # fmt: skip  # noqa: E501
@@ -109,8 +76,59 @@ _FIELDS = ("at", "type", "depth", "live", "nbytes", "head_macs", "tail_macs", "h
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
+#: The kind of module is left out first where a terminal is too narrow, and the bytes last.
+_COLUMNS = (
+    Column("cut", right=False, is_name=True),
+    Column("module", right=False, importance=7),
+    Column("bytes", importance=0),
+    Column("", right=False, importance=3, style="green", bar_width=_BAR),
+    Column("head\nMACs", importance=1),
+    Column("tail\nMACs", importance=5),
+    Column("head\nparams", importance=6),
+    Column("tail\nparams", importance=4),
+    Column("crosses", right=False, importance=2),
+)
+_FILE_COLUMNS = tuple(column for column in _COLUMNS if column.header)
 
-def rows_of(cuts: Cuts, view: CutSelection) -> list[Cut]:
+
+def _terminal(cuts: Cuts, rows: Sequence[Cut], most: int) -> tuple[tuple[Column, ...], list[Line]]:
+    """The rows between those of the input and the output, with bars of what crosses."""
+
+    def end(name: str, nbytes: int, crosses: Cell) -> Line:
+        return Line((name, "", size(nbytes), Bar(nbytes / most), "", "", "", "", crosses), mark=" ", style="dim")
+
+    lines = [end("(input)", cuts.input_bytes, Names(tuple(live.name for live in cuts.inputs)))]
+    for cut in rows:
+        cells: tuple[Cell, ...] = (
+            cut.at,
+            cut.type,
+            size(cut.nbytes),
+            Bar(cut.nbytes / most),
+            *_counts(cut),
+            Names(_crossing(cut)),
+        )
+        lines.append(Line(cells, mark=_MARK if cut.dominates else " ", style="bold" if cut.dominates else ""))
+    return _COLUMNS, [*lines, end("(output)", cuts.output_bytes, "")]
+
+
+def _file(rows: Sequence[Cut], most: int, medium: Medium) -> list[Line]:
+    """The rows with the full names of what crosses, of which a notebook has some."""
+    lines = []
+    for cut in rows:
+        names = tuple(live.name for live in cut.live)
+        if medium == "html" and len(names) > _NOTEBOOK_NAMES:
+            names = (*names[:_NOTEBOOK_NAMES], f"and {len(names) - _NOTEBOOK_NAMES} more")
+        nbytes = Bar(cut.nbytes / most, size(cut.nbytes))
+        cells: tuple[Cell, ...] = (cut.at, cut.type, nbytes, *_counts(cut), Names(names))
+        lines.append(Line(cells, style="bold" if cut.dominates else ""))
+    return lines
+
+
+def _counts(cut: Cut) -> tuple[str, ...]:
+    return tuple(map(count, (cut.head_macs, cut.tail_macs, cut.head_params, cut.tail_params)))
+
+
+def _selected(cuts: Cuts, view: CutSelection) -> list[Cut]:
     if view.every:
         return list(cuts)
     if view.depth is not None:
@@ -126,119 +144,16 @@ def _depth(cuts: Cuts) -> int:
     return max(fitting, default=min(depths, default=1))
 
 
-def _table(cuts: Cuts, rows: Sequence[Cut], layout: _CutLayout) -> Table:
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("\ncut", no_wrap=True, min_width=layout.where + 2)
-    for name in layout.columns:
-        left: Any = "left" if name in ("type", "bar", "crosses") else "right"
-        ink = "green" if name == "bar" else ""
-        table.add_column(_header(name, "\n"), justify=left, style=ink, no_wrap=True, min_width=layout.widths[name])
-    most = max(cuts.input_bytes, cuts.output_bytes, *(cut.nbytes for cut in rows))
-
-    def add(name: str, nbytes: int, values: dict[str, str], style: str = "") -> None:
-        values |= {"bytes": size(nbytes), "bar": bar(nbytes, most, _BAR)}
-        table.add_row(*map(Text, (name, *(values.get(column, "") for column in layout.columns))), style=style)
-
-    room = layout.widths["crosses"]
-    taken = _names([printable(live.name) for live in cuts.inputs], room)
-    add(f"  {_INPUT}", cuts.input_bytes, {"crosses": taken}, "dim")
-    for cut in rows:
-        values = {name: column.cell(cut) for name, column in _COLUMNS.items()}
-        values["crosses"] = _names(_crossing(cut), room)
-        marked = f"{_MARK if cut.dominates else ' '} {shortened(printable(cut.at), layout.where)}"
-        add(marked, cut.nbytes, values, "bold" if cut.dominates else "")
-    add(f"  {_OUTPUT}", cuts.output_bytes, {}, "dim")
-    return table
-
-
-@dataclass(frozen=True)
-class _CutLayout:
-    """What a terminal has room for.
-
-    Attributes:
-        where: The width of addresses.
-        columns: The names of the others.
-        widths: Of each.
-    """
-
-    where: int
-    columns: tuple[str, ...]
-    widths: dict[str, int]
-
-    @property
-    def left_out(self) -> list[str]:
-        return [_header(name) for name in (*_COLUMNS, "crosses") if name not in self.columns]
-
-
-def _layout(cuts: Cuts, rows: Sequence[Cut], width: int) -> _CutLayout:
-    widths = {name: _width(column, rows) for name, column in _COLUMNS.items()}
-    widths["bytes"] = max(widths["bytes"], len(size(cuts.input_bytes)), len(size(cuts.output_bytes)))
-    wanted = min(max((len(", ".join(_crossing(cut))) for cut in rows), default=0), _NAMES)
-    widths |= {"crosses": _FEW, "bar": _BAR}
-    longest = max((len(cut.at) for cut in rows), default=0)
-    where = max(min(longest, width * 9 // 20), len(_OUTPUT))
-    room = width - where - 2
-    every = ("type", "bytes", "bar", *(name for name in _COLUMNS if name not in ("type", "bytes")), "crosses")
-    columns = fitted(every, widths, _IMPORTANCE, room)
-    if "crosses" in columns:
-        room -= sum(widths[name] + 3 for name in columns) - _FEW
-        widths["crosses"] = max(_FEW, min(wanted, room))
-        if room - widths["crosses"] >= widths["type"] + 3:
-            columns = ("type", *columns)
-    return _CutLayout(where, columns, widths)
-
-
-def _width(column: _Column, rows: Sequence[Cut]) -> int:
-    return max(*map(len, column.header), *(len(column.cell(cut)) for cut in rows), 0)
-
-
-def _header(name: str, between: str = " ") -> str:
-    words = _COLUMNS[name].header if name in _COLUMNS else ("", "" if name == "bar" else name)
-    return between.join(words) if between == "\n" else between.join(filter(None, words))
-
-
-def _crossing(cut: Cut) -> list[str]:
+def _crossing(cut: Cut) -> tuple[str, ...]:
     """The names of what crosses; the cut's own output first, without its address, which stands beside it."""
     own = [f"itself{live.name.removeprefix(cut.at)}" for live in cut.live if live.source == cut.at]
-    return list(map(printable, own + [live.name for live in cut.live if live.source != cut.at]))
-
-
-def _names(names: Sequence[str], room: int) -> str:
-    """As many as there is room for, and how many others there are."""
-    for shown in range(len(names), 0, -1):
-        rest = f" +{len(names) - shown}" if shown < len(names) else ""
-        line = ", ".join(names[:shown]) + rest
-        if len(line) <= room:
-            return line
-    rest = f" +{len(names) - 1}" if len(names) > 1 else ""
-    if names and room - len(rest) >= _READABLE:
-        return shortened(names[0], room - len(rest)) + rest
-    return _plural(len(names), "value") if names else "nothing"
-
-
-# -- one cut -----------------------------------------------------------------------------------------------------------
-
-
-def _one(cut: Cut, cuts: Cuts) -> Any:
-    title = (
-        f"{cuts.model} cut at {cut.at} ({cut.type}): {size(cut.nbytes)} cross; the input has {size(cuts.input_bytes)}"
-    )
-    table = Table(show_edge=False, pad_edge=False)
-    for at, header in enumerate(("crosses", "shape", "dtype", "bytes")):
-        table.add_column(header, justify="right" if at == 3 else "left", overflow="fold")
-    for live in cut.live:
-        table.add_row(*map(Text, (printable(live.name), shape(live.shape), live.dtype, size(live.nbytes))))
-    sides = [
-        f"head: {count(cut.head_macs)} MACs, {count(cut.head_params)} parameters ({size(cut.head_param_bytes)})",
-        f"tail: {count(cut.tail_macs)} MACs, {count(cut.tail_params)} parameters ({size(cut.tail_param_bytes)})",
-    ]
-    return Stack(Text(printable(title), style="italic"), table, Text("\n".join(sides), style="dim"))
+    return (*own, *(live.name for live in cut.live if live.source != cut.at))
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
 
 
-def title_of(cuts: Cuts) -> str:
+def _title(cuts: Cuts) -> str:
     refused = f", {len(cuts.refused)} places refused" if cuts.refused else ""
     return f"{cuts.model} on {_described(cuts.inputs)}: {_plural(len(cuts), 'cut')}{refused}"
 
@@ -254,7 +169,7 @@ def _plural(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def notes_of(cuts: Cuts, view: CutSelection, rows: Sequence[Cut], mark: str = _MARK) -> Iterator[str]:
+def _notes(cuts: Cuts, view: CutSelection, rows: Sequence[Cut], mark: str) -> Iterator[str]:
     if cuts.offered:
         best = cuts.best()
         yield f"fewest bytes: {best.at}, {size(best.nbytes)}; {_beside_input(cuts)}"
@@ -271,13 +186,6 @@ def _beside_input(cuts: Cuts) -> str:
     first = next((cut for cut in cuts if cut.nbytes < cuts.input_bytes), None)
     than = f"the input's {size(cuts.input_bytes)}"
     return f"none has fewer than {than}" if first is None else f"the first with fewer than {than}: {first.at}"
-
-
-def _of_terminal(layout: _CutLayout, rows: Sequence[Cut]) -> Iterator[str]:
-    if "crosses" in layout.columns and any(live.source == cut.at for cut in rows for live in cut.live):
-        yield "itself: what the call at the cut returns"
-    if rows and layout.left_out:
-        yield f"no room for: {', '.join(layout.left_out)}"
 
 
 def _which(cuts: Cuts, view: CutSelection) -> str:

@@ -1,4 +1,4 @@
-"""How tables look in a notebook: plain HTML without a script, readable on light and on dark.
+"""Reports in a notebook: plain HTML without a script, readable on light and on dark.
 
 Styles stand in the elements, since notebooks and the sites that show them drop style sheets; colours are those of the
 text around, more or less opaque. Every text is escaped here and nowhere else.
@@ -6,10 +6,11 @@ text around, more or less opaque. Every text is escaped here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from html import escape
-from typing import Literal
+from itertools import repeat
+
+from microtome.report.table import Bar, Cell, Column, Line, Report, Segments, Table, notes_of, plain
 
 #: Of bars, by what they stand for: seen apart by the colour-blind too, on light and on dark.
 INKS = ("rgba(47,109,181,.55)", "rgba(201,140,20,.6)", "rgba(140,90,190,.6)", "rgba(20,140,110,.6)")
@@ -24,68 +25,39 @@ _CARD = f"display:inline-block;margin:0 8px 6px 0;padding:4px 12px;border:{_LINE
 _BARS = "display:inline-block;width:180px;height:10px;vertical-align:middle;white-space:nowrap;overflow:hidden"
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A cell with a figure, and under it a bar as long as its part of the whole."""
-
-    text: str
-    part: float
-
-
-@dataclass(frozen=True)
-class TableParts:
-    """A cell with a bar that is made of parts.
-
-    Attributes:
-        parts: How long each is, of the whole width, and the index of its ink.
-        said: What is told where it is pointed at.
-    """
-
-    parts: tuple[tuple[float, int], ...]
-    said: str
+def page(report: Report) -> str:
+    """A report: its title, its headline figures, its tables, and the notes under them."""
+    shown = [column for table in report.tables for column in table.columns]
+    notes = "".join(f"<div>{escape(note)}</div>" for note in notes_of(report, shown))
+    small = f'<div style="opacity:.7;font-size:11.5px">{notes}</div>' if notes else ""
+    head = f'<div style="font-weight:600;margin:0 0 .4em">{escape(report.title)}</div>'
+    legend = _legend(report.legend) if report.legend else ""
+    return f'<div style="{_FONT}">{head}{_cards(report)}{legend}{"".join(map(_table, report.tables))}{small}</div>'
 
 
-Cell = str | Bar | TableParts
-Side = Literal["left", "right"]
-
-
-def page(title: str, *parts: str, notes: Iterable[str] = ()) -> str:
-    """A result: a title, what is made by the functions below, and sentences under it."""
-    under = "".join(f"<div>{escape(note)}</div>" for note in notes)
-    small = f'<div style="opacity:.7;font-size:11.5px">{under}</div>' if under else ""
-    head = f'<div style="font-weight:600;margin:0 0 .4em">{escape(title)}</div>'
-    return f'<div style="{_FONT}">{head}{"".join(parts)}{small}</div>'
-
-
-def cards(pairs: Iterable[tuple[str, str]]) -> str:
-    """Headline figures: what, and how much."""
+def _cards(report: Report) -> str:
     return "".join(
-        f'<span style="{_CARD}"><span style="opacity:.7;font-size:11px">{escape(what)}</span><br>'
-        f'<b style="font-size:15px">{escape(much)}</b></span>'
-        for what, much in pairs
+        f'<span style="{_CARD}"><span style="opacity:.7;font-size:11px">{escape(label)}</span><br>'
+        f'<b style="font-size:15px">{escape(value)}</b></span>'
+        for label, value in report.figures
     )
 
 
-def table(
-    headers: Sequence[str], rows: Iterable[Sequence[Cell]], sides: Sequence[Side], strong: Iterable[int] = ()
-) -> str:
-    """Rows under headers.
-
-    Args:
-        sides: To which side each column is aligned.
-        strong: The rows that stand out.
-    """
-    marked = set(strong)
-    head = "".join(f'<th style="{_HEAD};text-align:{side}">{escape(name)}</th>' for name, side in _with(headers, sides))
-    body = "".join(_row(row, sides, at in marked) for at, row in enumerate(rows))
+def _table(table: Table) -> str:
+    head = "".join(
+        f'<th style="{_HEAD};text-align:{_side(column)}">{escape(column.title)}</th>' for column in table.columns
+    )
+    body = "".join(
+        f'<tr style="background:none">{"".join(map(_cell, table.columns, line.cells, repeat(line)))}</tr>'
+        for line in table.lines
+    )
     return (
         f'<div style="overflow-x:auto"><table style="{_TABLE}"><thead><tr style="background:none">{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
 
-def legend(names: Iterable[str]) -> str:
-    """Which ink stands for what."""
+def _legend(names: Iterable[str]) -> str:
     shown = (
         f'<span style="display:inline-block;width:.8em;height:.8em;margin:0 .35em 0 0;border-radius:2px;'
         f'background:{INKS[at % len(INKS)]}"></span>{escape(name)}&emsp;'
@@ -94,29 +66,24 @@ def legend(names: Iterable[str]) -> str:
     return f'<div style="font-size:11.5px">{"".join(shown)}</div>'
 
 
-def _with(cells: Sequence[str], sides: Sequence[Side]) -> Iterable[tuple[str, Side]]:
-    return zip(cells, sides, strict=True)
+def _side(column: Column) -> str:
+    return "right" if column.right else "left"
 
 
-def _row(row: Sequence[Cell], sides: Sequence[Side], strong: bool) -> str:
-    cells = "".join(_cell(cell, side, strong) for cell, side in zip(row, sides, strict=True))
-    return f'<tr style="background:none">{cells}</tr>'
-
-
-def _cell(cell: Cell, side: Side, strong: bool) -> str:
-    weight = ";font-weight:600" if strong else ""
-    style = f"{_CELL};text-align:{side}{weight}"
-    if isinstance(cell, str):
-        indent = len(cell) - len(cell.lstrip(" "))
-        text = "&nbsp;" * (2 * indent) + escape(cell.lstrip(" "))
-        return f'<td style="{style}">{text}</td>'
+def _cell(column: Column, cell: Cell, line: Line) -> str:
+    weight = ";font-weight:600" if "bold" in line.style or line.kind == "total" else ""
+    style = f"{_CELL};text-align:{_side(column)}{weight}"
     if isinstance(cell, Bar):
-        long = f"{100 * min(max(cell.part, 0.0), 1.0):.1f}%"
+        long = f"{100 * min(max(cell.fraction, 0.0), 1.0):.1f}%"
         bar = f"background:linear-gradient(90deg,{INKS[0]} {long},transparent {long}) no-repeat"
         return f'<td style="{style};min-width:90px;{bar}">{escape(cell.text)}</td>'
-    drawn = "".join(
-        f'<span style="display:inline-block;height:10px;width:{180 * part:.1f}px;background:{INKS[ink % len(INKS)]}">'
-        "</span>"
-        for part, ink in cell.parts
-    )
-    return f'<td style="{style}"><span style="{_BARS}" title="{escape(cell.said)}">{drawn}</span></td>'
+    if isinstance(cell, Segments):
+        drawn = "".join(
+            f'<span style="display:inline-block;height:10px;width:{180 * part:.1f}px;'
+            f'background:{INKS[ink % len(INKS)]}"></span>'
+            for part, ink in cell.parts
+        )
+        return f'<td style="{style}"><span style="{_BARS}" title="{escape(cell.title)}">{drawn}</span></td>'
+    name = plain(cell)
+    bare = name.lstrip(" ")
+    return f'<td style="{style}">{"&nbsp;" * (2 * (len(name) - len(bare)))}{escape(bare)}</td>'

@@ -1,20 +1,13 @@
-"""A plan as a table and a chart: on a terminal, as text, as Markdown, as CSV."""
+"""The table and the chart of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import isinf
 from typing import Any
 
-from rich.console import Console, ConsoleOptions
-from rich.console import Group as Stack
-from rich.table import Table
-from rich.text import Text
-
 from microtome.errors import printable
-from microtome.report.spreadsheet import csv_text
-from microtome.report.terminal import escaped, fitted, plain_text, shortened
+from microtome.report.table import Cell, Column, Line, Medium, Report, Segments, Table, shortened
 from microtome.results.plan import Candidate, Plan
 from microtome.units import UNKNOWN, count, joules, rate, ratio, seconds, size
 
@@ -28,68 +21,41 @@ _CUT_OFF = "→"
 _WHERE = 34
 
 
-@dataclass(frozen=True)
-class _Column:
-    header: str
-    cell: Callable[[Candidate], str]
+def report(plan: Plan, top: int = _ROWS, medium: Medium = "terminal") -> Report:
+    """The winner, the candidates and the chart; files have every candidate that can be chosen."""
+    rows = _selected(plan, len(plan) if medium == "markdown" else 12 if medium == "html" else top)
+    cells = _cells(plan)
+    importance = _importance(plan)
+    columns = [Column("cut", right=False), *(Column(name, importance=importance.index(name)) for name in cells)]
+    lines: list[tuple[Cell, ...]] = [(one.name, *(cell(one) for cell in cells.values())) for one in rows]
+    if medium == "html":
+        longest = max(one.latency_s for one in rows) or 1.0
+        columns.append(Column("where the time goes", right=False))
+        lines = [(*line, _segments(plan, one, longest)) for line, one in zip(lines, rows, strict=True)]
+    winner = plan.winner
+    styles = {id(one): "dim" for one in rows if one.refused} | {id(winner): "bold green"}
+    table = Table(
+        tuple(columns),
+        tuple(
+            Line(line, mark="*" if one is winner else " ", style=styles.get(id(one), ""))
+            for line, one in zip(lines, rows, strict=True)
+        ),
+    )
+    figures = [("best", winner.name), ("latency", seconds(winner.latency_s)), ("sent", size(sum(winner.sent_bytes)))]
+    figures += [("energy", joules(winner.energy_j))] if winner.energy_j is not None else []
+    return Report(
+        _title(plan),
+        (table,),
+        tuple(_notes(plan, rows)),
+        chart=lambda width: _chart(plan, width),
+        figures=tuple(figures),
+        legend=(*plan.devices, "between"),
+    )
 
 
-class _Fitted:
-    """What rich draws in the width that it has then."""
-
-    def __init__(self, plan: Plan, top: int) -> None:
-        self._plan = plan
-        self._top = top
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
-        yield renderable(self._plan, options.max_width, self._top)
-
-
-def renderable(plan: Plan, width: int | None = None, top: int = _ROWS) -> Any:
-    """What rich draws: the winner, the table, the chart, and under them what they rest on."""
-    if width is None:
-        return _Fitted(plan, top)
-    rows = rows_of(plan, top)
-    columns = columns_of(plan)
-    cells = {name: [column.cell(row) for row in rows] for name, column in columns.items()}
-    widths = {name: max(len(columns[name].header), *map(len, cells[name])) for name in columns}
-    where = min(max(len(row.name) for row in rows), _WHERE) + 2
-    chosen = fitted(list(columns), widths, _importance(plan), width - where)
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("cut", no_wrap=True, min_width=where)
-    for name in chosen:
-        table.add_column(columns[name].header, justify="right", no_wrap=True, min_width=widths[name])
-    for at, row in enumerate(rows):
-        style = "dim" if row.refused else "bold green" if row is plan.winner else ""
-        marked = f"{'*' if row is plan.winner else ' '} {shortened(printable(row.name), _WHERE)}"
-        table.add_row(Text(marked), *(Text(cells[name][at]) for name in chosen), style=style)
-    left_out = ", ".join(column.header for name, column in columns.items() if name not in chosen)
-    notes = [*notes_of(plan, rows), *([f"no room for: {left_out}"] if left_out else [])]
-    below = Text("\n".join(map(printable, notes)), style="dim")
-    return Stack(Text(printable(title_of(plan)), style="italic"), table, Text(""), Text(_chart(plan, width)), below)
-
-
-def text(plan: Plan, top: int = _ROWS) -> str:
-    """The table and the chart as text, with colours where the standard output is a terminal that wants them."""
-    return plain_text(lambda width: renderable(plan, width, top))
-
-
-def markdown(plan: Plan) -> str:
-    columns = columns_of(plan)
-    lines = [["cut", *(column.header for column in columns.values())], ["---", *["---:"] * len(columns)]]
-    rows = rows_of(plan, len(plan))
-    for row in rows:
-        name = f"**{escaped(row.name)}**" if row is plan.winner else escaped(row.name)
-        lines.append([name, *(escaped(column.cell(row)) for column in columns.values())])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    notes = "\n".join(f"- {escaped(note)}" for note in notes_of(plan, rows))
-    return f"**{escaped(title_of(plan))}**\n\n{table}\n\n{notes}\n"
-
-
-def csv(plan: Plan) -> str:
-    """A line a candidate, raw numbers, those that cannot be chosen included."""
-    records = [_record(plan, candidate) for candidate in plan]
-    return csv_text(list(records[0]), records)
+def records(plan: Plan) -> list[dict[str, Any]]:
+    """A record for each candidate, those that cannot be chosen included."""
+    return [_record(plan, candidate) for candidate in plan]
 
 
 def _record(plan: Plan, candidate: Candidate) -> dict[str, Any]:
@@ -116,36 +82,45 @@ def _record(plan: Plan, candidate: Candidate) -> dict[str, Any]:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def rows_of(plan: Plan, top: int) -> list[Candidate]:
+def _selected(plan: Plan, top: int) -> list[Candidate]:
     """The best, the winner, and the whole model on one device, in the plan's order."""
     best = {id(candidate) for candidate in [one for one in plan if one.refused is None][:top]}
     return [one for one in plan if id(one) in best or one.is_baseline or one is plan.winner]
 
 
-def columns_of(plan: Plan) -> dict[str, _Column]:
-    columns = {"sent": _Column("sent", lambda one: size(sum(one.sent_bytes)) if one.at else UNKNOWN)}
+def _cells(plan: Plan) -> dict[str, Callable[[Candidate], str]]:
+    """What writes the cells of each column."""
+    cells: dict[str, Callable[[Candidate], str]] = {
+        "sent": lambda one: size(sum(one.sent_bytes)) if one.at else UNKNOWN
+    }
     for name in plan.devices:
-        columns[name] = _Column(name, lambda one, name=name: seconds(one.seconds("run", where=name)))  # type: ignore[misc]
-    columns["codec"] = _Column("codec", lambda one: seconds(one.seconds("encode", "decode")))
-    columns["wire"] = _Column("wire", lambda one: seconds(one.seconds("send", "back")))
-    columns["latency"] = _Column("latency", lambda one: seconds(one.latency_s))
-    columns["rate"] = _Column("passes/s", lambda one: count(round(one.throughput_per_s, 1)))
+        cells[name] = lambda one, name=name: seconds(one.seconds("run", where=name))  # type: ignore[misc]
+    cells["codec"] = lambda one: seconds(one.seconds("encode", "decode"))
+    cells["wire"] = lambda one: seconds(one.seconds("send", "back"))
+    cells["latency"] = lambda one: seconds(one.latency_s)
+    cells["passes/s"] = lambda one: count(round(one.throughput_per_s, 1))
     if plan.energy_of:
-        columns["energy"] = _Column("energy", lambda one: joules(one.energy_j))
-    for at, name in enumerate(plan.limits):
-        device = list(plan.devices).index(name)
-        columns[f"memory{at}"] = _Column(f"{name} memory", lambda one, device=device: size(one.memory_bytes[device]))  # type: ignore[misc]
+        cells["energy"] = lambda one: joules(one.energy_j)
+    for name in plan.limits:
+        at = list(plan.devices).index(name)
+        cells[f"{name} memory"] = lambda one, at=at: size(one.memory_bytes[at])  # type: ignore[misc]
     if any(one.refused for one in plan):
-        columns["refused"] = _Column("fits", lambda one: "no" if one.refused else "yes")
-    return columns
+        cells["fits"] = lambda one: "no" if one.refused else "yes"
+    return cells
 
 
 def _importance(plan: Plan) -> list[str]:
-    """The first are left out last where a terminal is too narrow."""
-    first = {"latency": "latency", "throughput": "rate", "energy": "energy"}[plan.objective]
-    names = [first, "latency", "sent", *plan.devices, "wire", "refused", "codec", "energy"]
-    names += [f"memory{at}" for at in range(len(plan.limits))]
-    return [name for name in dict.fromkeys([*names, "rate"]) if name in columns_of(plan)]
+    """The columns, those first that are left out last where a terminal is too narrow."""
+    first = {"latency": "latency", "throughput": "passes/s", "energy": "energy"}[plan.objective]
+    names = [first, "latency", "sent", *plan.devices, "wire", "fits", "codec", "energy"]
+    return list(dict.fromkeys([*names, *(f"{name} memory" for name in plan.limits), "passes/s"]))
+
+
+def _segments(plan: Plan, one: Candidate, longest: float) -> Segments:
+    devices = list(plan.devices)
+    colours = [devices.index(step.where) if step.what == "run" else len(devices) for step in one.steps]
+    parts = tuple((step.seconds / longest, colour) for step, colour in zip(one.steps, colours, strict=True))
+    return Segments(parts, ", ".join(f"{step.what} {step.where} {seconds(step.seconds)}" for step in one.steps))
 
 
 # -- the chart ---------------------------------------------------------------------------------------------------------
@@ -200,7 +175,7 @@ def _over_cuts(plan: Plan) -> list[Candidate]:
 # -- in words ----------------------------------------------------------------------------------------------------------
 
 
-def title_of(plan: Plan) -> str:
+def _title(plan: Plan) -> str:
     devices = list(plan.devices)
     links = ", ".join(
         f"{near} to {far} {rate(link.bytes_per_s)}, rtt {seconds(link.rtt_s)}"
@@ -210,7 +185,7 @@ def title_of(plan: Plan) -> str:
     return f"{plan.model} on {plan.inputs}: {plan.winner.name} ({chosen}; {links})"
 
 
-def notes_of(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
+def _notes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
     winner = plan.winner
     yield f"{winner.name}: {seconds(winner.latency_s)} = {' + '.join(_terms(winner))}"
     yield from _beside(plan)

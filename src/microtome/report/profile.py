@@ -1,107 +1,72 @@
-"""A profile as a table: on a terminal, as text, as Markdown, as CSV."""
+"""The table of a profile."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-from rich.console import Group as Stack
-from rich.table import Table
-from rich.text import Text
-
-from microtome.errors import printable
-from microtome.report.columns import (
-    AT_LEAST,
-    OWN,
-    CallColumn,
-    at_least,
-    columns_of,
-    leaves_out,
-)
+from microtome.report.columns import AT_LEAST, OWN, CallColumn, at_least, columns_of, leaves_out
 from microtome.report.notes import notes_of
 from microtome.report.row_selection import RowSelection, check, deepest, depth_of, rows_of, whole_tree
 from microtome.report.shared_units import SCALED, spanning
-from microtome.report.spreadsheet import csv_text
-from microtome.report.terminal import bar, code, escaped, fitted, plain_text, shortened
+from microtome.report.table import Bar, Cell, Column, Line, Medium, Note, Report, Table, plain
 from microtome.results.metrics import IMPORTANCE, METRICS
 from microtome.results.profile import Profile
 from microtome.results.profile_records import flat
 from microtome.results.rows import Group, Row
+from microtome.units import write
 
-#: The shortest that a name is cut to on a terminal.
-_SHORTEST = 16
-#: How long the longest bar is: with it, what is counted of a small model fits in 80 columns.
+#: The width of the longest bar: with it, the counts of a small model fit in 80 columns.
 _BAR = 4
+#: A notebook shows at most about this many rows.
+_NOTEBOOK_ROWS = 40
+#: The columns that may have bars: the first that there is.
+_BARS = ("device_share", "time_share", "share")
+_STYLES = {"type": "cyan", "outputs": "dim"}
 
 
-@dataclass(frozen=True)
-class _Lines:
-    """A table as cells: what each column is called, one list of cells for each row, and the last for the whole."""
+def report(profile: Profile, view: RowSelection | None = None, medium: Medium = "terminal") -> Report:
+    """The calls or groups that are selected; in Markdown every call, if it is not said which.
 
-    columns: tuple[str, ...]
-    headers: list[str]
-    right: list[bool]
-    rows: list[list[str]]
-    total: list[str]
-    left_out: tuple[str, ...]
-    count: int
-
-
-def renderable(profile: Profile, view: RowSelection | None = None, width: int | None = None) -> Any:
-    """What rich draws: the table, and under it what it rests on."""
-    lines = _lines(profile, view or RowSelection(), width, is_drawn=True)
-    table = Table(show_edge=False, pad_edge=False)
-    shares = {metric.share: "green" for metric in METRICS.values() if metric.share}
-    styles = {"type": "cyan", "outputs": "dim"} | shares
-    for at, (name, header, right) in enumerate(zip(("", *lines.columns), lines.headers, lines.right, strict=True)):
-        width_ = max(len(header), *(len(row[at]) for row in (*lines.rows, lines.total)))
-        justify: Literal["left", "right"] = "right" if right else "left"
-        table.add_column(header, justify=justify, style=styles.get(name, ""), min_width=width_, no_wrap=True)
-    for row in lines.rows:
-        table.add_row(*map(Text, row))
-    table.add_section()
-    table.add_row(*map(Text, lines.total), style="bold")
-    title = Text(printable(f"{profile.model} on {profile.inputs}"), style="italic")
-    notes = map(printable, _notes(profile, view or RowSelection(), lines))
-    return Stack(title, table, Text("\n".join(notes), style="dim"))
+    On a terminal the numbers of a column have a unit in common.
+    """
+    view = view or RowSelection()
+    if medium == "markdown":
+        view = whole_tree(profile, view)
+    check(view)
+    pairs = rows_of(profile, view)[: _NOTEBOOK_ROWS if medium == "html" else None]
+    rows = [row for row, _ in pairs]
+    known = columns_of(view.by)
+    names = tuple(dict.fromkeys(view.columns)) or tuple(
+        name for name, column in known.items() if column.is_shown(profile)
+    )
+    bars = next((name for name in _BARS if name in names), None) if medium != "markdown" else None
+    made = {name: _column(profile, view, known[name], rows, medium) for name in names}
+    if bars is not None:
+        made[bars] = _with_bars(profile, known[bars], made[bars], rows)
+    columns = {name: _styled(name, known[name], unit, view, bars) for name, (unit, _) in made.items()}
+    cells = [made[name][1] for name in names]
+    lines = [Line((name, *row)) for (_, name), *row in zip(pairs, *(column[:-1] for column in cells), strict=True)]
+    lines.append(Line(("total", *(column[-1] for column in cells)), style="bold", kind="total"))
+    first = {None: "call", "module": "module", "type": "module", "op": "operator"}[view.by]
+    table = Table((Column(first, right=False, is_name=True), *columns.values()), tuple(lines))
+    notes = [*notes_of(profile), *_notes(profile, view, {columns[name]: made[name][1] for name in names}, len(rows))]
+    return Report(f"{profile.model} on {profile.inputs}", (table,), tuple(notes), figures=_figures(profile))
 
 
-def text(profile: Profile, view: RowSelection | None = None) -> str:
-    """The table as text, with colours where the standard output is a terminal that wants them."""
-    return plain_text(lambda width: renderable(profile, view, width))
-
-
-def markdown(profile: Profile, view: RowSelection | None = None) -> str:
-    view = whole_tree(profile, view or RowSelection())
-    lines = _lines(profile, view, None, is_drawn=False)
-    rows = [[_span(name), *map(escaped, rest)] for name, *rest in lines.rows]
-    rule = ["---:" if right else "---" for right in lines.right]
-    cells = [list(map(escaped, lines.headers)), rule, *rows, list(map(escaped, lines.total))]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in cells)
-    notes = "\n".join(f"- {escaped(note)}" for note in _notes(profile, view, lines))
-    return f"**{escaped(profile.model)}** on {code(profile.inputs)}\n\n{table}\n\n{notes}\n"
-
-
-def _span(name: str) -> str:
-    """A name with its indent, of spaces that are shown at the beginning of a cell, too."""
-    bare = name.lstrip(" ")
-    return "\N{NO-BREAK SPACE}" * (len(name) - len(bare)) + (bare if bare == "(root)" else code(bare))
-
-
-def csv(profile: Profile, view: RowSelection | None = None) -> str:
+def records(profile: Profile, view: RowSelection | None = None) -> list[dict[str, Any]]:
     """Every row of the view, all calls if it does not say which, with all their numbers."""
     view = whole_tree(profile, view or RowSelection())
     check(view)
     pairs = [(row, flat(row) if isinstance(row, Row) else _flat_group(row)) for row, _ in rows_of(profile, view)]
-    records = [record for _, record in pairs]
-    if view.columns:
-        chosen = [columns_of(view.by)[name] for name in view.columns]
-        records = []
-        for row, record in pairs:
-            records.append({name: record[name] for name in ("address", "name") if name in record})
-            for column in chosen:
-                records[-1] |= column.raw(row, record, profile)
-    return csv_text(list(dict.fromkeys(name for record in records for name in record)), records)
+    if not view.columns:
+        return [record for _, record in pairs]
+    chosen: list[dict[str, Any]] = []
+    for row, record in pairs:
+        chosen.append({name: record[name] for name in ("address", "name") if name in record})
+        for name in view.columns:
+            chosen[-1] |= columns_of(view.by)[name].raw(row, record, profile)
+    return chosen
 
 
 def _flat_group(group: Group) -> dict[str, Any]:
@@ -109,118 +74,88 @@ def _flat_group(group: Group) -> dict[str, Any]:
     return {"name": group.name, "runs": group.runs} | {metric.file_name: metric.of(group) for metric in known}
 
 
+def _figures(profile: Profile) -> tuple[tuple[str, str], ...]:
+    """The total of each metric that is ranked, FLOPs, and the peak of the whole run."""
+    total = profile.total
+    figures = []
+    for metric in METRICS.values():
+        if (metric.is_ranked or metric.name == "flops") and metric.of(total) is not None:
+            value = write(profile.peak_bytes if metric.name == "peak_bytes" else metric.of(total), metric.unit)
+            is_less = metric.counted_by is not None and leaves_out(profile, metric, None)(total)
+            figures.append((metric.label, at_least(value) if is_less else value))
+    return tuple(figures)
+
+
 # -- cells -------------------------------------------------------------------------------------------------------------
 
 
-def _lines(profile: Profile, view: RowSelection, width: int | None, *, is_drawn: bool) -> _Lines:
-    """The cells; those that are drawn have a unit in common in each column, and one column has bars."""
-    check(view)
-    pairs = rows_of(profile, view)
-    names = [printable(name) for _, name in pairs]
-    rows = [row for row, _ in pairs]
-    known = columns_of(view.by)
-    wanted = view.columns or tuple(name for name, column in known.items() if column.is_shown(profile))
-    table = {name: _column(profile, view, known[name], rows, is_drawn=is_drawn) for name in wanted}
-    if is_drawn and (heat := next((name for name in _HEAT if name in wanted), None)) is not None:
-        table[heat] = _with_bars(profile, table[heat], known[heat], rows)
-    chosen = wanted
-    if width is not None:
-        widths = {name: max(map(len, (column.header, *column.cells))) for name, column in table.items()}
-        longest = max(map(len, ("total", *names)))
-        if not view.columns:
-            first = min(longest, max(width * 2 // 5, _SHORTEST))
-            chosen = fitted(wanted, widths, _by_importance(wanted), width - first)
-        room = width - sum(widths[name] + 3 for name in chosen)
-        names = [_shortened(name, max(room, _SHORTEST)) for name in names]
-    what = {None: "call", "module": "module", "type": "module", "op": "operator"}[view.by]
-    return _Lines(
-        columns=chosen,
-        headers=[what, *(table[name].header for name in chosen)],
-        right=[False, *(table[name].right for name in chosen)],
-        rows=[[name, *(table[column].cells[at] for column in chosen)] for at, name in enumerate(names)],
-        total=["total", *(table[name].cells[-1] for name in chosen)],
-        left_out=tuple(name for name in wanted if name not in chosen),
-        count=len(rows_of(profile, replace(view, top=None))),
+def _styled(name: str, column: CallColumn, unit: str, view: RowSelection, bars: str | None) -> Column:
+    """Columns that were named are never left out."""
+    rank = IMPORTANCE.index(name) if name in IMPORTANCE else len(IMPORTANCE)
+    return Column(
+        column.header,
+        right=column.right and name != bars,
+        importance=None if view.columns else rank,
+        style="green" if column.part == "share" else _STYLES.get(name, ""),
+        bar_width=_BAR if name == bars else 0,
+        unit=unit,
     )
 
 
-#: The columns that may have bars: the first that there is.
-_HEAT = ("device_share", "time_share", "share")
-
-
-class _Column(NamedTuple):
-    """What is written in a column; the last cell is that of the total."""
-
-    header: str
-    right: bool
-    cells: list[str]
-
-
-def _by_importance(names: tuple[str, ...]) -> list[str]:
-    return sorted(names, key=lambda name: IMPORTANCE.index(name) if name in IMPORTANCE else len(IMPORTANCE))
-
-
-def _column(profile: Profile, view: RowSelection, column: CallColumn, rows: list[Any], *, is_drawn: bool) -> _Column:
-    every, metric, header = (*rows, profile.total), column.metric, column.header
-    cells = [printable(column.cell(row, profile)) for row in every]
+def _column(
+    profile: Profile, view: RowSelection, column: CallColumn, rows: list[Any], medium: Medium
+) -> tuple[str, list[Cell]]:
+    """The unit that the numbers of a column have in common, and its cells; the last is that of the total."""
+    every, metric, unit = (*rows, profile.total), column.metric, ""
+    cells = [column.cell(row, profile) for row in every]
+    if column.part == "share" or column.field == "type" or (metric is not None and metric.name == "runs"):
+        cells[-1] = ""
     if metric is None or column.part != "value":
-        if column.part == "share" or column.field == "type":
-            cells[-1] = ""
-        return _Column(header, column.right, cells)
-    numbers = [number for row in every for number in (metric.of(row), _shared(row) if metric.name == "params" else 0)]
-    if is_drawn and metric.unit in SCALED and (scale := spanning(numbers, metric.unit)) is not None:
+        return unit, [*cells]
+    numbers = [metric.of(row) for row in every]
+    numbers += [getattr(row, "shared_params", 0) for row in every if metric.name == "params"]
+    if medium == "terminal" and metric.unit in SCALED and (scale := spanning(numbers, metric.unit)) is not None:
         cells = [column.number(row, scale.write) for row in every]
-        header = scale.head(header)
+        unit = scale.unit
     if metric.counted_by is not None and profile.coverage.unknown:
         marks = [*map(leaves_out(profile, metric, view.by), rows), leaves_out(profile, metric, None)(profile.total)]
         cells = [at_least(cell) if is_marked else cell for cell, is_marked in zip(cells, marks, strict=True)]
-    if metric.name == "runs":
-        cells[-1] = ""
-    return _Column(header, column.right, cells)
+    return unit, [*cells]
 
 
-def _shared(row: Any) -> int:
-    return getattr(row, "shared_params", 0)
-
-
-def _with_bars(profile: Profile, cells: _Column, column: CallColumn, rows: list[Any]) -> _Column:
+def _with_bars(
+    profile: Profile, column: CallColumn, made: tuple[str, list[Cell]], rows: list[Any]
+) -> tuple[str, list[Cell]]:
     assert column.metric is not None
-    whole = column.metric.of(profile.total)
-    bars = [bar(column.metric.of(row), whole, _BAR) for row in rows]
-    return _Column(
-        cells.header,
-        False,
-        [*(f"{drawn} {cell:>7}" for drawn, cell in zip(bars, cells.cells, strict=False)), ""],
-    )
+    whole = column.metric.of(profile.total) or 1
+    unit, cells = made
+    bars = [Bar((column.metric.of(row) or 0) / whole, plain(cell)) for row, cell in zip(rows, cells, strict=False)]
+    return unit, [*bars, ""]
 
 
-def _shortened(name: str, most: int) -> str:
-    """A name with its indent, both shorter where they are too long; where the indent is, the name has a sign for it."""
-    if len(name) <= most:
-        return name
-    bare = name.lstrip(" ")
-    wanted = len(name) - len(bare)
-    indent = min(wanted, max(most - len(bare) - 1, most // 3))
-    begin = " " * indent + ("…" if indent < wanted else "")
-    return begin + shortened(bare, most - len(begin))
+def _notes(profile: Profile, view: RowSelection, columns: dict[Column, list[Cell]], shown: int) -> list[str | Note]:
+    """How to read the numbers, and what of them is not shown."""
 
+    def where(sign: str) -> tuple[Column, ...]:
+        return tuple(column for column, cells in columns.items() if any(sign in plain(cell) for cell in cells))
 
-def _notes(profile: Profile, view: RowSelection, lines: _Lines) -> list[str]:
-    """What the numbers rest on, and what of them is not shown."""
-    notes = notes_of(profile)
-    if "params" in lines.columns and any("(" in row[1 + lines.columns.index("params")] for row in lines.rows):
-        notes.append("parameters in brackets are counted elsewhere: tied weights, or a module that runs again")
-    if any(cell.startswith(AT_LEAST) for row in (*lines.rows, lines.total) for cell in row[1:]):
-        notes.append(f"{AT_LEAST.strip()}: without operators that have no formula; shares are of what is counted")
+    notes: list[str | Note] = []
+    shared = [column for column in where("(") if column.header == METRICS["params"].header]
+    if shared:
+        text = "parameters in brackets are counted elsewhere: tied weights, or a module that runs again"
+        notes.append(Note(text, tuple(shared)))
+    if marked := where(AT_LEAST):
+        notes.append(
+            Note(f"{AT_LEAST.strip()}: without operators that have no formula; shares are of what is counted", marked)
+        )
     if view.by == "type" or (view.sort is not None and (view.by, view.depth, view.granularity) == (None,) * 3):
         notes.append("a layer counts without the layers inside it")
-    elif any(cell.endswith(OWN) for row in lines.rows for cell in row[1:]):
-        notes.append(f"{OWN}: without the layers inside it, which have rows of their own")
+    elif own := where(OWN):
+        notes.append(Note(f"{OWN}: without the layers inside it, which have rows of their own", own))
     chosen = (view.depth, view.granularity, view.by, view.sort)
     if chosen == (None,) * 4 and depth_of(profile) < deepest(profile):
         notes.append(f"shown to depth {depth_of(profile)} of {deepest(profile)}")
-    if view.top is not None and len(lines.rows) < lines.count:
-        notes.append(f"shown: {len(lines.rows)} of {lines.count} rows; the total is of all")
-    if lines.left_out:
-        notes.append(f"no room for: {', '.join(columns_of(view.by)[name].header for name in lines.left_out)}")
+    whole = len(rows_of(profile, replace(view, top=None)))
+    if shown < whole:
+        notes.append(f"shown: {shown} of {whole} rows; the total is of all")
     return notes

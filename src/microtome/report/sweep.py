@@ -1,26 +1,16 @@
-"""A sweep as a table and a chart: on a terminal, as text, as Markdown, as CSV, as a page."""
+"""The table and the chart of a sweep."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console, ConsoleOptions
-from rich.console import Group as Stack
-from rich.table import Table
-from rich.text import Text
-
 from microtome.errors import printable
-from microtome.report.html.sweep import html
 from microtome.report.requests import short
-from microtome.report.spreadsheet import csv_text
-from microtome.report.terminal import escaped, fitted, plain_text, shortened
+from microtome.report.table import Column, Line, Medium, Report, Table, shortened
 from microtome.results.sweep import CutTiming, Sweep
 from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
-
-__all__ = ["csv", "html", "markdown", "renderable", "text"]
 
 #: How many cuts a table shows beside those that are always there, and how many a chart.
 _ROWS, _BARS = 12, 24
@@ -31,66 +21,28 @@ _WHERE = 34
 _BEST, _PLANNED = "*", "p"
 
 
-@dataclass(frozen=True)
-class _Column:
-    header: str
-    cell: Callable[[CutTiming], str]
+def report(sweep: Sweep, medium: Medium = "terminal") -> Report:
+    """The best cut, the cuts and the chart; files have every cut."""
+    rows = _shown(sweep) if medium == "terminal" else list(sweep)
+    cells = _cells(sweep)
+    columns = (Column("cut", right=False), *(Column(name, importance=_IMPORTANCE.index(name)) for name in cells))
+    lines = tuple(
+        Line(
+            (row.name, *(_cell(cell, name, row) for name, cell in cells.items())),
+            mark=f"{_mark(sweep, row):<2}",
+            style="bold green" if row is sweep.best else "dim" if row.failed else "",
+        )
+        for row in rows
+    )
+    notes = tuple(_notes(sweep, rows))
+    return Report(_title(sweep), (Table(columns, lines),), notes, chart=lambda width: _chart(sweep, width))
 
 
-class _Fitted:
-    """What rich draws in the width that it has then."""
-
-    def __init__(self, sweep: Sweep) -> None:
-        self._sweep = sweep
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
-        yield renderable(self._sweep, options.max_width)
-
-
-def renderable(sweep: Sweep, width: int | None = None) -> Any:
-    """What rich draws: the best, the table, the chart, and under them what they rest on."""
-    if width is None:
-        return _Fitted(sweep)
-    rows = _shown(sweep)
-    columns = _columns(sweep)
-    cells = {name: [column.cell(row) for row in rows] for name, column in columns.items()}
-    widths = {name: max(len(columns[name].header), *map(len, cells[name])) for name in columns}
-    where = min(max(len(row.name) for row in rows), _WHERE) + 3
-    chosen = fitted(list(columns), widths, [name for name in _IMPORTANCE if name in columns], width - where)
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("cut", no_wrap=True, min_width=where)
-    for name in chosen:
-        table.add_column(columns[name].header, justify="right", no_wrap=True, min_width=widths[name])
-    for at, row in enumerate(rows):
-        style = "bold green" if row is sweep.best else "dim" if row.failed else ""
-        marked = f"{_mark(sweep, row):<2} {shortened(row.name, _WHERE)}"
-        table.add_row(Text(printable(marked)), *(Text(cells[name][at]) for name in chosen), style=style)
-    notes = Text("\n".join(map(printable, _notes(sweep, rows))), style="dim")
-    return Stack(Text(printable(_title(sweep)), style="italic"), table, Text(""), Text(_chart(sweep, width)), notes)
-
-
-def text(sweep: Sweep) -> str:
-    """The table and the chart as text, with colours where the standard output is a terminal that wants them."""
-    return plain_text(lambda width: renderable(sweep, width))
-
-
-def markdown(sweep: Sweep) -> str:
-    columns = _columns(sweep)
-    lines = [["cut", *(column.header for column in columns.values())], ["---", *["---:"] * len(columns)]]
-    for row in sweep:
-        name = f"**{escaped(row.name)}**" if row is sweep.best else escaped(row.name)
-        lines.append([name, *(escaped(column.cell(row)) for column in columns.values())])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    notes = "\n".join(f"- {escaped(note)}" for note in _notes(sweep, list(sweep)))
-    return f"**{escaped(_title(sweep))}**\n\n{table}\n\n{notes}\n"
-
-
-def csv(sweep: Sweep) -> str:
-    """A line a cut, raw numbers, those that could not be measured included."""
-    marks = [
+def records(sweep: Sweep) -> list[dict[str, Any]]:
+    """A record for each cut, those that could not be measured included."""
+    return [
         {"name": row.name, "best": row is sweep.best, "planned": row is sweep.planned, **asdict(row)} for row in sweep
     ]
-    return csv_text(list(marks[0]), marks)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -103,7 +55,8 @@ def _shown(sweep: Sweep) -> list[CutTiming]:
     return kept if len(sweep) > _ROWS + 3 else list(sweep)
 
 
-def _columns(sweep: Sweep) -> dict[str, _Column]:
+def _cells(sweep: Sweep) -> dict[str, Callable[[CutTiming], str]]:
+    """What writes the cells of each column."""
     cells: dict[str, Callable[[CutTiming], str]] = {
         "sent": lambda row: size(row.sent_bytes),
         "head": lambda row: seconds(row.head_s),
@@ -116,7 +69,7 @@ def _columns(sweep: Sweep) -> dict[str, _Column]:
     }
     if any(row.energy_j is not None for row in sweep):
         cells["energy"] = lambda row: joules(row.energy_j)
-    return {name: _Column(name, partial(_cell, cell, name)) for name, cell in cells.items()}
+    return cells
 
 
 def _cell(cell: Callable[[CutTiming], str], name: str, row: CutTiming) -> str:
@@ -144,7 +97,7 @@ def _chart(sweep: Sweep, width: int) -> str:
     room = width - names - 14
     whole = min(max(row.total_s for row in rows), _LONGEST * sweep.best.total_s) or 1.0
     lines = [
-        f"{_mark(sweep, row):<2} {shortened(row.name, names):<{names}} {seconds(row.total_s):>8} "
+        f"{_mark(sweep, row):<2} {shortened(printable(row.name), names):<{names}} {seconds(row.total_s):>8} "
         f"{_bar(row, whole, room)}".rstrip()
         for row in rows
     ]

@@ -6,25 +6,18 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Group as Stack
-from rich.table import Table
-from rich.text import Text
-
-from microtome.errors import BadQuery, printable
+from microtome.errors import BadQuery
+from microtome.report import table
 from microtome.report.notes import notes_of
 from microtome.report.shared_units import shared
-from microtome.report.terminal import bar, fitted, plain_text, shortened
+from microtome.report.table import Bar, Column, Line, Report, Styled, Table
 from microtome.results.metrics import METRICS, Metric
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 from microtome.units import share
 
-#: How long the longest bar is, and what it takes with the figure behind it.
-_BAR, _HEAT = 8, 16
-#: The longest that a layer's name is shown on a terminal, and the shortest that it is cut to.
-_LONGEST, _SHORTEST = 40, 16
-#: What a column takes beside its cells.
-_BETWEEN = 2
+#: The width of the longest bar.
+_BAR = 8
 
 
 def metrics(profile: Profile) -> dict[str, Metric]:
@@ -49,8 +42,7 @@ def ranking(profile: Profile, n: int = 10) -> dict[str, tuple[Row, ...]]:
 
 
 def text(profile: Profile, n: int = 10) -> str:
-    """The table as text, with colours where the standard output is a terminal that wants them."""
-    return plain_text(lambda width: renderable(profile, n, width))
+    return table.text(report(profile, n))
 
 
 def as_json(profile: Profile, n: int = 10) -> str:
@@ -68,44 +60,31 @@ def as_json(profile: Profile, n: int = 10) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-def renderable(profile: Profile, n: int = 10, width: int = 140) -> Any:
-    """What rich draws: a section for each metric, the same columns in all, and bars of the one that orders it."""
+def report(profile: Profile, n: int = 10) -> Report:
+    """A section for each metric, the same columns in all, and bars of the one that orders it."""
     known, found = metrics(profile), ranking(profile, n)
     every = [row for rows in found.values() for row in rows]
     scales = {
         name: shared([metric.own(row) for row in every], metric.unit or "count") for name, metric in known.items()
     }
-    cells = {name: [scales[name].write(metric.own(row)) for row in every] for name, metric in known.items()}
-    heads = {name: scales[name].head(metric.header) for name, metric in known.items()} | {"type": "module"}
-    cells["type"] = [printable(row.type) for row in every]
-    widths = {name: max(map(len, (heads[name], *column))) for name, column in cells.items()}
-    longest = max((len(_name(row)) for row in every), default=0)
-    columns = fitted(("type", *known), widths, (*known, "type"), width - _HEAT - min(longest, _SHORTEST))
-    room = width - _HEAT - _BETWEEN - sum(widths[name] + _BETWEEN for name in columns)
-    where = max(min(longest, _LONGEST, room), max(len(f"by {metric.label}") for metric in known.values()))
-    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, _BETWEEN, 0, 0))
-    table.add_column("", no_wrap=True, min_width=where)
-    for name in columns:
-        ink, side = ("cyan", "left") if name == "type" else ("", "right")
-        table.add_column(heads[name], justify=side, style=ink, min_width=widths[name], no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("share", min_width=_HEAT, no_wrap=True)
-    at = 0
+    columns = [Column("", right=False), Column("module", right=False, importance=len(known), style="cyan")]
+    columns += [
+        Column(metric.header, importance=at, unit=scales[name].unit) for at, (name, metric) in enumerate(known.items())
+    ]
+    columns.append(Column("share", right=False, bar_width=_BAR))
+    lines = []
     for name, rows in found.items():
         if rows:
-            table.add_row(Text(("\n" if at else "") + f"by {known[name].label}", style="bold"))
+            lines.append(Line((f"by {known[name].label}",), style="bold", kind="section"))
         for row in rows:
-            texts = [Text(cells[column][at], style="bold" if column == name else "") for column in columns]
-            table.add_row(Text(shortened(_name(row), where)), *texts, _heat(known[name], profile, row, rows[0]))
-            at += 1
-    left_out = [heads[name] for name in known if name not in columns]
-    notes = [
-        *_missing(profile, found),
-        *_NOTES,
-        *notes_of(profile),
-        *([f"no room for: {', '.join(left_out)}"] if left_out else []),
-    ]
-    title = Text(printable(f"{profile.model} on {profile.inputs}: the costliest layers"), style="italic")
-    return Stack(title, table, Text("\n".join(map(printable, notes)), style="dim"))
+            numbers = {column: scales[column].write(metric.own(row)) for column, metric in known.items()}
+            cells = [Styled(cell, "bold") if column == name else cell for column, cell in numbers.items()]
+            lines.append(Line((row.address or "(root)", row.type, *cells, _bar(known[name], profile, row, rows[0]))))
+    return Report(
+        f"{profile.model} on {profile.inputs}: the costliest layers",
+        (Table(tuple(columns), tuple(lines), has_rules=False),),
+        (*_missing(profile, found), *_NOTES, *notes_of(profile)),
+    )
 
 
 _NOTES = (
@@ -129,16 +108,12 @@ def _most(profile: Profile, metric: Metric, n: int) -> tuple[Row, ...]:
     return tuple(row for row, _ in sorted(costs, key=lambda pair: -pair[1])[:n])
 
 
-def _heat(metric: Metric, profile: Profile, row: Row, first: Row) -> Text:
+def _bar(metric: Metric, profile: Profile, row: Row, first: Row) -> Bar:
     """A bar beside that of the costliest, the redder the more it is of the whole."""
     cost, whole = metric.own(row), metric.of(profile.total)
     part = cost / whole if whole else 0.0
-    ink = "red" if part >= 0.2 else "yellow" if part >= 0.05 else "green"
-    return Text.assemble((bar(cost, metric.own(first), _BAR), ink), f"{share(cost, whole):>8}")
-
-
-def _name(row: Row) -> str:
-    return printable(row.address) or "(root)"
+    style = "red" if part >= 0.2 else "yellow" if part >= 0.05 else "green"
+    return Bar(cost / metric.own(first), share(cost, whole), style)
 
 
 def _record(known: dict[str, Metric], row: Row) -> dict[str, Any]:

@@ -37,24 +37,24 @@ class Result:
     schema: ClassVar[int]
 
     def __str__(self) -> str:
-        text: str = render(f"{self.kind}.text", self)
+        text: str = render("formats.text", self)
         return text
 
     def __rich__(self) -> Any:
-        return render("terminal.Printable", render(f"{self.kind}.renderable", self))
+        return render("formats.describe", self)
 
-    def _repr_html_(self) -> str | None:
-        """What a notebook shows."""
-        html: str | None = render("notebook.html", self)
+    def _repr_html_(self) -> str:
+        """The tables as HTML, for notebooks."""
+        html: str = render("formats.html", self)
         return html
 
     def to_markdown(self, file: File | None = None) -> str:
         """As a Markdown table; written to the file if one is named."""
-        return write(render(f"{self.kind}.markdown", self), file)
+        return write(render("formats.markdown", self), file)
 
     def to_csv(self, file: File | None = None) -> str:
         """As CSV, raw numbers, one line a row; written to the file if one is named."""
-        return write(render(f"{self.kind}.csv", self), file)
+        return write(render("formats.csv", self), file)
 
     def to_json(self, file: File | None = None) -> str:
         """As JSON that `microtome.load` reads; written to the file if one is named."""

@@ -457,7 +457,7 @@ def register_column(name: str, value: Callable[[Row], Any], header: str | None =
     >>> import microtome as mt
     >>> from microtome import zoo
     >>> mt.register_column("flops_per_param", lambda row: row.flops / row.params if row.params else None)
-    >>> from microtome.report.profile import csv
+    >>> from microtome.report.formats import csv
     >>> from microtome.report.row_selection import RowSelection
     >>> csv(mt.profile(*zoo.build("tiny-resnet")), RowSelection(columns=("flops_per_param",), top=1)).split()
     ['address,flops_per_param', ',1742.0194209674519']

@@ -11,7 +11,8 @@ import torch
 
 from microtome.cli.options.model import model_options, resolve, running, working
 from microtome.cli.options.outputs import output_options, put, refuse_same
-from microtome.report.cuts import CutSelection, csv, details, markdown, text
+from microtome.report.cuts import CutSelection, details
+from microtome.report.formats import csv, markdown, text
 from microtome.results.cuts import By
 from microtome.split.cuts import cuts as find_cuts
 

@@ -13,7 +13,8 @@ import click
 from microtome.cli.options.outputs import output_options, put, refuse_same
 from microtome.errors import BadFile
 from microtome.load import load
-from microtome.report.diff import csv, growth, markdown, name_of, text
+from microtome.report.diff import growth, name_of
+from microtome.report.formats import csv, markdown, text
 from microtome.results.diff import diff as compare
 from microtome.results.metrics import compared_metrics
 from microtome.results.profile import Profile

@@ -14,7 +14,7 @@ from microtome.cli.options.outputs import output_options, put, refuse_same
 from microtome.plan import plan as plan_cuts
 from microtome.plan.codec_benchmark import codec_costs
 from microtome.plan.plan import OBJECTIVES
-from microtome.report.plan import csv, markdown, text
+from microtome.report.formats import csv, markdown, text
 from microtome.results.link import Link
 from microtome.split.cuts import cuts as find_cuts
 from microtome.zoo import Resolved

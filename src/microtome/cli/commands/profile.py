@@ -17,7 +17,7 @@ from microtome.flops.conventions.base import CONVENTIONS
 from microtome.profile import profile as profile_model
 from microtome.profile.cuda import METHODS, Way
 from microtome.profile.energy import EnergyModel
-from microtome.report.profile import csv, markdown, text
+from microtome.report.formats import csv, markdown, text
 from microtome.report.row_selection import RowSelection, check
 from microtome.zoo.sources import SOURCES
 

@@ -79,7 +79,7 @@ def run(
     MODEL is as for `microtome profile`, and the one that the server has. JSON and CSV have every request.
     """
     from microtome.remote.client import connect
-    from microtome.report.requests import csv, markdown, text
+    from microtome.report.formats import csv, markdown, text
     from microtome.results.requests import RequestLog, moved
 
     if data is not None and repeat is not None:

@@ -50,7 +50,7 @@ def sweep(
     """
     from microtome.remote.connection import Security
     from microtome.remote.sweep import sweep as measure
-    from microtome.report.sweep import csv, html, markdown, text
+    from microtome.report.formats import csv, markdown, text
 
     outputs = outputs | {"--html": html_file, "--perfetto": perfetto}
     refuse_same(outputs)
@@ -74,6 +74,6 @@ def sweep(
         "--csv": partial(csv, found),
         "--md": partial(markdown, found),
         "--perfetto": found.to_perfetto,
-        "--html": partial(html, found),
+        "--html": found.to_html,
     }
     put(outputs, make, partial(text, found))

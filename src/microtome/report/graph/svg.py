@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from microtome.report.graph.graph import Edge, Graph, Node
 from microtome.report.graph.layout import Layout, lay_out
-from microtome.report.terminal import shortened
+from microtome.report.table import shortened
 
 #: Pixels: of a node's height and of a letter's width, between layers, around the picture, and where a cut goes through.
 _HEIGHT, _LETTER, _BETWEEN, _MARGIN, _CUT = 36, 7.2, 34, 24, 30

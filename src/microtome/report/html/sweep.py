@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from microtome.report.requests import short
-from microtome.report.terminal import shortened
+from microtome.report.table import shortened
 from microtome.results.sweep import CutTiming, Sweep
 from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
 

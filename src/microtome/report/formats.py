@@ -1,0 +1,108 @@
+"""Results as text, Markdown, CSV and HTML, whatever their kind."""
+
+from __future__ import annotations
+
+import csv as csv_format
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from microtome.errors import printable
+from microtome.report import find_renderer, table
+from microtome.report.notebook_html import page
+from microtome.report.table import Cell, Column, Line, Medium, Names, Report, Table, notes_of, plain
+from microtome.results.base import Result
+
+#: Spreadsheets take a cell that begins so for a formula; some leave out tabs and new lines before it.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+
+
+def describe(result: Result, *options: Any, medium: Medium = "terminal") -> Report:
+    """The tables of a result, with the options of its kind, such as which rows are selected."""
+    report: Report = find_renderer(f"{result.kind}.report")(result, *options, medium=medium)
+    return report
+
+
+def text(result: Result, *options: Any) -> str:
+    return table.text(describe(result, *options))
+
+
+def html(result: Result, *options: Any) -> str:
+    """As HTML for a notebook."""
+    return page(describe(result, *options, medium="html"))
+
+
+def csv(result: Result, *options: Any) -> str:
+    """As CSV, raw numbers, one line a row."""
+    records = find_renderer(f"{result.kind}.records")(result, *options)
+    return csv_text(list(dict.fromkeys(name for record in records for name in record)), records)
+
+
+def markdown(result: Result, *options: Any) -> str:
+    report = describe(result, *options, medium="markdown")
+    shown = [column for one in report.tables for column in one.columns]
+    notes = "\n".join(f"- {escaped(note)}" for note in notes_of(report, shown))
+    parts = [f"**{escaped(report.title)}**", *map(_markdown_table, report.tables), notes]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _markdown_table(one: Table) -> str:
+    rules = ["---:" if column.right else "---" for column in one.columns]
+    rows = [[escaped(column.title) for column in one.columns], rules]
+    rows += [[_markdown_cell(line, at, column) for at, column in enumerate(one.columns)] for line in one.lines]
+    lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"<details><summary>{escaped(one.summary)}</summary>\n\n{lines}\n\n</details>" if one.summary else lines
+
+
+def _markdown_cell(line: Line, at: int, column: Column) -> str:
+    cell: Cell = line.cells[at]
+    if isinstance(cell, Names):
+        return ", ".join(map(code, cell.names))
+    name = plain(cell)
+    bare = name.lstrip(" ")
+    is_code = column.is_name and line.kind != "total" and bare != "(root)"
+    shown = "\N{NO-BREAK SPACE}" * (len(name) - len(bare)) + (code(bare) if is_code else escaped(bare))
+    return f"**{shown}**" if at == 0 and "bold" in line.style and line.kind == "row" else shown
+
+
+def escaped(text: str) -> str:
+    """Text as Markdown that shows it as it is, in a table, too.
+
+    >>> escaped("a<b>&amp; *c* | d")
+    'a&lt;b&gt;&amp;amp; \\\\*c\\\\* \\\\| d'
+    """
+    safe = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|])", r"\\\1", safe)
+
+
+def code(name: str) -> str:
+    """A name as a code span of Markdown, in a table, too.
+
+    >>> code("layer1.0"), code("a|b"), code("`tick`")
+    ('`layer1.0`', '`a\\\\|b`', '`` `tick` ``')
+    """
+    if not name:
+        return ""
+    safe = printable(name).replace("|", "\\|")
+    fence = "`" * (1 + max(map(len, re.findall("`+", safe)), default=0))
+    return f"{fence} {safe} {fence}" if len(fence) > 1 else f"`{safe}`"
+
+
+def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any] | Mapping[str, Any]]) -> str:
+    """A table as CSV. A string that a spreadsheet would take for a formula begins with an apostrophe.
+
+    >>> csv_text(["name", "value"], [["=1+1", -1.5], {"name": "a,b"}]).splitlines()
+    ['name,value', "'=1+1,-1.5", '"a,b",']
+    """
+    file = io.StringIO()
+    writer = csv_format.writer(file)
+    writer.writerow(map(_csv_cell, header))
+    for row in rows:
+        cells = [row.get(name) for name in header] if isinstance(row, Mapping) else row
+        writer.writerow(map(_csv_cell, cells))
+    return file.getvalue()
+
+
+def _csv_cell(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
