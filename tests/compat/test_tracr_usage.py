@@ -343,11 +343,9 @@ def test_pretrained_says_what_to_do() -> None:
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     for device in ("cuda", "cuda:1"):
-        with pytest.raises(
-            Unsupported, match=f"has `device: {device}`, and torch finds no CUDA GPU: write `device: cpu`"
-        ):
+        with pytest.raises(Unsupported, match=f"has `device: {device}`, and torch finds no such device: use `cpu`"):
             WrappedModel(CONFIG | {"default": {"device": device}})
     with pytest.raises(BadQuery, match="expected a device such as 'cpu' or 'cuda:0', got `device: gpu`"):
         WrappedModel(CONFIG | {"default": {"device": "gpu"}})

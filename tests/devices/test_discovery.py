@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from microtome.devices.meters import CsvMeter, Meter, MeterReading, find, jetson, nvml, pi, pick, rapl, register_meter
 from microtome.devices.meters.discovery import unregister_meter
@@ -80,7 +81,7 @@ def test_a_meter_is_taken_as_it_is_and_nothing_else_is_opened() -> None:
     register_meter("second", Second)
     meter = Bench()
     assert pick(meter) is meter
-    assert pick(meter, [0, 1]) is meter
+    assert pick(meter, [torch.device("cuda", 0), torch.device("cuda", 1)]) is meter
     assert OPEN == ["the bench supply"]
 
 
@@ -100,7 +101,7 @@ def test_the_file_of_an_external_meter_that_is_not_there_is_an_error(machine: Pa
 @pytest.mark.parametrize("wanted", ["rappel", "csv", "", "NVML"])
 def test_a_name_that_nobody_has_is_an_error_that_lists_those_there_are(wanted: str) -> None:
     register_meter("bench", Bench)
-    says = f"there is no meter '{wanted}': write one of bench, nvml, rapl, jetson, pi, csv:FILE"
+    says = f"expected a meter of bench, nvml, rapl, jetson, pi, csv:FILE, got '{wanted}'"
     with pytest.raises(BadQuery, match=says):
         pick(wanted)
     assert OPEN == []
@@ -158,7 +159,7 @@ def test_a_counter_of_the_cpu_is_not_taken_for_a_model_on_a_gpu(machine: Path, m
         ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage"), NVMLError("Not Supported")
     )
     with pytest.raises(SensorFailed, match="no sensor: nvml: .* Not Supported; .* jetson: ") as info:
-        pick(None, [0])
+        pick(None, [torch.device("cuda", 0)])
     assert "rapl" not in str(info.value)
 
 
@@ -168,7 +169,7 @@ def test_of_many_gpus_the_one_that_the_model_runs_on_is_taken_and_the_others_are
 ) -> None:
     gpus = plug_in(monkeypatch, gpus=3)
     gpus.uuids.reverse()  # NVML does not count as torch does
-    meter = pick(wanted, [0])
+    meter = pick(wanted, [torch.device("cuda", 0)])
     assert isinstance(meter, nvml.Nvml)
     assert (meter.uuid, meter.index) == ("GPU-0000", 2)
     assert gpus.opened == 1
@@ -179,8 +180,8 @@ def test_of_many_gpus_the_one_that_the_model_runs_on_is_taken_and_the_others_are
 
 def test_a_model_on_two_gpus_has_no_counter_that_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus: StandIn = plug_in(monkeypatch, gpus=2)
-    with pytest.raises(SensorFailed, match="runs on 2 GPUs, and a counter sees one: measure the parts alone"):
-        pick(None, [0, 1])
+    with pytest.raises(SensorFailed, match="runs on 2 GPUs, and a counter covers one: measure its parts"):
+        pick(None, [torch.device("cuda", 0), torch.device("cuda", 1)])
     assert gpus.opened == 0
 
 
@@ -192,7 +193,7 @@ def test_a_registered_meter_goes_before_the_built_in_ones(machine: Path, monkeyp
     gpu = plug_in(monkeypatch)
     register_meter("bench", Bench)
     assert pick(None).what == "the bench supply"
-    assert pick(None, [0]).what == "the bench supply"
+    assert pick(None, [torch.device("cuda", 0)]).what == "the bench supply"
     assert gpu.opened == 0
     assert pick("rapl").what == "CPU package-0"
 
@@ -203,7 +204,7 @@ def test_a_registered_meter_answers_to_the_name_it_is_registered_as() -> None:
     assert pick("right").name == "right"
     assert pick("left").name == "left"
     assert Bench.name == "of its class"
-    with pytest.raises(BadQuery, match="there is no meter 'of its class'"):
+    with pytest.raises(BadQuery, match="expected a meter of .*, got 'of its class'"):
         pick("of its class")
 
 
@@ -228,7 +229,7 @@ def test_all_meters_are_closed_when_none_is_chosen() -> None:
 
 def test_a_registered_meter_that_is_not_there_is_missing_with_its_reason() -> None:
     register_meter("bench", unplugged)
-    fix = "see what it needs: it is registered, not built in"
+    fix = "see its documentation: it is registered, not built in"
     sources, missing = find()
     assert sources == []
     assert str(missing[-1]) == f"bench: the supply is not plugged in; {fix}"
@@ -254,7 +255,7 @@ def test_a_registered_meter_that_raises_anything_is_missing_with_its_reason() ->
 
 @pytest.mark.parametrize("name", ["nvml", "rapl", "jetson", "pi", "csv"])
 def test_a_built_in_name_cannot_be_registered(name: str) -> None:
-    with pytest.raises(BadQuery, match=f"a meter is named by a word that no other has, got '{name}'"):
+    with pytest.raises(BadQuery, match=f"expected an unused identifier as the name of a meter, got '{name}'"):
         register_meter(name, Bench)
     with pytest.raises(BadQuery, match="no meter is registered"):
         unregister_meter(name)
@@ -262,7 +263,7 @@ def test_a_built_in_name_cannot_be_registered(name: str) -> None:
 
 def test_a_name_is_registered_once() -> None:
     register_meter("bench", Bench)
-    with pytest.raises(BadQuery, match="a meter is named by a word that no other has, got 'bench'"):
+    with pytest.raises(BadQuery, match="expected an unused identifier as the name of a meter, got 'bench'"):
         register_meter("bench", Second)
     assert pick("bench").what == "the bench supply"
 
@@ -270,7 +271,7 @@ def test_a_name_is_registered_once() -> None:
 def test_a_meter_that_is_no_longer_registered_is_forgotten() -> None:
     register_meter("bench", Bench)
     unregister_meter("bench")
-    with pytest.raises(BadQuery, match="there is no meter 'bench'"):
+    with pytest.raises(BadQuery, match="expected a meter of .*, got 'bench'"):
         pick("bench")
     with pytest.raises(BadQuery, match="no meter is registered as 'bench'"):
         unregister_meter("bench")

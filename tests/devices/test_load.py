@@ -10,6 +10,7 @@ from mmap import mmap
 from time import monotonic, sleep
 
 import pytest
+import torch
 
 from microtome.devices import load
 from microtome.devices.load import QUANTITIES, LoadSampler, Sample
@@ -130,7 +131,7 @@ def test_a_reader_that_fails_is_told_with_its_reason_and_the_others_go_on(error:
 
 def test_a_gpu_is_sampled_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = plug_in(monkeypatch)
-    sampler = LoadSampler(0)
+    sampler = LoadSampler(torch.device("cuda", 0))
     assert nvml.opened == 1
     samples = sampled(sampler)
     assert {(one.gpu, one.gpu_memory, one.watts) for one in samples} == {(0.75, 0.25, 70.5)}
@@ -140,21 +141,21 @@ def test_a_gpu_is_sampled_and_given_back(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_gpu_is_given_back_when_the_block_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = plug_in(monkeypatch)
-    with pytest.raises(KeyError, match="mine"), LoadSampler(0):
+    with pytest.raises(KeyError, match="mine"), LoadSampler(torch.device("cuda", 0)):
         raise KeyError("mine")
     assert nvml.opened == 0
 
 
 def test_a_gpu_that_ceases_to_say_how_busy_it_is_still_says_its_watts(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = plug_in(monkeypatch)
-    sampler = LoadSampler(0)
+    sampler = LoadSampler(torch.device("cuda", 0))
     with sampler:
         until(lambda: bool(sampler.samples))
         nvml.answers["nvmlDeviceGetUtilizationRates"] = NVMLError("GPU is lost")
         until(lambda: "gpu" in sampler.missing)
         seen = len(sampler.samples)
         until(lambda: len(sampler.samples) > seen + 1)
-    reason = "SensorFailed: the GPU did not answer nvmlDeviceGetUtilizationRates: NVMLError: GPU is lost"
+    reason = "SensorFailed: nvmlDeviceGetUtilizationRates of the GPU failed: NVMLError: GPU is lost"
     assert sampler.missing == {"gpu": reason, "gpu_memory": reason}
     assert sampler.samples[0][3:] == (0.75, sampler.samples[0].memory, 0.25, 70.5)
     assert (sampler.samples[-1].gpu, sampler.samples[-1].gpu_memory, sampler.samples[-1].watts) == (None, None, 70.5)
@@ -162,7 +163,7 @@ def test_a_gpu_that_ceases_to_say_how_busy_it_is_still_says_its_watts(monkeypatc
 
 def test_a_gpu_that_cannot_be_asked_is_missing_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    sampler = LoadSampler(0)
+    sampler = LoadSampler(torch.device("cuda", 0))
     samples = sampled(sampler)
     reason = "NVML is not installed: pip install nvidia-ml-py"
     assert sampler.missing == dict.fromkeys(("gpu", "gpu_memory", "watts"), reason)

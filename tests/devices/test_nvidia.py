@@ -84,21 +84,24 @@ def test_a_driver_that_does_not_say_its_version_is_left_out_of_the_state(nvml: S
 
 def test_how_busy_it_is_is_said_in_parts_of_one_and_what_it_draws_in_watts(nvml: StandIn) -> None:
     with Gpu(0) as gpu:
-        assert gpu.utilisation() == (0.75, 0.25)  # 75 %, and 30 of 120 bytes
+        assert gpu.utilization() == (0.75, 0.25)  # 75 %, and 30 of 120 bytes
         assert gpu.watts() == 70.5
 
 
 @pytest.mark.parametrize("question", ["nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo"])
 def test_a_gpu_that_does_not_say_how_busy_it_is_is_an_error(nvml: StandIn, question: str) -> None:
     nvml.answers[question] = NVMLError("GPU is lost")
-    with Gpu(0) as gpu, pytest.raises(SensorFailed, match=f"did not answer {question}: NVMLError: GPU is lost") as info:
-        gpu.utilisation()
+    with (
+        Gpu(0) as gpu,
+        pytest.raises(SensorFailed, match=f"{question} of the GPU failed: NVMLError") as info,
+    ):
+        gpu.utilization()
     assert isinstance(info.value.__cause__, NVMLError)
 
 
 def test_a_question_that_pynvml_does_not_know_is_an_error(nvml: StandIn) -> None:
     del nvml.answers["nvmlDeviceGetPowerUsage"]
-    with Gpu(0) as gpu, pytest.raises(SensorFailed, match="did not answer nvmlDeviceGetPowerUsage: AttributeError"):
+    with Gpu(0) as gpu, pytest.raises(SensorFailed, match="nvmlDeviceGetPowerUsage of the GPU failed: AttributeError"):
         gpu.watts()
 
 
@@ -125,7 +128,7 @@ def test_nvml_is_given_back_when_the_block_raises(nvml: StandIn) -> None:
 
 
 def test_a_gpu_that_nvml_does_not_see_is_an_error_and_nvml_is_given_back(nvml: StandIn) -> None:
-    with pytest.raises(SensorFailed, match="GPU 3 cannot be asked: NVMLError: Not Found"):
+    with pytest.raises(SensorFailed, match="cannot query GPU 3: NVMLError: Not Found"):
         Gpu(3)
     assert nvml.opened == 0
 
@@ -137,7 +140,7 @@ def test_an_nvml_that_does_not_start_is_an_error_and_is_not_given_back(
         raise NVMLError("Driver Not Loaded")
 
     monkeypatch.setattr(nvml, "nvmlInit", fail)
-    with pytest.raises(SensorFailed, match="GPU 0 cannot be asked: NVMLError: Driver Not Loaded"):
+    with pytest.raises(SensorFailed, match="cannot query GPU 0: NVMLError: Driver Not Loaded"):
         Gpu(0)
     assert nvml.opened == 0
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.flops.registry import work_of
+from microtome.flops.registry import cost_of
 
 STANDS = {"meta": None, "fake": True, "real": False}
 
@@ -98,7 +98,7 @@ def test_products_of_quantised_weights_count_as_those_they_stand_for() -> None:
         ),
     ]
     for func, args, out, macs in cases:
-        work = work_of(func, args, {}, out)
+        work = cost_of(func, args, {}, out)
         assert work is not None
         assert work.macs == macs, func
 

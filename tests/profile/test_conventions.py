@@ -13,6 +13,9 @@ from torch.nn import functional as F  # noqa: N812
 
 import microtome as mt
 from microtome import zoo
+from microtome.flops.conventions.base import CONVENTIONS
+from microtome.profile.profile import profile_trace
+from microtome.trace.trace import record
 
 zoo.import_torchvision()
 from torchvision import models  # noqa: E402
@@ -109,3 +112,23 @@ def test_torchvision_counts_products_alone() -> None:
 def test_what_a_convention_does_not_have_is_none() -> None:
     total = mt.profile(nn.Linear(2, 2), "1x2", convention="fvcore", backward=True).total
     assert (total.flops, total.madds, total.backward_flops) == (4, None, None)
+
+
+def test_every_convention_prices_one_trace_as_a_run_of_its_own() -> None:
+    model, inputs = Functions().eval(), mt.Inputs.of(torch.randn(2, 3, 16, 16))
+    trace, costs = record(model, inputs)
+    runs = 0
+
+    def count_run(*_: Any) -> None:
+        nonlocal runs
+        runs += 1
+
+    with model.register_forward_pre_hook(count_run):
+        priced = {
+            name: profile_trace(trace, costs, model, inputs, convention, backward=False)
+            for name, convention in CONVENTIONS.items()
+        }
+    assert runs == 0
+    for name, p in priced.items():
+        assert p == mt.profile(model, inputs, convention=name)
+    assert len({p.total.flops for p in priced.values()}) == len(priced)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.devices.cuda_activity import Activity, Launch
+from microtome.devices.activity import Activity, Launch
 from microtome.profile import timing
 from microtome.profile.call_tree import CallTree
-from microtome.profile.cuda import _until
+from microtome.profile.device import _elapsed_times
 from microtome.results.rows import Row
 from tests.profile.clock import Clock, Takes
 
@@ -114,7 +114,7 @@ def test_device_work_is_summed_by_when_it_was_launched() -> None:
     launches = [Launch(mark, "kernel", seconds) for mark, seconds in at.items()]
     twice = Activity(labels * 2, launches + [Launch(mark + 10, "kernel", 10 * seconds) for mark, seconds in at.items()])
     once = [31.0, 3.0, 31.0, 15.0]
-    assert _until(twice, 2, 4).tolist() == [once, [10 * seconds for seconds in once]]
+    assert _elapsed_times(twice, 2, 4).tolist() == [once, [10 * seconds for seconds in once]]
 
 
 @pytest.mark.gpu

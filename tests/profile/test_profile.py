@@ -221,7 +221,7 @@ def test_questions_without_an_answer_say_so(p: mt.Profile) -> None:
         p.rows(granularity=0)
     with pytest.raises(BadQuery, match="there is no quantity 'speed' to order by: write one of params"):
         p.top(3, by="speed")
-    with pytest.raises(NoMatch, match="there is no convention 'thop': write one of 'microtome'"):
+    with pytest.raises(NoMatch, match="expected a convention of 'microtome'"):
         mt.profile(Net(), IDS, convention="thop")
     with pytest.raises(BadQuery, match="the top are 1 or more, got -1"):
         p.top(-1)

@@ -1,4 +1,4 @@
-"""What this machine can measure, and how well: tried now."""
+"""Check which clocks and sensors of this machine work, and how well."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
-from microtome.devices import cuda_activity
+from microtome.devices.base import backend_of
 from microtome.devices.meters import Meter, Missing, find
 from microtome.errors import SensorFailed, Unsupported, said
 
-#: How long a sensor is watched for its steps.
+#: How long a sensor is observed to find its period.
 _WATCH_S = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Checkup:
-    """A clock or sensor that works.
+    """A working clock or sensor.
 
     Attributes:
-        what: What it measures.
-        read_s: Seconds that a reading takes.
-        period_s: Seconds between its steps, as far as they could be seen; None if it did not move.
+        what: The measured quantity.
+        read_s: The duration of a reading.
+        period_s: The time between two changes of its value; None if it did not change.
     """
 
     name: str
@@ -36,44 +36,39 @@ class Checkup:
 
 
 def check_clock() -> Checkup:
-    """The clock that times are taken with."""
+    """Check the clock that times are measured with."""
     return Checkup("perf_counter", "time", *_try(time.perf_counter, 0.01))
 
 
 def check_sources(found: list[Meter], missing: list[Missing]) -> tuple[list[Checkup], list[Missing]]:
-    """Each energy source, tried; one that fails is missing."""
-    checked, lost = [], list(missing)
+    """Check each energy source; those that fail are added to the missing ones."""
+    checked, failed = [], list(missing)
     for source in found:
         try:
             read = _joules_or_watts(source)
             checked.append(Checkup(source.name, f"{source.what} ({source.kind})", *_try(read, _WATCH_S)))
-        except Exception as error:  # noqa: BLE001  a meter of somebody's own may raise anything
-            lost.append(
-                Missing(
-                    source.name,
-                    said(error) if not isinstance(error, SensorFailed) else str(error),
-                    "see whether another program can read it",
-                )
-            )
+        except Exception as error:  # noqa: BLE001  a user's meter may raise anything
+            reason = str(error) if isinstance(error, SensorFailed) else said(error)
+            failed.append(Missing(source.name, reason, "see whether another program can read it"))
         finally:
             source.close()
-    return checked, lost
+    return checked, failed
 
 
 def checkup() -> tuple[list[Checkup], list[Missing]]:
-    """All that can be measured here, and what is missing with what would help."""
+    """Check all clocks and sensors of this machine; return those that work, and those that are missing."""
     sources, missing = check_sources(*find())
     return [check_clock(), *sources], missing
 
 
-def kernels_seen() -> str:
-    """Whether torch's profiler sees what a CUDA device does, in words."""
+def describe_device_time(device: torch.device) -> str:
+    """Describe whether torch's profiler reports the kernels of a device."""
     try:
-        with cuda_activity.watch() as seen:
-            torch.zeros(1, device="cuda")
+        with backend_of(device).watch_activity() as activity:
+            torch.zeros(1, device=device)
     except (Unsupported, RuntimeError) as error:
         return f"not from kernels: {said(error)}"
-    if not seen.launches:
+    if not activity.launches:
         return "not from kernels: torch's profiler sees none; measure with --device-time graph"
     return "durations of kernels, from torch's profiler"
 
@@ -87,7 +82,7 @@ def _joules_or_watts(source: Meter) -> Callable[[], Any]:
 
 
 def _try(read: Callable[[], Any], watch_s: float) -> tuple[float, float | None]:
-    """How long a reading takes, and how far apart its steps are."""
+    """Return the duration of a reading, and the time between two changes."""
     costs: list[float] = []
     steps: list[float] = []
     last, began = read(), time.perf_counter()

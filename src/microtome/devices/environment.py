@@ -1,25 +1,20 @@
-"""What a measurement was made on."""
+"""Describe the machine and the software that a measurement was made on."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import psutil
 import torch
 
-from microtome.devices.nvidia import Gpu
-from microtome.errors import SensorFailed
+from microtome.devices.base import backend_of
 
 
-def environment(devices: Iterable[int] = ()) -> dict[str, str]:
-    """The machine and the software, in words.
-
-    Args:
-        devices: The CUDA devices that were used; of the first, clocks and what holds them back are said as of now.
-    """
-    found = {
+def environment(devices: Sequence[torch.device] = ()) -> dict[str, str]:
+    """Describe the machine, the software and the accelerators in use; the state of the first is as of now."""
+    return {
         "cpu": _cpu(),
         **_cpu_clock(),
         "cores": str(os.cpu_count()),
@@ -27,20 +22,12 @@ def environment(devices: Iterable[int] = ()) -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **(backend_of(devices[0]).environment(devices) if devices else {}),
     }
-    gpus = list(devices)
-    if gpus:
-        found |= {"gpu": ", ".join(map(torch.cuda.get_device_name, gpus)), "cuda": str(torch.version.cuda)}
-        try:
-            with Gpu(gpus[0]) as gpu:
-                found |= gpu.state()
-        except SensorFailed as error:
-            found["gpu_state"] = f"not known: {error}"
-    return found
 
 
 def _cpu_clock() -> dict[str, str]:
-    """The mean clock of the cores now, where the system tells it."""
+    """Return the current mean clock of the cores, if the system exposes it."""
     try:
         clock = psutil.cpu_freq()
     except (OSError, NotImplementedError, RuntimeError):

@@ -1,4 +1,4 @@
-"""How busy the machine is, sampled by a thread of its own."""
+"""Sample the load of the machine in a background thread."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
 import psutil
+import torch
 
+from microtome.devices.base import backend_of
 from microtome.devices.nvidia import Gpu
 from microtome.errors import SensorFailed, said
 
-#: The time between two samples. CPU times are counted in hundredths of a second, so more often would be noise.
+#: The sampling period. The system counts CPU times in hundredths of a second, so a shorter one would be noise.
 EVERY_S = 0.05
 
 T = TypeVar("T")
@@ -22,7 +24,7 @@ QUANTITIES = ("cpu", "gpu", "memory", "gpu_memory", "watts")
 
 
 class Sample(NamedTuple):
-    """What was read at the end of an interval; parts from 0 to 1, watts; None where it cannot be read."""
+    """The readings at the end of an interval: fractions from 0 to 1, and watts; None if not readable."""
 
     begin_s: float
     end_s: float
@@ -34,19 +36,19 @@ class Sample(NamedTuple):
 
 
 class LoadSampler:
-    """Samples while the block runs, at a fixed rate; the thread ends with the block.
+    """Samples at a fixed rate during a `with` block.
 
     Args:
-        device: The CUDA device to look at; None where there is none.
-        watts: Reads the power drawn, where there is no such device; None where nothing can.
+        device: The accelerator to sample, if any.
+        watts: Reads the power drawn, if there is no accelerator and a sensor exists.
 
     Attributes:
-        samples: Those so far.
-        rss_peak_bytes: The most that the process held of the machine's memory.
-        missing: Why a quantity is not read, by its name.
+        samples: The samples so far.
+        rss_peak_bytes: The peak resident memory of the process.
+        missing: The reason why a quantity is not read, by name.
     """
 
-    def __init__(self, device: int | None = None, watts: Callable[[], float] | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, watts: Callable[[], float] | None = None) -> None:
         self.samples: list[Sample] = []
         self.missing: dict[str, str] = {}
         self._process = psutil.Process()
@@ -62,9 +64,9 @@ class LoadSampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="microtome-load", daemon=True)
 
-    def _open(self, device: int) -> None:
+    def _open(self, device: torch.device) -> None:
         try:
-            self._gpu = Gpu(device)
+            self._gpu = backend_of(device).driver(device)
             self._watts = self._gpu.watts
         except SensorFailed as error:
             self.missing |= dict.fromkeys(("gpu", "gpu_memory", "watts"), str(error))
@@ -88,7 +90,7 @@ class LoadSampler:
         while not self._stop.wait(EVERY_S):
             self._note_rss()
             cpu, memory = psutil.cpu_percent() / 100, psutil.virtual_memory().percent / 100
-            used = None if self._gpu is None else self._read(self._gpu.utilisation, "gpu", "gpu_memory")
+            used = None if self._gpu is None else self._read(self._gpu.utilization, "gpu", "gpu_memory")
             gpu, gpu_memory = used or (None, None)
             watts = self._read(self._watts, "watts")
             now = perf_counter()
@@ -99,7 +101,7 @@ class LoadSampler:
         self.rss_peak_bytes = max(self.rss_peak_bytes, self._process.memory_info().rss)
 
     def _read(self, read: Callable[[], T] | None, *names: str) -> T | None:
-        """What it says; the first failure is kept and ends it."""
+        """Read a quantity; the first failure is kept as the reason and ends its readings."""
         if read is None or self.missing.keys() & names:
             return None
         try:

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of a GPU: its clocks, what holds them back, how busy it is."""
+"""Read clocks, throttling, utilization and power of a GPU from NVIDIA's driver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from microtome.errors import SensorFailed, said
 
-#: What is said of a GPU whose clocks are held back, by the name that NVML gives each reason.
+#: Descriptions of NVML's throttling reasons.
 _REASONS = {
     "SwPowerCap": "power limit",
     "HwSlowdown": "hardware slowdown",
@@ -22,10 +22,10 @@ _REASONS = {
 
 
 class Gpu:
-    """One GPU of torch's, in NVML.
+    """A CUDA device of torch in NVML.
 
     Raises:
-        SensorFailed: It cannot be asked.
+        SensorFailed: NVML is not available.
     """
 
     def __init__(self, index: int) -> None:
@@ -41,7 +41,7 @@ class Gpu:
             self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
         except Exception as error:
             self.close()
-            raise SensorFailed(f"GPU {index} cannot be asked: {said(error)}") from error
+            raise SensorFailed(f"cannot query GPU {index}: {said(error)}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -54,41 +54,41 @@ class Gpu:
             self._open = False
             self._nvml.nvmlShutdown()
 
-    def ask(self, question: str, *details: Any) -> Any:
+    def query(self, function: str, *args: Any) -> Any:
         try:
-            return getattr(self._nvml, question)(self._handle, *details)
+            return getattr(self._nvml, function)(self._handle, *args)
         except (self._nvml.NVMLError, AttributeError) as error:
-            raise SensorFailed(f"the GPU did not answer {question}: {said(error)}") from error
+            raise SensorFailed(f"{function} of the GPU failed: {said(error)}") from error
 
-    def utilisation(self) -> tuple[float, float]:
-        """The part of the time in which kernels ran, as of the driver's last period; the part of memory in use."""
-        memory = self.ask("nvmlDeviceGetMemoryInfo")
-        return self.ask("nvmlDeviceGetUtilizationRates").gpu / 100, memory.used / memory.total
+    def utilization(self) -> tuple[float, float]:
+        """Return the fraction of time in which kernels ran, in the driver's last period, and of memory in use."""
+        memory = self.query("nvmlDeviceGetMemoryInfo")
+        return self.query("nvmlDeviceGetUtilizationRates").gpu / 100, memory.used / memory.total
 
     def watts(self) -> float:
-        return float(self.ask("nvmlDeviceGetPowerUsage")) / 1000
+        return float(self.query("nvmlDeviceGetPowerUsage")) / 1000
 
     def state(self) -> dict[str, str]:
-        """Its clocks now, what holds them back, and the driver, in words; without what it does not tell."""
-        questions = {
+        """Describe the driver, and the current clocks and throttling, as far as the driver exposes them."""
+        queries = {
             "driver": lambda: self._nvml.nvmlSystemGetDriverVersion(),
             "gpu_clock": lambda: f"{self._clock('NVML_CLOCK_SM')} MHz",
             "gpu_memory_clock": lambda: f"{self._clock('NVML_CLOCK_MEM')} MHz",
-            "gpu_temperature": lambda: f"{self.ask('nvmlDeviceGetTemperature', 0)} C",
-            "gpu_power_limit": lambda: f"{self.ask('nvmlDeviceGetEnforcedPowerLimit') / 1000:g} W",
+            "gpu_temperature": lambda: f"{self.query('nvmlDeviceGetTemperature', 0)} C",
+            "gpu_power_limit": lambda: f"{self.query('nvmlDeviceGetEnforcedPowerLimit') / 1000:g} W",
             "gpu_throttling": self.throttling,
         }
         found: dict[str, str] = {}
-        for name, question in questions.items():
+        for name, query in queries.items():
             try:
-                found[name] = question()
+                found[name] = query()
             except (SensorFailed, self._nvml.NVMLError):
                 continue
         return found
 
     def throttling(self) -> str:
-        """What holds its clocks back now, or `none`."""
-        bits = self.ask("nvmlDeviceGetCurrentClocksEventReasons")
+        """Return the reasons for reduced clocks, or `none`."""
+        bits = self.query("nvmlDeviceGetCurrentClocksEventReasons")
         reasons = (
             text for name, text in _REASONS.items() if bits & getattr(self._nvml, f"nvmlClocksEventReason{name}")
         )
@@ -96,4 +96,4 @@ class Gpu:
 
     def _clock(self, kind: str) -> str:
         which = getattr(self._nvml, kind)
-        return f"{self.ask('nvmlDeviceGetClockInfo', which)} of {self.ask('nvmlDeviceGetMaxClockInfo', which)}"
+        return f"{self.query('nvmlDeviceGetClockInfo', which)} of {self.query('nvmlDeviceGetMaxClockInfo', which)}"

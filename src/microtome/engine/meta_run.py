@@ -27,7 +27,7 @@ from microtome.engine.function_caches import keep_closures, replace_caches
 from microtome.engine.modes import Modes
 from microtome.engine.module_index import refuse_script
 from microtome.engine.placement import stand_for
-from microtome.engine.pytree import attributes_of, dict_of, gpus_in, tensors_in
+from microtome.engine.pytree import attributes_of, dict_of, accelerators_in, tensors_in
 from microtome.engine.random_states import keep_random_states
 from microtome.engine.selectors import named
 from microtome.engine.signals import finish, uninterrupted
@@ -70,7 +70,7 @@ def stand_in(
             stack.callback(_enable_collector)
         classes = {cls for module in modules for cls in type(module).__mro__ if not cls.__module__.startswith(_NOT_OWN)}
         given = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
-        stack.enter_context(keep_random_states(classes, gpus_in(given) if stand == "real" else ()))
+        stack.enter_context(keep_random_states(classes, accelerators_in(given) if stand == "real" else ()))
         if stand == "meta":
             stack.enter_context(stand_for(given))
         tensors = _keep(modules, classes, stack)

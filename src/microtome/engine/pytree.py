@@ -11,8 +11,9 @@ from functools import cache
 from types import FunctionType, MemberDescriptorType
 from typing import Any
 
-from torch import Size, Tensor, UntypedStorage, dtype, layout, memory_format, nn, strided
+from torch import Size, Tensor, UntypedStorage, device, dtype, layout, memory_format, nn, strided
 
+from microtome.devices.base import accelerators_of
 from microtome.errors import Unsupported
 
 
@@ -43,9 +44,9 @@ def occurrences_in(value: Any, above: tuple[int, ...] = ()) -> Iterator[Tensor]:
             yield from occurrences_in(part, (*above, id(value)))
 
 
-def gpus_in(value: Any) -> list[int]:
-    """The CUDA devices on which tensors in a value lie, by their numbers."""
-    return sorted({tensor.device.index for tensor in tensors_in(value) if tensor.is_cuda})
+def accelerators_in(value: Any) -> list[device]:
+    """Return the devices of the tensors in a value other than the CPU, in order."""
+    return accelerators_of(tensors_in(value))
 
 
 def parts_of(value: Any) -> list[Any]:

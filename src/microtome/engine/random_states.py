@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from microtome.devices.base import default_generators
 from microtome.engine.code_references import globals_of
 from microtome.engine.pytree import read
 
@@ -51,14 +52,14 @@ def note_draw(output: Any, arguments: Iterable[Any]) -> None:
 
 
 @contextmanager
-def keep_random_states(classes: Iterable[type], gpus: Iterable[int]) -> Iterator[None]:
+def keep_random_states(classes: Iterable[type], devices: Iterable[torch.device]) -> Iterator[None]:
     """Restore, after the block, the states of torch, `random` and numpy that the run in the block drew from.
 
     Without other threads, every state that changed is restored. With others, a state of torch is restored if an
     operator of this thread drew from it, or nobody saw the operators; those of `random` and numpy if they changed and
     the model's code refers to them.
     """
-    generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)]
+    generators = default_generators(devices)
     before = [(generator, generator.get_state(), generator.initial_seed()) for generator in generators]
     python = random.getstate()
     numpy = sys.modules.get("numpy")

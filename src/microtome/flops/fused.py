@@ -1,4 +1,4 @@
-"""Functions that run as one kernel on one device and as many on another: counted as what they compute, on all."""
+"""Formulas of composite operators, which run as one kernel on one device and as several on another."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn import functional as F  # noqa: N812
 
 from microtome.flops.elementwise import rms_norm
 from microtome.flops.matmul import attention, attention_backward
-from microtome.flops.registry import NOTHING, OpCost
+from microtome.flops.registry import NOTHING, OpCost, evaluate, first, registered
 
 
-class Costs(NamedTuple):
-    """What a function and its backward do, from the arguments of the function and from what it returned."""
+class CompositeFormulas(NamedTuple):
+    """The formulas of a composite operator and of its backward, both of the operator's arguments and output."""
 
     forward: Callable[..., OpCost]
     backward: Callable[..., OpCost]
@@ -25,7 +25,7 @@ class Costs(NamedTuple):
 
 
 class AttentionArguments(NamedTuple):
-    """The arguments of `scaled_dot_product_attention`, by their names."""
+    """The arguments of `scaled_dot_product_attention`."""
 
     query: Tensor
     key: Tensor
@@ -37,39 +37,39 @@ class AttentionArguments(NamedTuple):
     enable_gqa: bool = False
 
     def shapes(self, out: Tensor) -> tuple[Any, Any, Any]:
-        """Of queries, keys and values; there are as many queries as outputs, where some are broadcast."""
+        """Return the shapes of queries, keys and values; broadcast queries are as many as outputs."""
         return (*out.shape[:-1], self.query.shape[-1]), self.key.shape, self.value.shape
 
 
 def _attention(*args: Any, out: Tensor, **kwargs: Any) -> OpCost:
-    given = AttentionArguments(*args, **kwargs)
-    scores = 6 + (given.attn_mask is not None) + (2 if given.dropout_p else 0)
-    return attention(*given.shapes(out), scores=scores)
+    arguments = AttentionArguments(*args, **kwargs)
+    scores = 6 + (arguments.attn_mask is not None) + (2 if arguments.dropout_p else 0)
+    return attention(*arguments.shapes(out), scores=scores)
 
 
 def _attention_backward(*args: Any, out: Tensor, **kwargs: Any) -> OpCost:
-    """Through the softmax (4), the scale (1) and the dropout (1)."""
-    given = AttentionArguments(*args, **kwargs)
-    query, key, value, mask = given[:4]
-    needed = query.requires_grad, key.requires_grad, value.requires_grad
-    scores = 5 + (1 if given.dropout_p else 0)
-    work = attention_backward(*given.shapes(out), needed, scores=scores)
-    if mask is not None and mask.requires_grad and not (needed[0] or needed[1]):
-        each = out.numel() // value.shape[-1] * key.shape[-2]
-        work = work.plus(OpCost(each * value.shape[-1], each, scores * each))
-    return work
+    """Count the backward through the softmax (4), the scale (1) and the dropout (1)."""
+    arguments = AttentionArguments(*args, **kwargs)
+    query, key, value, mask = arguments[:4]
+    needs_grad = query.requires_grad, key.requires_grad, value.requires_grad
+    scores = 5 + (1 if arguments.dropout_p else 0)
+    cost = attention_backward(*arguments.shapes(out), needs_grad, scores=scores)
+    if mask is not None and mask.requires_grad and not (needs_grad[0] or needs_grad[1]):
+        elements = out.numel() // value.shape[-1] * key.shape[-2]
+        cost = cost.plus(OpCost(elements * value.shape[-1], elements, scores * elements))
+    return cost
 
 
 # -- recurrent layers --------------------------------------------------------------------------------------------------
 
 
 class _Layers(NamedTuple):
-    """The parts of a recurrent layer that its cost depends on.
+    """The parts of a recurrent layer that determine its cost.
 
     Attributes:
-        state: The first state; one row for each sequence.
-        weights: Layer after layer and in each direction after direction: a matrix for the input, one for the state, of
-            an LSTM that shrinks its state one for that; and biases.
+        state: The initial state; one row for each sequence.
+        weights: For each layer and direction: a matrix for the input, one for the state, one for the projection of an
+            LSTM with `proj_size`; and biases.
     """
 
     kind: str
@@ -81,17 +81,17 @@ class _Layers(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many steps are made, over all sequences."""
+        """The number of steps over all sequences."""
         return self.x.numel() // self.x.shape[-1]
 
     @property
     def starts(self) -> int:
-        """How many sequences there are."""
+        """The number of sequences."""
         return self.state.numel() // self.state.shape[-1] // (self.state.shape[0] if self.state.dim() == 3 else 1)
 
     @property
     def matrices(self) -> list[list[Tensor]]:
-        """The matrices of each layer and direction. Each is applied once to each token."""
+        """The matrices of each layer and direction; each multiplies every token once."""
         every = [weight for weight in self.weights if weight.dim() == 2]
         rows, columns = every[1].shape
         each = 3 if self.kind == "lstm" and columns * _GATES["lstm"] != rows else 2
@@ -110,10 +110,10 @@ _PACKED = ("data", "batch_sizes", *_SEQUENCE[1:-1])
 
 def _layers(kind: str, *args: Any, **kwargs: Any) -> _Layers:
     names = _PACKED if "data" in kwargs or (len(args) > 3 and not isinstance(args[3], bool)) else _SEQUENCE
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    state = given["hx"] if isinstance(given["hx"], Tensor) else given["hx"][0]
-    both, dropout = 2 if given["bidirectional"] else 1, given["dropout"] if given["train"] else 0
-    return _Layers(kind, given[names[0]], state, given["params"], both, dropout)
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    state = arguments["hx"] if isinstance(arguments["hx"], Tensor) else arguments["hx"][0]
+    directions, dropout = 2 if arguments["bidirectional"] else 1, arguments["dropout"] if arguments["train"] else 0
+    return _Layers(kind, arguments[names[0]], state, arguments["params"], directions, dropout)
 
 
 def _cell(
@@ -136,28 +136,28 @@ def _recurrent(layers: _Layers) -> OpCost:
     other += _STATE[layers.kind] * sum(matrix.shape[0] // _GATES[layers.kind] for matrix in inputs)
     if layers.dropout:
         other += 2 * sum(matrix.shape[1] for matrix in inputs[layers.directions :: layers.directions])
-    work = OpCost(sum(matrix.numel() for matrix in every), sum(matrix.shape[0] for matrix in every), other)
-    return OpCost(*(layers.tokens * count for count in work))
+    step = OpCost(sum(matrix.numel() for matrix in every), sum(matrix.shape[0] for matrix in every), other)
+    return OpCost(*(layers.tokens * count for count in step))
 
 
 def _recurrent_backward(layers: _Layers) -> OpCost:
-    """The gradient of each matrix, and of what it was applied to, each take what the forward took.
+    """Count the forward's products for the gradient of each matrix, and again for that of its operand.
 
-    But not that of an input or of a first state that asks for none. What else the forward does is counted twice.
+    An input or initial state that requires no gradient is left out. Other operations are counted twice.
     """
     tokens = layers.tokens
     macs = sums = 0
     for at, (to_input, *to_state) in enumerate(layers.matrices):
-        asked = at >= layers.directions or layers.x.requires_grad
-        applied = [tokens if asked else 0, tokens if layers.state.requires_grad else tokens - layers.starts, tokens]
-        for matrix, times in zip((to_input, *to_state), applied, strict=False):
+        needs_grad = at >= layers.directions or layers.x.requires_grad
+        steps = [tokens if needs_grad else 0, tokens if layers.state.requires_grad else tokens - layers.starts, tokens]
+        for matrix, times in zip((to_input, *to_state), steps, strict=False):
             macs += matrix.numel() * (times + (tokens if matrix.requires_grad else 0))
             sums += matrix.shape[1] * times + (matrix.numel() if matrix.requires_grad else 0)
     return OpCost(macs, sums, 2 * _recurrent(layers).other)
 
 
-def _recurrent_costs(kind: str, read: Callable[..., _Layers]) -> Costs:
-    return Costs(
+def _recurrent_costs(kind: str, read: Callable[..., _Layers]) -> CompositeFormulas:
+    return CompositeFormulas(
         lambda *args, out, **kwargs: _recurrent(read(kind, *args, **kwargs)),
         lambda *args, out, **kwargs: _recurrent_backward(read(kind, *args, **kwargs)),
     )
@@ -165,17 +165,17 @@ def _recurrent_costs(kind: str, read: Callable[..., _Layers]) -> Costs:
 
 # -- norms -------------------------------------------------------------------------------------------------------------
 
-_RMS = Costs(
+_RMS = CompositeFormulas(
     lambda *args, out, **kwargs: OpCost(other=rms_norm(*args, **kwargs, out=out)),
     lambda *args, out, **kwargs: OpCost(other=2 * rms_norm(*args, **kwargs, out=out)),
 )
 
-#: Choosing elements costs nothing, in whichever way: by comparing, by scattering.
-_FREE = Costs(lambda *_, out, **__: NOTHING, lambda *_, out, **__: NOTHING)
+#: Selecting elements is free, whether by comparison or by scattering.
+_FREE = CompositeFormulas(lambda *_, out, **__: NOTHING, lambda *_, out, **__: NOTHING)
 
-_ATTENTION = Costs(_attention, _attention_backward)
+_ATTENTION = CompositeFormulas(_attention, _attention_backward)
 
-WHOLE: dict[Callable[..., Any], Costs] = {
+WHOLE: dict[Callable[..., Any], CompositeFormulas] = {
     F.scaled_dot_product_attention: _ATTENTION,
     torch.ops.aten.scaled_dot_product_attention: _ATTENTION,
     torch.ops.aten.scaled_dot_product_attention.default: _ATTENTION,
@@ -191,3 +191,12 @@ WHOLE: dict[Callable[..., Any], Costs] = {
     torch.rms_norm: _RMS,
     F.one_hot: _FREE,
 }
+
+
+def composite_costs(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> tuple[OpCost | None, OpCost | None]:
+    """Return the costs of a composite operator and of its backward; None where no formula is known."""
+    formulas = registered(function) or WHOLE[function].forward, WHOLE[function].backward
+    forward, backward = (evaluate(formula, function, args, kwargs, first(out)) for formula in formulas)
+    return forward, backward

@@ -1,4 +1,4 @@
-"""What an operator does, as numbers, and the register of formulas that say so."""
+"""The cost of an operator, and the registry of formulas that compute it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from microtome.errors import BadFormula, NoMatch, said
 
 
 class OpCost(NamedTuple):
-    """What one run of an operator does.
+    """The cost of one run of an operator.
 
     Attributes:
         macs: Multiply-accumulates: a product, and its addition to a sum.
-        sums: How many sums these make. Each begins with its first product, so it takes one addition less.
+        sums: The number of these sums. Each begins with its first product, so it takes one addition less.
         other: All other operations, one for each element that a function is applied to.
     """
 
@@ -48,23 +48,23 @@ _found: dict[Any, Formula | None] = {}
 
 
 def register_formula(op: OpOverload | OpOverloadPacket | str, formula: Formula) -> None:
-    """Say what an operator costs that microtome does not know, or knows otherwise.
+    """Register the formula of an operator without one, or replace it.
 
     Args:
         op: `torch.ops.mylib.scan`, one of its overloads, or its name, `"mylib::scan"`.
-        formula: Takes what the operator takes, and what it returned as `out`; returns a `OpCost`, or the number of its
-            operations where none is a multiply-accumulate.
+        formula: Takes the arguments of the operator, and its output as `out`; returns an `OpCost`, or the number of
+            operations if none is a multiply-accumulate.
 
     >>> from torch import ops
     >>> register_formula(ops.aten.frac, lambda x, *, out: 2 * out.numel())
-    >>> work_of(ops.aten.frac.default, (torch.ones(3),), {}, torch.ones(3))
-    Work(macs=0, sums=0, other=6)
+    >>> cost_of(ops.aten.frac.default, (torch.ones(3),), {}, torch.ones(3))
+    OpCost(macs=0, sums=0, other=6)
     >>> del _registered[ops.aten.frac]; _found.clear()
     """
     if not callable(formula):
-        raise BadFormula(f"a formula is a function of the operator's arguments, got {type(formula).__name__}")
+        raise BadFormula(f"expected a formula as a function of the operator's arguments, got {type(formula).__name__}")
     if not isinstance(op, OpOverload | OpOverloadPacket | HigherOrderOperator | str):
-        raise BadFormula(f"a formula is for an operator, such as torch.ops.mylib.scan, got {op!r}")
+        raise BadFormula(f"expected an operator, such as torch.ops.mylib.scan, got {op!r}")
     _registered[_packet(op) if isinstance(op, str) else op] = formula
     _found.clear()
 
@@ -73,12 +73,12 @@ def _packet(name: str) -> OpOverloadPacket:
     namespace, _, rest = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), rest, None) if rest else None
     if not isinstance(packet, OpOverloadPacket):
-        raise NoMatch(f"torch has no operator {name!r}: write it as 'mylib::scan', after it is defined")
+        raise NoMatch(f"expected an operator as 'mylib::scan', after its definition, got {name!r}")
     return packet
 
 
 def formula(*names: str) -> Callable[[Formula], Formula]:
-    """Register one of our own formulas: aten's operators by their name alone, others as `namespace::name`."""
+    """Register a built-in formula: aten's operators by their name alone, others as `namespace::name`."""
 
     def register(function: Formula) -> Formula:
         for name in names:
@@ -89,32 +89,32 @@ def formula(*names: str) -> Callable[[Formula], Formula]:
     return register
 
 
-def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost | None:
-    """What a run of an operator did; None if that is not known."""
+def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost | None:
+    """Return the cost of a run of an operator; None if no formula is known."""
     try:
         found = _found[func]
     except KeyError:
         found = _found[func] = _find(func)
-    return None if found is None else work_by(found, func, args, kwargs, out)
+    return None if found is None else evaluate(found, func, args, kwargs, out)
 
 
-def work_by(formula: Formula, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost | None:
-    """What a formula says."""
+def evaluate(formula: Formula, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost | None:
+    """Evaluate a formula; None if a built-in one does not handle these arguments."""
     try:
-        work = formula(*args, **{**kwargs, "out": out})
+        cost = formula(*args, **{**kwargs, "out": out})
     except Exception as error:
         if func not in _registered and registered(func) is None:
-            return None  # arguments that our formula did not foresee: not known, and so listed
+            return None  # so that the operator is listed as unknown
         raise BadFormula(f"the formula of {func} failed: {said(error)}") from error
-    if work.__class__ is OpCost:
-        return work
-    if work.__class__ is not int or work < 0:
-        raise BadFormula(f"the formula of {func} gave {work!r}: a Work or a count of operations was expected")
-    return OpCost(0, 0, work)
+    if cost.__class__ is OpCost:
+        return cost
+    if cost.__class__ is not int or cost < 0:
+        raise BadFormula(f"the formula of {func}: expected an OpCost or a number of operations, got {cost!r}")
+    return OpCost(0, 0, cost)
 
 
 def registered(function: Any) -> Formula | None:
-    """What a user registered for an operator, or for the operator of a function that is shown whole."""
+    """Return the formula that a user registered for an operator or a composite operator."""
     if isinstance(function, OpOverload):
         return _registered.get(function.overloadpacket)
     packet = getattr(torch.ops.aten, function.__name__, None)
@@ -122,7 +122,7 @@ def registered(function: Any) -> Formula | None:
 
 
 def _find(func: Any) -> Formula | None:
-    """The formula of an operator. One that is told where to write its output is as the one that is not."""
+    """Find the formula of an operator; an `out=` overload has that of the overload without."""
     formula = _find_any(func)
     if formula is None or not isinstance(func, OpOverload):
         return formula
@@ -150,7 +150,7 @@ def _find_any(func: Any) -> Formula | None:
 
 
 def _of_torch(packet: Any) -> Formula | None:
-    """The formula that torch's own counter has, which gives two FLOPs for each multiply-accumulate."""
+    """Return the formula of torch's own counter, which counts two FLOPs for each multiply-accumulate."""
     from torch.utils.flop_counter import flop_registry  # slow to import, seldom needed
 
     known = flop_registry.get(packet)
@@ -179,10 +179,10 @@ def _by_tags(func: OpOverload, name: str) -> Formula | None:
 
 
 def first(out: Any) -> Tensor:
-    """The first tensor of what an operator returned."""
+    """Return the first tensor of an operator's output."""
     return out if isinstance(out, Tensor) else next(item for item in out if isinstance(item, Tensor))
 
 
 def op_name(func: Any) -> str:
-    """The name of an operator without its overload."""
+    """Return the name of an operator without its overload."""
     return func.overloadpacket.__name__ if isinstance(func, OpOverload) else func.__name__

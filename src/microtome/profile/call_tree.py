@@ -1,4 +1,4 @@
-"""Which call lies in which, by index."""
+"""The tree of measured calls, by index."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from microtome.results.rows import Row
 
 
 class CallTree:
-    """The calls of a profile that are looked at when it is measured.
+    """The measured calls of a profile.
 
     Args:
-        depth: How deep to look. A module that runs deeper too is looked at there as well.
+        depth: The maximum depth. A module that also runs deeper is measured there as well.
 
     Attributes:
         rows: The rows of the calls, in the order they begin.
         at: The index of each in all rows of the profile.
         paths: The paths of their modules.
-        parents: Of each call, the index of the nearest that contains it; None for the root.
-        addresses: The index of the call at each `Call.address`, or of the nearest that contains that.
+        parents: The index of the nearest measured call that contains each; None for the root.
+        addresses: The index of the call at each `Call.address`, or of the nearest measured call that contains it.
     """
 
     def __init__(self, rows: Sequence[Row], depth: int | None = None) -> None:
@@ -47,39 +47,39 @@ class CallTree:
         return [unnumbered(row.address) for row in self.rows]
 
     def leaves(self) -> list[int]:
-        """The calls that no other of them lies in."""
-        above = set(self.parents)
-        return [index for index in range(len(self)) if index not in above]
+        """Return the calls without measured calls inside."""
+        parents = set(self.parents)
+        return [index for index in range(len(self)) if index not in parents]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def selector(self) -> Selector | None:
-        """What names their modules; None where those are all that run."""
+        """Return a selector of their modules; None if these are all that run."""
         return None if len(self.addresses) == len(self) else lambda path, _: path in self.paths
 
     def inside(self) -> list[int]:
-        """Of each call, how many calls lie inside it."""
+        """Return the number of calls inside each call."""
         counts = torch.ones(1, len(self), dtype=torch.float64)
         return [int(count) - 1 for count in self.inclusive(counts)[0]]
 
     def stamped(self) -> list[float]:
-        """Of each call, how many others had their time stamps taken when it ended: one that was open, half of them."""
-        above: list[int] = []
+        """Return the number of calls whose time stamps were taken before each call ended; an open call counts half."""
+        depths: list[int] = []
         for parent in self.parents:
-            above.append(0 if parent is None else above[parent] + 1)
-        return [at + inside - above[at] / 2 for at, inside in enumerate(self.inside())]
+            depths.append(0 if parent is None else depths[parent] + 1)
+        return [at + inside - depths[at] / 2 for at, inside in enumerate(self.inside())]
 
     def inclusive(self, own: torch.Tensor) -> torch.Tensor:
-        """From what each call took itself, a row for each pass, what it took with all calls inside it."""
+        """Sum the own amounts of each call and the calls inside it, for each row."""
         columns = list(own.unbind(1))
-        for index in reversed(range(len(self))):  # what is inside a call begins after it
+        for index in reversed(range(len(self))):  # calls inside a call begin after it
             if (parent := self.parents[index]) is not None:
                 columns[parent] = columns[parent] + columns[index]
         return torch.stack(columns, 1)
 
     def own(self, inclusive: Sequence[float]) -> list[float]:
-        """What is left of each without the calls inside it."""
+        """Subtract the amounts of the calls inside from that of each call."""
         own = list(inclusive)
         for index, parent in enumerate(self.parents):
             if parent is not None:
@@ -87,12 +87,12 @@ class CallTree:
         return own
 
     def own_known(self, inclusive: Sequence[float | None]) -> list[float | None]:
-        """The same where some are not known; what is left of those, and of what contains them, is not either."""
+        """Subtract as `own` does; None for unknown amounts, and for the calls that contain them."""
         own = self.own([math.nan if value is None else value for value in inclusive])
         return [None if math.isnan(value) else value for value in own]
 
     def known_sums(self, own: Sequence[float | None]) -> list[float | None]:
-        """What each took with all calls inside it, of what is known; None where nothing is."""
+        """Sum the known amounts of each call and the calls inside it; None if none is known."""
         sums = list(own)
         for index in reversed(range(len(self))):
             parent = self.parents[index]
@@ -101,9 +101,9 @@ class CallTree:
         return sums
 
     def peaks(self, own: Sequence[int]) -> list[int]:
-        """The most of each call and those inside it."""
-        most = list(own)
+        """Return the maximum over each call and the calls inside it."""
+        maxima = list(own)
         for index in reversed(range(len(self))):
             if (parent := self.parents[index]) is not None:
-                most[parent] = max(most[parent], most[index])
-        return most
+                maxima[parent] = max(maxima[parent], maxima[index])
+        return maxima

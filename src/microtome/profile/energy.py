@@ -1,4 +1,4 @@
-"""How much energy each call takes: the whole model's shared by time, each layer replayed alone, or an estimate."""
+"""Measure the energy of each call: the model's energy shared by time, layers replayed one by one, or an estimate."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from microtome.results.spread import Spread
 
 METHODS = {
     "share": "the whole model's energy, shared by time",
-    "replay": "the layer, or one like it, run alone again and again",
+    "replay": "the layer, or an equal one, run repeatedly on its own",
 }
 _IDLE_S = 1.0
-#: A layer is run alone for so many seconds, more where the budget allows it.
-_REPLAY_S, _REPLAY_MOST_S = 1.0, 3.0
+#: The minimum and maximum seconds for which a layer is replayed.
+_REPLAY_S, _MAX_REPLAY_S = 1.0, 3.0
 
 
 @dataclass(frozen=True)
 class EnergyModel:
-    """Coefficients for an estimate of energy, of your own hardware: none are known that hold everywhere.
+    """Coefficients of your hardware for an estimate of energy; none hold in general.
 
     Attributes:
         joules_per_flop: For each floating-point operation.
         joules_per_byte: For each byte that operators read or write.
-        watts: For each second that a call takes; needs the time to be measured.
+        watts: For each second of a call; requires measured times.
     """
 
     joules_per_flop: float = 0.0
@@ -52,30 +52,35 @@ class EnergyModel:
     def __post_init__(self) -> None:
         values = (self.joules_per_flop, self.joules_per_byte, self.watts)
         if not all(map(math.isfinite, values)) or min(values) < 0 or not any(values):
-            raise BadQuery(f"coefficients of energy are 0 or more, and one is above 0, got {self}")
+            raise BadQuery(f"expected coefficients of at least 0, and one above 0, got {self}")
 
     @classmethod
     def parse(cls, text: str) -> EnergyModel:
-        """From a text such as `flop=0.5e-12,byte=20e-12,watts=3`."""
+        """Parse a string such as `flop=0.5e-12,byte=20e-12,watts=3`."""
         names = {"flop": "joules_per_flop", "byte": "joules_per_byte", "watts": "watts"}
-        given: dict[str, float] = {}
+        coefficients: dict[str, float] = {}
         for part in text.split(","):
             name, _, value = part.partition("=")
             try:
-                if names[name.strip()] in given:
-                    raise ValueError("it is there twice")
-                given[names[name.strip()]] = float(value)
+                if names[name.strip()] in coefficients:
+                    raise ValueError("duplicate")
+                coefficients[names[name.strip()]] = float(value)
             except (KeyError, ValueError) as error:
-                raise BadQuery(f"{part!r} is no coefficient: write flop=JOULES, byte=JOULES or watts=W") from error
-        return cls(**given)
+                raise BadQuery(
+                    f"expected a coefficient once each, as flop=JOULES, byte=JOULES or watts=W, got {part!r}"
+                ) from error
+        return cls(**coefficients)
 
 
 @dataclass(frozen=True)
 class Energies:
-    """What each call took itself, in joules; without what is drawn when nothing runs; and how sure that is.
+    """The measured energies of all calls, in joules.
 
     Attributes:
-        spreads: Of each call with all calls inside it.
+        own: The own energy of each call.
+        net: The same above the idle power.
+        spreads: The spread of each call, including the calls inside it.
+        use: How they were measured.
     """
 
     own: list[float | None]
@@ -85,8 +90,8 @@ class Energies:
 
 
 @dataclass(frozen=True)
-class _WholeModel:
-    """A whole pass: its parts of the time, and what is drawn when nothing runs."""
+class _LoopEnergy:
+    """The energy of a loop over a model or a layer, in parts of its duration, and the idle power."""
 
     parts: list[RepeatedWork]
     idle_w: float
@@ -99,30 +104,30 @@ class _WholeModel:
         return sum(part.seconds for part in self.parts) / sum(part.runs for part in self.parts)
 
     def net(self) -> float:
-        """Joules of a pass without what is drawn when nothing runs, the median."""
+        """Return the median joules of a pass above the idle power."""
         return median((part.joules - self.idle_w * part.seconds) / part.runs for part in self.parts)
 
 
 def share(runs: Passes, tree: CallTree, meter: Meter, schedule: Schedule, own_s: Sequence[float]) -> Energies:
-    """The energy of the whole, measured in a plain loop, shared by the time that each call itself takes."""
-    whole = _measure_whole(runs, meter, schedule)
+    """Measure the energy of the model in a loop, and share it by the own time of each call."""
+    whole = _measure_model(runs, meter, schedule)
     spread = whole.spread(METHODS["share"])
-    parts = torch.tensor([own_s], dtype=torch.float64).clamp(min=0)  # a small one may be below, by noise
+    parts = torch.tensor([own_s], dtype=torch.float64).clamp(min=0)  # noise may make a small one negative
     if not parts.sum() > 0:
-        raise SensorFailed("the calls take no time that could be measured, to share the energy by")
+        raise SensorFailed("cannot share the energy by time: no call takes measurable time")
     parts /= parts.sum()
     own = [spread.median * part for part in parts[0].tolist()]
     net_j = whole.net()
     net = [net_j * part for part in parts[0].tolist()]
     use = _use("share", meter, whole, own, net)
-    scaled = [_scaled(spread, part) for part in tree.inclusive(parts)[0].tolist()]
+    scaled = [_scale(spread, part) for part in tree.inclusive(parts)[0].tolist()]
     return Energies(list(own), list(net), list(scaled), use)
 
 
 def estimate(tree: CallTree, model: EnergyModel, own_s: Sequence[float | None], *, backward: bool) -> Energies:
-    """What given coefficients say. None where a count or a time is not known."""
+    """Estimate energies from coefficients; None where a count or a time is unknown."""
     if backward and model.joules_per_byte:
-        raise Unsupported("the bytes that a backward moves are not counted: estimate without it, or without bytes")
+        raise Unsupported("the bytes that a backward moves are not counted: leave out backward, or joules_per_byte")
     flops = tree.own_known([row.flops for row in tree.rows])
     backward_flops = tree.own_known([row.backward_flops if backward else 0 for row in tree.rows])
     moved = tree.own_known([row.moved_bytes for row in tree.rows])
@@ -140,18 +145,18 @@ def estimate(tree: CallTree, model: EnergyModel, own_s: Sequence[float | None], 
     return Energies(own, [None] * len(own), [None] * len(own), use)
 
 
-# -- each layer alone --------------------------------------------------------------------------------------------------
+# -- replaying layers --------------------------------------------------------------------------------------------------
 
 
-class _Alone(NamedTuple):
-    """Joules of a layer that was run alone, and those above idle."""
+class _LayerEnergy(NamedTuple):
+    """The joules of a replayed layer, and those above the idle power."""
 
     spread: Spread
     net_j: float
 
 
 class _ReplayInputs(Probe):
-    """Keeps the arguments of the first call of each kind."""
+    """Captures the arguments of the first call of each kind."""
 
     def __init__(self, kinds: dict[str, Any]) -> None:
         self._kinds = kinds
@@ -166,14 +171,14 @@ class _ReplayInputs(Probe):
 
 
 def replay(runs: Passes, tree: CallTree, meter: Meter, schedule: Schedule, own_s: Sequence[float]) -> Energies:
-    """The energy of each layer, run alone; of layers of the same type, configuration and shapes, one is run.
+    """Measure the energy of each layer on its own, once for layers of the same type, configuration and shapes.
 
-    Those that take the most time come first; for some there may be no time left.
+    Layers that take the most time come first; the budget may not suffice for all.
     """
     if runs.backward:
-        raise Unsupported("a layer is replayed in the forward alone: leave out backward, or energy='replay'")
+        raise Unsupported("layers are replayed in the forward only: leave out backward, or energy='replay'")
     began = perf_counter()
-    whole = _measure_whole(runs, meter, schedule)
+    whole = _measure_model(runs, meter, schedule)
     leaves = {unnumbered(tree.rows[at].address): at for at in tree.leaves()}
     kinds = {address: _kind(tree.rows[at], runs.model) for address, at in leaves.items()}
     capture = _ReplayInputs(kinds)
@@ -182,20 +187,20 @@ def replay(runs: Passes, tree: CallTree, meter: Meter, schedule: Schedule, own_s
     times: dict[Any, float] = {}
     for address, kind in kinds.items():
         times[kind] = times.get(kind, 0.0) + own_s[leaves[address]]
-    found: dict[Any, _Alone | str] = {}
+    results: dict[Any, _LayerEnergy | str] = {}
     for done, kind in enumerate(sorted(times, key=lambda kind: -times[kind])):
-        schedule.tell("replaying layers", done, len(times))
+        schedule.report("replaying layers", done, len(times))
         left = schedule.budget_s - (perf_counter() - began)
-        each = min(max(left / (len(times) - done), _REPLAY_S), _REPLAY_MOST_S)
-        if each > left and found:
-            found[kind] = f"no time was left for it: the budget is {schedule.budget_s:g} s"
+        seconds = min(max(left / (len(times) - done), _REPLAY_S), _MAX_REPLAY_S)
+        if seconds > left and results:
+            results[kind] = f"the budget of {schedule.budget_s:g} s was spent before it"
             continue
-        found[kind] = _alone(runs, capture.layers[kind], meter, each, whole.idle_w)
-    return _replayed(tree, meter, whole, {at: found[kinds[address]] for address, at in leaves.items()})
+        results[kind] = _measure_layer(runs, capture.layers[kind], meter, seconds, whole.idle_w)
+    return _collect_layers(tree, meter, whole, {at: results[kinds[address]] for address, at in leaves.items()})
 
 
 def _kind(row: Row, model: nn.Module) -> Any:
-    """What layers have in common that take the same energy: type, configuration, shapes, and all that is counted."""
+    """Return a key that is equal for layers of equal energy: type, configuration, shapes and counts."""
     module = model.get_submodule(row.path)
     shapes = tuple((tensor.shape, tensor.dtype) for tensor in (*row.inputs, *row.outputs))
     weights = tuple((tuple(p.shape), p.dtype) for p in (*module.parameters(), *module.buffers()))
@@ -207,53 +212,57 @@ def _kind(row: Row, model: nn.Module) -> Any:
     return type(module), str(module), settings, shapes, weights, counts
 
 
-def _alone(runs: Passes, layer: tuple[Any, ...], meter: Meter, seconds: float, idle_w: float) -> _Alone | str:
-    """Joules of a run of the layer, and those above idle, or why they are not known."""
+def _measure_layer(
+    runs: Passes, layer: tuple[Any, ...], meter: Meter, seconds: float, idle_w: float
+) -> _LayerEnergy | str:
+    """Return the joules of a run of the layer, or the reason why they are unknown."""
     module, args, kwargs = layer
-    given = Inputs(*args, **kwargs)
+    inputs = Inputs(*args, **kwargs)
     try:
-        parts = metered(meter, _looped(lambda: given.run(module), runs.wait), seconds=seconds)
+        parts = metered(meter, _loop(lambda: inputs.run(module), runs.synchronize), seconds=seconds)
     except SensorFailed:
         raise
-    except Exception as error:  # noqa: BLE001  a layer that cannot be run alone says so in its own way
-        return f"it does not run alone: {said(error)}"
-    alone = _WholeModel(parts, idle_w)
-    return _Alone(alone.spread(METHODS["replay"]), alone.net())
+    except Exception as error:  # noqa: BLE001  a layer that cannot run on its own may raise anything
+        return f"it does not run on its own: {said(error)}"
+    loop = _LoopEnergy(parts, idle_w)
+    return _LayerEnergy(loop.spread(METHODS["replay"]), loop.net())
 
 
-def _replayed(tree: CallTree, meter: Meter, whole: _WholeModel, found: dict[int, _Alone | str]) -> Energies:
+def _collect_layers(
+    tree: CallTree, meter: Meter, whole: _LoopEnergy, results: dict[int, _LayerEnergy | str]
+) -> Energies:
     own: list[float | None] = [None] * len(tree)
     net: list[float | None] = [None] * len(tree)
-    of_calls: list[Spread | None] = [None] * len(tree)
-    why: dict[str, str] = {}
-    for at, result in found.items():
+    call_spreads: list[Spread | None] = [None] * len(tree)
+    reasons: dict[str, str] = {}
+    for at, result in results.items():
         if isinstance(result, str):
-            why[tree.rows[at].address] = result
+            reasons[tree.rows[at].address] = result
             continue
-        of_calls[at], net[at] = result
+        call_spreads[at], net[at] = result
         own[at] = result.spread.median
-    return Energies(own, net, of_calls, _use("replay", meter, whole, own, net, why))
+    return Energies(own, net, call_spreads, _use("replay", meter, whole, own, net, reasons))
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+# -- the whole model ---------------------------------------------------------------------------------------------------
 
 
-def _measure_whole(runs: Passes, meter: Meter, schedule: Schedule) -> _WholeModel:
-    """First nothing, then the model, in a loop."""
-    schedule.tell("measuring idle power", 0, 2)
-    runs.wait()
+def _measure_model(runs: Passes, meter: Meter, schedule: Schedule) -> _LoopEnergy:
+    """Measure the idle power, then the energy of the model in a loop."""
+    schedule.report("measuring idle power", 0, 2)
+    runs.synchronize()
     idle = metered(meter, lambda count: sleep(0.02 * count), seconds=min(_IDLE_S, schedule.budget_s / 4))
-    schedule.tell("measuring the energy of the model", 1, 2)
-    parts = metered(meter, _looped(runs.again, runs.wait), seconds=min(schedule.budget_s / 4, 5.0))
-    return _WholeModel(parts, sum(part.joules for part in idle) / sum(part.seconds for part in idle))
+    schedule.report("measuring the energy of the model", 1, 2)
+    parts = metered(meter, _loop(runs.once_async, runs.synchronize), seconds=min(schedule.budget_s / 4, 5.0))
+    return _LoopEnergy(parts, sum(part.joules for part in idle) / sum(part.seconds for part in idle))
 
 
-def _looped(run: Callable[[], object], wait: Callable[[], object]) -> Callable[[int], None]:
+def _loop(run: Callable[[], object], synchronize: Callable[[], object]) -> Callable[[int], None]:
     def work(count: int) -> None:
         for _ in range(count):
             run()
-        wait()
-        gc.collect(0)  # cycles that hold tensors would pile up
+        synchronize()
+        gc.collect(0)  # reference cycles that hold tensors would accumulate
 
     return work
 
@@ -261,10 +270,10 @@ def _looped(run: Callable[[], object], wait: Callable[[], object]) -> Callable[[
 def _use(
     method: str,
     meter: Meter,
-    whole: _WholeModel,
+    whole: _LoopEnergy,
     own: Sequence[float | None],
     net: Sequence[float | None],
-    why: dict[str, str] | None = None,
+    reasons: dict[str, str] | None = None,
 ) -> EnergyUse:
     spread = whole.spread("a plain loop")
     return EnergyUse(
@@ -275,10 +284,10 @@ def _use(
         pass_s=whole.pass_s,
         closure_j=spread.median - sum(joules for joules in own if joules is not None),
         net_closure_j=whole.net() - sum(joules for joules in net if joules is not None),
-        not_replayed=why or {},
+        not_replayed=reasons or {},
     )
 
 
-def _scaled(spread: Spread, by: float) -> Spread:
-    numbers = {name: by * getattr(spread, name) for name in ("median", "q1", "q3", "low", "high")}
+def _scale(spread: Spread, factor: float) -> Spread:
+    numbers = {name: factor * getattr(spread, name) for name in ("median", "q1", "q3", "low", "high")}
     return replace(spread, **numbers)

@@ -1,4 +1,4 @@
-"""How busy the machine is while each call runs."""
+"""Measure the load of the machine while each call runs."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from microtome.profile.repeats import Passes, Schedule
 from microtome.profile.timing import Stopwatch
 from microtome.results.methods import Load, Sampling
 
-#: For so long the passes go on at least, for there to be samples.
-_LEAST_S = 1.0
+#: The minimum duration of the passes, for enough samples.
+_MIN_S = 1.0
 
 
 def sample_load(
     runs: Passes, tree: CallTree, schedule: Schedule, meter: Meter | str | None
 ) -> tuple[list[Load], Sampling]:
-    """The load of each call, and how it was sampled.
+    """Return the load of each call, and how it was sampled.
 
-    A sample is the mean of its interval, and goes to the calls that ran in it, by the time that they overlap. On a GPU
-    these are the calls that the host was at.
+    A sample is the mean over its interval, and is attributed to the calls that ran in it, weighted by their overlap.
+    On an accelerator these are the calls that the host ran.
     """
     watch = Stopwatch(tree.order)
     times: list[torch.Tensor] = []
     with ExitStack() as stack:
-        watts, why = (None, "") if runs.devices else _Watts.open(meter, stack)
+        watts, reason = (None, "") if runs.devices else _PowerReader.open(meter, stack)
         sampler = stack.enter_context(LoadSampler(runs.devices[0] if runs.devices else None, watts))
-        if why:
-            sampler.missing["watts"] = why
+        if reason:
+            sampler.missing["watts"] = reason
         began = perf_counter()
-        while len(times) < schedule.repeat or perf_counter() - began < _LEAST_S:
+        while len(times) < schedule.repeat or perf_counter() - began < _MIN_S:
             elapsed = perf_counter() - began
             if elapsed > schedule.budget_s and len(sampler.samples) > 1:
                 break
-            schedule.tell("sampling the load", min(len(times), schedule.repeat), schedule.repeat)
+            schedule.report("sampling the load", min(len(times), schedule.repeat), schedule.repeat)
             watch.restart()
             with runs.session(watch, tree):
                 runs.once()
@@ -56,24 +56,24 @@ def sample_load(
     return loads, Sampling(every_s, len(samples), len(times), sampler.missing)
 
 
-class _Watts:
-    """The power that a meter sees: what it says, or what its counter moved by since it was last asked."""
+class _PowerReader:
+    """Reads the power from a meter: its reading, or the change of its counter since the last reading."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._last = meter.read()
 
     @classmethod
-    def open(cls, wanted: Meter | str | None, stack: ExitStack) -> tuple[_Watts | None, str]:
-        """It, or why there is none."""
+    def open(cls, requested: Meter | str | None, stack: ExitStack) -> tuple[_PowerReader | None, str]:
+        """Return a reader, or None with the reason."""
         try:
-            meter = pick(wanted)
-            if meter is not wanted:
+            meter = pick(requested)
+            if meter is not requested:
                 stack.callback(meter.close)
             if isinstance(meter, Log):
-                return None, f"{meter.what} is read afterwards, not now"
+                return None, f"{meter.what} can be read only afterwards"
             return cls(meter), ""
-        except Exception as error:  # noqa: BLE001  a meter of somebody's own may raise anything
+        except Exception as error:  # noqa: BLE001  a user's meter may raise anything
             return None, str(error) if isinstance(error, SensorFailed) else said(error)
 
     def __call__(self) -> float:
@@ -82,13 +82,13 @@ class _Watts:
         if now.watts is not None:
             return finite(now.watts, f"a reading of {self._meter.what}")
         if now.joules is None or last.joules is None or now.time_s <= last.time_s:
-            raise SensorFailed(f"{self._meter.what} does not say how much is drawn now")
+            raise SensorFailed(f"{self._meter.what} does not measure the current power")
         drawn = finite(now.joules, f"a reading of {self._meter.what}") - last.joules
         return finite(drawn, f"the step of {self._meter.what}") / (now.time_s - last.time_s)
 
 
 def _mean(samples: list[Sample], name: str, begins: torch.Tensor, ends: torch.Tensor) -> list[float | None]:
-    """The mean of a quantity over the times in which each call ran, one column each."""
+    """Return the mean of a quantity over the times in which each call ran."""
     read = [(sample.begin_s, sample.end_s, value) for sample in samples if (value := getattr(sample, name)) is not None]
     if len(read) < len(samples) or not read:
         return [None] * begins.shape[1]
@@ -96,8 +96,8 @@ def _mean(samples: list[Sample], name: str, begins: torch.Tensor, ends: torch.Te
     steps = torch.tensor([(end - begin) * value for begin, end, value in read], dtype=torch.float64)
     sums = torch.cat([torch.zeros(1, dtype=torch.float64), steps.cumsum(0)])
 
-    def until(times: torch.Tensor) -> torch.Tensor:
-        """The integral from the first edge on."""
+    def integral(times: torch.Tensor) -> torch.Tensor:
+        """Integrate from the first edge to each time."""
         at = times.clamp(edges[0], edges[-1])
         after = torch.searchsorted(edges, at).clamp(1, len(edges) - 1)
         part = (at - edges[after - 1]) / (edges[after] - edges[after - 1])
@@ -105,12 +105,13 @@ def _mean(samples: list[Sample], name: str, begins: torch.Tensor, ends: torch.Te
 
     sampled = (ends.clamp(edges[0], edges[-1]) - begins.clamp(edges[0], edges[-1])).sum(0)
     values = [value for _, _, value in read]
-    means = ((until(ends) - until(begins)).sum(0) / sampled).clamp(min(values), max(values))  # but for rounding
+    means = (integral(ends) - integral(begins)).sum(0) / sampled
+    means = means.clamp(min(values), max(values))  # against rounding
     return [float(mean) if time > 0 else None for mean, time in zip(means, sampled, strict=True)]
 
 
 def _overlapping(samples: list[Sample], begins: torch.Tensor, ends: torch.Tensor) -> list[int]:
-    """How many samples overlap with a run of each call."""
+    """Count the samples that overlap with a run of each call."""
     starts = torch.tensor([sample.begin_s for sample in samples], dtype=torch.float64)
     stops = torch.tensor([sample.end_s for sample in samples], dtype=torch.float64)
     first, last = torch.searchsorted(stops, begins), torch.searchsorted(starts, ends)

@@ -1,35 +1,36 @@
-"""How much memory lives while each operator of a run runs, and what it is when it is the most."""
+"""Compute the live memory over the operators of a run, and the tensors at its peak."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from microtome.results.memory import Alive, Kind, Timeline
 from microtome.results.trace import Trace, Value
 
-#: So many of the largest that live at the peak are named.
-_NAMED = 40
+#: The number of tensors at the peak that are listed, the largest first.
+_LISTED = 40
 
 
 def timeline(trace: Trace, live: Sequence[int]) -> Timeline:
-    """That of a trace, from the bytes that live while each of its operators runs."""
+    """Build the timeline of a trace, from the bytes alive while each of its operators runs."""
     forward = [call for call in trace.calls if call.phase == "forward"]
     rows = {call.address: at for at, call in enumerate(forward)}
     owners = [rows.get(call.address, 0) for call in trace.calls]
     count = len(trace.ops)
-    made = Timeline(
+    without_tensors = Timeline(
         live_bytes=tuple(live[:count]),
         calls=tuple(0 if op.call is None else owners[op.call] for op in trace.ops),
         forward=sum(op.phase == "forward" for op in trace.ops),
         alive=(),
     )
-    if made.peak is None:
-        return made
-    return Timeline(made.live_bytes, made.calls, made.forward, tuple(_alive(trace, made.peak)))
+    if without_tensors.peak is None:
+        return without_tensors
+    return replace(without_tensors, alive=tuple(_alive(trace, without_tensors.peak)))
 
 
 def _alive(trace: Trace, at: int) -> Iterator[Alive]:
-    """What lives while an operator runs."""
+    """Yield the tensors alive while an operator runs, the largest first."""
     first: dict[int, Value] = {}
     for value in trace.values:
         first.setdefault(value.memory, value)
@@ -45,9 +46,9 @@ def _alive(trace: Trace, at: int) -> Iterator[Alive]:
             single.append(Alive(value.origin, _name(trace, value), nbytes))
     single.sort(key=lambda one: -one.nbytes)
     whole = [Alive(kind, "", sum(several), len(several)) for kind, several in sums.items()]
-    if rest := single[_NAMED:]:
+    if rest := single[_LISTED:]:
         whole.append(Alive("rest", "", sum(one.nbytes for one in rest), len(rest)))
-    yield from sorted((*whole, *single[:_NAMED]), key=lambda one: -one.nbytes)
+    yield from sorted((*whole, *single[:_LISTED]), key=lambda one: -one.nbytes)
 
 
 def _name(trace: Trace, value: Value) -> str:

@@ -1,4 +1,4 @@
-"""`profile`: what each call of a model costs."""
+"""Profile the calls of a model: count from a trace, and measure in separate runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from microtome.trace.trace import record
 
 if TYPE_CHECKING:
     from microtome.devices.meters import Meter
-    from microtome.profile.cuda import Way
+    from microtome.flops.conventions.base import Convention
+    from microtome.profile.device import DeviceTimeMethod
     from microtome.profile.energy import EnergyModel
     from microtome.profile.measurement import MeasurementSpec
     from microtome.profile.repeats import Progress
     from microtome.results.profile import Coverage, Profile
     from microtome.results.rows import Row
+    from microtome.results.trace import Trace
+    from microtome.trace.costs import TraceCosts
 
 
 def profile(
@@ -36,31 +39,33 @@ def profile(
     warmup: int | None = None,
     repeat: int = 30,
     budget_s: float = 20.0,
-    device_time: Way = "kernels",
+    device_time: DeviceTimeMethod = "kernels",
     energy: Literal["share", "replay"] | EnergyModel = "share",
     meter: Meter | str | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Say what each call of a model costs: parameters, MACs, FLOPs, bytes. Nothing is computed where it need not be.
+    """Count the parameters, MACs, FLOPs and bytes of each call of a model, and measure more if asked to.
+
+    Counting computes nothing where the model can run on meta or fake tensors.
 
     Args:
-        inputs: A tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
-        backward: Also count the backward of the sum of the outputs, and what is kept in memory for it.
-        convention: What counts as a FLOP: `"microtome"` (twice the MACs, and every other operation), or as
-            `"torchvision"`, `"fvcore"`, `"ptflops"` or `"torchstat"` count.
-        strict: Raise where an operator has no formula, rather than list it in `Profile.coverage`.
+        inputs: A tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
+        backward: Also count the backward of the sum of the outputs, and the memory saved for it.
+        convention: The definition of a FLOP: `"microtome"` (twice the MACs, and every other operation), or that of
+            `"torchvision"`, `"fvcore"`, `"ptflops"` or `"torchstat"`.
+        strict: Raise if an operator has no formula, rather than list it in `Profile.coverage`.
         fake: As for `trace`: True runs on fake tensors; False runs the model as it is.
-        measure: What to measure too, in runs of their own: `"time"`, `"memory"`, `"energy"`, `"load"`, or several.
-        depth: Measure calls down to here in the tree, and nothing below.
-        warmup: How many passes to make before; None: until two in a row take about the same.
-        repeat: How many passes to measure.
-        budget_s: For each thing that is measured: after so many seconds no further pass begins, but three are made.
-        device_time: How the times of a GPU are taken: `"kernels"`, their durations from torch's profiler, or
+        measure: The quantities to measure in separate runs: `"time"`, `"memory"`, `"energy"`, `"load"`, or several.
+        depth: The maximum depth of measured calls in the tree.
+        warmup: The number of passes before; None: until two in a row take about the same time.
+        repeat: The number of measured passes.
+        budget_s: The time for each quantity after which no further pass begins; at least three are made.
+        device_time: The method for times of an accelerator: `"kernels"`, their durations from torch's profiler, or
             `"graph"`, events in a CUDA graph of the forward.
-        energy: `"share"`, the whole model's energy shared by time; `"replay"`, each layer run alone; or an
+        energy: `"share"`, the model's energy shared by time; `"replay"`, each layer run on its own; or an
             `EnergyModel`, whose coefficients make an estimate.
-        meter: What energy is read from: a `Meter`, the name of one, `"csv:FILE"`; None: the first that is there.
-        progress: Told what is being done, how many steps of it are done, and how many there are to be.
+        meter: The source of energy readings: a `Meter`, its name, or `"csv:FILE"`; None: the first available one.
+        progress: Called with the current task, the number of completed steps, and that of all steps.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -72,60 +77,74 @@ def profile(
     >>> [(row.address, row.macs) for row in p.top(2, by="macs")]
     [('layer1.0.conv1', 1179648), ('layer1.0.conv2', 1179648)]
     """
-    from microtome.flops.conventions.base import convention as find
-    from microtome.profile.static import ProfileBuilder  # not before they are needed: see `microtome.profile`
-    from microtome.results.profile import Profile
+    from microtome.flops.conventions.base import convention as find  # imported when needed: see `microtome.profile`
 
-    wish: MeasurementSpec | None = None
+    spec: MeasurementSpec | None = None
     if not isinstance(measure, tuple) or measure:
-        from microtome.profile.measurement import MeasurementSpec, wished
+        from microtome.profile.measurement import MeasurementSpec
         from microtome.profile.repeats import Schedule
 
-        schedule = Schedule(repeat, budget_s, warmup, progress)
-        asked = wished(measure)
-        wish = MeasurementSpec(asked, schedule, depth, device_time, energy, meter) if asked else None
-    given = Inputs.of(inputs)
-    trace, by_module = record(model, given, backward=backward, fake=fake, convention=convention)
-    builder = ProfileBuilder(trace, model, find(convention), by_module, backward=backward)
-    coverage = builder.coverage()
-    if strict and coverage.unknown:
-        raise _not_known(coverage)
-    static = Profile(
+        spec = MeasurementSpec.parse(
+            measure,
+            Schedule(repeat, budget_s, warmup, progress),
+            depth=depth,
+            device_time=device_time,
+            energy=energy,
+            meter=meter,
+            backward=backward,
+        )
+    priced_by = find(convention)
+    run = Inputs.of(inputs)
+    trace, costs = record(model, run, backward=backward, fake=fake)
+    static = profile_trace(trace, costs, model, run, priced_by, backward=backward)
+    if strict and static.coverage.unknown:
+        raise _unknown_op_error(static.coverage)
+    return static if spec is None else _measure(static, model, run, spec)
+
+
+def profile_trace(
+    trace: Trace, costs: TraceCosts, model: nn.Module, inputs: Inputs, convention: Convention, *, backward: bool
+) -> Profile:
+    """Build the profile of a trace in a convention, without running the model."""
+    from microtome.profile.static import ProfileBuilder
+    from microtome.results.profile import Profile
+
+    builder = ProfileBuilder(trace, costs, model, convention, backward=backward)
+    return Profile(
         model=type(model).__name__,
-        inputs=repr(given),
-        convention=convention,
+        inputs=repr(inputs),
+        convention=convention.name,
         how=f"{trace.how.tensor_mode} tensors" + (f" ({trace.how.why})" if trace.how.why else ""),
-        coverage=coverage,
+        coverage=builder.coverage(),
         calls=builder.rows(),
         timeline=builder.timeline(),
         gradients=backward or (torch.is_grad_enabled() and any(one.requires_grad for one in model.parameters())),
     )
-    return static if wish is None else _measured(static, model, given, wish, backward=backward)
 
 
-def _measured(static: Profile, model: nn.Module, inputs: Inputs, wish: MeasurementSpec, *, backward: bool) -> Profile:
-    """The profile with what was wished for."""
+def _measure(static: Profile, model: nn.Module, inputs: Inputs, spec: MeasurementSpec) -> Profile:
+    """Add measurements to a static profile."""
     from microtome.flops.conventions.base import convention as find
     from microtome.profile import measurement
     from microtome.profile.static import ProfileBuilder
 
-    found = measurement.measure(static.calls, model, inputs, wish, backward=backward)
-    if "memory" in wish.measure and found.memory is None:
+    found = measurement.measure(static.calls, model, inputs, spec)
+    if "memory" in spec.measure and found.memory is None:
 
         def real_rows() -> tuple[Row, ...]:
-            run, modules = record(model, inputs, backward=backward, fake=False, convention=static.convention)
-            return ProfileBuilder(run, model, find(static.convention), modules, backward=backward).rows()
+            trace, costs = record(model, inputs, backward=spec.backward, fake=False)
+            return ProfileBuilder(trace, costs, model, find(static.convention), backward=spec.backward).rows()
 
-        measurement.host_memory(found, wish, real_rows)
-    return replace(static, calls=tuple(found.rows), **found.how())
+        measurement.host_memory(found, spec, real_rows)
+    return replace(static, calls=tuple(found.rows), **found.methods())
 
 
-def _not_known(coverage: Coverage) -> Unsupported:
-    listed = "; ".join(
+def _unknown_op_error(coverage: Coverage) -> Unsupported:
+    ops = "; ".join(
         f"{op.name} (in {', '.join(repr(call) for call in op.calls[:3])}{', …' if len(op.calls) > 3 else ''})"
         for op in coverage.unknown
     )
     return Unsupported(
-        f"no formula is known for {listed}: say what it costs with microtome.register_formula(op, formula), "
-        "or leave out strict to have it listed in coverage"
+        f"no formula is known for {ops}: register one with microtome.register_formula(op, formula), "
+        "or leave out strict to list it in coverage"
     )

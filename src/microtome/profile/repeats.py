@@ -1,4 +1,4 @@
-"""Running a model again and again, for measuring: how often, how long, and with nothing left behind."""
+"""Run a model repeatedly for measurements, from the same state each time, and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from microtome.devices.base import Backend, accelerators_of, backend_of
 from microtome.engine import Call, Probe, Session, tensors_in
 from microtome.engine.backward import keep_gradients
 from microtome.engine.meta_run import copy_inputs, stand_in
@@ -23,30 +24,29 @@ from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs
 from microtome.profile.call_tree import CallTree
 
-#: Told what is being done, how many steps of it are done and how many there will be.
+#: Called with the current task, the number of completed steps and that of all steps.
 Progress = Callable[[str, int, int], None]
 
-_WARM_UP_MOST = 20
+_MAX_WARM_UP = 20
 _STABLE = 0.03
-_FEWEST = 3
-_BLOCK = 512
+_MIN_PASSES = 3
 
 
-def whole_number(value: Any, name: str) -> int:
+def to_integer(value: Any, name: str) -> int:
     try:
         return index(value)
     except TypeError as error:
-        raise BadQuery(f"{name} is a whole number, got {value!r}") from error
+        raise BadQuery(f"expected {name} to be an integer, got {value!r}") from error
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many passes to make.
+    """The number of passes.
 
     Attributes:
-        repeat: How many passes are measured.
-        budget_s: After so many seconds no further pass begins; three are made in any case.
-        warmup: How many passes are made before; None: until two in a row take about the same.
+        repeat: The number of measured passes.
+        budget_s: The time after which no further pass begins; at least three are made.
+        warmup: The number of passes before; None: until two in a row take about the same time.
     """
 
     repeat: int = 30
@@ -55,32 +55,32 @@ class Schedule:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        if whole_number(self.repeat, "repeat") < _FEWEST:
-            raise BadQuery(f"a spread needs {_FEWEST} passes or more: repeat is {self.repeat}")
+        object.__setattr__(self, "repeat", to_integer(self.repeat, "repeat"))
+        if self.repeat < _MIN_PASSES:
+            raise BadQuery(f"expected repeat to be at least {_MIN_PASSES}, for a spread, got {self.repeat}")
         if not isinstance(self.budget_s, int | float) or not self.budget_s > 0:
-            raise BadQuery(f"the budget is a time in seconds above 0, got {self.budget_s!r}")
-        if self.warmup is not None and whole_number(self.warmup, "warmup") < 0:
-            raise BadQuery(f"warmup is how many passes are made before, 0 or more, got {self.warmup}")
-        object.__setattr__(self, "repeat", whole_number(self.repeat, "repeat"))
+            raise BadQuery(f"expected budget_s to be above 0 seconds, got {self.budget_s!r}")
         if self.warmup is not None:
-            object.__setattr__(self, "warmup", whole_number(self.warmup, "warmup"))
+            object.__setattr__(self, "warmup", to_integer(self.warmup, "warmup"))
+            if self.warmup < 0:
+                raise BadQuery(f"expected warmup to be 0 passes or more, got {self.warmup}")
 
-    def rounds(self, what: str) -> Iterator[int]:
-        """One for each pass that is to be made."""
+    def rounds(self, task: str) -> Iterator[int]:
+        """Yield once for each pass to make."""
         began = perf_counter()
         for done in range(self.repeat):
-            if done >= _FEWEST and perf_counter() - began > self.budget_s:
+            if done >= _MIN_PASSES and perf_counter() - began > self.budget_s:
                 return
-            self.tell(what, done, self.repeat)
+            self.report(task, done, self.repeat)
             yield done
 
-    def tell(self, what: str, done: int, whole: int) -> None:
+    def report(self, task: str, done: int, total: int) -> None:
         if self.progress is not None:
-            self.progress(what, done, whole)
+            self.progress(task, done, total)
 
 
 class PassTime(NamedTuple):
-    """The host's seconds of a pass, and those until all devices were done."""
+    """The host's seconds of a pass, and those until all devices were synchronized."""
 
     forward_s: float
     backward_s: float
@@ -88,14 +88,14 @@ class PassTime(NamedTuple):
 
 
 def _restorable(inputs: Inputs) -> list[Tensor]:
-    """The tensors of inputs whose writes can be seen and undone."""
+    """Return the input tensors whose in-place writes can be detected and undone."""
     tensors = tensors_in((inputs.args, inputs.kwargs))
     strided = (tensor for tensor in tensors if not tensor.is_inference() and tensor.layout is torch.strided)
-    return [tensor for tensor in strided if tensor.is_leaf]  # a write makes another the result of that write
+    return [tensor for tensor in strided if tensor.is_leaf]  # an in-place write changes the grad_fn of others
 
 
-class _Order(Probe):
-    """Notes the calls of a pass in order. It takes operators too, so that the engine sees which draw random numbers."""
+class _CallOrder(Probe):
+    """Collects the calls of a pass in order. Its operator callback makes the engine detect random operators."""
 
     def __init__(self) -> None:
         self.addresses: list[str] = []
@@ -108,25 +108,29 @@ class _Order(Probe):
             self.addresses.append(call.address)
 
 
-def check_calls(made: Sequence[str], expected: Sequence[str]) -> None:
-    """Raise where a pass made other calls than it is to make: what is measured of it would go to the wrong ones."""
-    if list(made) == list(expected):
+def check_calls(calls: Sequence[str], expected: Sequence[str]) -> None:
+    """Raise if a pass made other calls than expected: measurements would be attributed to the wrong ones."""
+    if list(calls) == list(expected):
         return
-    at = next((at for at, pair in enumerate(zip(made, expected, strict=False)) if len({*pair}) > 1), None)
-    where = "" if at is None else f", the first at {made[at]!r} where another was at {expected[at]!r}"
-    raise Unsupported(f"a pass made {len(made)} calls, and another {len(expected)}{where}: their times have no order")
+    at = next((at for at, pair in enumerate(zip(calls, expected, strict=False)) if len({*pair}) > 1), None)
+    where = "" if at is None else f", the first difference at {calls[at]!r} in place of {expected[at]!r}"
+    raise Unsupported(
+        f"calls differ between passes, so their times cannot be aligned: expected {len(expected)} calls, got "
+        f"{len(calls)}{where}"
+    )
 
 
-def _nobody(_: str) -> None:
+def _ignore(_: str) -> None:
     return
 
 
 class Passes:
-    """A model with its inputs, ready to be run again and again, each time the same.
+    """A model with its inputs, which runs repeatedly from the same state.
 
     Attributes:
-        devices: The CUDA devices that it runs on.
-        fast_paths: Whether its calls are all seen on the fast paths that it takes when nobody looks.
+        devices: The accelerators that it runs on; empty on the CPU.
+        backend: Their backend.
+        fast_paths: Whether all calls can be observed on torch's fast paths, which the model takes unobserved.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, *, backward: bool) -> None:
@@ -135,54 +139,55 @@ class Passes:
         self.inputs = self._given = inputs
         self.backward = backward
         self._tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
-        self.devices = sorted({tensor.device.index for tensor in self._tensors if tensor.is_cuda})
+        self.devices = accelerators_of(self._tensors)
+        self.backend: Backend = backend_of(self.devices[0] if self.devices else "cpu")
         self._versions = [(tensor, version_of(tensor), tensor.detach().clone()) for tensor in _restorable(inputs)]
         self._leaves = [tensor for tensor in self._tensors if tensor.is_leaf and tensor.requires_grad]
 
-    def once(self, told: Callable[[str], object] = _nobody) -> PassTime:
-        """One pass; devices are waited for before it and after it, and nowhere in between.
+    def once(self, on_phase: Callable[[str], object] = _ignore) -> PassTime:
+        """Run one pass; devices are synchronized before and after it, and not in between.
 
         Args:
-            told: Told `"forward"` and `"backward"` when these begin, and `"none"` when they have ended.
+            on_phase: Called with `"forward"` and `"backward"` when these begin, and with `"none"` when they end.
         """
-        self.renew()
-        self.wait()
+        self.restore_inputs()
+        self.synchronize()
         grad = torch.is_grad_enabled() or self.backward
         with grad_mode(grad):
-            told("forward")
+            on_phase("forward")
             began = perf_counter()
             output = self.inputs.run(self.model)
             forward = perf_counter()
-            told("none")
+            on_phase("none")
             roots, seeds = self._seeds(output) if self.backward else ([], [])
             with keep_gradients(roots):
-                told("backward")
+                on_phase("backward")
                 middle = perf_counter()
                 if roots:
                     torch.autograd.backward(roots, seeds)
                 ended = perf_counter()
-                told("none")
+                on_phase("none")
             del output, roots, seeds
-        self.wait()
+        self.synchronize()
         whole = perf_counter() - began - (middle - forward)
-        self._forget_gradients()
-        gc.collect(0)  # cycles that hold tensors would pile up
+        self._clear_gradients()
+        gc.collect(0)  # reference cycles that hold tensors would accumulate
         return PassTime(forward - began, ended - middle, whole)
 
-    def forward_alone(self) -> Passes:
-        """The same without a backward."""
-        alone = copy(self)
-        alone.backward = False
-        return alone
+    def forward_only(self) -> Passes:
+        """Return the same passes without a backward."""
+        forward = copy(self)
+        forward.backward = False
+        return forward
 
     def session(self, probe: Probe, tree: CallTree) -> Session:
-        """What shows a probe the calls of a tree."""
+        """Return a session in which a probe observes the calls of a tree."""
         return Session(self.model, [probe], at=tree.selector(), fast_paths=self.fast_paths, other_threads="unseen")
 
-    def look(self, tree: CallTree) -> None:
-        """Find out whether fast paths hide calls, and whether a pass makes the calls that it is to make."""
+    def choose_fast_paths(self, tree: CallTree) -> None:
+        """Disable fast paths if they hide calls, and check that a pass makes the calls of the tree."""
         for self.fast_paths in (True, False):
-            order = _Order()
+            order = _CallOrder()
             with self.session(order, tree):
                 self.once()
             if order.addresses == tree.order:
@@ -190,16 +195,16 @@ class Passes:
         check_calls(order.addresses, tree.order)
 
     def resident_bytes(self) -> int:
-        """What weights, buffers and inputs take of the allocator of CUDA devices, which gives out whole blocks."""
+        """Return the bytes that weights, buffers and inputs take in the allocators of accelerators."""
         storages = {
             storage.data_ptr(): storage.nbytes()
             for tensor in self._tensors
-            if tensor.is_cuda and (storage := tensor.untyped_storage())
+            if tensor.device in self.devices and (storage := tensor.untyped_storage())
         }
-        return sum(-(-size // _BLOCK) * _BLOCK for size in storages.values())
+        return sum(map(self.backend.allocated_bytes, storages.values()))
 
-    def renew(self) -> None:
-        """Restore the inputs as they were given: the last pass may have written to them, or to objects among them."""
+    def restore_inputs(self) -> None:
+        """Restore the inputs: the last pass may have written to them, or to objects among them."""
         for at, (tensor, version, before) in enumerate(self._versions):
             if version_of(tensor) != version:
                 with torch.no_grad():
@@ -207,59 +212,61 @@ class Passes:
                 self._versions[at] = tensor, version_of(tensor), before
         self.inputs = copy_inputs(self._given, self.model, shared=[tensor for tensor, _, _ in self._versions])
 
-    def again(self) -> None:
-        """One pass, without waiting for devices."""
-        self.renew()
+    def once_async(self) -> None:
+        """Run one pass without synchronizing devices."""
+        self.restore_inputs()
         with grad_mode(torch.is_grad_enabled() or self.backward):
             output = self.inputs.run(self.model)
             if self.backward:
                 roots, seeds = self._seeds(output)
                 with keep_gradients(roots):
                     torch.autograd.backward(roots, seeds)
-        self._forget_gradients()
+        self._clear_gradients()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         for device in self.devices:
-            torch.cuda.synchronize(device)
+            self.backend.synchronize(device)
 
-    def _forget_gradients(self) -> None:
-        """Forget those of a backward that the forward runs, so that the next pass does not add to them."""
+    def _clear_gradients(self) -> None:
+        """Clear the gradients of a backward inside the forward, so that the next pass does not accumulate into them."""
         for leaf in self._leaves:
             leaf.grad = None
 
     def warm_up(self, schedule: Schedule) -> int:
-        """Run before measuring; until two passes in a row take about the same, if it is not said how often."""
+        """Run passes before measuring, by default until two in a row take about the same time; return their number."""
         if schedule.warmup is not None:
             for done in range(schedule.warmup):
-                schedule.tell("warming up", done, schedule.warmup)
+                schedule.report("warming up", done, schedule.warmup)
                 self.once()
             return schedule.warmup
         last, began = self.once().whole_s, perf_counter()
-        for done in range(2, _WARM_UP_MOST + 1):
-            schedule.tell("warming up", done - 1, _WARM_UP_MOST)
+        for done in range(2, _MAX_WARM_UP + 1):
+            schedule.report("warming up", done - 1, _MAX_WARM_UP)
             now = self.once().whole_s
             if abs(now - last) <= _STABLE * last or perf_counter() - began > schedule.budget_s / 4:
                 return done
             last = now
-        return _WARM_UP_MOST
+        return _MAX_WARM_UP
 
     def _seeds(self, output: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """What the backward begins at: the sum of the outputs."""
+        """Return the roots of the backward and their gradients, those of the sum of the outputs."""
         roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         return roots, [torch.ones_like(tensor) for tensor in roots]
 
 
 @uninterrupted
 def passes(model: nn.Module, inputs: Inputs, *, backward: bool) -> Iterator[Passes]:
-    """A model ready to be run for the time of the block, without garbage collection; it is as found afterwards."""
-    _check(model, inputs)
+    """Yield the passes of a model, without garbage collection; the model is restored afterwards."""
+    _check_devices(model, inputs)
     gc.collect()
-    with stand_in(model, inputs, "real") as given:  # which turns garbage collection off
-        yield Passes(model, given, backward=backward)
+    with stand_in(model, inputs, "real") as run:  # which turns garbage collection off
+        yield Passes(model, run, backward=backward)
 
 
-def _check(model: nn.Module, inputs: Inputs) -> None:
+def _check_devices(model: nn.Module, inputs: Inputs) -> None:
     tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
-    other = sorted({tensor.device.type for tensor in tensors} - {"cpu", "cuda"})
-    if other:
-        raise Unsupported(f"CPU and CUDA devices can be measured, and there are tensors on {', '.join(other)}")
+    types = sorted({tensor.device.type for tensor in tensors} - {"cpu"})
+    if "meta" in types or len(types) > 1:
+        raise Unsupported(
+            f"expected tensors on the CPU and on devices of one type, got {' and '.join(types)}: move the model to one"
+        )

@@ -1,4 +1,4 @@
-"""From a trace to the rows of a profile."""
+"""Build the rows of a profile from a trace."""
 
 from __future__ import annotations
 
@@ -13,57 +13,49 @@ from torch.nn import Parameter
 
 from microtome.engine.selectors import named
 from microtome.engine.torch_internals import own_buffers, own_parameters
-from microtome.flops.conventions.base import Convention, ConventionCost
+from microtome.flops.conventions.base import Convention
 from microtome.profile.memory import timeline
 from microtome.results.memory import Timeline
 from microtome.results.metrics import Amounts
 from microtome.results.profile import Coverage, UnknownOp
 from microtome.results.rows import Group, Row, Tensor, add
 from microtome.results.trace import Op, Trace, TracedCall
+from microtome.trace.costs import TraceCosts
 
 _FORWARD = ("macs", "flops", "madds", "read_bytes", "write_bytes")
 
 
 class ProfileBuilder:
-    """Makes the rows of one trace.
-
-    Args:
-        by_module: What the convention counts for modules as such, by the index of the call.
-    """
+    """Builds the rows of one trace, priced by a convention."""
 
     def __init__(
-        self,
-        trace: Trace,
-        model: nn.Module,
-        convention: Convention,
-        by_module: dict[int, ConventionCost],
-        *,
-        backward: bool,
+        self, trace: Trace, costs: TraceCosts, model: nn.Module, convention: Convention, *, backward: bool
     ) -> None:
         self._trace = trace
         self._convention = convention
         self._model = model
-        self._by_module = by_module
+        self._op_costs = costs.price_ops(trace, convention)
+        self._module_costs = costs.price_calls(convention)
         self._backward = backward
         self._counts_backward = backward and convention.has_backward
         self._calls = [call for call in trace.calls if call.phase == "forward"]
         self._counted = {call.address: call.index for call in self._calls}
-        self._holdings = _Holdings(model, self._calls)
+        self._parameter_owners = _ParameterOwners(model, self._calls)
         self._live, self._between = _live(trace)
         self._saved = self._saved_bytes() if backward else {}
 
     def rows(self) -> tuple[Row, ...]:
-        """A row for each call of the forward, in the order they began."""
+        """Return a row for each call of the forward, in the order they began."""
         backward = self._backward_ops()
         rows: dict[int, Row] = {}
-        for call in reversed(self._calls):  # what is inside a call begins after it
+        for call in reversed(self._calls):  # calls inside a call begin after it
             inside = [rows[child] for child in call.children if child in rows]
             rows[call.index] = self._row(call, inside, backward.get(call.index, []))
         return tuple(rows[call.index] for call in self._calls)
 
     def coverage(self) -> Coverage:
         ops = [op for op in self._trace.ops if op.phase == "forward" or self._counts_backward]
-        unknown = [op for op in ops if op.flops is None]
+        unknown = [op for op in ops if self._op_costs[op.index] is None]
         runs = Counter(op.name for op in unknown)
         calls: dict[str, dict[str, None]] = {}
         for op in unknown:
@@ -78,12 +70,12 @@ class ProfileBuilder:
     # -- one row -------------------------------------------------------------------------------------------------------
 
     def _ops(self, call: TracedCall) -> list[Group]:
-        """What the call's own code ran, by operator; and what the convention counts for the module as such."""
+        """Group the operators that the call's own code ran, and add the convention's price of the module itself."""
         by_name: dict[str, list[Op]] = {}
         for at in call.ops:
             if (op := self._trace.ops[at]).phase == "forward":
                 by_name.setdefault(op.name, []).append(op)
-        cost = self._by_module.get(call.index)
+        cost = self._module_costs.get(call.index)
         moves = cost is None or cost.read_bytes is None
         groups = [self._group(name, ops, moves=moves) for name, ops in by_name.items()]
         if cost is not None:
@@ -93,15 +85,23 @@ class ProfileBuilder:
         return groups
 
     def _group(self, name: str, ops: list[Op], *, moves: bool) -> Group:
+        macs, flops, madds = self._sum_costs(ops)
         return Group(
             name=name,
             runs=len(ops),
-            macs=_sum(op.macs for op in ops),
-            flops=_sum(op.flops for op in ops),
-            madds=self._madds(_sum(op.madds for op in ops)),
+            macs=macs,
+            flops=flops,
+            madds=self._madds(madds),
             read_bytes=sum(op.read_bytes for op in ops) if moves else 0,
             write_bytes=sum(op.write_bytes for op in ops) if moves else 0,
         )
+
+    def _sum_costs(self, ops: list[Op]) -> tuple[int | None, int | None, int | None]:
+        """Return the MACs, FLOPs and MAdds of operators with a known cost; None if there are operators and none has."""
+        known = [cost for op in ops if (cost := self._op_costs[op.index]) is not None]
+        if ops and not known:
+            return None, None, None
+        return _sum(cost.macs for cost in known), _sum(cost.flops for cost in known), _sum(cost.madds for cost in known)
 
     def _madds(self, madds: int | None) -> int | None:
         return madds if self._convention.has_madds else None
@@ -109,11 +109,12 @@ class ProfileBuilder:
     def _own(self, call: TracedCall, groups: list[Group], backward: list[Op]) -> Amounts:
         forward = {name: _sum(getattr(group, name) for group in groups) for name in _FORWARD}
         forward["madds"] = self._madds(forward["madds"])
+        backward_macs, backward_flops, _ = self._sum_costs(backward) if self._counts_backward else (None, None, None)
         return Amounts(
-            **self._holdings.counted(call),
+            **self._parameter_owners.counted(call),
             **forward,  # type: ignore[arg-type]
-            backward_macs=_sum(op.macs for op in backward) if self._counts_backward else None,
-            backward_flops=_sum(op.flops for op in backward) if self._counts_backward else None,
+            backward_macs=backward_macs,
+            backward_flops=backward_flops,
             saved_bytes=self._saved.get(call.index, 0) if self._backward else None,
         )
 
@@ -131,7 +132,7 @@ class ProfileBuilder:
             parent=None if call.parent is None else self._trace.calls[call.parent].address,
             inputs=tuple(_tensor(values[at].shape, values[at].dtype) for at in call.inputs),
             outputs=tuple(_tensor(values[at].shape, values[at].dtype) for at in call.outputs),
-            shared_params=self._holdings.shared(call),
+            shared_params=self._parameter_owners.shared(call),
             output_bytes=sum(values[at].nbytes for at in dict.fromkeys(call.outputs)),
             peak_bytes=self._peak(call, inside),
             own=own,
@@ -139,14 +140,14 @@ class ProfileBuilder:
         )
 
     def _peak(self, call: TracedCall, inside: list[Row]) -> int:
-        """The most that live at once while it runs; where it runs no operator, what lives at that moment."""
+        """Return the peak of live bytes while a call runs; if it runs no operator, those alive at that moment."""
         own = [self._live[at] for at in call.ops if self._trace.ops[at].phase == "forward"]
         return max([*own, *(row.peak_bytes for row in inside)], default=self._between[call.begins])
 
     # -- the backward --------------------------------------------------------------------------------------------------
 
     def _backward_ops(self) -> dict[int, list[Op]]:
-        """The operators of the backward, by the call of the forward; nobody's are the root's."""
+        """Return the operators of the backward, by the call of the forward; those of no call belong to the root."""
         found: dict[int, list[Op]] = {}
         for op in self._trace.ops if self._backward else ():
             if op.phase != "forward":
@@ -155,7 +156,7 @@ class ProfileBuilder:
         return found
 
     def _saved_bytes(self) -> dict[int, int]:
-        """What operators of the forward made, by their call, and one of the backward reads."""
+        """Return the bytes that the forward saves for the backward, by the call whose operator created them."""
         trace = self._trace
         end = self._calls[0].ends
         made: dict[int, int] = {}
@@ -173,8 +174,8 @@ class ProfileBuilder:
         return saved
 
 
-class _Holdings:
-    """Which call counts which parameter: the first of the module that holds it or, if that never ran, of one above."""
+class _ParameterOwners:
+    """Attributes each parameter to the first call of its module or, if that never ran, of the nearest ancestor."""
 
     def __init__(self, model: nn.Module, calls: list[TracedCall]) -> None:
         first: dict[str, TracedCall] = {}
@@ -197,7 +198,7 @@ class _Holdings:
             self._buffers.setdefault(index, []).extend(_new(buffers, seen))
 
     def counted(self, call: TracedCall) -> dict[str, int]:
-        """The amounts that count at this call."""
+        """Return the amounts attributed to a call."""
         params, buffers = self._params.get(call.index, []), self._buffers.get(call.index, [])
         return {
             "params": sum(param.numel() for param in params),
@@ -207,7 +208,7 @@ class _Holdings:
         }
 
     def shared(self, call: TracedCall) -> int:
-        """How many of the parameters that are used in the call are counted outside. Asked of the calls inside first."""
+        """Count the parameters used in a call and attributed outside. Calls inside must come first."""
         used = {id(param): param.numel() for param in self._held.get(call.path, [])}
         counted = {id(param) for param in self._params.get(call.index, [])}
         for child in call.children:
@@ -219,14 +220,14 @@ class _Holdings:
 
 
 def _new(tensors: list[Any], seen: set[int]) -> list[Any]:
-    """Those that were not seen before; now they are."""
+    """Return the tensors that are not in `seen`, and add them to it."""
     new = list({id(tensor): tensor for tensor in tensors if id(tensor) not in seen}.values())
     seen.update(map(id, new))
     return new
 
 
 def _live(trace: Trace) -> tuple[list[int], list[int]]:
-    """The bytes that live while each operator runs, and those that live before it and after it."""
+    """Return the bytes alive while each operator runs, and those alive between operators."""
     count = len(trace.ops)
     while_ = [0] * (count + 2)
     between = [0] * (count + 2)
@@ -234,7 +235,7 @@ def _live(trace: Trace) -> tuple[list[int], list[int]]:
         end = count + 1 if memory.ends is None else memory.ends
         while_[memory.begins] += memory.nbytes
         while_[end] -= memory.nbytes
-        begin = memory.begins + 1 if memory.begins else 0  # what was there before the run lives before the first, too
+        begin = memory.begins + 1 if memory.begins else 0  # memory from before the run is alive before the first, too
         if begin < end:
             between[begin] += memory.nbytes
             between[end] -= memory.nbytes
@@ -242,7 +243,7 @@ def _live(trace: Trace) -> tuple[list[int], list[int]]:
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:
-    """The sum of what is known; None if there are numbers and none is known."""
+    """Return the sum of known numbers; None if there are numbers and none is known."""
     known = unknown = 0
     total = 0
     for number in numbers:

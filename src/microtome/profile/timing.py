@@ -1,4 +1,4 @@
-"""How long the host takes for each call: passes with two time stamps a call, beside bare ones."""
+"""Measure the host's time of each call: passes with two time stamps per call, beside passes without."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from microtome.profile.call_tree import CallTree
 from microtome.profile.repeats import Passes, Schedule, check_calls
 from microtome.results.methods import Timing
 
-METHOD = "two time stamps a call; the least cost of stamps is taken off"
+METHOD = "two time stamps per call; the minimum cost of the stamps is subtracted"
 BACKWARD_METHOD = "a time stamp wherever the backward goes from one call to another"
 
 
 class Stopwatch(Probe):
-    """Notes when each call began and ended, in the order they began. Nothing else happens in it."""
+    """Records when each call began and ended, in the order they began, and does nothing else."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = list(addresses)
@@ -33,7 +33,7 @@ class Stopwatch(Probe):
         self.restart()
 
     def restart(self) -> None:
-        """A new pass begins."""
+        """Begin a new pass."""
         self._calls: list[Call] = []
         self._open: list[int] = []
 
@@ -57,34 +57,34 @@ class Stopwatch(Probe):
         self.exit(call, (), {}, None)
 
     def durations(self) -> list[int]:
-        """Nanoseconds of each call, if the pass made the calls that it is to make."""
+        """Return the nanoseconds of each call, after checking that the pass made the expected calls."""
         check_calls([call.address for call in self._calls], self._addresses)
         return [end - begin for begin, end in zip(self.begins, self.ends, strict=True)]
 
-    def until(self) -> list[int]:
-        """Nanoseconds from the beginning of the run to the end of each call."""
+    def elapsed(self) -> list[int]:
+        """Return the nanoseconds from the beginning of the run to the end of each call."""
         return [end - self.begins[0] for end in self.ends]
 
 
 class _BackwardWatch(Probe):
-    """Notes when the backward goes over to another call, those that run again in it included."""
+    """Records when the backward goes from one call to another, including recomputed ones."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Call | None, int]] = []
-        self._at: Call | None = None
-        self._before: list[Call | None] = []
+        self._current: Call | None = None
+        self._interrupted: list[Call | None] = []
         self._forwards = 0
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if call.phase == "recompute":
-            self._before.append(self._at)
+            self._interrupted.append(self._current)
             self.backward_moves(call)
         else:
             self._forwards += 1
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if call.phase == "recompute":
-            self.backward_moves(self._before.pop())
+            self.backward_moves(self._interrupted.pop())
         else:
             self._forwards -= 1
 
@@ -92,17 +92,17 @@ class _BackwardWatch(Probe):
         self.exit(call, (), {}, None)
 
     def backward_moves(self, call: Call | None) -> None:
-        if not self._forwards:  # one that a forward runs is part of that
-            self._at = call
+        if not self._forwards:  # a backward inside a forward is part of it
+            self._current = call
             self.events.append((call, perf_counter_ns()))
 
     @property
     def seconds(self) -> float:
-        """From the first of it to the end."""
+        """The duration of the whole backward."""
         return (self.events[-1][1] - self.events[0][1]) / 1e9 if self.events else 0.0
 
     def own(self, tree: CallTree, stamp_s: float) -> list[float]:
-        """The seconds of each call's own backward; nobody's are the root's."""
+        """Return the seconds of each call's own backward; those of no call belong to the root."""
         seconds = [0.0] * len(tree)
         for (call, begin), (_, end) in pairwise(self.events):
             seconds[0 if call is None else tree.addresses[call.address]] += (end - begin) / 1e9 - stamp_s
@@ -113,38 +113,38 @@ class HostTimes(NamedTuple):
     """Seconds, a row for each pass, a column for each call.
 
     Attributes:
-        calls: What each call took with all calls inside it.
-        until: From the beginning of the run to the end of each call.
+        inclusive: The time of each call, including the calls inside it.
+        elapsed: The time from the beginning of the run to the end of each call.
     """
 
-    calls: torch.Tensor
-    until: torch.Tensor
+    inclusive: torch.Tensor
+    elapsed: torch.Tensor
 
 
 def time_forward(runs: Passes, tree: CallTree, schedule: Schedule) -> tuple[HostTimes, Timing]:
-    """How long calls took, and how that was found."""
+    """Measure the times of calls; return them with the overhead of the measurement."""
     warmups = runs.warm_up(schedule)
     bare: list[float] = []
     stamped: list[float] = []
-    table: list[list[int]] = []
-    until: list[list[int]] = []
+    durations: list[list[int]] = []
+    elapsed: list[list[int]] = []
     watch = Stopwatch(tree.order)
     session = runs.session(watch, tree)
-    alone = runs.forward_alone()
+    forward = runs.forward_only()
     grad = torch.is_grad_enabled() or runs.backward
     with session, torch.set_grad_enabled(grad):
-        alone.once()  # it looks up the modules once
+        forward.once()  # the session's first run builds its index of modules
     for _ in schedule.rounds("timing"):
         with torch.set_grad_enabled(grad):
-            bare.append(alone.once().forward_s)
+            bare.append(forward.once().forward_s)
             watch.restart()
             with session:
-                stamped.append(alone.once().forward_s)
-        table.append(watch.durations())
-        until.append(watch.until())
+                stamped.append(forward.once().forward_s)
+        durations.append(watch.durations())
+        elapsed.append(watch.elapsed())
     stamp_s = _stamp_cost()
-    seconds, ends = (torch.tensor(stamps, dtype=torch.float64) / 1e9 for stamps in (table, until))
-    seconds -= stamp_s * torch.tensor(tree.inside(), dtype=torch.float64)
+    inclusive, ends = (torch.tensor(stamps, dtype=torch.float64) / 1e9 for stamps in (durations, elapsed))
+    inclusive -= stamp_s * torch.tensor(tree.inside(), dtype=torch.float64)
     ends -= stamp_s * torch.tensor(tree.stamped(), dtype=torch.float64)
     timing = Timing(
         bare=spreads(torch.tensor(bare)[:, None], "bare passes")[0],
@@ -153,11 +153,11 @@ def time_forward(runs: Passes, tree: CallTree, schedule: Schedule) -> tuple[Host
         warmups=warmups,
         fast_paths=runs.fast_paths,
     )
-    return HostTimes(seconds, ends), timing
+    return HostTimes(inclusive, ends), timing
 
 
 def time_backward(runs: Passes, tree: CallTree, schedule: Schedule, timing: Timing) -> tuple[torch.Tensor, Timing]:
-    """The seconds of each call's own backward, a row for each pass; and how it was done."""
+    """Measure the seconds of each call's own backward, a row for each pass; return them with the overhead."""
     stamp_s = _backward_stamp_cost()
     table: list[list[float]] = []
     bare: list[float] = []
@@ -179,20 +179,20 @@ def time_backward(runs: Passes, tree: CallTree, schedule: Schedule, timing: Timi
 
 
 class _TimedCall(nn.Module):
-    """Makes one node of autograd and computes nothing."""
+    """Creates one autograd node and computes nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.view_as(x)
 
 
 def _stamp_cost(calls: int = 200, rounds: int = 7) -> float:
-    """What a call with stamps takes more than one without, on modules that do nothing."""
+    """Measure the overhead of the time stamps of a call, on modules that do nothing."""
     runs = Passes(nn.Sequential(*(nn.Identity() for _ in range(calls))), Inputs(None), backward=False)
     watch = Stopwatch(["", *map(str, range(calls))])
     session = Session(runs.model, [watch], other_threads="unseen")
     bare: list[float] = []
     stamped: list[float] = []
-    for _ in range(rounds):  # the least counts, so that the first, which looks up the modules, does not
+    for _ in range(rounds):  # the minimum counts, so the first, which builds the index of modules, does not
         bare.append(runs.once().forward_s)
         watch.restart()
         with session:
@@ -201,7 +201,7 @@ def _stamp_cost(calls: int = 200, rounds: int = 7) -> float:
 
 
 def _backward_stamp_cost(calls: int = 200, rounds: int = 7) -> float:
-    """What the backward of a call takes more when it is watched, where it computes nothing."""
+    """Measure the overhead of observing the backward of a call, on modules that do nothing."""
     with torch.inference_mode(False):
         x = torch.zeros(1, requires_grad=True)
         runs = Passes(nn.Sequential(*(_TimedCall() for _ in range(calls))), Inputs(x), backward=True)

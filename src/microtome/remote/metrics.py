@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from microtome.devices.meters.discovery import pick
 from microtome.errors import BadQuery, SensorFailed
 from microtome.remote.metrics_server import MetricsServer
@@ -35,11 +37,11 @@ class Metrics:
             "microtome_batch", "Requests computed together.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=registry
         )
 
-    def count_joules(self, devices: Sequence[int]) -> None:
+    def count_joules(self, devices: Sequence[torch.device]) -> None:
         """Show what the first counter of energy that is there has counted since now; none, if none is.
 
         Args:
-            devices: The CUDA devices that the model runs on; none for the CPU.
+            devices: The accelerators that the model runs on; none for the CPU.
         """
         try:
             meter = pick(None, devices)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from microtome.devices.base import backend_of
 from microtome.errors import BadQuery, NoMatch, Unsupported, said
 from microtome.inputs import Inputs
 from microtome.profile import profile
@@ -68,15 +69,13 @@ class ServedModel:
         return None if first is None else first.device
 
     def device_failure(self) -> str | None:
-        """Why the device can compute nothing any more; None: it can.
+        """Return the error that makes the device unusable; None if it works.
 
-        A kernel of CUDA that fails, as on an index that is out of range, leaves the process unable to use the device.
+        A failed kernel, as on an index that is out of range, can leave the process unable to use the device.
         """
-        device = self.device
-        if device is None or device.type != "cuda":
-            return None
         try:
-            torch.cuda.synchronize(device)
+            if self.device is not None:
+                backend_of(self.device).synchronize(self.device)
         except RuntimeError as error:
             return said(error)
         return None

@@ -80,7 +80,7 @@ class Server:
                 stacklevel=3,
             )
         device = self.served.device
-        self.metrics.count_joules([device.index or 0] if device is not None and device.type == "cuda" else [])
+        self.metrics.count_joules([] if device is None or device.type == "cpu" else [device])
         self._thread.start()
         self._ready.result()
         return self

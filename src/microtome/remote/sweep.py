@@ -14,7 +14,7 @@ from torch import nn
 
 from microtome.devices.environment import environment
 from microtome.devices.meters import metered, pick
-from microtome.engine.pytree import gpus_in
+from microtome.engine.pytree import accelerators_in
 from microtome.errors import BadFile, BadQuery, MicrotomeError, NoMatch, RemoteError, SensorFailed, Unsupported
 from microtome.inputs import Inputs
 from microtome.plan import plan
@@ -107,7 +107,7 @@ def sweep(
         rows=rows,
         energy=energy,
         no_plan=no_plan,
-        environment=environment(gpus_in((splitter.given.args, splitter.given.kwargs))),
+        environment=environment(accelerators_in((splitter.given.args, splitter.given.kwargs))),
     )
 
 
@@ -168,7 +168,7 @@ class _Experiment:
         able = [way for way in self._remotes if way not in self._failed]
         found: dict[Route, float] = {}
         try:
-            with pick(None, gpus_in((self._given.args, self._given.kwargs))) as meter:
+            with pick(None, accelerators_in((self._given.args, self._given.kwargs))) as meter:
                 for done, way in enumerate(able):
                     tell("energy", done, len(able))
                     ran = metered(meter, lambda times, way=way: self._again(way, times), seconds=_ENERGY_S, parts=3)  # type: ignore[misc]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from microtome.devices.base import default_generators
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.torch_internals import OpOverload
 from microtome.flops.fused import AttentionArguments
@@ -72,12 +73,6 @@ def is_random(func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     if "rrelu" in name:
         return bool(args[4] if len(args) > 4 else kwargs.get("training", False))
     return True
-
-
-def default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    """The generators that operators on these devices, and on the CPU, draw from unless they are given another."""
-    cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    return [torch.default_generator, *(torch.cuda.default_generators[at] for at in cuda)]
 
 
 def random_state(

@@ -1,4 +1,4 @@
-"""What writes a run down."""
+"""Record one run as a trace."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from microtome.engine.probes import AnyOp, Where
 from microtome.engine.torch_internals import is_autocast_enabled
 from microtome.engine.write_backups import WriteBackups
 from microtome.errors import Unsupported
-from microtome.flops.conventions.base import Convention, ConventionCost
+from microtome.flops.fused import composite_costs
+from microtome.flops.registry import NOTHING, OpCost, cost_of
 from microtome.inputs import Inputs
 from microtome.results.trace import How, Op, Read, TensorMode, Trace, TracedCall
+from microtome.trace.costs import TraceCosts
 from microtome.trace.op_schema import OpSchema, facts_of, tensors
 from microtome.trace.storages import SeenValue, Storages
 
@@ -43,10 +45,10 @@ class _OpenCall:
 
 @dataclass
 class _Function:
-    """A function shown whole: the index of its operator, and what its backward costs."""
+    """A composite operator: its index, and the cost of its backward."""
 
     op: int
-    backward: ConventionCost | None
+    backward: OpCost | None
 
 
 @dataclass
@@ -62,16 +64,13 @@ class TraceRecorder(Probe):
     """Writes down what a session tells of one run. It holds no tensor: that would keep their memory from ending.
 
     Attributes:
-        by_module: What the convention counts for modules as such, by the index of the call.
+        costs: What any convention needs to price the run.
         originals: What is told before a tensor is written to.
     """
 
-    def __init__(
-        self, stand: TensorMode, device: str | None, convention: Convention, *, digest_constants: bool = False
-    ) -> None:
-        self._convention = convention
+    def __init__(self, stand: TensorMode, device: str | None, *, digest_constants: bool = False) -> None:
         self._model: type[nn.Module] = nn.Module
-        self.by_module: dict[int, ConventionCost] = {}
+        self.costs = TraceCosts()
         self.originals = WriteBackups()
         self._stand: TensorMode = stand
         self._device = device
@@ -93,7 +92,7 @@ class TraceRecorder(Probe):
 
     def another(self) -> TraceRecorder:
         """A recorder of one more run on the same stand-ins."""
-        other = TraceRecorder(self._stand, self._device, self._convention)
+        other = TraceRecorder(self._stand, self._device)
         other.originals = self.originals
         return other
 
@@ -145,8 +144,8 @@ class TraceRecorder(Probe):
             record.outputs = self._values.within(output)
             record.ends = len(self._ops)
             record.done = True
-            if self._convention.module is not None and call.module is not None:
-                self.by_module[record.index] = self._convention.module(call.module, (*args, *kwargs.values()), output)
+            if call.module is not None:
+                self.costs.add_call(record.index, call.module, (*args, *kwargs.values()), output)
 
     def fail(self, call: Call, error: BaseException) -> None:
         if not self._failed:  # the innermost is told first
@@ -222,13 +221,13 @@ class TraceRecorder(Probe):
             made = [self._values.of(output, "op", None, index)]
         else:
             made = list(dict.fromkeys([self._values.of(tensor, "op", None, index) for tensor in tensors(output)]))
-        convention = self._convention
-        cost: ConventionCost | None = None
         if where.whole is not None:
-            cost, backward = convention.of_whole(func, args, kwargs, output)
+            cost, backward = composite_costs(func, args, kwargs, output)
             self._functions[where.whole] = _Function(index, backward)
-        elif where.phase == "forward" or convention.has_backward:
-            cost = convention.op(where.function, func, args, kwargs, output)
+        else:
+            cost = cost_of(func, args, kwargs, output)
+            if cost is not None and where.phase == "forward":
+                self.costs.count(index, where.function, func, args, output, cost)
         self._write(where, facts.name, read, written, made, cost, facts)
 
     def _write(
@@ -238,7 +237,7 @@ class TraceRecorder(Probe):
         read: list[SeenValue],
         written: list[SeenValue],
         made: list[SeenValue],
-        cost: ConventionCost | None,
+        cost: OpCost | None,
         facts: OpSchema | None = None,
     ) -> None:
         is_view = facts is not None and facts.is_view
@@ -268,7 +267,12 @@ class TraceRecorder(Probe):
             record = self._calls[where.call]
             record.ops.append(index)
             call = record.index
-        macs, flops, madds = (None, None, None) if cost is None else cost[:3]
+        macs = flops = madds = None
+        if cost is NOTHING:
+            macs = flops = madds = 0
+        elif cost is not None:
+            macs, flops, madds = cost.macs, cost.flops, cost.madds
+        self.costs.ops.append(cost)
         self._ops.append(
             Op(
                 index,
@@ -313,8 +317,8 @@ class TraceRecorder(Probe):
         alive = [tensor for made in fold.made if (tensor := made()) is not None]
         own = [self._values[at] for at in (*forward.inputs, *forward.outputs)]
         made = dict.fromkeys(self._values.of(tensor, "op", None, index) for tensor in alive)
-        cost = function.backward if self._convention.has_backward else None
-        function.backward = ConventionCost()  # a backward in two parts costs it once
+        cost = function.backward
+        function.backward = NOTHING  # a backward in two parts costs it once
         read = list(dict.fromkeys([*own, *fold.read]))
         self._write(fold.where, f"{forward.name}_backward", read, [], [v for v in made if v not in own], cost)
         for value in own:  # which memory the kernels keep depends on the device: the function's own is kept

@@ -21,8 +21,8 @@ from microtome.inputs import Inputs
 from microtome.results.trace import TensorMode
 
 if TYPE_CHECKING:
-    from microtome.flops.conventions.base import ConventionCost
     from microtome.results.trace import How, Trace
+    from microtome.trace.costs import TraceCosts
     from microtome.trace.recorder import TraceRecorder
 
 _STANDS: tuple[TensorMode, ...] = ("meta", "fake", "real")
@@ -59,12 +59,11 @@ def record(
     *,
     backward: bool = False,
     fake: bool | None = None,
-    convention: str = "microtome",
     beside: Callable[[TraceRecorder], Iterable[Probe]] | None = None,
     after: Callable[[Callable[[Probe], None]], None] | None = None,
     values: bool = False,
-) -> tuple[Trace, dict[int, ConventionCost]]:
-    """A trace counted by a convention, and what that counts for modules as such, by the index of the call.
+) -> tuple[Trace, TraceCosts]:
+    """Record a trace, and the costs from which any convention prices it.
 
     Args:
         beside: Makes probes that look at a run, given its recorder; the last ones made saw the run that is returned.
@@ -73,11 +72,9 @@ def record(
         values: Run on real tensors where meta tensors will not do, if all are there: code that asks whether a tensor is
             fake would do something else than in a run. Also digest the elements of constants.
     """
-    from microtome.flops.conventions.base import convention as find
     from microtome.results.trace import How  # not before it is needed: see `microtome.trace`
     from microtome.trace.recorder import TraceRecorder
 
-    counted = find(convention)
     if fake not in (None, True, False):
         raise BadInputs(f"fake is True, False or None, got {fake!r}")
     check_model(model)
@@ -96,7 +93,7 @@ def record(
             why.append("not on meta tensors: weights and inputs lie on several devices")
             continue
         try:
-            recorder = TraceRecorder(stand, device, counted, digest_constants=values)
+            recorder = TraceRecorder(stand, device, digest_constants=values)
             probes = [recorder] if beside is None else [recorder, *beside(recorder)]
             made = _run(model, inputs, How(stand, "; ".join(why)), probes, backward=backward, after=after)
             if stand == "fake" and stopped is not None and not recorder.ran(*stopped):
@@ -104,7 +101,7 @@ def record(
                 if stand != stands[-1]:
                     raise CannotStand(f"its code does without {stopped[1]} there")
                 made = replace(made, how=How(stand, "; ".join([*why, f"a real run has {stopped[1]}, and may differ"])))
-            return made, recorder.by_module
+            return made, recorder.costs
         except Exception as error:  # whatever a model raises on stand-ins, it may run on dearer ones
             cause = error.__cause__ if isinstance(error.__cause__, CannotStand) else error
             if isinstance(cause, MicrotomeError):

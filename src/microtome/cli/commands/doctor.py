@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import TextIO
 
 import click
-import torch
 
 from microtome.cli.options.model import working
-from microtome.devices.doctor import checkup, kernels_seen
+from microtome.devices.base import available_accelerators
+from microtome.devices.doctor import checkup, describe_device_time
 from microtome.devices.environment import environment
 from microtome.units import seconds
 
@@ -24,8 +24,9 @@ def doctor(json_file: TextIO | None) -> None:
     """
     with working("trying clocks and sensors"):
         works, missing = checkup()
-        devices = range(torch.cuda.device_count())
-        found = environment(devices) | {"device_time": kernels_seen() if devices else "no CUDA device"}
+        devices = available_accelerators()
+        device_time = describe_device_time(devices[0]) if devices else "no accelerator"
+        found = environment(devices) | {"device_time": device_time}
     if json_file is not None:
         data = {
             "environment": found,

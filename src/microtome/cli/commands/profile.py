@@ -15,7 +15,7 @@ from microtome.cli.options.page import open_page, page_cuts, page_options, refus
 from microtome.errors import BadInputs, MicrotomeError, said
 from microtome.flops.conventions.base import CONVENTIONS
 from microtome.profile import profile as profile_model
-from microtome.profile.cuda import METHODS, Way
+from microtome.profile.device import METHODS, DeviceTimeMethod
 from microtome.profile.energy import EnergyModel
 from microtome.report.formats import csv, markdown, text
 from microtome.report.row_selection import RowSelection, check
@@ -91,7 +91,7 @@ def profile(
     energy: bool,
     load: bool,
     warmup: int | None,
-    device_time: Way,
+    device_time: DeviceTimeMethod,
     energy_method: str,
     energy_model: str | None,
     meter: str | None,

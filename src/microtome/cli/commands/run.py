@@ -17,7 +17,7 @@ from microtome.cli.options.outputs import output_options, put, refuse_same
 from microtome.cli.options.stage import part_of
 from microtome.cli.samples import batches, count_of, lone_tensor
 from microtome.cli.tensor_files import open_tensors
-from microtome.engine.pytree import gpus_in, tensors_in
+from microtome.engine.pytree import accelerators_in, tensors_in
 from microtome.errors import BadInputs, MicrotomeError, RemoteError, SensorFailed, said
 from microtome.inputs import Inputs
 
@@ -183,7 +183,7 @@ def _measured(example: Inputs) -> Iterator[dict[str, Any]]:
 
     found: dict[str, Any] = {}
     try:
-        meter = pick(None, gpus_in((example.args, example.kwargs)))
+        meter = pick(None, accelerators_in((example.args, example.kwargs)))
     except SensorFailed as error:
         found["energy"] = str(error)
         yield found

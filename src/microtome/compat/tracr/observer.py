@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from threading import get_ident
-from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from microtome.devices.base import Backend, backend_of
 from microtome.engine import Call, Probe, Stopped
 from microtome.engine.pytree import tensors_in
 from microtome.inputs import device_of
@@ -22,23 +22,19 @@ class LayerRun(NamedTuple):
     """One run of a layer.
 
     Attributes:
-        begin: A time stamp in nanoseconds; on a GPU, an event.
+        begin: A timestamp of the backend.
         facts: What is known of its output, under tracr's names.
-        is_timed: Whether its work was done on the device whose time was taken.
+        backend: That of the device whose time was taken; None if its work was done on another.
     """
 
     begin: Any
     end: Any
     facts: dict[str, Any]
-    is_timed: bool
+    backend: Backend | None
 
     @property
     def seconds(self) -> float | None:
-        if not self.is_timed:
-            return None
-        if isinstance(self.begin, int):
-            return float(self.end - self.begin) / 1e9
-        return float(self.begin.elapsed_time(self.end)) / 1e3
+        return None if self.backend is None else self.backend.elapsed_s(self.begin, self.end)
 
 
 class LayerObserver(Probe):
@@ -46,20 +42,22 @@ class LayerObserver(Probe):
 
     def __init__(self, model: nn.Module) -> None:
         self._device = torch.device(device_of(model))
+        self._backend = backend_of(self._device)
         self._thread = get_ident()
         self._open: dict[Call, Any] = {}
         self._runs: dict[str, list[LayerRun | None]] = {}
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if call.phase == "forward" and get_ident() == self._thread:
-            self._open[call] = self._stamp()
+            self._open[call] = self._backend.timestamp(self._device)
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if call in self._open:
-            end = self._stamp()
+            end = self._backend.timestamp(self._device)
             tensors = list(tensors_in(output))
-            is_timed = self._device.type in ("cpu", "cuda") and all(one.device == self._device for one in tensors)
-            run = LayerRun(self._open.pop(call), end, _facts(output, tensors), is_timed)
+            is_timed = self._backend.has_timestamps and all(one.device == self._device for one in tensors)
+            backend = self._backend if is_timed else None
+            run = LayerRun(self._open.pop(call), end, _facts(output, tensors), backend)
             self._runs.setdefault(call.path, []).append(run)
 
     def fail(self, call: Call, error: BaseException) -> None:
@@ -76,8 +74,7 @@ class LayerObserver(Probe):
             resumed_after: The address of the call after which the run was resumed: the calls before it that were seen
                 were skipped, and those inside them were not seen.
         """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._backend.synchronize(self._device)
         addresses: dict[str, list[str]] = {}
         for row in profile:
             addresses.setdefault(row.path, []).append(row.address)
@@ -89,13 +86,6 @@ class LayerObserver(Probe):
             real = zip(addresses.get(path, ())[before[path] :], runs[seen[path] :], strict=False)
             found |= {address: run for address, run in real if run is not None}
         return found
-
-    def _stamp(self) -> Any:
-        if self._device.type != "cuda":
-            return perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
 
 def _facts(output: Any, tensors: list[Tensor]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from microtome.devices.base import available_accelerators
 from microtome.errors import BadFile, BadInputs, BadQuery, Unsupported, said
 from microtome.files.reading import read_bytes
 from microtome.profile.measurement import QUANTITIES
@@ -137,8 +138,8 @@ def _check_device(device: str) -> None:
         kind = torch.device(device).type
     except RuntimeError as error:
         raise BadQuery(f"expected a device such as 'cpu' or 'cuda:0', got `device: {device}`") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise Unsupported(f"the configuration has `device: {device}`, and torch finds no CUDA GPU: write `device: cpu`")
+    if kind != "cpu" and kind not in {one.type for one in available_accelerators()}:
+        raise Unsupported(f"the configuration has `device: {device}`, and torch finds no such device: use `cpu`")
 
 
 def _read(file: Path) -> Any:

@@ -19,6 +19,7 @@ from microtome.compat.tracr.layers import LayerRecord, MetricsCollector, layers_
 from microtome.compat.tracr.observer import LayerObserver
 from microtome.compat.tracr.output_bank import Bank
 from microtome.compat.tracr.settings import quantities, settle, training_of, whole_number
+from microtome.devices.base import backend_of
 from microtome.engine import Session
 from microtome.engine.compile_exclusion import run_uncompiled
 from microtome.engine.meta_run import copy_inputs
@@ -288,9 +289,10 @@ class WrappedModel(nn.Module):
         return torch.set_grad_enabled(torch.is_grad_enabled() and self.model.training)
 
     def _clock_ns(self) -> int:
-        """The time, once a GPU has done what it was given."""
-        if self.master_dict is not None and (device := device_of(self.model)).startswith("cuda"):
-            torch.cuda.synchronize(device)
+        """Return the time, after the device has completed its work."""
+        if self.master_dict is not None:
+            device = torch.device(device_of(self.model))
+            backend_of(device).synchronize(device)
         return perf_counter_ns()
 
     def _example(self) -> Inputs:

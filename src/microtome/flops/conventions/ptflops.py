@@ -1,6 +1,6 @@
-"""What ptflops counts: per module, of the kinds it knows, and per function of torch that it replaces.
+"""The counts of ptflops: per module of a known type, and per function of torch that it replaces.
 
-It does both at once, so that a ReLU module and the function inside it make two.
+It counts both, so a ReLU module and the function inside it make two.
 """
 
 from __future__ import annotations
@@ -39,10 +39,22 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _STATE = {nn.RNN: 1, nn.RNNCell: 1, nn.GRU: 7, nn.GRUCell: 7, nn.LSTM: 10, nn.LSTMCell: 10}
 
 
+_PRODUCT_NAMES = ("mm", "bmm", "addmm", "baddbmm")
+_COUNTED = {
+    "relu", "_prelu_kernel", "elu", "hardtanh", "relu6", "gelu", "silu", "_softmax", "mean",
+    "avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices",
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
+    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
+}  # fmt: skip
+#: The names of all operators that may be counted.
+OPERATORS = {*_PRODUCT_NAMES, "add", "mul", *_COUNTED, *(f"{name}_" for name in _COUNTED)}
+
+
 def of_function(function: Any, func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """What is counted for an operator, by the function that the code called."""
+    """Count an operator, by the function that the model's code called."""
     name = op_name(func)
-    if function in _PRODUCTS and name in ("mm", "bmm", "addmm", "baddbmm"):
+    if function in _PRODUCTS and name in _PRODUCT_NAMES:
         bias, a = (args[0].numel(), args[1]) if name in ("addmm", "baddbmm") else (0, args[0])
         return int(out.numel() * a.shape[-1]) + bias
     if function in _SUMS and name in ("add", "mul"):
@@ -52,17 +64,8 @@ def of_function(function: Any, func: Any, args: tuple[Any, ...], out: Any) -> in
     return 0
 
 
-_COUNTED = {
-    "relu", "_prelu_kernel", "elu", "hardtanh", "relu6", "gelu", "silu", "_softmax", "mean",
-    "avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices",
-    "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d",
-    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
-    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
-}  # fmt: skip
-
-
 def of_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
-    """What is counted for a module as such; the kind must be exactly one that ptflops knows."""
+    """Count a module itself, if its type is exactly one that ptflops knows."""
     kind, x = type(module), args[0] if args else None
     out = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else None
     if not isinstance(x, Tensor) or not isinstance(out, Tensor):

@@ -1,7 +1,7 @@
-"""What torchstat counts: per module, of the kinds it knows, for one image where it leaves the batch out.
+"""The counts of torchstat: per module of a known type, for one image where it leaves out the batch.
 
-None stands for a kind of module that torchstat has no formula for. `batch` is how many images the tensors are of; if it
-is not given, their first size, as torchstat has it. A module that sees a batch of windows or frames needs it.
+None means that torchstat has no formula for the type of module. `batch` is the number of images in the tensors, by
+default their first size, as in torchstat; a module that receives a batch of windows or frames needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _POOLS_3D = (nn.MaxPool3d, nn.AvgPool3d)
 
 
 def flops(module: nn.Module, x: Any, out: Any) -> int | None:
-    """Multiply-accumulates of the whole batch, a bias as one each."""
+    """Count the multiply-accumulates of the whole batch; a bias counts one each."""
     match module:
         case nn.Conv2d() | nn.Conv3d():
             return out.numel() * (prod(module.weight.shape[1:]) + (module.bias is not None))
@@ -31,7 +31,7 @@ def flops(module: nn.Module, x: Any, out: Any) -> int | None:
 
 
 def madds(module: nn.Module, x: Any, out: Any, *, batch: int | None = None) -> int | None:
-    """Multiplications and additions, counted apart, of one image."""
+    """Count the multiplications and additions of one image."""
     images = _images(module, out, batch) or 1
     each = out.numel() // images if isinstance(out, Tensor) else 0
     match module:
@@ -59,7 +59,7 @@ def madds(module: nn.Module, x: Any, out: Any, *, batch: int | None = None) -> i
 
 
 def memory(module: nn.Module, x: Any, out: Any, *, batch: int | None = None) -> tuple[int, int] | None:
-    """Elements read and written by the whole batch. Parameters are read for every image."""
+    """Count the elements read and written by the whole batch; parameters are read for every image."""
     match module:
         case nn.Conv2d() | nn.Linear() | nn.PReLU():
             trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
@@ -70,7 +70,7 @@ def memory(module: nn.Module, x: Any, out: Any, *, batch: int | None = None) -> 
 
 
 def _images(module: nn.Module, tensor: Any, batch: int | None) -> int:
-    """How many images a tensor is of. One without a batch is of one."""
+    """Return the number of images in a tensor; 1 without a batch dimension."""
     if batch is not None or not isinstance(tensor, Tensor):
         return batch or 1
     one = 3 if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d, *_POOLS)) else 1

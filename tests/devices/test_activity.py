@@ -10,8 +10,8 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler import profile
 
-from microtome.devices import cuda_activity
-from microtome.devices.cuda_activity import Activity, AllocatorMove, Launch
+from microtome.devices import activity
+from microtome.devices.activity import Activity, Allocation, Launch
 from microtome.errors import Unsupported
 
 
@@ -75,7 +75,7 @@ def memory(start: int, size: int, device: DeviceType = DeviceType.CUDA) -> Event
 
 def filled(*events: Event) -> Activity:
     found = Activity()
-    cuda_activity._fill(found, list(events))
+    activity._fill(found, list(events), "cuda", "cu")
     return found
 
 
@@ -178,7 +178,7 @@ def test_moves_of_the_devices_memory_are_kept_with_their_sign_in_the_order_of_ti
     found = filled(
         memory(25, -512), mark("a", 10), memory(5, 64), memory(15, 512), mark("b", 20), memory(16, 99, DeviceType.CPU)
     )
-    assert found.moves == [AllocatorMove(-1, 64), AllocatorMove(0, 512), AllocatorMove(1, -512)]
+    assert found.allocations == [Allocation(-1, 64), Allocation(0, 512), Allocation(1, -512)]
     assert found.launches == []
 
 
@@ -188,21 +188,21 @@ def test_nothing_seen_is_nothing_filled() -> None:
 
 def test_the_marks_and_operators_of_torch_itself_are_read() -> None:
     with profile(use_kineto=True, profile_memory=True) as profiler:
-        cuda_activity.mark("a")
+        activity.mark("a")
         torch.ones(100).add(1)
-        cuda_activity.mark("b.c#1")
+        activity.mark("b.c#1")
     results = profiler.kineto_results
     assert results is not None
     found = Activity()
-    cuda_activity._fill(found, results.events())
+    activity._fill(found, results.events(), "cuda", "cu")
     assert found.labels == ["a", "b.c#1"]
-    assert (found.launches, found.moves) == ([], [])  # all of it was done on the CPU
+    assert (found.launches, found.allocations) == ([], [])  # all of it was done on the CPU
 
 
 def test_within_a_profiler_that_runs_nothing_is_watched() -> None:
     with (
         profile(use_kineto=True),
-        pytest.raises(Unsupported, match="torch's profiler is running, and there can be one only"),
-        cuda_activity.watch(),
+        pytest.raises(Unsupported, match="torch's profiler is running, and only one can"),
+        activity.watch("cuda", launch_prefix="cu"),
     ):
         pass

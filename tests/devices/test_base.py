@@ -1,0 +1,110 @@
+"""Law: only `devices` names a backend; a device without a backend of its own is measured as far as torch allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import microtome
+import microtome as mt
+from microtome.devices import base
+from microtome.devices.accelerator import Accelerator
+from microtome.devices.base import Backend, accelerators_of, available_accelerators, backend_of, default_generators
+from microtome.devices.cuda import Cuda
+from microtome.errors import SensorFailed, Unsupported
+from microtome.profile import repeats
+from microtome.report.profile import text
+
+ROOT = Path(microtome.__file__).parent
+
+#: Files outside `devices` that contain the word, and why.
+EXCEPTIONS = {
+    "cli/commands/profile.py": "help of --device",
+    "cli/commands/record.py": "help of --device",
+    "cli/commands/run.py": "help of --device",
+    "cli/commands/serve.py": "help of --device",
+    "cli/commands/sweep.py": "help of --device",
+    "cli/commands/top.py": "help of --device",
+    "compat/tracr/settings.py": "an example in an error about tracr's configuration",
+    "engine/placement.py": "the names of `torch.Tensor`'s flags of devices, such as `is_cuda`",
+    "report/notes.py": "a key of `Profile.environment` in saved files",
+    "results/metrics.py": "a command in a note",
+    "split/signature.py": "device strings in a serialized signature",
+}
+
+
+def test_only_devices_names_a_backend() -> None:
+    files = {
+        str(file.relative_to(ROOT))
+        for file in ROOT.rglob("*.py")
+        if file.relative_to(ROOT).parts[0] != "devices" and "cuda" in file.read_text()
+    }
+    assert files <= EXCEPTIONS.keys()
+
+
+def test_each_device_type_has_a_backend() -> None:
+    assert type(backend_of("cpu")) is type(backend_of(torch.device("meta"))) is Backend
+    assert isinstance(backend_of(torch.device("cuda", 1)), Cuda)
+    assert backend_of("cuda:0") is backend_of(torch.device("cuda"))
+    other = backend_of("xpu")
+    assert isinstance(other, Accelerator)
+    assert (other.type, other.has_streams, other.has_activity, other.has_timestamps) == ("xpu", False, False, False)
+
+
+def test_the_cpu_is_no_accelerator() -> None:
+    assert accelerators_of([torch.ones(1), torch.ones(1, device="meta")]) == []
+    assert default_generators([torch.device("cpu"), torch.device("cpu")]) == [torch.default_generator]
+
+
+def test_a_generator_that_torch_does_not_expose_is_left_out() -> None:
+    if available_accelerators():
+        pytest.skip("torch exposes the generators of a device that is there")
+    assert default_generators([torch.device("xpu", 0), torch.device("mps", 0)]) == [torch.default_generator]
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda backend: backend.watch_activity(), "kernel durations are not supported on xpu devices"),
+        (lambda backend: backend.event(), "events are not supported on xpu devices"),
+        (lambda backend: backend.capture_graph("xpu", int), "graphs are not supported on xpu devices"),
+    ],
+)
+def test_an_unsupported_feature_is_an_error(use: Any, message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        use(backend_of("xpu"))
+
+
+def test_a_driver_that_is_not_supported_is_an_error() -> None:
+    with pytest.raises(SensorFailed, match="the driver of xpu devices is not supported"):
+        backend_of("xpu").driver(torch.device("xpu"))
+
+
+class Synchronous(Accelerator):
+    """A device that runs on the CPU: there is no other to test with."""
+
+    def __init__(self) -> None:
+        super().__init__("xpu")
+        self.waits = 0
+
+    def synchronize(self, device: torch.device) -> None:
+        self.waits += 1
+
+
+def test_a_device_without_a_backend_has_host_times_and_live_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Synchronous()
+    monkeypatch.setattr(repeats, "accelerators_of", lambda _: [torch.device("xpu", 0)])
+    monkeypatch.setattr(repeats, "backend_of", lambda _: backend)
+    monkeypatch.setattr(base, "_backend", lambda device_type: Backend() if device_type == "cpu" else backend)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(2, 8)
+    p = mt.profile(model, x, measure=["time", "memory"], repeat=3)
+    assert p["0"].time_s is not None
+    assert p["0"].device_s is None
+    assert p["0"].measured_peak_bytes == p["0"].peak_bytes
+    assert p.unavailable["device time"] == "not measured on xpu devices"
+    assert "no device time: not measured on xpu devices" in text(p)
+    assert backend.waits > 6
