@@ -116,10 +116,10 @@ def test_edits_are_undone_after_an_exception() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({}, BadQuery, "nothing is to be changed"),
-        ("0", BadQuery, "edits are a dict, such as .*, got '0'"),
-        ({"0": mt.scale}, BadQuery, "scale makes an edit when it is called"),
-        ({"0": 3}, BadQuery, "an edit is a function of the value, or such as mt.scale"),
+        ({}, BadQuery, "expected at least one edit, got none"),
+        ("0", BadQuery, "expected edits as a dict, such as .*, got '0'"),
+        ({"0": mt.scale}, BadQuery, "expected an edit, got the function that makes one"),
+        ({"0": 3}, BadQuery, "expected an edit as a function of the value, or such as mt.scale"),
         ({"9": mt.zero()}, NoMatch, "no module matches the path '9'"),
     ],
 )
@@ -130,11 +130,14 @@ def test_edits_that_cannot_be(changes: Any, error: type[Exception], message: str
 
 def test_an_edit_that_forgets_to_return_is_told_so() -> None:
     model = chain()
-    with mt.edit(model, {"0": lambda out: None}), pytest.raises(Unsupported, match="the edit of '0' returned None"):
+    with (
+        mt.edit(model, {"0": lambda out: None}),
+        pytest.raises(Unsupported, match="expected to return a Tensor, got None"),
+    ):
         model(X)
     with (
         mt.edit(model, inputs={"0": lambda given: given.args}),
-        pytest.raises(Unsupported, match="an edit of the inputs of '0' returns an Inputs, got tuple"),
+        pytest.raises(Unsupported, match="the edit of the inputs of '0' expected to return an Inputs, got tuple"),
     ):
         model(X)
 
@@ -151,7 +154,7 @@ def test_a_glob_with_an_index_is_that_call_of_each() -> None:
     with mt.edit(model, {"*#0": mt.zero()}):
         assert not model(X).any()
     with (
-        pytest.raises(NoMatch, match=r"'\*#1' was to be edited and never ran: '2' ran once"),
+        pytest.raises(NoMatch, match=r"the edit of '\*#1' was not applied: '2' ran once"),
         mt.edit(model, {"*#1": mt.zero()}),
     ):
         assert model(X).any()
@@ -225,10 +228,19 @@ class Unused(nn.Module):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"outputs": {"unused": mt.zero()}}, "'unused' was to be edited and never ran: this input did not lead to it"),
-        ({"inputs": {"unused": mt.zero()}}, "'unused' was to be edited and never ran: this input did not lead to it"),
-        ({"outputs": {"used#2": mt.zero()}}, "'used#2' .* never ran: 'used' ran 2 times, from 'used#0' to 'used#1'"),
-        ({"outputs": {"used": mt.zero(), "used#7": mt.zero()}}, "'used#7' was to be edited and never ran"),
+        (
+            {"outputs": {"unused": mt.zero()}},
+            "'unused' was not applied: it never ran: this input",
+        ),
+        (
+            {"inputs": {"unused": mt.zero()}},
+            "'unused' was not applied: it never ran: this input",
+        ),
+        (
+            {"outputs": {"used#2": mt.zero()}},
+            "'used#2' was not applied: 'used' ran 2 times, from 'used#0' to 'used#1'",
+        ),
+        ({"outputs": {"used": mt.zero(), "used#7": mt.zero()}}, "the edit of 'used#7' was not applied"),
     ],
 )
 def test_an_edit_that_was_never_made_is_an_error_with_the_likely_cause(changes: dict[str, Any], message: str) -> None:
@@ -271,9 +283,9 @@ def test_edits_can_be_opened_again() -> None:
 def test_ready_made_edits_of_what_makes_no_sense_are_refused() -> None:
     text: Any = "x"
     for make, message in (
-        (mt.scale, "a factor is a number, got 'x'"),
-        (mt.noise, "a standard deviation is a number, got 'x'"),
-        (mt.patch_from, "patch_from takes what mt.extract returned, got a str"),
+        (mt.scale, "expected factor to be a number, got 'x'"),
+        (mt.noise, "expected std to be a number, got 'x'"),
+        (mt.patch_from, "patch_from expected the Features that mt.extract returns, got a str"),
     ):
         with pytest.raises(BadQuery, match=message):
             make(text)
@@ -282,7 +294,7 @@ def test_ready_made_edits_of_what_makes_no_sense_are_refused() -> None:
 def test_a_patch_of_other_shapes_is_refused() -> None:
     model = chain()
     feats = mt.extract(model, torch.ones(1, 3), "0", inputs=True)
-    message = r"what was captured at '0' has shapes \[\(1, 3\)\], and here they are \[\(2, 3\)\]"
+    message = r"expected captured shapes \[\(2, 3\)\], got \[\(1, 3\)\]"
     for changes in ({"outputs": {"0": mt.patch_from(feats)}}, {"inputs": {"0": mt.patch_from(feats)}}):
         with pytest.raises(Unsupported, match=message), mt.edit(model, **changes):
             model(X)

@@ -86,7 +86,7 @@ def test_statistics_alone_and_a_reduction(data: Path, tmp_path: Path) -> None:
         (["zoo:tiny-resnet", "fc", "--data", "{flat}", "--to", "{to}"], "does not run on (4, 5)"),
         (
             ["zoo:tiny-resnet", "layer1", "--data", "{data}", "--to", "{to}", "--reduce", "cls"],
-            "--reduce cls takes a token of (batch, tokens, channels), and the output has shape (7, 8, 32, 32): "
+            "--reduce cls expected an output of shape (batch, tokens, channels), got (7, 8, 32, 32): "
             "take another, or Python",
         ),
         (

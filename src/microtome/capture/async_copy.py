@@ -1,4 +1,4 @@
-"""Copies of what is recorded, made without holding up the model."""
+"""Copy recorded tensors to host memory without blocking the model."""
 
 from __future__ import annotations
 
@@ -10,96 +10,92 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-#: So many bytes may be on their way from a GPU; before more are, the oldest are waited for.
-_ON_THE_WAY = 256 * 2**20
+from microtome.devices.base import backend_of
+
+#: The most bytes of copies in flight; further copies wait for the oldest ones.
+_IN_FLIGHT_BYTES = 256 * 2**20
 
 
-class Add(Protocol):
-    """Takes a tensor of its own, or, where it is borrowed, is done with it when it returns."""
+class Consumer(Protocol):
+    """Receives tensors in host memory: its own, or borrowed ones, which it must not use after it returns."""
 
     def __call__(self, name: str, tensor: Tensor, *, borrowed: bool = False, run: int | None = None) -> None: ...
 
 
-class _Waiting(NamedTuple):
-    """Something to be done in its turn, once a copy has arrived."""
+class _PendingTask(NamedTuple):
+    """A callback to run in order, once a copy has completed."""
 
-    do: Callable[[], None]
-    arrived: torch.cuda.Event | None = None
+    callback: Callable[[], None]
+    completed: torch.Event | None = None
     nbytes: int = 0
 
     @property
     def is_ready(self) -> bool:
-        return self.arrived is None or self.arrived.query()
+        return self.completed is None or self.completed.query()
 
 
 class AsyncCopier:
-    """Hands on tensors in the machine's memory.
+    """Copies tensors to host memory and passes them on in order.
 
-    Those of the CPU are lent as they are. From a GPU they go through pinned memory on a stream of their own, which
-    waits for the model's; the model's does not wait for it.
-
-    Args:
-        add: Takes a name and a tensor.
+    Tensors in host memory are lent to the consumer. Tensors on a device with streams are copied to pinned memory on a
+    separate stream, which waits for the model's stream; the model's stream does not wait for the copy.
     """
 
-    def __init__(self, add: Add) -> None:
-        self._add = add
-        self._waiting: deque[_Waiting] = deque()
-        self._bytes = 0
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+        self._pending: deque[_PendingTask] = deque()
+        self._pending_bytes = 0
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     def add(self, name: str, tensor: Tensor, *, fresh: bool = False, run: int | None = None) -> None:
-        """Take a tensor, which the model may write to when this has returned.
+        """Copy a tensor, which the model may write to after this returns.
 
         Args:
-            fresh: Whether nobody else has it, so that it need not be copied.
-            run: The number of the run that it is of.
+            fresh: Whether nothing else refers to the tensor's memory, so that it need not be cloned.
+            run: The number of the run that made it.
         """
-        if not tensor.is_cuda:
-            self._add(name, tensor.cpu(), borrowed=not fresh and tensor.device.type == "cpu", run=run)
+        if not backend_of(tensor.device).has_streams:
+            self._consumer(name, tensor.cpu(), borrowed=not fresh and tensor.device.type == "cpu", run=run)
             return
-        self._hand_on(done_only=True)
-        while self._waiting and self._bytes + tensor.nbytes > _ON_THE_WAY:
-            self._hand_on_one()
-        self._send(name, tensor, run, fresh=fresh)
+        while self._pending and self._pending[0].is_ready:
+            self._complete_oldest()
+        while self._pending and self._pending_bytes + tensor.nbytes > _IN_FLIGHT_BYTES:
+            self._complete_oldest()
+        self._start_copy(name, tensor, run, fresh=fresh)
 
-    def after_these(self, do: Callable[[], None]) -> None:
-        """Call a function once everything that was added before is handed on."""
-        if self._waiting:
-            self._waiting.append(_Waiting(do))
+    def call_after_pending(self, callback: Callable[[], None]) -> None:
+        """Call a function once all tensors added before have been passed on."""
+        if self._pending:
+            self._pending.append(_PendingTask(callback))
         else:
-            do()
+            callback()
 
     def drain(self) -> None:
-        """Hand on everything, waiting for what is on its way."""
-        self._hand_on(done_only=False)
+        """Wait for all copies and pass them on."""
+        while self._pending:
+            self._complete_oldest()
 
-    def _send(self, name: str, tensor: Tensor, run: int | None, *, fresh: bool) -> None:
-        # On the model's stream, where it is quick: the model may write to the tensor while the slow copy is on its way.
-        kept = tensor if fresh else tensor.clone(memory_format=torch.contiguous_format)
-        if kept.device not in self._streams:
-            self._streams[kept.device] = torch.cuda.Stream(kept.device)
-        stream = self._streams[kept.device]
-        stream.wait_stream(torch.cuda.current_stream(kept.device))
-        with torch.cuda.stream(stream):
-            there = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
-            there.copy_(kept, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        kept.record_stream(stream)  # its memory is not given to others before
-        self._waiting.append(_Waiting(partial(self._hand, name, there, run), arrived, there.nbytes))
-        self._bytes += there.nbytes
+    def _start_copy(self, name: str, tensor: Tensor, run: int | None, *, fresh: bool) -> None:
+        # On the model's stream, where it is fast: the model may write to the tensor during the slow copy.
+        source = tensor if fresh else tensor.clone(memory_format=torch.contiguous_format)
+        if source.device not in self._streams:
+            self._streams[source.device] = torch.Stream(source.device)
+        stream = self._streams[source.device]
+        stream.wait_stream(torch.accelerator.current_stream(source.device))
+        with stream:
+            target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            target.copy_(source, non_blocking=True)
+            completed = stream.record_event()
+        source.record_stream(stream)  # so that the allocator does not reuse its memory before the copy ends
+        self._pending.append(_PendingTask(partial(self._pass_on, name, target, run), completed, target.nbytes))
+        self._pending_bytes += target.nbytes
 
-    def _hand_on(self, *, done_only: bool) -> None:
-        while self._waiting and (not done_only or self._waiting[0].is_ready):
-            self._hand_on_one()
+    def _complete_oldest(self) -> None:
+        oldest = self._pending.popleft()
+        if oldest.completed is not None:
+            oldest.completed.synchronize()
+        self._pending_bytes -= oldest.nbytes
+        oldest.callback()
 
-    def _hand_on_one(self) -> None:
-        first = self._waiting.popleft()
-        if first.arrived is not None:
-            first.arrived.synchronize()
-        self._bytes -= first.nbytes
-        first.do()
-
-    def _hand(self, name: str, there: Tensor, run: int | None) -> None:
-        self._add(name, there.clone(), run=run)  # pinned memory is scarce
+    def _pass_on(self, name: str, target: Tensor, run: int | None) -> None:
+        self._consumer(name, target.clone(), run=run)  # pinned memory is scarce

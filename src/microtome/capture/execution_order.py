@@ -1,4 +1,4 @@
-"""In which order the calls of a model run, known without running it."""
+"""Find the order in which the calls of a model end, from a run on tensors without values."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from microtome.engine.thread_stacks import runs_elsewhere
 from microtome.inputs import Inputs
 from microtome.results.trace import TensorMode
 
-#: The orders that were found, by the id of the model and by what they depend on.
-_known: dict[int, tuple[weakref.ref[nn.Module], OrderedDict[Any, tuple[str, ...] | None]]] = {}
-_MOST = 16
-_DEEPEST = 6
-_STANDS: tuple[TensorMode, ...] = ("meta", "fake")
+#: The cached orders, by the id of the model and by cache key.
+_cache: dict[int, tuple[weakref.ref[nn.Module], OrderedDict[Any, tuple[str, ...] | None]]] = {}
+_CACHE_SIZE = 16
+_MAX_DEPTH = 6
+_TENSOR_MODES: tuple[TensorMode, ...] = ("meta", "fake")
 
 
 def order_of(model: nn.Module, inputs: Inputs, *, fast_paths: bool) -> tuple[str, ...] | None:
-    """The addresses of the calls in the order they end; None where that may depend on values or on chance.
+    """Return the addresses of the calls in the order they end; None if it may depend on values or random numbers.
 
-    The model is run on tensors without values: one that runs so cannot branch on them, unless its code catches the
-    error or asks whether it has values. The answer is remembered for these shapes, as long as the model and what its
-    modules hold stay as they are. None, too, while another thread runs the model.
+    A model that runs on tensors without values cannot branch on them, unless its code catches the error or checks
+    whether they have values. The order is cached for these shapes, as long as the model and the attributes of its
+    modules do not change. None, too, while another thread runs the model.
     """
-    key = _key(model, inputs, fast_paths)
-    orders = _orders(model)
+    key = _cache_key(model, inputs, fast_paths)
+    orders = _cached_orders(model)
     if key is not None and key in orders:
         orders.move_to_end(key)
         return orders[key]
-    if runs_elsewhere(module for _, module in named(model)):  # it must not find stand-ins in place of weights
+    if runs_elsewhere(module for _, module in named(model)):  # the other thread must not find stand-ins for weights
         return None
-    order = _find(model, inputs, fast_paths)
+    order = _find_order(model, inputs, fast_paths)
     if key is not None:
         orders[key] = order
-        while len(orders) > _MOST:
+        while len(orders) > _CACHE_SIZE:
             orders.popitem(last=False)
     return order
 
 
-def _orders(model: nn.Module) -> OrderedDict[Any, tuple[str, ...] | None]:
-    found = _known.get(id(model))
+def _cached_orders(model: nn.Module) -> OrderedDict[Any, tuple[str, ...] | None]:
+    found = _cache.get(id(model))
     if found is None or found[0]() is not model:
         key = id(model)
-        found = _known[key] = weakref.ref(model, lambda _: _known.pop(key, None) and None), OrderedDict()
+        found = _cache[key] = weakref.ref(model, lambda _: _cache.pop(key, None) and None), OrderedDict()
     return found[1]
 
 
-class _Ends(Probe):
-    """Notes the calls as they end. It takes operators too, so that the engine sees which draw random numbers."""
+class _CallEnds(Probe):
+    """Collects the addresses of calls as they end. Its operator callback makes the engine detect random operators."""
 
     def __init__(self) -> None:
         self.addresses: list[str] = []
@@ -70,64 +70,64 @@ class _Ends(Probe):
         self.addresses.append(call.address)
 
 
-def _find(model: nn.Module, inputs: Inputs, fast_paths: bool) -> tuple[str, ...] | None:
-    for stand in _STANDS:
-        ends = _Ends()
+def _find_order(model: nn.Module, inputs: Inputs, fast_paths: bool) -> tuple[str, ...] | None:
+    for mode in _TENSOR_MODES:
+        ends = _CallEnds()
         try:
             with (
-                stand_in(model, inputs, stand) as standing,
+                stand_in(model, inputs, mode) as stand_ins,
                 Session(model, [ends], fast_paths=fast_paths, other_threads="refused"),
             ):
                 before = _random_states()
-                standing.run(model)
+                stand_ins.run(model)
                 if _random_states() != before:
                     return None
-        except Exception:  # noqa: BLE001  whatever a model raises without values, it may run with them
+        except Exception:  # noqa: BLE001  a model may raise anything without values, and run with them
             continue
         return tuple(ends.addresses)
     return None
 
 
 def _random_states() -> Any:
-    """What chance goes by on the CPU."""
+    """Return the states of the CPU's random generators: torch, Python and numpy."""
     numpy = sys.modules.get("numpy")
-    drawn = None if numpy is None else str(numpy.random.get_state())
-    return torch.get_rng_state().tolist(), random.getstate(), drawn
+    numpy_state = None if numpy is None else str(numpy.random.get_state())
+    return torch.get_rng_state().tolist(), random.getstate(), numpy_state
 
 
-def _key(model: nn.Module, inputs: Inputs, fast_paths: bool) -> Any:
-    """What the order depends on, as something to compare; None if that cannot be told."""
+def _cache_key(model: nn.Module, inputs: Inputs, fast_paths: bool) -> Any:
+    """Return a hashable key of everything the order depends on; None if there is no such key."""
     try:
-        given = _described((inputs.args, inputs.kwargs))
-        state = tuple((path, type(module), _described(vars(module))) for path, module in named(model))
-    except _UnknownOrder:
+        arguments = _hashable((inputs.args, inputs.kwargs))
+        state = tuple((path, type(module), _hashable(vars(module))) for path, module in named(model))
+    except _NotHashable:
         return None
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
-    return given, state, modes, fast_paths
+    return arguments, state, modes, fast_paths
 
 
-class _UnknownOrder(Exception):
-    """It cannot be told whether this is as it was."""
+class _NotHashable(Exception):
+    """A value whose changes cannot be detected."""
 
 
-def _described(value: Any, depth: int = 0) -> Any:
-    """A value as something that is equal when it is the same to a model that sees no values of tensors."""
+def _hashable(value: Any, depth: int = 0) -> Any:
+    """Return a key that is equal for values a model cannot distinguish without the values of tensors."""
     if isinstance(value, int | bool | str | float | None):
         return value.__class__, value
     if isinstance(value, Tensor):
         if value.is_nested:  # it has several shapes
-            raise _UnknownOrder
+            raise _NotHashable
         return "tensor", tuple(value.shape), value.dtype, value.device
     if isinstance(value, nn.Module | type) or callable(value):
         return id(value)
-    if depth > _DEEPEST:
-        raise _UnknownOrder
+    if depth > _MAX_DEPTH:
+        raise _NotHashable
     if isinstance(value, list | tuple | set | frozenset):
-        return (value.__class__, *(_described(item, depth + 1) for item in value))
+        return (value.__class__, *(_hashable(item, depth + 1) for item in value))
     if isinstance(value, dict):
-        return (value.__class__, *((str(name), _described(item, depth + 1)) for name, item in value.items()))
+        return (value.__class__, *((str(name), _hashable(item, depth + 1)) for name, item in value.items()))
     if isinstance(value, torch.dtype | torch.device):
         return str(value)
     if type(value).__dictoffset__:  # it has a `__dict__`
-        return type(value), _described(dict_of(value), depth + 1)
-    raise _UnknownOrder
+        return type(value), _hashable(dict_of(value), depth + 1)
+    raise _NotHashable

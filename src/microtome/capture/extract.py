@@ -1,4 +1,4 @@
-"""One look: the values that modules and operators make in one run."""
+"""Capture the outputs of modules and operators in one run."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def extract(
     device: torch.device | str | None = None,
     transform: Callable[[Any], Any] | None = None,
 ) -> Features:
-    """Run the model once and return what the selected modules gave.
+    """Run the model once and return the outputs of the selected modules.
 
     Args:
-        given: The inputs of the model: a tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
-        at: Which modules: a path, a glob, a module type, … or several; `"path#1"` for one call of a module;
+        given: The inputs of the model: a tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
+        at: The modules: a path, a glob, a module type, … or several; `"path#1"` for one call of a module;
             `"path/operator"` for operators in their calls.
-        stop: End the run when all is there. When that is, is learned from a run on tensors without values, which hooks
-            and edits see too, and remembered. Models that branch on values or on chance run to their end.
+        stop: End the run after the last selected call. A run on tensors without values, which hooks and edits see too,
+            finds that call; the result is cached. Models that branch on values or draw random numbers run to the end.
         inputs: Capture the arguments of the calls too.
-        grad: Keep what is captured in the graph, run to the end, and collect gradients in a later backward.
-        detach: Cut what is captured from the graph.
-        clone: Copy it; `"auto"`: only where it is written to later in the run, or would pin a larger tensor.
-        device: Move it there as it is captured.
-        transform: Called with each output as it is captured, which it must not write to; what it returns is kept.
+        grad: Keep captured tensors in the autograd graph, run to the end, and collect gradients in a later backward.
+        detach: Detach captured tensors from the autograd graph.
+        clone: Clone them; `"auto"`: only those that are mutated later in the run or would pin a larger tensor.
+        device: Move them to this device as they are captured.
+        transform: Called with each output as it is captured, which it must not mutate; its result is kept.
 
     >>> import torch
     >>> from torch import nn
@@ -66,115 +66,117 @@ def extract(
     check_model(model)
     targets, run = Targets(model, at), Inputs.of(given, device=device_of(model))
     if not isinstance(inputs, bool):
-        raise BadQuery("inputs=True captures the arguments of calls; what the model is given comes second")
+        raise BadQuery(
+            f"expected inputs=True or False, whether to capture the arguments of calls, got a {type(inputs).__name__}: "
+            "pass the model's inputs as the second argument"
+        )
     if grad and torch.is_inference_mode_enabled():
-        raise BadQuery("in inference mode there are no gradients: leave it, or grad")
+        raise BadQuery("gradients do not exist in inference mode: leave the mode, or leave out grad")
     if grad and (transform is not None or targets.owners):
-        raise BadQuery("gradients are those of what modules return: leave out transform and operators, or grad")
-    keeping = Retention(detach and not grad, clone, device, transform)
+        raise BadQuery("gradients are collected for outputs of modules: leave out transform and operators, or grad")
+    retention = Retention(detach and not grad, clone, device, transform)
     order = order_of(model, run, fast_paths=targets.fast_paths) if stop and not grad else None
-    kind = _OpCapture if targets.owners else _ModuleCapture
-    capture = kind(targets, keeping, order, inputs=inputs, grad=grad)
-    guards = [] if capture.guard is None else [capture.guard]
-    whole = WHOLE if targets.owners else ()
+    capture = (_OpCapture if targets.owners else _ModuleCapture)(targets, retention, order, inputs=inputs, grad=grad)
     feats = capture.features
-    enabled = torch.is_grad_enabled() or grad
+    session = Session(
+        model,
+        [capture] if capture.copy_on_write is None else [capture.copy_on_write, capture],
+        capture.stops,
+        whole=WHOLE if targets.owners else (),
+        fast_paths=targets.fast_paths,
+        other_threads="unseen",
+    )
     try:
-        with (
-            Session(
-                model,
-                [*guards, capture],
-                capture.stops,
-                whole=whole,
-                fast_paths=targets.fast_paths,
-                other_threads="unseen",
-            ),
-            grad_mode(enabled),
-        ):
+        with session, grad_mode(torch.is_grad_enabled() or grad):
             feats._output.append(run.run(model))
     except Stopped as stopped:
-        if stopped.call is not capture.stopped_at:  # somebody else's
+        if stopped.call is not capture.stopped_at:  # another session's
             raise
         feats.stopped = True
     finally:
-        capture.stops.clear()  # which holds the capture, and that what was captured
-    capture.end(model, (run.args, run.kwargs), feats._output)
+        capture.stops.clear()  # break the reference cycle, which holds the captured tensors
+    capture.finish(model, (run.args, run.kwargs), feats._output)
     return feats
 
 
 class _ModuleCapture(Probe):
-    """Captures in one run."""
+    """Captures the outputs of modules in one run.
+
+    Args:
+        order: The addresses of the calls in the order they end, if known.
+    """
 
     def __init__(
-        self, targets: Targets, keeping: Retention, order: tuple[str, ...] | None, *, inputs: bool, grad: bool
+        self, targets: Targets, retention: Retention, order: tuple[str, ...] | None, *, inputs: bool, grad: bool
     ) -> None:
         self._targets = targets
-        self._keeping = keeping
+        self._retention = retention
         self._inputs = inputs
         self._grad = grad
-        self._ran: dict[str, int] = {}
+        self._last_calls: dict[str, int] = {}
         self._op_names: dict[str, dict[str, None]] = {}
-        self._ended = 0
+        self._completed = 0
         self.stopped_at: Call | None = None
-        self._keeps = False
+        self._is_capturing = False
         self.features = Features()
-        self.guard = CopyOnWrite() if keeping.detach and keeping.clone == "auto" else None
-        self._wanted = targets.modules.keys() | targets.owners.keys()
-        ends = [address for address in order or () if call_of(address)[0] in self._wanted]
-        if not set(targets.addresses) <= set(ends):  # the run is to say how often it ran
+        self.copy_on_write = CopyOnWrite() if retention.detach and retention.clone == "auto" else None
+        self._paths = targets.modules.keys() | targets.owners.keys()
+        ends = [address for address in order or () if call_of(address)[0] in self._paths]
+        if not set(targets.addresses) <= set(ends):  # run to the end, to report how often the module ran
             ends = []
         self._last = (ends[-1], len(ends)) if ends else ("", -1)
         self.stops = [Stop(call_of(self._last[0])[0], when=self._is_last)] if ends else []
 
     def _is_last(self, call: Call) -> bool:
-        """Whether all is there; never where the run went another way than it was expected to."""
-        if (call.address, self._ended) == self._last:
+        """Return whether this is the last selected call; never if the run left the expected order."""
+        if (call.address, self._completed) == self._last:
             self.stopped_at = call
         return self.stopped_at is not None
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._inputs and call in self._targets.calls:
-            kept = replace(self._keeping, transform=None).keep((args, kwargs))
-            self._hold(kept)
-            self.features._inputs[self._targets.address(call)] = Inputs(*kept[0], **kept[1])
+            retained = replace(self._retention, transform=None).apply((args, kwargs))
+            self._watch(retained)
+            self.features._inputs[self._targets.address(call)] = Inputs(*retained[0], **retained[1])
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._ran[call.path] = max(call.index, self._ran.get(call.path, 0))
-        self._ended += call.path in self._wanted
+        self._last_calls[call.path] = max(call.index, self._last_calls.get(call.path, 0))
+        self._completed += call.path in self._paths
         if call in self._targets.calls:
-            self._keep(call.path, self._targets.address(call), output)
+            self._capture(call.path, self._targets.address(call), output)
 
-    def _keep(self, name: str, address: str, output: Any) -> None:
-        self._keeps = True  # and is no part of the model meanwhile
+    def _capture(self, name: str, address: str, output: Any) -> None:
+        self._is_capturing = True  # operators that run meanwhile are not the model's
         try:
             if self._grad:
-                self.features._grads[address] = _collect(output, self.features)
-            kept = self._keeping.keep(output)
+                self.features._grads[address] = _collect_gradients(output, self.features)
+            retained = self._retention.apply(output)
         except Unsupported as error:
-            error.add_note(f"in what {address!r} gave")
+            error.add_note(f"in the output of {address!r}")
             raise
         finally:
-            self._keeps = False
-        self._hold(kept)
-        self.features._values.setdefault(name, {})[address] = kept
+            self._is_capturing = False
+        self._watch(retained)
+        self.features._values.setdefault(name, {})[address] = retained
 
-    def _hold(self, kept: Any) -> None:
-        if self.guard is not None:
-            self.guard.hold(kept)
+    def _watch(self, retained: Any) -> None:
+        if self.copy_on_write is not None:
+            self.copy_on_write.watch(retained)
 
-    def end(self, model: nn.Module, given: Any, output: Any) -> None:
+    def finish(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Copy captured tensors that share memory with the model or the user, and check that all targets ran."""
         feats = self.features
-        if self.guard is not None:  # what the model or the user has too may be written to later
-            held = [vars(module) for _, module in named(model)]
-            for tensor in tensors_in((held, given, output)):
-                self.guard.release(tensor)
+        if self.copy_on_write is not None:
+            attributes = [vars(module) for _, module in named(model)]
+            for tensor in tensors_in((attributes, inputs, output)):
+                self.copy_on_write.copy_sharing(tensor)
         names = {path: list(found) for path, found in self._op_names.items()}
-        feats._others = other_names(model)
-        feats.never_ran = self._targets.check(feats._values, self._ran, names)
+        feats._other_names = other_names(model)
+        feats.never_ran = self._targets.check(feats._values, self._last_calls, names)
 
 
 class _OpCapture(_ModuleCapture):
-    """Captures operators too. To be told of every operator costs time."""
+    """Captures operators too, which requires a dispatch mode and so costs time."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -182,33 +184,33 @@ class _OpCapture(_ModuleCapture):
 
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = where.call
-        if self._keeps or call is None or where.phase != "forward" or call.path not in self._targets.owners:
+        if self._is_capturing or call is None or where.phase != "forward" or call.path not in self._targets.owners:
             return
         name = op_name(func)
         index = self._counts.get((call, name), 0)
         self._counts[call, name] = index + 1
         self._op_names.setdefault(call.path, {})[f"{name}#{index}"] = None
-        if self._targets.wants_op(call, f"{name}#{index}"):
-            self._keep(f"{call.path}/{name}", f"{self._targets.address(call)}/{name}#{index}", output)
+        if self._targets.includes_op(call, f"{name}#{index}"):
+            self._capture(f"{call.path}/{name}", f"{self._targets.address(call)}/{name}#{index}", output)
 
 
-def _collect(output: Any, feats: Features) -> Callable[[], Any]:
-    """Note the gradients of a value when they come; what is returned gives them, in the value's structure.
+def _collect_gradients(output: Any, feats: Features) -> Callable[[], Any]:
+    """Accumulate gradients in later backwards; return a function that gives them in the structure of the output.
 
-    They are noted as long as the features live: a tensor of the model or of the user may live longer.
+    They are accumulated while the features live: a tensor of the model or of the user may live longer.
     """
     grads: dict[int, Tensor] = {}
-    places: dict[int, int] = {}
+    indices: dict[int, int] = {}
 
-    def note(at: int, grad: Tensor) -> None:
-        grads[at] = grads[at] + grad if at in grads else grad
+    def accumulate(index: int, grad: Tensor) -> None:
+        grads[index] = grads[index] + grad if index in grads else grad
 
-    def placed(tensor: Tensor) -> Tensor:
-        place = torch.empty(0)
-        places[id(place)] = at = len(places)
+    def register(tensor: Tensor) -> Tensor:
+        placeholder = torch.empty(0)
+        indices[id(placeholder)] = index = len(indices)
         if tensor.requires_grad:
-            watch_gradient(tensor, partial(note, at), owner=feats)
-        return place
+            watch_gradient(tensor, partial(accumulate, index), owner=feats)
+        return placeholder
 
-    structure = map_tensors(placed, output)
-    return lambda: map_tensors(lambda place: grads.get(places[id(place)]), structure)
+    structure = map_tensors(register, output)
+    return lambda: map_tensors(lambda placeholder: grads.get(indices[id(placeholder)]), structure)

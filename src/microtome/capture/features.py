@@ -1,4 +1,4 @@
-"""What was captured in one run of a model."""
+"""The result of a capture: the outputs, arguments and gradients of calls in one run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from microtome.results.rendering import render
 
 
 class Features(Mapping[str, Any]):
-    """The values of one run, by path, address, or `path/operator#index`.
+    """The captured values of one run, by path, address, or `path/operator#index`.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -24,8 +24,8 @@ class Features(Mapping[str, Any]):
     (['layer1.0', 'layer1.1', 'fc'], torch.Size([2, 8, 32, 32]))
 
     Attributes:
-        stopped: Whether the run was ended when all was there.
-        never_ran: The paths that were selected and did not run.
+        stopped: Whether the run ended after the last selected call.
+        never_ran: The selected paths that did not run.
     """
 
     def __init__(self, *, stopped: bool = False) -> None:
@@ -34,49 +34,49 @@ class Features(Mapping[str, Any]):
         self._values: dict[str, dict[str, Any]] = {}
         self._inputs: dict[str, Inputs] = {}
         self._grads: dict[str, Callable[[], Any]] = {}
-        self._output: list[Any] = []  # none, or one
-        self._others: dict[str, str] = {}
+        self._output: list[Any] = []  # empty if the run was stopped
+        self._other_names: dict[str, str] = {}
 
     def __getitem__(self, name: str) -> Any:
-        """The output of the last call of the module at a path, or of the call at an address."""
-        return self._by_address[self._one(name)]
+        """Return the output of the last call of the module at a path, or of the call at an address."""
+        return self._by_address[self._resolve(name)]
 
     def calls(self, path: str) -> list[Any]:
-        """The outputs of all calls of the module, in their order."""
-        found = self._there.find(path)
+        """Return the outputs of all calls of the module, in order."""
+        found = self._index.find(path)
         if not found:
-            raise self._missing(path)
+            raise self._missing_error(path)
         return [self._by_address[address] for address in found]
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses of all that was captured, those of a module together; with `#0` where it ran again."""
-        return tuple(self._there.spelled)
+        """The captured addresses, grouped by module; with `#0` if the module ran more than once."""
+        return tuple(self._index.spelled)
 
     def inputs(self, name: str) -> Inputs:
-        """The arguments of the last call of the module at a path, or of the call at an address, as `edit` left them."""
+        """Return the arguments of the last call of a module, or of the call at an address, after any edits."""
         if not self._inputs:
             raise BadQuery("arguments were not captured: extract with inputs=True")
-        address = self._one(name)
+        address = self._resolve(name)
         if address not in self._inputs:
-            raise BadQuery(f"{name!r} is an operator: its arguments are not captured")
+            raise BadQuery(f"expected a module, got the operator {name!r}, whose arguments are not captured")
         return self._inputs[address]
 
     def grad(self, name: str) -> Any:
-        """The gradients of what was captured, after a backward: the same structure; None where none came."""
+        """Return the gradients of an output after a backward, in its structure; None for tensors without one."""
         if not self._grads:
             raise BadQuery("gradients were not captured: extract with grad=True")
-        return self._grads[self._one(name)]()
+        return self._grads[self._resolve(name)]()
 
     @property
     def output(self) -> Any:
-        """What the model returned."""
+        """The output of the model."""
         if not self._output:
-            raise BadQuery("the model did not run to its end: extract with stop=False to have its output")
+            raise BadQuery("the run was stopped before the model returned: extract with stop=False to get its output")
         return self._output[0]
 
     def plot(self, name: str, **options: Any) -> Any:
-        """A picture that notebooks show: what `to_png` writes, with its options."""
+        """Return the image that `to_png` writes, with its options, for display in a notebook."""
         return render("activation.plot", self[name], name, **options)
 
     def to_png(
@@ -90,26 +90,26 @@ class Features(Mapping[str, Any]):
         scale: Literal["each", "all"] = "each",
         part: int | None = None,
     ) -> None:
-        """Write an activation as a picture: its channels side by side, the larger a value the lighter.
+        """Write an activation as an image: its channels side by side, larger values lighter.
 
-        Of images (batch, channels, height, width), a map for each channel. Of tokens (batch, tokens, channels), a map
-        for each channel with `grid`, else one with a line for each token. Of (batch, channels), one line.
+        (batch, channels, height, width): a map for each channel. (batch, tokens, channels): a map for each channel
+        with `grid`, else one map with a row for each token. (batch, channels): one row.
 
         Args:
-            sample: Which of the batch.
-            channels: How many channels at most, the first.
-            grid: How many patches the image is high and wide; the last tokens are those.
-            scale: Whether each channel is scaled by itself from its least to its greatest value, or all together.
-            part: Which of the tensors, where the module gives several.
+            sample: The index in the batch.
+            channels: The maximum number of channels, starting from the first.
+            grid: The height and width of the image in patches, which are the last tokens.
+            scale: Scale each channel by its own minimum and maximum, or all channels by common ones.
+            part: The index of the tensor, if the module returns several.
         """
         self.plot(name, sample=sample, channels=channels, grid=grid, scale=scale, part=part).save(file)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What is there under that name, or the default."""
+        """Return the output of that name, or the default."""
         return self[name] if name in self else default  # noqa: SIM401  this is `get`
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and bool(self._there.find(name))
+        return isinstance(name, str) and bool(self._index.find(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -124,22 +124,21 @@ class Features(Mapping[str, Any]):
         return f"<Features of {count}: {', '.join(map(repr, some))}{more}>"
 
     @cached_property
-    def _there(self) -> Addresses:
-        """What was captured, once it is."""
-        return Addresses(self._by_address, self._others)
+    def _index(self) -> Addresses:
+        return Addresses(self._by_address, self._other_names)
 
     @cached_property
     def _by_address(self) -> dict[str, Any]:
         return {address: value for calls in self._values.values() for address, value in calls.items()}
 
-    def _one(self, name: str) -> str:
-        """The address that a name means: of a path, that of the last call."""
-        found = self._there.find(name)
+    def _resolve(self, name: str) -> str:
+        """Return the address of a name; for a path, that of the last call."""
+        found = self._index.find(name)
         if not found:
-            raise self._missing(name)
+            raise self._missing_error(name)
         return name if name in found and name not in self._values else found[-1]
 
-    def _missing(self, name: str) -> NoMatch:
+    def _missing_error(self, name: str) -> NoMatch:
         if name in self.never_ran:
-            return NoMatch(f"{name!r} never ran in this look")
+            return NoMatch(f"{name!r} was selected and never ran")
         return no_path(name, self.addresses)

@@ -1,4 +1,4 @@
-"""How what is captured is kept: cut from the graph, copied where that is needed, moved, changed."""
+"""Retain captured values: detach, clone, move and transform them, and copy those that are mutated later."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Clone = Literal["auto"] | bool
 
 @dataclass(frozen=True)
 class Retention:
-    """What is done to a captured value.
+    """How to retain captured values.
 
     Attributes:
-        detach: Whether it is cut from the graph.
-        clone: Whether it is copied: True, False, or "auto": where it would change later or pin more memory.
-        device: Where it is moved.
-        transform: Applied to the value, cut from the graph or not; what it returns is kept.
+        detach: Detach them from the autograd graph.
+        clone: True, False, or "auto": clone those that are mutated later or would pin more memory.
+        device: Move them to this device.
+        transform: Applied after detaching; its result is retained.
     """
 
     detach: bool = True
@@ -37,26 +37,26 @@ class Retention:
 
     def __post_init__(self) -> None:
         if self.clone not in ("auto", True, False):
-            raise BadQuery(f"clone is True, False or 'auto', got {self.clone!r}")
+            raise BadQuery(f"expected clone to be True, False or 'auto', got {self.clone!r}")
         if self.transform is not None and not callable(self.transform):
-            raise BadQuery(f"transform is a function of the output, got {self.transform!r}")
+            raise BadQuery(f"expected transform to be a function of the output, got {self.transform!r}")
         try:
             torch.device(self.device or "cpu")
         except (RuntimeError, TypeError) as error:
-            raise BadQuery(f"{self.device!r} is no device: {said(error)}") from error
+            raise BadQuery(f"expected a device, got {self.device!r}: {said(error)}") from error
 
-    def keep(self, value: Any) -> Any:
-        """The value as it is to be kept."""
+    def apply(self, value: Any) -> Any:
+        """Return the value to retain."""
         if self.detach:
             value = map_tensors(Tensor.detach, value)
         if self.transform is not None:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
                 value = self.transform(value)
-            if self.detach:  # it may give back what is the model's own
+            if self.detach:  # it may return a tensor of the model
                 value = map_tensors(Tensor.detach, value)
-        return map_tensors(self._place, value)
+        return map_tensors(self._move_or_clone, value)
 
-    def _place(self, tensor: Tensor) -> Tensor:
+    def _move_or_clone(self, tensor: Tensor) -> Tensor:
         if self.device is not None and (moved := tensor.to(self.device)) is not tensor:
             return moved
         if self.clone is True or (self.clone == "auto" and (not self.detach or _must_copy(tensor))):
@@ -65,41 +65,41 @@ class Retention:
 
 
 def _must_copy(tensor: Tensor) -> bool:
-    """Whether it is a view of something larger, or `CopyOnWrite` cannot watch its memory."""
-    if not _has_one_memory(tensor):
+    """Return whether a tensor is a view of a larger storage, or has none that `CopyOnWrite` can watch."""
+    if not _has_storage(tensor):
         return True
     return not tensor.is_meta and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
-def _has_one_memory(tensor: Tensor) -> bool:
+def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 class CopyOnWrite(Probe):
-    """Copies what was captured right before an operator would write into it.
+    """Copies captured tensors right before an operator mutates their storage.
 
-    In the graph this would come too late: there, captured tensors are copied at once.
+    For tensors in the autograd graph this would be too late: they are cloned when they are captured.
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, list[Tensor]] = {}
+        self._watched: dict[int, list[Tensor]] = {}
 
-    def hold(self, value: Any) -> None:
-        """Watch over the memory of the tensors in a value."""
+    def watch(self, value: Any) -> None:
+        """Watch the storages of the tensors in a value."""
         for tensor in tensors_in(value):
-            if _has_one_memory(tensor):
-                self._held.setdefault(storage_id(tensor), []).append(tensor)
+            if _has_storage(tensor):
+                self._watched.setdefault(storage_id(tensor), []).append(tensor)
 
     def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._held or not (facts := facts_of(func)).may_write:
+        if not self._watched or not (schema := facts_of(func)).may_write:
             return
-        for tensor in facts.written(args, kwargs):
-            self.release(tensor)
+        for tensor in schema.written(args, kwargs):
+            self.copy_sharing(tensor)
 
-    def release(self, tensor: Tensor) -> None:
-        """Have what was captured lie elsewhere than this tensor from now on."""
-        if not _has_one_memory(tensor):
+    def copy_sharing(self, tensor: Tensor) -> None:
+        """Copy the watched tensors that share a storage with this one."""
+        if not _has_storage(tensor):
             return
-        for held in self._held.pop(storage_id(tensor), ()):
+        for watched in self._watched.pop(storage_id(tensor), ()):
             with torch.no_grad():
-                held.set_(held.clone())  # type: ignore[call-overload]  # the same tensor, in memory of its own
+                watched.set_(watched.clone())  # type: ignore[call-overload]  # the same tensor, in a new storage

@@ -1,4 +1,4 @@
-"""What is to be captured: modules, and operators inside their calls."""
+"""Resolve selectors to the modules and operators to capture."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from microtome.errors import BadSelector, NoMatch
 
 
 class Targets:
-    """The modules and operators that selectors name, in one model.
+    """The calls and operators of a model that selectors name.
 
-    A text with a slash names operators: `"blocks.3/softmax"` those of that name in the calls of `blocks.3`, and
+    A string with a slash names operators: `"blocks.3/softmax"` those of that name in the calls of `blocks.3`, and
     `"blocks.3/softmax#0"` the first of them. `"blocks.3#1"` is one call of a module, and `"blocks.3#1/softmax"` names
     operators in it. Globs work on both sides.
 
     Attributes:
-        calls: The calls whose outputs are wanted.
+        calls: The calls whose outputs are selected.
         modules: Their modules, by path.
-        owners: Those whose operators are, by path.
+        owners: The modules whose operators are selected, by path.
     """
 
     def __init__(self, model: nn.Module, at: Selector) -> None:
         self._model = model
         self.selectors = each_selector(at)
         if not self.selectors:
-            raise NoMatch("nothing is selected: name at least one path, glob, regex, module type, module or callable")
+            raise NoMatch("expected at least one path, glob, regex, module type, module or callable, got none")
         self.calls, self._owners = CallSelection(model, None), CallSelection(model, None)
         self._by_selector: list[tuple[Any, CallSelection]] = []
         self._ops: list[tuple[str, CallSelection, Any]] = []
@@ -53,7 +53,7 @@ class Targets:
         return self._owners.modules
 
     def _names_operators(self, selector: Any) -> bool:
-        """Whether it is a text with a slash; but the names of modules may have slashes too, and go first."""
+        """Return whether a selector is a string with a slash that is not the name of a module."""
         if not isinstance(selector, str) or "/" not in selector:
             return False
         try:
@@ -65,7 +65,7 @@ class Targets:
     def _add_op(self, text: str) -> None:
         path, _, name = text.rpartition("/")
         if not name:
-            raise BadSelector(f"{text!r} names no operator: write such as 'blocks.3/softmax'")
+            raise BadSelector(f"expected an operator after the slash, such as 'blocks.3/softmax', got {text!r}")
         found = CallSelection(self._model, path)
         self._owners.update(found)
         wanted = name if "#" in name else f"{name}#*"
@@ -73,109 +73,111 @@ class Targets:
 
     @property
     def fast_paths(self) -> bool:
-        """Whether torch's fused paths hide nothing of what is wanted, so that the model may run as it does alone."""
-        parents = {above for path in self.modules if path for above in _above(path)}
+        """Whether torch's fused paths hide no selected call, so that the model may take them."""
+        parents = {ancestor for path in self.modules if path for ancestor in _ancestors(path)}
         hiding = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
         modules = dict(self._model.named_modules())
         return not self.owners and not any(isinstance(modules.get(path), hiding) for path in parents)
 
-    def wants_op(self, call: Call, name: str) -> bool:
-        """Whether an operator of a call, such as `softmax#0`, is wanted."""
-        return any(call in found and _fits(name, pattern) for _, found, pattern in self._ops)
+    def includes_op(self, call: Call, name: str) -> bool:
+        """Return whether an operator of a call, such as `softmax#0`, is selected."""
+        return any(call in found and _matches(name, pattern) for _, found, pattern in self._ops)
 
     @property
     def addresses(self) -> list[str]:
-        """The single calls that are named, as `Call.address` gives them."""
+        """The addresses of calls that are selected one by one, as `Call.address` gives them."""
         return [*self.calls.addresses, *self._owners.addresses]
 
     def address(self, call: Call) -> str:
-        """The address of a call whose outputs or operators are wanted, with `#0` where it was named so."""
+        """Return the address of a selected call, with `#0` if the selector has it."""
         return (self.calls if call.path in self.modules else self._owners).address(call)
 
-    def check(self, captured: Iterable[str], seen: Mapping[str, int], ops: dict[str, list[str]]) -> tuple[str, ...]:
-        """The paths that were selected by a pattern and never ran.
+    def check(
+        self, captured: Iterable[str], last_calls: Mapping[str, int], ops: dict[str, list[str]]
+    ) -> tuple[str, ...]:
+        """Return the paths that a pattern selects and that never ran.
 
         Args:
             captured: The paths and operators that were captured.
-            seen: The index of the last call of each module that ran, by path.
+            last_calls: The index of the last call of each module that ran, by path.
             ops: The names of operators that ran, by the path of their call.
 
         Raises:
-            NoMatch: A path that was named never ran, or nothing that a selector names.
+            NoMatch: A path that a selector names never ran, or nothing that it matches.
         """
-        got, ran = set(captured), set(seen)
+        captured_names, ran = set(captured), set(last_calls)
         missing: dict[str, None] = {}
         for selector, found in self._by_selector:
-            _check_index(selector, found, seen)
-            lost = sorted(found.modules.keys() - got)
-            if lost and (len(lost) == len(found.modules) or isinstance(selector, nn.Module)):
-                raise _not_captured(self._model, lost[0], ran)
-            missing |= dict.fromkeys(lost)
+            _check_index(selector, found, last_calls)
+            absent = sorted(found.modules.keys() - captured_names)
+            if absent and (len(absent) == len(found.modules) or isinstance(selector, nn.Module)):
+                raise _not_captured_error(self._model, absent[0], ran)
+            missing |= dict.fromkeys(absent)
         for text, found, pattern in self._ops:
-            _check_index(text.rpartition("/")[0], found, seen)
-            there = sorted({name for path in found.modules for name in ops.get(path, [])})
-            if not any(_fits(name, pattern) for name in there):
-                raise NoMatch(f"no operator matches {text!r}. There ran: {', '.join(there) or 'none'}")
+            _check_index(text.rpartition("/")[0], found, last_calls)
+            names = sorted({name for path in found.modules for name in ops.get(path, [])})
+            if not any(_matches(name, pattern) for name in names):
+                raise NoMatch(f"no operator matches {text!r}; operators that ran: {', '.join(names) or 'none'}")
         return tuple(missing)
 
 
-def _check_index(selector: Any, found: CallSelection, seen: Mapping[str, int]) -> None:
+def _check_index(selector: Any, found: CallSelection, last_calls: Mapping[str, int]) -> None:
     """Raise if a selector names a call with an index that no call of its modules has."""
     index = call_of(selector)[1]
-    runs = [(seen[path], path) for path in found.modules if path in seen]
-    if index is not None and runs and max(runs)[0] < index:
-        raise NoMatch(f"{selector!r} never ran: {times_ran(*max(runs))}")
+    counts = [(last_calls[path], path) for path in found.modules if path in last_calls]
+    if index is not None and counts and max(counts)[0] < index:
+        raise NoMatch(f"{selector!r} never ran: {describe_call_count(*max(counts))}")
 
 
-def times_ran(last: int, path: str) -> str:
-    """How often a module ran, by the index of its last call."""
-    there = f"{last + 1} times, from {f'{path}#0'!r} to {f'{path}#{last}'!r}" if last else "once"
-    return f"{path!r} ran {there}"
+def describe_call_count(last: int, path: str) -> str:
+    """Describe how often a module ran, from the index of its last call."""
+    count = f"{last + 1} times, from {f'{path}#0'!r} to {f'{path}#{last}'!r}" if last else "once"
+    return f"{path!r} ran {count}"
 
 
-def _fits(name: str, pattern: Any) -> bool:
+def _matches(name: str, pattern: Any) -> bool:
     return pattern == name if isinstance(pattern, str) else pattern.fullmatch(name) is not None
 
 
-def _above(path: str) -> list[str]:
-    """The paths of what contains it, the root's first."""
+def _ancestors(path: str) -> list[str]:
+    """Return the paths of the modules that contain the module at a path, the root first."""
     return ["", *accumulate(path.split(".")[:-1], "{}.{}".format)]
 
 
-def _not_captured(model: nn.Module, path: str, ran: set[str]) -> NoMatch:
+def _not_captured_error(model: nn.Module, path: str, ran: set[str]) -> NoMatch:
     if path in ran:
         return NoMatch(
-            f"{path!r} gave no tensor: what it returns holds none in a tuple, list, mapping or dataclass. "
-            "mt.extract keeps outputs of any kind"
+            f"{path!r} returned no tensor: expected one in a tuple, list, mapping or dataclass. "
+            "mt.extract captures outputs of any type"
         )
-    return NoMatch(f"{path!r} never ran: {why_not(model, path, ran)}")
+    return NoMatch(f"{path!r} never ran: {explain_missing_call(model, path, ran)}")
 
 
-def never_ran(model: nn.Module, outcome: str) -> NoMatch:
-    """The error for a block in which the model was to run and did not."""
+def model_never_ran(model: nn.Module, outcome: str) -> NoMatch:
+    """Return the error for a block in which the model did not run."""
     return NoMatch(
         f"{outcome}: the {type(model).__name__} never ran in this block. Call it inside the `with`, as model(…), not "
         "model.forward(…); a copy of it is another model"
     )
 
 
-def why_not(model: nn.Module, path: str, ran: set[str]) -> str:
-    """The likely reason why a module did not run."""
+def explain_missing_call(model: nn.Module, path: str, ran: set[str]) -> str:
+    """Return the likely reason why a module did not run."""
     module = model.get_submodule(path)
     if any(other.startswith(f"{path}.") for other in ran):
         if type(module).forward is nn.Module.forward:
-            return f"a {type(module).__name__} is not called itself; select what it holds, such as {f'{path}.*'!r}"
-        return "modules inside it ran, so its .forward() was called directly, which nobody can see; call the module"
-    above = path.rpartition(".")[0]
-    parent = model.get_submodule(above)
+            return f"a {type(module).__name__} is not called itself; select its children, such as {f'{path}.*'!r}"
+        return "modules inside it ran, so its .forward() was called directly, which bypasses hooks; call the module"
+    parent_path = path.rpartition(".")[0]
+    parent = model.get_submodule(parent_path)
     if isinstance(parent, nn.MultiheadAttention):
         return "MultiheadAttention uses its weights and does not call it; select the attention itself"
-    if above in ran:
+    if parent_path in ran:
         return "this input did not lead to it, or its .forward() was called directly"
-    return "what holds it did not run either with this input"
+    return "the module that contains it did not run either with this input"
 
 
 def op_name(func: AnyOp) -> str:
-    """The short name of an operator: `softmax` of `aten._softmax.default`."""
+    """Return the short name of an operator: `softmax` for `aten._softmax.default`."""
     name = getattr(func, "overloadpacket", func).__name__
     return str(name).lstrip("_")

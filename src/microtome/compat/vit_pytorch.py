@@ -237,7 +237,7 @@ class Recorder(_Wrapper):
             prediction = given.run(self.vit)
         if not self.recordings:
             raise _nothing_seen(self.vit, probe)
-        known = CachedAttention.after(probe, self._keep)
+        known = CachedAttention.from_run(probe, self._keep)
         if known is not None:
             self._known = _Known(
                 known, Session(self.vit, [known], at=known.paths, other_threads="unseen"), list(self.vit.modules())
@@ -253,7 +253,7 @@ class Recorder(_Wrapper):
             return self._run(given)  # it is another model, or to run it twice would not be the same
         with known.session:
             prediction = given.run(self.vit)
-        if known.probe.fits():
+        if known.probe.matches():
             self._known = known
             return prediction
         self.clear()
@@ -286,13 +286,13 @@ def _stacked(attentions: list[Tensor]) -> Tensor | list[Tensor]:
 
 def _nothing_seen(vit: nn.Module, probe: AttentionProbe) -> NoMatch:
     name = type(vit).__name__
-    if probe.seen:
-        where = ", ".join(map(repr, probe.seen))
+    if probe.addresses:
+        where = ", ".join(map(repr, probe.addresses))
         return NoMatch(
             f"no attention was seen in the `transformer` of the {name}, but at {where}: wrap the module that holds it, "
             "or take mt.attention"
         )
-    hidden = f" by {', '.join(probe.hidden)}" if probe.hidden else ""
+    hidden = f" by {', '.join(probe.fused_ops)}" if probe.fused_ops else ""
     return NoMatch(
         f"no attention was seen in the {name}: it has none, or computes it in code{hidden} that hides the weights. "
         "mt.attention(model, inputs) says more; where the model's code has them, give them to record(attn)"

@@ -27,7 +27,7 @@ from microtome.engine.function_caches import keep_closures, replace_caches
 from microtome.engine.modes import Modes
 from microtome.engine.module_index import refuse_script
 from microtome.engine.placement import stand_for
-from microtome.engine.pytree import attributes_of, dict_of, accelerators_in, tensors_in
+from microtome.engine.pytree import accelerators_in, attributes_of, dict_of, tensors_in
 from microtome.engine.random_states import keep_random_states
 from microtome.engine.selectors import named
 from microtome.engine.signals import finish, uninterrupted

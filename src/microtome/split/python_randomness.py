@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from microtome.devices.base import default_generators
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.random_states import refer_to
-from microtome.split.random_ops import default_generators, random_state
+from microtome.split.random_ops import random_state
 
 #: So many more runs are compared where code reads elements of tensors and random numbers are drawn. What all of them
 #: have in common by chance is found when the model is split or run.

@@ -1,4 +1,4 @@
-"""The attention of any model: what each layer's queries look at."""
+"""Capture the attention weights of a model, and compute rollouts of them."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def attention(
     rows: Rows = None,
     device: str | torch.device | None = None,
 ) -> Attention:
-    """Run the model once and keep its attention weights, after the softmax and before dropout.
+    """Run the model once and return its attention weights, after the softmax and before dropout.
 
-    Fused attention stays fused: beside it, the weights that are asked for are computed. The model runs as it is, in its
-    training mode and in the gradient mode that is set; the weights are cut from the graph.
+    Fused attention stays fused: the selected weights are computed in addition. The model runs in its own training mode
+    and in the current gradient mode; the weights are detached.
 
     Args:
-        inputs: A tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
-        layers: The modules whose attention is wanted, with all that is inside them, as a selector. None: all.
-        heads: The heads that are wanted, by index. None: all.
-        rows: The queries that are wanted: their indices, "cls" for the first, "last" for the last. None: all.
-        device: Where the weights are moved as they are made.
+        inputs: A tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
+        layers: A selector of modules whose attention, or that of modules inside them, is captured. None: all.
+        heads: The indices of the heads. None: all.
+        rows: The queries: their indices, "cls" for the first, "last" for the last. None: all.
+        device: Move the weights to this device as they are captured.
 
     >>> import torch
     >>> from torch import nn
@@ -56,46 +56,49 @@ def attention(
     >>> found.layers, found["self_attn"].sum(-1).allclose(torch.ones(()))
     (('self_attn',), True)
     """
-    wanted = None if layers is None else CallSelection(model, layers)
-    part = WeightRange(heads, rows)
-    given = Inputs.of(inputs, device=device_of(check_model(model)))
-    kept: dict[str, Tensor] = {}
+    calls = None if layers is None else CallSelection(model, layers)
+    selected = WeightRange(heads, rows)
+    run = Inputs.of(inputs, device=device_of(check_model(model)))
+    captured: dict[str, Tensor] = {}
 
-    def keep(address: str, weights: Tensor) -> None:
-        kept[address] = weights if device is None else weights.to(device)
+    def capture(address: str, weights: Tensor) -> None:
+        captured[address] = weights if device is None else weights.to(device)
 
-    probe = AttentionProbe(keep, at=wanted, heads=part.heads, rows=part.rows)
+    probe = AttentionProbe(capture, at=calls, weights=selected)
     with Session(model, [probe], whole=ATTENTION, other_threads="unseen"):
-        given.run(model)
-    if not kept:
-        raise nothing_seen(model, probe)
-    spelled = tuple(Addresses(kept).spelled)
-    return Attention(spelled, tuple(kept.values()), part.heads, part.rows, other_names(model))
+        run.run(model)
+    if not captured:
+        raise no_attention_error(model, probe)
+    addresses = tuple(Addresses(captured).spelled)
+    return Attention(addresses, tuple(captured.values()), selected.heads, selected.rows, other_names(model))
 
 
-def nothing_seen(model: nn.Module, probe: AttentionProbe) -> NoMatch:
-    """The error for a run in which no attention that was wanted was seen."""
+def no_attention_error(model: nn.Module, probe: AttentionProbe) -> NoMatch:
+    """Return the error for a run in which no selected layer computed attention."""
     name = type(model).__name__
-    if probe.seen:
-        return NoMatch(f"the selected layers of the {name} computed no attention. It was seen at: {_some(probe.seen)}")
-    if probe.hidden:
-        return NoMatch(f"the {name} computes attention in kernels that hide its weights: {_some(probe.hidden)}. {_USE}")
+    if probe.addresses:
+        return NoMatch(
+            f"the selected layers of the {name} computed no attention; these did: {_join_some(probe.addresses)}"
+        )
+    if probe.fused_ops:
+        ops = _join_some(probe.fused_ops)
+        return NoMatch(f"the {name} computes attention in kernels that do not expose its weights: {ops}. {_HINT}")
     scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if scripted:
-        return NoMatch(f"no attention was seen in the {name}: {_some(scripted)} are scripted, which hides what they do")
+        return NoMatch(f"no attention found in the {name}: {_join_some(scripted)} are scripted, which hides operators")
     return NoMatch(
-        f"no attention was seen in the {name}: neither scaled_dot_product_attention nor a softmax over a product of "
-        "batched matrices ran. Either it has none, or it computes it where microtome cannot look: in compiled code, or "
-        f"in a fused kernel of its own such as flash_attn. {_USE}"
+        f"no attention found in the {name}: neither scaled_dot_product_attention nor a softmax over a batched matrix "
+        "product ran. Either it has none, or it computes it where microtome cannot observe it: in compiled code, or in "
+        f"a custom fused kernel such as flash_attn. {_HINT}"
     )
 
 
-_USE = "Where it has a choice of implementation, take 'sdpa' or 'eager'"
+_HINT = "If the model offers a choice of attention implementation, use 'sdpa' or 'eager'"
 
 
-def _some(names: Any) -> str:
-    listed = [repr(name) for name in names]
-    return ", ".join(listed[:8]) + (", …" if len(listed) > 8 else "")
+def _join_some(names: Any) -> str:
+    texts = [repr(name) for name in names]
+    return ", ".join(texts[:8]) + (", …" if len(texts) > 8 else "")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -103,11 +106,11 @@ class Attention(Sequence[Tensor]):
     """The attention weights of a run, layer by layer, each (batch, heads, queries, keys).
 
     Attributes:
-        layers: The addresses of the calls that computed them, in the order in which they did.
+        layers: The addresses of the calls that computed them, in execution order.
         by_layer: The weights of each.
-        heads: The heads that were asked for; None: all.
-        rows: The query rows that were asked for; None: all.
-        others: More names of shared modules, by which their layers can be asked for too.
+        heads: The captured heads; None: all.
+        rows: The captured query rows; None: all.
+        others: Further names of shared modules, which can be used as addresses too.
     """
 
     layers: tuple[str, ...]
@@ -118,12 +121,12 @@ class Attention(Sequence[Tensor]):
 
     @property
     def weights(self) -> Tensor:
-        """All weights as one tensor (batch, layers, heads, queries, keys), where the layers' shapes agree."""
+        """All weights as one tensor (batch, layers, heads, queries, keys), if the layers have one shape."""
         if not self.layers:
-            raise BadQuery("there are no layers, so there are no weights")
-        if len(set(map(_kind, self.by_layer))) > 1:
+            raise BadQuery("expected at least one layer, got none")
+        if len(set(map(_properties, self.by_layer))) > 1:
             shapes = " and ".join(sorted({shape(weights.shape) for weights in self.by_layer})[:3])
-            raise BadQuery(f"the layers' weights are not of one shape ({shapes}): take the list, `by_layer`")
+            raise BadQuery(f"expected layers with weights of one shape, got {shapes}: use the list, `by_layer`")
         return torch.stack(self.by_layer, dim=1)
 
     def __len__(self) -> int:
@@ -134,7 +137,7 @@ class Attention(Sequence[Tensor]):
     @overload
     def __getitem__(self, at: slice) -> Attention: ...
     def __getitem__(self, at: int | str | slice) -> Tensor | Attention:
-        """The weights of a layer, by its address or position; of a slice of the layers, what there is of them."""
+        """Return the weights of a layer, by its address or position, or the attention of a slice of layers."""
         if isinstance(at, slice):
             return Attention(self.layers[at], self.by_layer[at], self.heads, self.rows, self.others)
         return self.by_layer[self._position(at) if isinstance(at, str) else _index(at)]
@@ -148,11 +151,11 @@ class Attention(Sequence[Tensor]):
     def rollout(
         self, *, residual: float = 0.5, heads: Literal["mean", "max", "min"] = "mean", discard: float = 0.0
     ) -> Tensor:
-        """See `microtome.rollout`."""
+        """Compute the attention rollout: see `microtome.rollout`."""
         return rollout(self, residual=residual, heads=heads, discard=discard)
 
     def plot(self, image: Any = None, **options: Any) -> Any:
-        """A picture that notebooks show: what `to_png` writes, with its options."""
+        """Return the image that `to_png` writes, with its options, for display in a notebook."""
         return render("attention.plot", self, image, **options)
 
     def to_png(
@@ -167,22 +170,22 @@ class Attention(Sequence[Tensor]):
         sample: int = 0,
         alpha: float = 0.6,
     ) -> None:
-        """Write what one query looks at as a picture, laid over the image if one is given.
+        """Write the attention of one query as an image, overlaid on the input image if one is passed.
 
         Args:
-            image: (3, H, W), (H, W, 3) or (H, W), or a batch of the first; whole numbers from 0 to 255, or any others,
-                which are scaled; or an image of PIL.
-            layer: Whose attention, by address or position.
-            head: Which of the heads that were kept; `"all"`: each, side by side; None: their mean.
-            row: Which of the query rows that were kept: the first is the class token's, if the model has one.
-            grid: How many patches the image is high and wide. None: the last keys that make a square.
-            sample: Which of the batch.
-            alpha: How opaque the map is over the image.
+            image: (3, H, W), (H, W, 3) or (H, W), or a batch of the first; integers from 0 to 255, or other numbers,
+                which are scaled; or a PIL image.
+            layer: The address or position of the layer.
+            head: The position among the captured heads; `"all"`: each, side by side; None: their mean.
+            row: The position among the captured query rows: the first is the class token's, if the model has one.
+            grid: The height and width of the image in patches. None: the largest square of the last keys.
+            sample: The index in the batch.
+            alpha: The opacity of the map over the image.
         """
         self.plot(image, layer=layer, head=head, row=row, grid=grid, sample=sample, alpha=alpha).save(file)
 
     def __repr__(self) -> str:
-        kinds = dict.fromkeys(map(_kind, self.by_layer))
+        kinds = dict.fromkeys(map(_properties, self.by_layer))
         text = "; ".join(f"{shape(size)}, {str(dtype).removeprefix('torch.')}" for size, dtype, _ in list(kinds)[:3])
         count = f"{len(self)} layer{'' if len(self) == 1 else 's'}"
         return f"<Attention of {count}{', ' if text else ''}{text}{'; …' if len(kinds) > 3 else ''}>"
@@ -192,10 +195,10 @@ def _index(at: Any) -> int:
     try:
         return index(at)
     except TypeError as error:
-        raise BadQuery(f"a layer is named by its address or its position, got {reprlib.repr(at)}") from error
+        raise BadQuery(f"expected the address or position of a layer, got {reprlib.repr(at)}") from error
 
 
-def _kind(weights: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+def _properties(weights: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return weights.shape, weights.dtype, weights.device
 
 
@@ -206,15 +209,15 @@ def rollout(
     heads: Literal["mean", "max", "min"] = "mean",
     discard: float = 0.0,
 ) -> Tensor:
-    """How much of each input token reaches each output token (batch, i, j), by attention rollout.
+    """Compute the attention rollout (batch, i, j): the flow from each input token j to each output token i.
 
-    The heads of each layer are made one, the skip connection is added as identity, rows are made to sum to 1, and the
-    layers are multiplied in their order (Abnar and Zuidema, "Quantifying Attention Flow in Transformers", 2020).
+    The heads of each layer are fused, the skip connection is added as identity, rows are normalized to sum to 1, and
+    the layers are multiplied in order (Abnar and Zuidema, "Quantifying Attention Flow in Transformers", 2020).
 
     Args:
-        residual: The part that the skip connections carry, from 0 to 1.
-        heads: How the heads are made one.
-        discard: The part of each layer's weights, the smallest, that is set to zero, from 0 to 1.
+        residual: The fraction that the skip connections carry, from 0 to 1.
+        heads: How to fuse the heads.
+        discard: The fraction of each layer's weights, the smallest, that is set to zero, from 0 to 1.
 
     >>> import torch
     >>> half = torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]])
@@ -223,40 +226,40 @@ def rollout(
              [0.0000, 1.0000]]])
     """
     if not isinstance(attention, Attention):
-        raise BadQuery(f"a rollout is of what mt.attention returned, got a {type(attention).__name__}")
+        raise BadQuery(f"rollout expected the Attention that mt.attention returns, got a {type(attention).__name__}")
     for name, value in (("residual", residual), ("discard", discard)):
         if not isinstance(value, SupportsFloat) or not 0 <= value <= 1:
-            raise BadQuery(f"{name} is a part from 0 to 1, got {value!r}")
+            raise BadQuery(f"expected {name} from 0 to 1, got {value!r}")
     if heads not in ("mean", "max", "min"):
-        raise BadQuery(f"heads are made one by 'mean', 'max' or 'min', got {heads!r}")
+        raise BadQuery(f"expected heads to be 'mean', 'max' or 'min', got {heads!r}")
     _check_square(attention)
     flow: Tensor | None = None
     for weights in attention:
-        mixed = _one_layer(weights, residual, heads, discard)
-        flow = mixed if flow is None else mixed @ flow
+        layer_flow = _layer_flow(weights, residual, heads, discard)
+        flow = layer_flow if flow is None else layer_flow @ flow
     assert flow is not None
     return flow
 
 
 def _check_square(attention: Attention) -> None:
     if attention.rows is not None:
-        raise BadQuery(f"a rollout needs all query rows, and this attention has {attention.rows!r}: leave out `rows`")
+        raise BadQuery(f"a rollout expected all query rows, got {attention.rows!r}: leave out `rows`")
     shapes = {(weights.shape[0], *weights.shape[2:]) for weights in attention}
     if len(shapes) != 1 or any(len(size) != 3 or size[1] != size[2] for size in shapes):
         text = ", ".join(sorted({shape(weights.shape) for weights in attention})) or "none"
         raise BadQuery(
-            f"a rollout needs layers in which the same tokens look at each other, and these are of {text}: choose such "
-            "with `layers` (of an encoder and decoder, only the encoder's; not windows)"
+            f"a rollout expected layers of self-attention over the same tokens, got {text}: select them with `layers` "
+            "(of an encoder-decoder, those of the encoder; no windowed attention)"
         )
 
 
-def _one_layer(weights: Tensor, residual: float, heads: str, discard: float) -> Tensor:
+def _layer_flow(weights: Tensor, residual: float, heads: str, discard: float) -> Tensor:
     precise = weights.to(torch.promote_types(weights.dtype, torch.float32))
     fused = precise.mean(1) if heads == "mean" else precise.amax(1) if heads == "max" else precise.amin(1)
     if discard:
         flat = fused.flatten(1)
-        least = flat.topk(int(flat.shape[1] * discard), largest=False).indices
-        fused = flat.scatter(1, least, 0).view_as(fused)
+        smallest = flat.topk(int(flat.shape[1] * discard), largest=False).indices
+        fused = flat.scatter(1, smallest, 0).view_as(fused)
     identity = torch.eye(fused.shape[-1], dtype=fused.dtype, device=fused.device)
     mixed = (1 - residual) * fused + residual * identity
     return mixed / mixed.sum(-1, keepdim=True).clamp_min(torch.finfo(mixed.dtype).tiny)

@@ -1,4 +1,4 @@
-"""A probe that sees attention weights after the softmax and before dropout, however they are computed."""
+"""Observe attention weights after the softmax and before dropout, however they are computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from microtome.capture.attention.fused_weights import Heads, Rows, WeightRange, fused_weights
+from microtome.capture.attention.fused_weights import WeightRange, fused_weights
 from microtome.capture.attention.scores import Origins, Role, ScoreKind, role_of
 from microtome.engine import Call, Probe
 from microtome.engine.call_selection import CallSelection
@@ -17,7 +17,7 @@ from microtome.engine.composite_ops import plain, unseen
 from microtome.engine.probes import AnyOp, Where
 from microtome.flops.fused import AttentionArguments
 
-#: What a session with this probe is to show whole.
+#: The composite operators that a session with this probe must report as one operator.
 ATTENTION = (
     F.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention,
@@ -26,57 +26,55 @@ ATTENTION = (
 
 
 class WeightSource(NamedTuple):
-    """Attention that comes out of a module.
+    """The attention that an `nn.Softmax` module computes.
 
     Attributes:
-        address: Of the attention.
-        layer: The module that computes it, which says how many heads there are.
-        wanted: Whether it is to be kept.
+        address: The address of the attention.
+        layer: The module that computes it, which knows the number of heads.
+        is_selected: Whether the attention is captured.
     """
 
     address: str
     layer: nn.Module | None
-    wanted: bool
+    is_selected: bool
 
 
 class AttentionProbe(Probe):
-    """Gives the attention weights of each layer to `keep(address, weights)`, as (batch, heads, queries, keys).
+    """Passes the attention weights of each layer to `capture(address, weights)`, as (batch, heads, queries, keys).
 
-    It sees `scaled_dot_product_attention`, if the session shows `ATTENTION` whole: the output is left to the fused
-    kernel, and of the weights no more is computed than is wanted. Else, and in `nn.MultiheadAttention`, it sees the
-    softmax over the last dimension of what comes from a product of batched matrices.
+    It observes `scaled_dot_product_attention`, if the session reports `ATTENTION` as composite operators: the fused
+    kernel computes the output, and only the selected weights are recomputed. Otherwise, and in
+    `nn.MultiheadAttention`, it observes the softmax over the last dimension of a batched matrix product.
 
-    A layer is the innermost call around the product and the softmax. Where a call has several, those after the first
-    are at `path/attention#1` and so on. All dimensions before the heads are one; what has none is of one head.
+    A layer is the innermost call around the product and the softmax. If a call computes several, those after the first
+    are at `path/attention#1` and so on. Dimensions before the heads are flattened; without heads there is one.
 
     Args:
-        keep: Called while the model runs, with a tensor of its own; no session sees what it computes.
-        at: The calls whose attention is wanted, with all that is inside them. None: all.
-        heads: The heads that are wanted, by index.
-        rows: The queries that are wanted: their indices, "cls" for the first, "last" for the last.
+        capture: Called while the model runs, with a copy; its own operators are not observed.
+        at: The calls whose attention, or that of calls inside them, is captured. None: all.
+        weights: The heads and rows to capture.
 
     Attributes:
-        seen: Where attention was computed, wanted or not.
-        hidden: The operators that compute attention inside themselves, of which nothing is known.
-        sources: What came out of calls of `nn.Softmax`, by their addresses; None where it came out of something else.
+        addresses: The addresses of all attention, captured or not.
+        fused_ops: Operators that compute attention without exposing its weights.
+        sources: The attention computed by calls of `nn.Softmax`, by their address; None at other calls.
     """
 
     def __init__(
         self,
-        keep: Callable[[str, Tensor], object],
+        capture: Callable[[str, Tensor], object],
         *,
         at: CallSelection | None = None,
-        heads: Heads = None,
-        rows: Rows = None,
+        weights: WeightRange | None = None,
     ) -> None:
-        self._keep = keep
+        self._capture = capture
         self._at = at
-        self._part = WeightRange(heads, rows)
+        self._selected = weights or WeightRange()
         self._origins = Origins()
         self._run: Call | None = None
         self._counts: dict[str, int] = {}
-        self.seen: dict[str, None] = {}
-        self.hidden: dict[str, None] = {}
+        self.addresses: dict[str, None] = {}
+        self.fused_ops: dict[str, None] = {}
         self.sources: dict[str, WeightSource | None] = {}
 
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -87,18 +85,18 @@ class AttentionProbe(Probe):
         if role is Role.NONE:
             return
         with plain():
-            self._begin(call.stack[0])
+            self._begin_run(call.stack[0])
             if func in ATTENTION:
-                given = AttentionArguments(*args, **kwargs)
-                self._take(call, call, lambda: fused_weights(given, output, self._part))
+                arguments = AttentionArguments(*args, **kwargs)
+                self._add(call, call, lambda: fused_weights(arguments, output, self._selected))
             elif role is Role.FUSED:
-                self.hidden[str(func)] = None
+                self.fused_ops[str(func)] = None
             elif role is Role.SOFTMAX:
                 self._softmax(call, args, output)
             else:
-                self._origins.follow(role, call, args, output)
+                self._origins.propagate(role, call, args, output)
 
-    def _begin(self, run: Call) -> None:
+    def _begin_run(self, run: Call) -> None:
         if run is not self._run:
             self._run = run
             self._counts.clear()
@@ -110,44 +108,47 @@ class AttentionProbe(Probe):
         if origin is None or dim % max(1, scores.dim()) != scores.dim() - 1 or not origin.are_scores(scores.shape):
             return
         self._origins.mark(output, origin._replace(kind=ScoreKind.WEIGHTS))
-        layer = _around(origin.call, call)
-        self._take(layer, call, lambda: self._of(output, layer))
+        layer = _innermost_common_call(origin.call, call)
+        self._add(layer, call, lambda: self._select(output, layer))
 
-    def _of(self, output: Tensor, layer: Call) -> Tensor:
+    def _select(self, output: Tensor, layer: Call) -> Tensor:
         with unseen(output.device):
-            return self._part.of(by_heads(output, layer.module))
+            return self._selected.select(split_heads(output, layer.module))
 
-    def _take(self, layer: Call, call: Call, compute: Callable[[], Tensor]) -> None:
-        """Give the weights of a layer, which were computed in a call inside it, to whoever wants them."""
+    def _add(self, layer: Call, call: Call, compute: Callable[[], Tensor]) -> None:
+        """Register the attention of a layer, and capture its weights if they are selected.
+
+        Args:
+            call: The call inside the layer that computes the weights.
+        """
         number = self._counts.get(layer.address, 0)
         self._counts[layer.address] = number + 1
         address = f"{layer.address}/attention#{number}" if number else layer.address
-        self.seen[address] = None
-        wanted = self._at is None or any(outer in self._at for outer in call.stack)
-        source = WeightSource(address, layer.module, wanted) if type(call.module) is nn.Softmax else None
+        self.addresses[address] = None
+        is_selected = self._at is None or any(outer in self._at for outer in call.stack)
+        source = WeightSource(address, layer.module, is_selected) if type(call.module) is nn.Softmax else None
         self.sources[call.address] = None if source is None or call.address in self.sources else source
-        if wanted:
+        if is_selected:
             weights = compute()
             with unseen(weights.device):
-                self._keep(address, weights)
+                self._capture(address, weights)
 
 
-def _around(product: Call | None, softmax: Call) -> Call:
-    """The innermost call that contains both."""
-    inside = () if product is None else product.stack
-    return next((call for call in reversed(softmax.stack) if any(call is outer for outer in inside)), softmax)
+def _innermost_common_call(product: Call | None, softmax: Call) -> Call:
+    outer_calls = () if product is None else product.stack
+    return next((call for call in reversed(softmax.stack) if any(call is outer for outer in outer_calls)), softmax)
 
 
-def by_heads(weights: Tensor, module: nn.Module | None) -> Tensor:
-    """Weights as (batch, heads, queries, keys), with the heads that the module says it has."""
+def split_heads(weights: Tensor, module: nn.Module | None) -> Tensor:
+    """Reshape weights to (batch, heads, queries, keys), with the module's number of heads."""
     if weights.dim() > 3:
         return weights.flatten(0, -4)
-    heads = _heads_of(module, weights.shape[0])
+    heads = _head_count(module, weights.shape[0])
     return weights.unflatten(0, (weights.shape[0] // heads, heads))
 
 
-def _heads_of(module: nn.Module | None, batch: int) -> int:
-    """How many heads lie in the batch, by what attention modules call that; one where they do not say."""
+def _head_count(module: nn.Module | None, batch: int) -> int:
+    """Return the number of heads in the batch dimension, from the attribute names that attention modules use, or 1."""
     for name in ("num_heads", "heads", "num_attention_heads", "n_heads", "n_head"):
         heads = getattr(module, name, None)
         if isinstance(heads, int) and heads > 0 and batch % heads == 0:

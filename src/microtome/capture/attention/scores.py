@@ -1,4 +1,4 @@
-"""Which tensors are scores: made of a product of batched matrices by elementwise operators, views, copies and masks."""
+"""Identify attention scores: results of elementwise operators, copies and masks on a batched matrix product."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from microtome.engine.torch_internals import OpOverload, schema_of, storage_id
 
 
 class Role(Enum):
-    """What an operator does to scores."""
+    """The effect of an operator on scores."""
 
-    PRODUCT = auto()  # makes them
+    PRODUCT = auto()  # creates scores
     MIX = auto()  # mixes heads, if it multiplies scores by a parameter
     COPY = auto()
     PASS = auto()
     SOFTMAX = auto()
-    FUSED = auto()  # hides them
+    FUSED = auto()  # computes attention without exposing scores
     NONE = auto()
 
 
@@ -34,13 +34,13 @@ class ScoreKind(Enum):
 
 
 class Origin(NamedTuple):
-    """What some memory holds.
+    """The origin of the values in a storage.
 
     Attributes:
-        call: The call that made the product.
+        call: The call that computed the product.
         keys: The length of the product's rows.
-        mixed: Whether it was multiplied by a parameter since, as talking heads are.
-        memory: Held weakly. While it is, no other memory has its address.
+        mixed: Whether a parameter has multiplied it since, as in talking-heads attention.
+        memory: A weak reference, which prevents reuse of the storage's address.
     """
 
     kind: ScoreKind
@@ -50,7 +50,7 @@ class Origin(NamedTuple):
     memory: StorageWeakRef | None = None
 
     def are_scores(self, shape: torch.Size) -> bool:
-        """Whether a softmax over the last dimension of what has this shape makes weights, not a classifier's output."""
+        """Return whether a softmax over the last dimension of this shape gives weights, not a classifier's output."""
         return self.kind is ScoreKind.SCORES and len(shape) > 2 and (not self.mixed or self.keys == shape[-1])
 
 
@@ -84,31 +84,31 @@ def _find_role(func: AnyOp) -> Role:
 
 
 class Origins:
-    """What is known of the memory of one run. Views need no care: they have the memory of what they are views of."""
+    """The origins of the storages of one run; views share that of their base."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Origin] = {}
+        self._by_address: dict[int, Origin] = {}
         self._parameters: set[int] = set()
 
     def begin(self, root: torch.nn.Module | None) -> None:
-        """Forget the run before. The root holds the parameters."""
-        self._known.clear()
-        held = () if root is None else (*root.parameters(), *root.buffers())
-        self._parameters = {address for tensor in held if (address := _address(tensor)) is not None}
+        """Clear the origins of the run before, and collect the parameters of the root."""
+        self._by_address.clear()
+        tensors = () if root is None else (*root.parameters(), *root.buffers())
+        self._parameters = {address for tensor in tensors if (address := _address(tensor)) is not None}
 
     def of(self, tensor: Any) -> Origin | None:
         address = _address(tensor) if isinstance(tensor, Tensor) else None
         if address is None:
             return None
-        return self._known.get(address) or (_PARAMETER if address in self._parameters else None)
+        return self._by_address.get(address) or (_PARAMETER if address in self._parameters else None)
 
     def mark(self, tensor: Tensor, origin: Origin) -> None:
         address = _address(tensor)
         if address is not None:
-            self._known[address] = origin._replace(memory=StorageWeakRef(tensor.untyped_storage()))
+            self._by_address[address] = origin._replace(memory=StorageWeakRef(tensor.untyped_storage()))
 
-    def follow(self, role: Role, call: Call, args: tuple[Any, ...], output: Any) -> None:
-        """Mark what an operator made."""
+    def propagate(self, role: Role, call: Call, args: tuple[Any, ...], output: Any) -> None:
+        """Mark the output of an operator with the origin of its arguments."""
         output = output[0] if isinstance(output, tuple | list) else output
         if not isinstance(output, Tensor):
             return
@@ -123,9 +123,9 @@ class Origins:
             self.mark(output, origin)
 
     def _of_product(self, role: Role, call: Call, args: tuple[Any, ...], output: Tensor) -> Origin | None:
-        """Scores, but where the second factor is a parameter: that is a layer, which may mix the heads of scores.
+        """Return the origin of a product: scores, unless the second factor is a parameter, which may mix their heads.
 
-        Weights times values are no scores.
+        Weights times values are not scores.
         """
         factors = [tensor for tensor in args if isinstance(tensor, Tensor)]
         factors = factors[:2] if role is Role.MIX and len(args) > 3 else factors[-2:]  # a convolution's bias is last

@@ -10,8 +10,8 @@ from typing import Any, get_args
 import click
 import torch
 
+from microtome.capture.options import Reduction
 from microtome.capture.record import Recorder, RecordTotals
-from microtome.capture.reduction import Reduction
 from microtome.cli.options.model import model_options, placed, resolve, working
 from microtome.cli.samples import batches, count_of, lone_tensor
 from microtome.errors import BadFile, BadInputs, MicrotomeError, Unsupported, said
@@ -92,7 +92,7 @@ def _as_options() -> Iterator[None]:
     try:
         yield
     except (BadFile, Unsupported) as error:
-        text = str(error).replace("append=True", "--append").replace(": give a function", ": take another, or Python")
+        text = str(error).replace("append=True", "--append").replace(": pass a function", ": take another, or Python")
         raise type(error)(re.sub(r"reduce='(\w+)'", r"--reduce \1", text)) from error
 
 
