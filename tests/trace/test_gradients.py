@@ -21,7 +21,7 @@ HIDDEN = {"w": [torch.ones(4, requires_grad=True)]}
 @pytest.fixture(autouse=True)
 def sample_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sample the load for as long as the passes take, not for a second."""
-    monkeypatch.setattr(load, "_LEAST_S", 0.0)
+    monkeypatch.setattr(load, "_MIN_S", 0.0)
 
 
 ACTIONS: dict[str, Callable[[nn.Module, Tensor], object]] = {

@@ -103,7 +103,7 @@ def kernel_times(runs: Passes, tree: CallTree, schedule: Schedule) -> DeviceTime
                     _own_times(plain, "backward", count, 1),
                 )
             )
-    forward, elapsed, backward, bare, bare_backward = map(torch.cat, zip(*tables, strict=True))  # type: ignore[arg-type]
+    forward, elapsed, backward, bare, bare_backward = map(torch.cat, zip(*tables, strict=True))
     if not bare.any():
         raise Unsupported(
             "torch's profiler reported no kernel: it may lack permission, or was built without CUPTI; "

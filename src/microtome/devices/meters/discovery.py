@@ -28,11 +28,11 @@ def register_meter(name: str, make: Callable[[], Meter]) -> None:
         make: Opens the meter, such as its class; raises `SensorFailed` if there is none.
 
     >>> import time
-    >>> from microtome.devices.meters import Meter, Reading
+    >>> from microtome.devices.meters import Meter, MeterReading
     >>> class Bench(Meter):
     ...     name, kind, what, every_s = "bench", "power", "the bench supply", 0.01
     ...     def read(self):
-    ...         return Reading(time.perf_counter(), watts=12.5)
+    ...         return MeterReading(time.perf_counter(), watts=12.5)
     >>> register_meter("bench", Bench)
     >>> [meter.what for meter in find()[0] if meter.name == "bench"]
     ['the bench supply']

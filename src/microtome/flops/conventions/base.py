@@ -144,7 +144,7 @@ def counters_of(func: Any) -> dict[str, OpCounter]:
     They need the operator's arguments, and so run with it.
     """
     name = op_name(func)
-    counters = {}
+    counters: dict[str, OpCounter] = {}
     if name in _FVCORE_NAMES:
         counters["fvcore"] = _count_fvcore
     if name in ptflops.OPERATORS:
