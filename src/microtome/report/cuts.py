@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from microtome.report.row_selection import fitting_depth
 from microtome.report.table import Bar, Cell, Column, Line, Medium, Names, Note, Report, Table, text
 from microtome.results.cuts import Cut, Cuts, Live
 from microtome.units import count, shape, size
@@ -138,10 +139,7 @@ def _selected(cuts: Cuts, view: CutSelection) -> list[Cut]:
 
 
 def _depth(cuts: Cuts) -> int:
-    """As deep as there is room for."""
-    depths = [cut.depth for cut in cuts]
-    fitting = [deepest for deepest in set(depths) if sum(depth <= deepest for depth in depths) <= _ROWS]
-    return max(fitting, default=min(depths, default=1))
+    return fitting_depth([cut.depth for cut in cuts], _ROWS)
 
 
 def _crossing(cut: Cut) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from microtome.report.notebook_html import page
+from microtome.report.row_selection import fitting_depth
 from microtome.report.table import Bar, Column, Line, Report, Table
 from microtome.units import UNKNOWN, count, seconds, shape, size
 
@@ -21,7 +22,7 @@ _ROWS = 40
 def trace(result: Trace) -> str:
     """The calls as deep as there is room for, with what they return and how many operators they run."""
     calls = [call for call in result.calls if call.phase == "forward"]
-    depth = _depth([call.depth for call in calls])
+    depth = fitting_depth([call.depth for call in calls], _ROWS)
     shown = [call for call in calls if call.depth <= depth][:_ROWS]
     most = max((_returned(result, call) for call in shown), default=0) or 1
     lines = []
@@ -85,11 +86,6 @@ def _page(
     notes: Sequence[str],
 ) -> str:
     return page(Report(title, (Table(columns, tuple(lines)),), tuple(notes), figures=tuple(figures)))
-
-
-def _depth(depths: list[int]) -> int:
-    """As deep as there is room for."""
-    return next((d for d in range(max(depths, default=1), 1, -1) if sum(one <= d for one in depths) <= _ROWS), 1)
 
 
 def _figure(value: float | None) -> str:

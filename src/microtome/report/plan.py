@@ -6,19 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from math import isinf
 from typing import Any
 
-from microtome.errors import printable
-from microtome.report.table import Cell, Column, Line, Medium, Report, Segments, Table, shortened
+from microtome.report.chart import StackedBar, sample, stacked_bars
+from microtome.report.table import Cell, Column, Line, Medium, Report, Segments, Table
 from microtome.results.plan import Candidate, Plan
 from microtome.units import UNKNOWN, count, joules, rate, ratio, seconds, size
 
 #: How many candidates a table shows beside those that are always there, and how many cuts a chart.
 _ROWS, _BARS = 8, 20
-#: A bar that is longer than so many times that in the middle is cut off.
+#: A bar longer than this many times the median is cut off.
 _LONGEST = 6
-#: How a device's part of a bar is drawn, in the order of the chain, and how codecs and links are.
-_INKS, _WIRE = "█▓▒▚", "░"
-_CUT_OFF = "→"
-_WHERE = 34
+#: The characters of bars: of each device in the order of the chain, and of codecs and links.
+_DEVICES, _BETWEEN = "█▓▒▚", "░"
 
 
 def report(plan: Plan, top: int = _ROWS, medium: Medium = "terminal") -> Report:
@@ -127,33 +125,26 @@ def _segments(plan: Plan, one: Candidate, longest: float) -> Segments:
 
 
 def _chart(plan: Plan, width: int) -> str:
-    """How long each cut takes, in the order of the run, as bars in parts: each device's, and what lies between."""
-    rows = _over_cuts(plan)
-    names = min(max(len(row.name) for row in rows), max(2 * width // 5, 12), _WHERE)
-    room = width - names - 13
-    latencies = sorted(row.latency_s for row in rows)
-    whole = min(latencies[-1], _LONGEST * latencies[len(latencies) // 2]) or 1.0
-    lines = []
-    for row in rows:
-        mark = "*" if row is plan.winner else " "
-        name = shortened(printable(row.name), names)
-        lines.append(f"{mark} {name:<{names}} {seconds(row.latency_s):>8} {_bar(plan, row, whole, room)}")
-    inks = " ".join(f"{_INKS[at % len(_INKS)]} {name}" for at, name in enumerate(plan.devices))
-    legend = f"latency in the order of the run: {inks} {_WIRE} between"
-    return "\n".join([legend, *(line.rstrip() for line in lines)])
-
-
-def _bar(plan: Plan, row: Candidate, whole: float, room: int) -> str:
-    """The parts of a latency; that of a device that runs anything has one sign at least."""
+    """The latency of each cut in the order of the run, as bars in parts: each device's, and codecs and links."""
     devices = list(plan.devices)
-    drawn, at_s = "", 0.0
-    for step in row.steps:
-        at_s += step.seconds
-        runs = step.what == "run"
-        ink = _INKS[devices.index(step.where) % len(_INKS)] if runs else _WIRE
-        end = round(min(room * at_s / whole, room + 1))
-        drawn += ink * max(end - len(drawn), int(runs and step.seconds > 0))
-    return drawn[:room] if row.latency_s <= whole else drawn[: room - 1] + _CUT_OFF
+    bars = []
+    for row in _over_cuts(plan):
+        parts = [
+            (_DEVICES[devices.index(step.where) % len(_DEVICES)] if step.what == "run" else _BETWEEN, step)
+            for step in row.steps
+        ]
+        bars.append(
+            StackedBar(
+                row.name,
+                "*" if row is plan.winner else " ",
+                row.latency_s,
+                tuple((character, step.seconds, step.what == "run") for character, step in parts),
+            )
+        )
+    latencies = sorted(bar.total_s for bar in bars)
+    names = " ".join(f"{_DEVICES[at % len(_DEVICES)]} {name}" for at, name in enumerate(devices))
+    legend = f"latency in the order of the run: {names} {_BETWEEN} between"
+    return "\n".join([legend, *stacked_bars(bars, _LONGEST * latencies[len(latencies) // 2], width)])
 
 
 def _over_cuts(plan: Plan) -> list[Candidate]:
@@ -165,11 +156,7 @@ def _over_cuts(plan: Plan) -> list[Candidate]:
     ordered = sorted(found.values(), key=lambda one: (one.seconds("run", where=first), not one.at))
     if plan.winner not in ordered:  # a strategy may choose another codec
         ordered = [plan.winner if one.at == plan.winner.at else one for one in ordered]
-    if len(ordered) <= _BARS:
-        return ordered
-    last, winner = len(ordered) - 1, ordered.index(plan.winner)
-    kept = {round(at * last / (_BARS - 1)) for at in range(_BARS)} - {winner - 1, winner + 1} | {0, winner, last}
-    return [ordered[at] for at in sorted(kept)]
+    return sample(ordered, _BARS, lambda one: one is plan.winner)
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +56,7 @@ def rows_of(profile: Profile, view: RowSelection) -> list[tuple[Any, str]]:
         rows = [(row, _name(row)) for row in profile.rows(granularity=1)]
     else:
         depth = depth_of(profile) if view.depth is None else view.depth
-        rows = [(row, _in_tree(row)) for row in profile if row.depth <= depth]
+        rows = [(row, "  " * row.depth + name_in_tree(row)) for row in profile if row.depth <= depth]
     if view.sort is not None:
         metric = call_columns()[view.sort].metric
         assert metric is not None
@@ -72,22 +73,27 @@ def _number(row: Any, metric: Metric) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
+def fitting_depth(depths: Sequence[int], most: int) -> int:
+    """The greatest depth at which there are at most so many rows; else the least."""
+    fitting = [deepest for deepest in set(depths) if sum(depth <= deepest for depth in depths) <= most]
+    return max(fitting, default=min((depth for depth in depths if depth), default=1))
+
+
 def depth_of(profile: Profile) -> int:
-    """As deep as there is room for."""
-    depths = [row.depth for row in profile]
-    return next((d for d in range(max(depths), 0, -1) if sum(depth <= d for depth in depths) <= _ROWS), 1)
+    """The depth of a table that has room for so many rows."""
+    return fitting_depth([row.depth for row in profile], _ROWS)
 
 
 def _name(row: Row) -> str:
     return row.address or "(root)"
 
 
-def _in_tree(row: Row) -> str:
+def name_in_tree(row: Row) -> str:
+    """The name of a call below that of the call that contains it."""
     if row.parent is None:
         return "(root)"
     above = row.parent.partition("#")[0]
-    name = row.address.removeprefix(f"{above}.") if above else row.address
-    return "  " * row.depth + name
+    return row.address.removeprefix(f"{above}.") if above else row.address
 
 
 def check(view: RowSelection) -> None:

@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from microtome.errors import printable
+from microtome.report.chart import StackedBar, sample, stacked_bars
 from microtome.report.requests import short
-from microtome.report.table import Column, Line, Medium, Report, Table, shortened
+from microtome.report.table import Column, Line, Medium, Report, Table
 from microtome.results.sweep import CutTiming, Sweep
 from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
 
 #: How many cuts a table shows beside those that are always there, and how many a chart.
 _ROWS, _BARS = 12, 24
-#: A bar that is longer than so many times the shortest is cut off.
+#: A bar longer than this many times the shortest is cut off.
 _LONGEST = 6
-_HEAD, _BETWEEN, _TAIL, _CUT_OFF = "█", "░", "▓", "→"
-_WHERE = 34
+_HEAD, _BETWEEN, _TAIL = "█", "░", "▓"
 _BEST, _PLANNED = "*", "p"
 
 
@@ -91,38 +90,14 @@ def _mark(sweep: Sweep, row: CutTiming) -> str:
 
 
 def _chart(sweep: Sweep, width: int) -> str:
-    """How long each cut took, in the order of the run, as bars in parts."""
-    rows = _over_cuts(sweep)
-    names = min(max(len(row.name) for row in rows), max(2 * width // 5, 12), _WHERE)
-    room = width - names - 14
-    whole = min(max(row.total_s for row in rows), _LONGEST * sweep.best.total_s) or 1.0
-    lines = [
-        f"{_mark(sweep, row):<2} {shortened(printable(row.name), names):<{names}} {seconds(row.total_s):>8} "
-        f"{_bar(row, whole, room)}".rstrip()
-        for row in rows
-    ]
+    """The time of each cut in the order of the run, as bars in parts; of many, of some evenly."""
+    bars = []
+    for row in sample(sweep.measured, _BARS, lambda one: one is sweep.best or one is sweep.planned):
+        between = max(row.total_s - row.head_s - row.tail_s, 0.0)
+        parts = ((_HEAD, row.head_s, True), (_BETWEEN, between, False), (_TAIL, row.tail_s, True))
+        bars.append(StackedBar(row.name, f"{_mark(sweep, row):<2}", row.total_s, parts))
     legend = f"in the order of the run: {_HEAD} head {_BETWEEN} codec, wire, queue {_TAIL} tail"
-    return "\n".join([legend, *lines])
-
-
-def _bar(row: CutTiming, whole: float, room: int) -> str:
-    drawn, at_s = "", 0.0
-    between = max(row.total_s - row.head_s - row.tail_s, 0.0)
-    for ink, spent in ((_HEAD, row.head_s), (_BETWEEN, between), (_TAIL, row.tail_s)):
-        at_s += spent
-        drawn += ink * max(round(min(room * at_s / whole, room + 1)) - len(drawn), 0)
-    return drawn if len(drawn) <= room else drawn[: room - 1] + _CUT_OFF
-
-
-def _over_cuts(sweep: Sweep) -> list[CutTiming]:
-    """All that were measured; of many, some evenly, with the best and the plan's."""
-    rows = list(sweep.measured)
-    if len(rows) <= _BARS:
-        return rows
-    last = len(rows) - 1
-    marked = {at for at, row in enumerate(rows) if row is sweep.best or row is sweep.planned}
-    kept = {round(at * last / (_BARS - 1)) for at in range(_BARS)} | {0, last} | marked
-    return [rows[at] for at in sorted(kept)]
+    return "\n".join([legend, *stacked_bars(bars, _LONGEST * sweep.best.total_s, width)])
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from functools import partial
 from html import escape
 
 from microtome.report.notes import interval
+from microtome.report.row_selection import fitting_depth, name_in_tree
 from microtome.results.metrics import Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
@@ -48,19 +49,8 @@ def table(profile: Profile) -> str:
     )
 
 
-def in_tree(row: Row) -> str:
-    """The name of a call below that of the call that contains it."""
-    if row.parent is None:
-        return "(root)"
-    above = row.parent.partition("#")[0]
-    return row.address.removeprefix(f"{above}.") if above else row.address
-
-
 def _rows(profile: Profile) -> Sequence[Row]:
-    """As deep as there is room for."""
-    depths = [row.depth for row in profile]
-    fits = (d for d in range(max(depths), 0, -1) if sum(depth <= d for depth in depths) <= _ROWS)
-    deepest = next(fits, 1)
+    deepest = fitting_depth([row.depth for row in profile], _ROWS)
     return [row for row in profile if row.depth <= deepest][: 2 * _ROWS]
 
 
@@ -81,7 +71,7 @@ def _row(row: Row, scaled: Sequence[tuple[Metric, float | None]]) -> str:
 
 def _anchor(row: Row) -> str:
     """The name of a call, where a permalink leads. Not an id: a module may be called as an element of the page is."""
-    name = escape(in_tree(row))
+    name = escape(name_in_tree(row))
     whole = _HALF.sub("\N{REPLACEMENT CHARACTER}", row.address)
     return f'<a name="{escape(whole)}">{name}</a>' if whole else name
 

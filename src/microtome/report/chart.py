@@ -1,0 +1,61 @@
+"""Stacked bars for terminals: the time of each cut in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from microtome.errors import printable
+from microtome.report.table import shortened
+from microtome.units import seconds
+
+#: The most characters of a name.
+_NAME = 34
+_CUT_OFF = "→"
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class StackedBar:
+    """A bar with its name and its sum.
+
+    Attributes:
+        parts: The character, the seconds, and whether a part that is not 0 has one character at least.
+    """
+
+    name: str
+    mark: str
+    total_s: float
+    parts: tuple[tuple[str, float, bool], ...]
+
+
+def stacked_bars(bars: Sequence[StackedBar], longest_s: float, width: int) -> list[str]:
+    """Draw bars below each other; those of more than `longest_s` are cut off."""
+    marks = max(len(bar.mark) for bar in bars) + 1
+    names = min(max(len(bar.name) for bar in bars), max(2 * width // 5, 12), _NAME)
+    room = width - names - marks - 11
+    whole = min(max(bar.total_s for bar in bars), longest_s) or 1.0
+    return [
+        f"{bar.mark:<{marks}}{shortened(printable(bar.name), names):<{names}} {seconds(bar.total_s):>8} "
+        f"{_draw(bar, whole, room)}".rstrip()
+        for bar in bars
+    ]
+
+
+def _draw(bar: StackedBar, whole: float, room: int) -> str:
+    drawn, at_s = "", 0.0
+    for character, spent, is_visible in bar.parts:
+        at_s += spent
+        end = round(min(room * at_s / whole, room + 1))
+        drawn += character * max(end - len(drawn), int(is_visible and spent > 0))
+    return drawn[:room] if bar.total_s <= whole else drawn[: room - 1] + _CUT_OFF
+
+
+def sample(rows: Sequence[Row], most: int, is_kept: Callable[[Row], bool]) -> list[Row]:
+    """All rows, or, of many, some evenly, with the first, the last, and those that are to be kept."""
+    if len(rows) <= most:
+        return list(rows)
+    last = len(rows) - 1
+    kept = {round(at * last / (most - 1)) for at in range(most)} | {at for at, row in enumerate(rows) if is_kept(row)}
+    return [rows[at] for at in sorted(kept)]
