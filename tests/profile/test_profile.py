@@ -223,7 +223,7 @@ def test_questions_without_an_answer_say_so(p: mt.Profile) -> None:
         p.top(3, by="speed")
     with pytest.raises(NoMatch, match="expected a convention of 'microtome'"):
         mt.profile(Net(), IDS, convention="thop")
-    with pytest.raises(BadQuery, match="the top are 1 or more, got -1"):
+    with pytest.raises(BadQuery, match="expected n of 1 or more, got -1"):
         p.top(-1)
     with pytest.raises(BadInputs, match="fake is True, False or None, got 'meta'"):
         mt.profile(Net(), IDS, fake="meta")  # type: ignore[arg-type]
@@ -279,8 +279,8 @@ def test_what_is_written_as_json_is_read_again(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "holds no result of microtome: its 'kind' is None"),
-        ('{"kind": "profile", "schema": 99}', "has version 99 of a profile; this microtome reads 2"),
+        ("[]", "holds no result of microtome: expected a 'kind' of profile or .*, got None"),
+        ('{"kind": "profile", "schema": 99}', "expected version 2 of a profile, got 99"),
         ('{"kind": "profile", "schema": 2}', "p.json' is damaged: KeyError: 'calls'"),
     ],
 )

@@ -98,7 +98,7 @@ def test_what_is_not_known_cannot_be_limited() -> None:
         same.over({"time": 0.1})
     with pytest.raises(BadQuery, match="there is no quantity 'speed': write one of params, macs"):
         same.over({"speed": 0.1})
-    with pytest.raises(BadQuery, match="compared with another profile, got a int"):
+    with pytest.raises(BadQuery, match="expected a profile to be compared with, got a int"):
         net().diff(3)  # type: ignore[arg-type]
 
 

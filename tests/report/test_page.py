@@ -250,9 +250,9 @@ def test_cuts_and_profiles_may_be_files(profile: mt.Profile, tmp_path: Path) -> 
     timed(profile).to_json(tmp_path / "other.json")
     page = timed(profile).to_html(tmp_path / "page.html", cuts=tmp_path / "cuts.json", compare=tmp_path / "other.json")
     assert (tmp_path / "page.html").read_text("utf-8") == page
-    with pytest.raises(BadQuery, match="cuts are what microtome.cuts gives, or the file that holds it, got"):
+    with pytest.raises(BadQuery, match="expected the cuts that microtome.cuts returns, or the file that holds it, got"):
         profile.to_html(cuts=tmp_path / "other.json")
-    with pytest.raises(BadQuery, match="a profile is compared with a profile, or the file"):
+    with pytest.raises(BadQuery, match="expected a profile to compare with, or the file"):
         profile.to_html(compare=3)
 
 

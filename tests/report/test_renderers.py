@@ -15,19 +15,23 @@ ROOT = Path(microtome.__file__).parent
 
 
 def forms_asked_for() -> set[str]:
-    """The forms in calls of `render` anywhere in the package; `{self.kind}` stands for each kind of result."""
+    """The forms in calls of `render` and `find_renderer` in the package; `{result.kind}` stands for each kind."""
     found = set()
     for file in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "render":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("render", "find_renderer")
+            ):
                 form = ast.unparse(node.args[0]).lstrip("f").strip("'\"")
-                found |= {form.replace("{self.kind}", kind) for kind in _KINDS}
+                found |= {form.replace("{result.kind}", kind) for kind in _KINDS}
     return found
 
 
 def test_every_form_that_is_asked_for_has_a_renderer() -> None:
     forms = forms_asked_for()
-    assert forms >= {"svg.svg", "profile.csv", "sweep.markdown", "notebook.html", "attention.plot"}
+    assert forms >= {"svg.svg", "profile.report", "sweep.records", "formats.html", "attention.plot"}
     assert all(callable(find_renderer(form)) for form in forms)
 
 

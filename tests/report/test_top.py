@@ -34,7 +34,7 @@ def test_times_are_a_metric_where_they_were_measured() -> None:
 
 
 def test_fewer_than_one_are_refused(p: mt.Profile) -> None:
-    with pytest.raises(BadQuery, match="the top are 1 or more, got 0"):
+    with pytest.raises(BadQuery, match="expected n of 1 or more, got 0"):
         ranking(p, 0)
 
 

@@ -20,7 +20,8 @@ from microtome.report.formats import csv, markdown, text
 from microtome.report.row_selection import RowSelection
 from microtome.report.top import as_json
 from microtome.report.top import text as of_top
-from microtome.results.metrics import METRICS, CallAmounts, Metric, register_metric, why_unknown
+from microtome.results.metric import Metric
+from microtome.results.metrics import METRICS, CallAmounts, register_metric, why_unknown
 
 #: Twice the bytes that are read: 2 x 4 x (2 x 4 + 4 x 8 + 8) for the first layer below.
 TWICE = Metric(

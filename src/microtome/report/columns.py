@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, Literal
 
 from microtome.report.notes import interval
-from microtome.results.metrics import METRICS, Metric
+from microtome.results.metric import Metric
+from microtome.results.metrics import METRICS
 from microtome.results.profile import Profile
 from microtome.units import UNKNOWN, shape, share, write
 
@@ -24,8 +25,8 @@ class CallColumn:
         part: Which part of the metric: its value, its share of the total, or its interval.
         text: Writes the cell of a row, of a column without a metric.
         field: The name in files, where it is not that of the metric.
-        is_default: Whether a table has it unasked.
-        needs: The metric without which a table does not have it unasked.
+        is_default: Whether a table shows it by default.
+        needs: The metric without which a table does not show it by default.
     """
 
     header: str
@@ -75,17 +76,17 @@ class CallColumn:
         return {name: value}
 
     def is_of(self, by: str | None) -> bool:
-        """Whether rows have it: calls, or, by `"module"`, `"type"` or `"op"`, groups."""
+        """Whether calls have the column, or, by `"module"`, `"type"` or `"op"`, groups."""
         if by is None:
             return self.known_of != "groups"
         return self.known_of in {"op": ("ops", "groups")}.get(by, ("ops", "modules", "groups"))
 
     def is_shown(self, profile: Profile) -> bool:
-        """Whether a table has the column unasked."""
+        """Whether a table shows the column by default."""
         return self.is_default and (not self.needs or METRICS[self.needs].of(profile.total) is not None)
 
 
-#: Of groups, and of no call: not a metric of the profile.
+#: A property of groups, which calls do not have.
 _RUNS = Metric("runs", "runs", None, "how many calls, or runs of the operator")
 
 
@@ -117,7 +118,7 @@ def call_columns() -> dict[str, CallColumn]:
 
 
 def columns_of(by: str | None) -> dict[str, CallColumn]:
-    """Those that a table of calls has, or, by `"module"`, `"type"` or `"op"`, of groups."""
+    """The columns of a table of calls, or, by `"module"`, `"type"` or `"op"`, of groups."""
     return {name: column for name, column in call_columns().items() if column.is_of(by)}
 
 
@@ -134,7 +135,7 @@ def _bound(row: Any) -> str:
     return {None: UNKNOWN, True: "launch", False: "device"}[row.is_launch_bound]
 
 
-#: The end of the type of a row that is of what a call runs itself.
+#: The suffix of the type of a row that leaves the calls inside out.
 OWN = "(own)"
 AT_LEAST = "≥ "
 
@@ -145,7 +146,7 @@ def at_least(cell: str) -> str:
 
 
 def leaves_out(profile: Profile, metric: Metric, by: str | None) -> Callable[[Any], bool]:
-    """Whether the number of a row or group leaves some of its operators out, which have no formula."""
+    """A predicate of rows or groups: whether some of their operators have no formula."""
     if metric.counted_by:
         own = {row.address for row in profile if any(getattr(op, metric.counted_by) is None for op in row.ops)}
     else:

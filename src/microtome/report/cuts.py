@@ -11,20 +11,20 @@ from microtome.report.table import Bar, Cell, Column, Line, Medium, Names, Note,
 from microtome.results.cuts import Cut, Cuts, Live
 from microtome.units import count, shape, size
 
-#: A table that is not told how deep to go shows at most about this many rows beside those that are marked.
+#: The most rows, about, of a table without an explicit depth, beside those that are marked.
 _ROWS = 60
-#: How many reasons for refusing are told, and how many places of each.
+#: The most reasons for a refusal that are listed, and the most places of each.
 _REASONS, _PLACES = 4, 3
 _MARK = "*"
 #: The width of the bar of the most bytes.
 _BAR = 8
-#: How many rows and names a notebook shows.
+#: The most rows and names in a notebook.
 _NOTEBOOK_ROWS, _NOTEBOOK_NAMES = 40, 3
 
 
 @dataclass(frozen=True)
 class CutSelection:
-    """Which cuts are shown.
+    """The cuts that a table shows.
 
     Attributes:
         depth: Those at calls down to here; None: as deep as there is room for, and those that are marked.

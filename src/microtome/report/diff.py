@@ -11,9 +11,9 @@ from microtome.results.diff import Diff, LayerChange, MetricChange
 from microtome.results.metrics import compared_metrics
 from microtome.units import UNKNOWN, write
 
-#: How many layers are shown on a terminal and in Markdown.
+#: The most layers on a terminal and in Markdown.
 _LAYERS = 30
-#: From how many on they are folded away in Markdown.
+#: The least number of layers that Markdown folds away.
 _FOLDED = 12
 _MINUS = "\N{MINUS SIGN}"
 
@@ -95,8 +95,8 @@ def _style(change: MetricChange) -> str:
 
 def _changed(diff: Diff) -> str:
     counts = {what: sum(layer.what == what for layer in diff.layers) for what in ("added", "removed", "changed")}
-    told = ", ".join(f"{many} {what}" for what, many in counts.items() if many)
-    return f"{told or 'no layer changed'}; {diff.unchanged} as before"
+    changed = ", ".join(f"{many} {what}" for what, many in counts.items() if many)
+    return f"{changed or 'no layer changed'}; {diff.unchanged} as before"
 
 
 def _notes(diff: Diff) -> Iterator[str]:

@@ -29,12 +29,12 @@ def text(result: Result, *options: Any) -> str:
 
 
 def html(result: Result, *options: Any) -> str:
-    """As HTML for a notebook."""
+    """Render HTML for a notebook."""
     return page(describe(result, *options, medium="html"))
 
 
 def csv(result: Result, *options: Any) -> str:
-    """As CSV, raw numbers, one line a row."""
+    """Write CSV, raw numbers, one line a row."""
     records = find_renderer(f"{result.kind}.records")(result, *options)
     return csv_text(list(dict.fromkeys(name for record in records for name in record)), records)
 

@@ -29,9 +29,9 @@ def trace(result: Trace) -> str:
     for call in shown:
         nbytes = _returned(result, call)
         outputs = _some([shape(result.values[at].shape) for at in call.outputs])
-        ran = str(sum(op.phase == "forward" for op in result.ops[call.begins : call.ends]))
+        operators = str(sum(op.phase == "forward" for op in result.ops[call.begins : call.ends]))
         name = "  " * call.depth + (call.address or "(root)")
-        lines.append(Line((name, call.type, ran, outputs, Bar(nbytes / most, size(nbytes)))))
+        lines.append(Line((name, call.type, operators, outputs, Bar(nbytes / most, size(nbytes)))))
     figures = [("calls", str(len(calls))), ("operators", str(len(result.ops))), ("values", str(len(result.values)))]
     figures.append(("made on", f"{result.how.tensor_mode} tensors"))
     columns = (*map(_left, ("call", "module")), Column("operators"), *map(_left, ("returns", "bytes")))
@@ -44,21 +44,21 @@ def _returned(result: Trace, call: TracedCall) -> int:
 
 
 def recording(result: Recording) -> str:
-    """What lies in a folder."""
-    told = [("names", str(len(result))), ("tensors", count(result.count)), ("bytes", size(result.nbytes))]
-    told += [("dropped", count(result.dropped))] if result.dropped else []
+    """The recording in a folder."""
+    figures = [("names", str(len(result))), ("tensors", count(result.count)), ("bytes", size(result.nbytes))]
+    figures += [("dropped", count(result.dropped))] if result.dropped else []
     of = result.manifest.get("model")
-    return _recorded(result, f"Recording{f' of {of}' if of else ''} in {result.folder}", told)
+    return _recorded(result, f"Recording{f' of {of}' if of else ''} in {result.folder}", figures)
 
 
 def recorder(result: Recorder) -> str:
-    """What was recorded in a `with` block."""
+    """The records of a `with` block."""
     runs, records, nbytes, spent = result.totals
-    told = [("runs", count(runs)), ("records", count(records)), ("bytes", size(nbytes)), ("time", seconds(spent))]
-    return _recorded(result, "Recorder", told)
+    figures = [("runs", count(runs)), ("records", count(records)), ("bytes", size(nbytes)), ("time", seconds(spent))]
+    return _recorded(result, "Recorder", figures)
 
 
-def _recorded(result: Recording | Recorder, title: str, told: list[tuple[str, str]]) -> str:
+def _recorded(result: Recording | Recorder, title: str, figures: list[tuple[str, str]]) -> str:
     """The names with how many tensors there are of each, their shapes and statistics."""
     most = max((result[name].nbytes for name in result), default=0) or 1
     lines = []
@@ -66,12 +66,12 @@ def _recorded(result: Recording | Recorder, title: str, told: list[tuple[str, st
         series, stats = result[name], result.stats(name)
         shapes = _some(list(dict.fromkeys(map(shape, series.shapes))))
         dtypes = _some(list(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in series.dtypes)))
-        figures = [_figure(value) for value in (stats.mean, stats.std, stats.min, stats.max)]
+        statistics = [_figure(value) for value in (stats.mean, stats.std, stats.min, stats.max)]
         bar = Bar(series.nbytes / most, size(series.nbytes))
-        lines.append(Line((name, str(len(series)), shapes, dtypes, bar, *figures)))
+        lines.append(Line((name, str(len(series)), shapes, dtypes, bar, *statistics)))
     columns = (_left("name"), Column("tensors"), *map(_left, ("shape", "dtype", "bytes")))
     columns += tuple(map(Column, ("mean", "std", "least", "greatest")))
-    return _page(title, told, columns, lines, _more(len(lines), len(result), "names"))
+    return _page(title, figures, columns, lines, _more(len(lines), len(result), "names"))
 
 
 def _left(header: str) -> Column:

@@ -12,8 +12,8 @@ from itertools import repeat
 
 from microtome.report.table import Bar, Cell, Column, Line, Report, Segments, Table, notes_of, plain
 
-#: Of bars, by what they stand for: seen apart by the colour-blind too, on light and on dark.
-INKS = ("rgba(47,109,181,.55)", "rgba(201,140,20,.6)", "rgba(140,90,190,.6)", "rgba(20,140,110,.6)")
+#: The colours of bars: distinct for the colour-blind too, on light and on dark.
+_COLOURS = ("rgba(47,109,181,.55)", "rgba(201,140,20,.6)", "rgba(140,90,190,.6)", "rgba(20,140,110,.6)")
 _LINE = "1px solid rgba(128,128,128,.25)"
 _FONT = "font:13px/1.45 system-ui,sans-serif;color:inherit;text-align:left"
 _TABLE = (
@@ -60,7 +60,7 @@ def _table(table: Table) -> str:
 def _legend(names: Iterable[str]) -> str:
     shown = (
         f'<span style="display:inline-block;width:.8em;height:.8em;margin:0 .35em 0 0;border-radius:2px;'
-        f'background:{INKS[at % len(INKS)]}"></span>{escape(name)}&emsp;'
+        f'background:{_COLOURS[at % len(_COLOURS)]}"></span>{escape(name)}&emsp;'
         for at, name in enumerate(names)
     )
     return f'<div style="font-size:11.5px">{"".join(shown)}</div>'
@@ -75,13 +75,13 @@ def _cell(column: Column, cell: Cell, line: Line) -> str:
     style = f"{_CELL};text-align:{_side(column)}{weight}"
     if isinstance(cell, Bar):
         long = f"{100 * min(max(cell.fraction, 0.0), 1.0):.1f}%"
-        bar = f"background:linear-gradient(90deg,{INKS[0]} {long},transparent {long}) no-repeat"
+        bar = f"background:linear-gradient(90deg,{_COLOURS[0]} {long},transparent {long}) no-repeat"
         return f'<td style="{style};min-width:90px;{bar}">{escape(cell.text)}</td>'
     if isinstance(cell, Segments):
         drawn = "".join(
             f'<span style="display:inline-block;height:10px;width:{180 * part:.1f}px;'
-            f'background:{INKS[ink % len(INKS)]}"></span>'
-            for part, ink in cell.parts
+            f'background:{_COLOURS[colour % len(_COLOURS)]}"></span>'
+            for part, colour in cell.parts
         )
         return f'<td style="{style}"><span style="{_BARS}" title="{escape(cell.title)}">{drawn}</span></td>'
     name = plain(cell)

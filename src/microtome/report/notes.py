@@ -1,4 +1,4 @@
-"""What the numbers of a profile rest on, in sentences."""
+"""The notes under a profile: conventions, coverage and methods of measurement."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from microtome.results.profile import Coverage, Profile
 from microtome.results.spread import Spread
 from microtome.units import UNKNOWN, joules, seconds, size, watts
 
-#: Above this, measuring has changed what was measured.
+#: Above this ratio, measuring has changed the measured times.
 _DISTURBED = 1.05
-#: The range of fewer passes holds the true median in less than 95 of 100 cases: in 1 - 2 ** (1 - passes).
+#: With fewer passes, their range covers the true median with a probability, 1 - 2 ** (1 - passes), below 95 %.
 FEW = 6
 
 

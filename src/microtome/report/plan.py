@@ -11,7 +11,7 @@ from microtome.report.table import Cell, Column, Line, Medium, Report, Segments,
 from microtome.results.plan import Candidate, Plan
 from microtome.units import UNKNOWN, count, joules, rate, ratio, seconds, size
 
-#: How many candidates a table shows beside those that are always there, and how many cuts a chart.
+#: The most candidates of a table beside those that are always there, and the most cuts of a chart.
 _ROWS, _BARS = 8, 20
 #: A bar longer than this many times the median is cut off.
 _LONGEST = 6
@@ -87,7 +87,7 @@ def _selected(plan: Plan, top: int) -> list[Candidate]:
 
 
 def _cells(plan: Plan) -> dict[str, Callable[[Candidate], str]]:
-    """What writes the cells of each column."""
+    """The functions that write the cells of each column."""
     cells: dict[str, Callable[[Candidate], str]] = {
         "sent": lambda one: size(sum(one.sent_bytes)) if one.at else UNKNOWN
     }
@@ -198,7 +198,7 @@ def _terms(candidate: Candidate) -> Iterator[str]:
 
 
 def _beside(plan: Plan) -> Iterator[str]:
-    """How much more the whole model on one device takes, in what the objective counts."""
+    """The costs of the whole model on one device, relative to the winner."""
     ours = plan.winner.score(plan.objective)
     others = [(one, one.score(plan.objective)) for one in plan.baselines if one is not plan.winner]
     parts = [f"{one.name} {ratio(score / ours)}" for one, score in others if score is not None and ours]

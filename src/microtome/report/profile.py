@@ -18,7 +18,7 @@ from microtome.units import write
 
 #: The width of the longest bar: with it, the counts of a small model fit in 80 columns.
 _BAR = 4
-#: A notebook shows at most about this many rows.
+#: The most rows in a notebook.
 _NOTEBOOK_ROWS = 40
 #: The columns that may have bars: the first that there is.
 _BARS = ("device_share", "time_share", "share")
@@ -134,7 +134,7 @@ def _with_bars(
 
 
 def _notes(profile: Profile, view: RowSelection, columns: dict[Column, list[Cell]], shown: int) -> list[str | Note]:
-    """How to read the numbers, and what of them is not shown."""
+    """Explain the signs in the cells, and say how many rows are left out."""
 
     def where(sign: str) -> tuple[Column, ...]:
         return tuple(column for column, cells in columns.items() if any(sign in plain(cell) for cell in cells))

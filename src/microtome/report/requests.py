@@ -10,7 +10,7 @@ from microtome.report.table import Column, Line, Medium, Report, Table
 from microtome.results.requests import CutMove, RequestLog, record
 from microtome.units import UNKNOWN, joules, ratio, seconds, size
 
-#: How many reasons and moves are told.
+#: The most reasons and moves that are listed.
 _FEW = 5
 
 
@@ -27,7 +27,7 @@ def records(log: RequestLog) -> list[dict[str, Any]]:
 
 
 def place(at: str | None, codec: str = "raw") -> str:
-    """Where a model is cut, in words.
+    """Describe where a model is cut.
 
     >>> place(None), place(""), place("layer1", "zstd")
     ('all here', 'all there', 'layer1, zstd')
@@ -38,7 +38,7 @@ def place(at: str | None, codec: str = "raw") -> str:
 
 
 def short(reason: str) -> str:
-    """Why there is no energy, in short: that of every sensor is long.
+    """Shorten the reason why there is no energy, since it names every sensor.
 
     >>> short("no sensor: rapl: /sys/class/powercap is not there")
     'no sensor; `microtome doctor` says what is missing'

@@ -1,4 +1,4 @@
-"""Which rows of a profile are shown, and in which order."""
+"""The selection and the order of the rows of a table."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 
 from microtome.errors import BadQuery
 from microtome.report.columns import OWN, call_columns, columns_of
-from microtome.results.metrics import Metric, why_unknown
+from microtome.results.metric import Metric
+from microtome.results.metrics import why_unknown
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 
-#: A table that is not told how deep to go shows at most about this many rows.
+#: The most rows, about, of a table without an explicit depth.
 _ROWS = 60
 
 
 @dataclass(frozen=True)
 class RowSelection:
-    """Which rows of a profile are shown, and what of them.
+    """The rows and columns that a table of a profile shows.
 
     Attributes:
         depth: Show the tree down to here.
@@ -38,7 +39,7 @@ class RowSelection:
 
 
 def whole_tree(profile: Profile, view: RowSelection) -> RowSelection:
-    """The view as it is in a file, which has room for every call."""
+    """The selection for a file, which has room for every call."""
     chosen = (view.depth, view.granularity, view.by, view.sort)
     return view if chosen != (None,) * 4 else replace(view, depth=deepest(profile))
 
@@ -97,7 +98,7 @@ def name_in_tree(row: Row) -> str:
 
 
 def check(view: RowSelection) -> None:
-    """Raise where a view asks for what there is not."""
+    """Raise if a selection names unknown columns."""
     known = columns_of(view.by)
     for name in view.columns:
         if name not in known:

@@ -60,7 +60,7 @@ def shared(numbers: Iterable[float | None], unit: Unit) -> Scale:
     return Scale(size, name, 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0)
 
 
-#: The widest that a number is written in a unit smaller than its own.
+#: The most characters of a number in a unit smaller than its own.
 _WIDEST = 8
 
 

@@ -12,7 +12,7 @@ from microtome.report.table import Column, Line, Medium, Report, Table
 from microtome.results.sweep import CutTiming, Sweep
 from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
 
-#: How many cuts a table shows beside those that are always there, and how many a chart.
+#: The most cuts of a table beside those that are always there, and of a chart.
 _ROWS, _BARS = 12, 24
 #: A bar longer than this many times the shortest is cut off.
 _LONGEST = 6
@@ -55,7 +55,7 @@ def _shown(sweep: Sweep) -> list[CutTiming]:
 
 
 def _cells(sweep: Sweep) -> dict[str, Callable[[CutTiming], str]]:
-    """What writes the cells of each column."""
+    """The functions that write the cells of each column."""
     cells: dict[str, Callable[[CutTiming], str]] = {
         "sent": lambda row: size(row.sent_bytes),
         "head": lambda row: seconds(row.head_s),
@@ -76,7 +76,7 @@ def _cell(cell: Callable[[CutTiming], str], name: str, row: CutTiming) -> str:
     return UNKNOWN if missing else cell(row)
 
 
-#: What there is where nothing crosses.
+#: The columns of a run without a server.
 _HERE = ("head", "total", "planned", "energy")
 #: The first are left out last where a terminal is too narrow.
 _IMPORTANCE = ("total", "planned", "head", "wire", "tail", "sent", "energy", "codec", "queue")

@@ -23,13 +23,13 @@ from microtome.errors import printable
 
 #: The width of text that goes to a file or a pipe.
 _WIDTH = 140
-#: The shortest that a name is cut to, and the width that lists of names and wrapped cells have at least and at most.
+#: The least width of a shortened name, and the least and the most of lists of names and wrapped cells.
 _SHORTEST, _LEAST, _MOST = 16, 10, 48
 #: The width of the figure beside a bar.
 _FIGURE = 7
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
-#: What a report is made for: files and notebooks have room for every column and for names in full.
+#: The target of a report: files and notebooks have room for every column and for full names.
 Medium = Literal["terminal", "markdown", "html"]
 
 
@@ -254,7 +254,7 @@ class _Layout:
         return drawn
 
     def _stretches(self, at: int) -> bool:
-        """Whether the cells of a column may be shorter than they would be."""
+        """Whether the cells of a column may be drawn narrower than their text."""
         names = any(isinstance(line.cells[at], Names) for line in self._table.lines if at < len(line.cells))
         return at > 0 and (names or self._table.columns[at].wraps)
 
@@ -297,7 +297,7 @@ def plain(cell: Cell) -> str:
 
 
 def _names(names: Sequence[str], room: int) -> str:
-    """As many as there is room for, and how many others there are."""
+    """As many names as fit, and the number of the others."""
     for shown in range(len(names), 0, -1):
         rest = f" +{len(names) - shown}" if shown < len(names) else ""
         line = ", ".join(names[:shown]) + rest

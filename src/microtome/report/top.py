@@ -11,7 +11,8 @@ from microtome.report import table
 from microtome.report.notes import notes_of
 from microtome.report.shared_units import shared
 from microtome.report.table import Bar, Column, Line, Report, Styled, Table
-from microtome.results.metrics import METRICS, Metric
+from microtome.results.metric import Metric
+from microtome.results.metrics import METRICS
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 from microtome.units import share
@@ -21,14 +22,14 @@ _BAR = 8
 
 
 def metrics(profile: Profile) -> dict[str, Metric]:
-    """Those that are ranked and known, by their names in files."""
+    """The metrics that are ranked and known, by their names in files."""
     return {
         name: metric for name, metric in METRICS.items() if metric.is_ranked and metric.of(profile.total) is not None
     }
 
 
 def ranking(profile: Profile, n: int = 10) -> dict[str, tuple[Row, ...]]:
-    """The calls that by themselves cost the most, by each metric; those that cost nothing are left out.
+    """The costliest calls by each metric, without the calls inside them; those that cost nothing are left out.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -37,7 +38,7 @@ def ranking(profile: Profile, n: int = 10) -> dict[str, tuple[Row, ...]]:
     ['layer2.0.conv2', 'layer2.1.conv1']
     """
     if n < 1:
-        raise BadQuery(f"the top are 1 or more, got {n}")
+        raise BadQuery(f"expected n of 1 or more, got {n}")
     return {name: _most(profile, metric, n) for name, metric in metrics(profile).items()}
 
 
@@ -94,7 +95,7 @@ _NOTES = (
 
 
 def _missing(profile: Profile, found: dict[str, tuple[Row, ...]]) -> Iterator[str]:
-    """Why there is no section of a metric."""
+    """Say why there is no section of a metric."""
     if profile.total.macs is None:
         unknown = ", ".join(op.name for op in profile.coverage.unknown)
         yield f"MACs: not known{f', no formula for {unknown}' if unknown else ''}"

@@ -1,4 +1,4 @@
-"""From which bandwidth on which candidate is the best.
+"""The best candidate for every bandwidth.
 
 What a candidate takes at `x` seconds a byte is a line for the latency, `fixed + bytes * x`, and, for the slowest step
 of a pipeline, the greater of a constant and a line through 0, `max(fixed, bytes * x)`. Walking from the slowest link to
@@ -16,7 +16,7 @@ from microtome.results.plan import Candidate, Objective, Span
 
 
 class _Curve(NamedTuple):
-    """What a candidate takes over the bandwidth: what does not depend on it, and the bytes that do."""
+    """The time of a candidate over the bandwidth: a fixed part, and the bytes that cross the link."""
 
     fixed: float
     nbytes: int

@@ -49,30 +49,30 @@ class Result:
         return html
 
     def to_markdown(self, file: File | None = None) -> str:
-        """As a Markdown table; written to the file if one is named."""
+        """Export Markdown tables; written to the file if one is named."""
         return write(render("formats.markdown", self), file)
 
     def to_csv(self, file: File | None = None) -> str:
-        """As CSV, raw numbers, one line a row; written to the file if one is named."""
+        """Export CSV, raw numbers, one line a row; written to the file if one is named."""
         return write(render("formats.csv", self), file)
 
     def to_json(self, file: File | None = None) -> str:
-        """As JSON that `microtome.load` reads; written to the file if one is named."""
+        """Export JSON that `microtome.load` reads; written to the file if one is named."""
         data = {"kind": self.kind, "schema": self.schema, **self.as_dict()}
         return write(json.dumps(data, indent=1) + "\n", file)
 
     def as_dict(self) -> dict[str, Any]:
-        """What the JSON holds."""
+        """The fields of the JSON."""
         raise NotImplementedError
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The result that `as_dict` described."""
+        """Build the result from what `as_dict` returned."""
         raise NotImplementedError
 
 
 def write(text: str, file: File | None) -> str:
-    """The text, written to the file if one is named.
+    """Write the text to the file if one is named, and return it.
 
     >>> write("text", "/does/not/exist.md")
     Traceback (most recent call last):
@@ -91,19 +91,19 @@ def load_result(file: File) -> Any:
 
 
 def parse(text: str | bytes, what: str) -> Any:
-    """The result that `to_json` made a text of.
+    """Parse the JSON of a result.
 
     Args:
-        what: Where the text comes from, for errors.
+        what: The source of the text, for errors.
     """
     data = parse_json(text, what)
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise BadFile(f"{what} holds no result of microtome: its 'kind' is {kind!r}, not {' or '.join(_KINDS)}")
+        raise BadFile(f"{what} holds no result of microtome: expected a 'kind' of {' or '.join(_KINDS)}, got {kind!r}")
     module, name = _KINDS[kind]
     cls: Any = getattr(import_module(f"microtome.results.{module}"), name)
     if data.get("schema") != cls.schema:
-        raise BadFile(f"{what} has version {data.get('schema')!r} of a {kind}; this microtome reads {cls.schema}")
+        raise BadFile(f"{what}: expected version {cls.schema} of a {kind}, got {data.get('schema')!r}")
     with damage(f"the {kind} in {what}"):
         result = cls.from_dict(data)
         if (wrong := mismatch(result, cls)) is not None:

@@ -13,7 +13,7 @@ from microtome.results.cuts import Live
 
 
 class CodecCost(NamedTuple):
-    """What one codec costs for one value.
+    """The cost of one codec for one value.
 
     Attributes:
         nbytes: What travels.
@@ -28,7 +28,7 @@ class CodecCost(NamedTuple):
 
 @dataclass(frozen=True)
 class CodecCosts(Result):
-    """What codecs cost on one machine, for every value that crosses a cut of a model.
+    """The costs of codecs on one machine, for every value that crosses a cut of a model.
 
     Attributes:
         model: The class of the model.

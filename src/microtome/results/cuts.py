@@ -1,4 +1,4 @@
-"""Where a model can be cut, and what crosses there."""
+"""The cuts of a model, and the values that cross each."""
 
 from __future__ import annotations
 

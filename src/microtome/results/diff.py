@@ -1,4 +1,4 @@
-"""What changed between two profiles: in all, and layer by layer."""
+"""The difference between two profiles: of the totals, and layer by layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from microtome.errors import BadQuery
 from microtome.results.base import Result
-from microtome.results.metrics import Metric, compared_metrics
+from microtome.results.metric import Metric
+from microtome.results.metrics import compared_metrics
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 from microtome.units import shape
@@ -18,10 +19,10 @@ What = Literal["added", "removed", "changed"]
 
 
 class MetricChange(NamedTuple):
-    """A quantity before and after.
+    """A metric before and after.
 
     Attributes:
-        quantity: Its word: `"macs"`, `"time"`.
+        quantity: The name of the metric in comparisons: `"macs"`, `"time"`.
         before: None: not known, or the layer was not there.
         is_noise: Whether the repeated passes of a measured quantity meet, in their middle halves or in the 95 %
             intervals of their medians, so that nothing says that it changed; None where no passes are known.
@@ -34,7 +35,7 @@ class MetricChange(NamedTuple):
 
     @property
     def growth(self) -> float | None:
-        """By which part of before it grew; None where one side is not known."""
+        """The growth as a fraction of before; None where one side is not known."""
         if self.before is None or self.after is None:
             return None
         if self.before == self.after:
@@ -61,10 +62,10 @@ class LayerChange:
 
 @dataclass(frozen=True)
 class Diff(Result):
-    """What changed between two profiles.
+    """The difference between two profiles.
 
     Attributes:
-        before: What the first is of, in words; and `after` the second.
+        before: The model and the inputs of the first profile; `after`: of the second.
         totals: Of the whole model, every quantity that one of the two has.
         layers: The calls that changed, those with the greatest share of the whole first.
         unchanged: How many calls did not.
@@ -87,7 +88,7 @@ class Diff(Result):
     uncounted: tuple[str, ...] = ()
 
     def __getitem__(self, quantity: str) -> MetricChange:
-        """How a quantity of the whole model changed."""
+        """The change of a metric of the whole model."""
         metric = compared_metrics().get(quantity)
         if metric is None:
             raise BadQuery(f"there is no quantity {quantity!r}: write one of {', '.join(compared_metrics())}")
@@ -103,10 +104,10 @@ class Diff(Result):
         return found
 
     def over(self, limits: Mapping[str, float]) -> tuple[MetricChange, ...]:
-        """The quantities of the whole that grew by more than a part of what they were; noise is no growth.
+        """The metrics of the whole that grew by more than a fraction of what they were; noise is no growth.
 
         Args:
-            limits: By their words, the parts: `{"macs": 0.05}` for five per cent.
+            limits: The fraction for each metric: `{"macs": 0.05}` for five per cent.
         """
         grown = [(self[quantity], limit) for quantity, limit in limits.items()]
         return tuple(change for change, limit in grown if (change.growth or 0.0) > limit and not change.is_noise)
@@ -134,7 +135,7 @@ _VERBS = {"measured": "measure", "counted": "count"}
 
 
 def diff(before: Profile, after: Profile) -> Diff:
-    """What changed from one profile to another. Calls are compared by their addresses.
+    """Compare two profiles, call by call, by their addresses.
 
     >>> import torch
     >>> import microtome as mt
@@ -144,7 +145,7 @@ def diff(before: Profile, after: Profile) -> Diff:
     (1.0, [('0', 'output 1x8 to 1x16')])
     """
     if not isinstance(after, Profile):
-        raise BadQuery(f"a profile is compared with another profile, got a {type(after).__name__}")
+        raise BadQuery(f"expected a profile to be compared with, got a {type(after).__name__}")
     old, new = ({row.address: row for row in one} for one in (before, after))
     layers, noise = [], 0
     for address in dict.fromkeys((*old, *new)):
@@ -156,8 +157,8 @@ def diff(before: Profile, after: Profile) -> Diff:
                 layers.append(layer)
     layers.sort(key=lambda layer: -_weight(layer, before, after))
     return Diff(
-        before=_named(before),
-        after=_named(after),
+        before=_title(before),
+        after=_title(after),
         totals=tuple(_totals(before, after)),
         layers=tuple(layers),
         unchanged=len(set(old) & set(new)) - sum(layer.what == "changed" for layer in layers),
@@ -192,7 +193,7 @@ def _layer(before: Profile, after: Profile, old: Row | None, new: Row | None) ->
             noise = None if old is None or new is None else _is_noise(old, new, metric.name)
             changes.append(MetricChange(metric.diff, one, two, noise))
     what: What = "added" if old is None else "removed" if new is None else "changed"
-    note = "" if old is None or new is None else "; ".join(_said(old, new))
+    note = "" if old is None or new is None else "; ".join(_differences(old, new))
     return LayerChange(row.address, row.type, what, tuple(changes), note)
 
 
@@ -211,7 +212,7 @@ def _own(profile: Profile, row: Row | None, metric: Metric) -> float | None:
 
 
 def _is_noise(old: Row, new: Row, name: str) -> bool | None:
-    """Whether the passes of one meet those of the other, the outer quarters left out."""
+    """Whether the passes of both overlap, the outer quarters left out."""
     one, two = old.spreads.get(name), new.spreads.get(name)
     if one is None or two is None:
         return None
@@ -219,7 +220,7 @@ def _is_noise(old: Row, new: Row, name: str) -> bool | None:
     return reach[0][0] <= reach[1][1] and reach[1][0] <= reach[0][1]
 
 
-def _said(old: Row, new: Row) -> Iterator[str]:
+def _differences(old: Row, new: Row) -> Iterator[str]:
     if old.type != new.type:
         yield f"{old.type} to {new.type}"
     outputs = [", ".join(shape(tensor.shape) for tensor in row.outputs) for row in (old, new)]
@@ -228,7 +229,7 @@ def _said(old: Row, new: Row) -> Iterator[str]:
 
 
 def _weight(layer: LayerChange, before: Profile, after: Profile) -> float:
-    """The greatest part of the whole that a change of it is."""
+    """The largest change of a layer, as a fraction of the whole."""
     parts = [0.0]
     for change in layer.changes:
         metric = compared_metrics()[change.quantity]
@@ -238,7 +239,7 @@ def _weight(layer: LayerChange, before: Profile, after: Profile) -> float:
     return max(parts)
 
 
-def _named(profile: Profile) -> str:
+def _title(profile: Profile) -> str:
     return f"{profile.model} on {profile.inputs}"
 
 

@@ -11,7 +11,7 @@ from microtome.units import parse_rate, parse_seconds, rate, seconds
 
 @dataclass(frozen=True, init=False)
 class Link:
-    """How fast a link is, the same both ways.
+    """The bandwidth and the delay of a link, the same both ways.
 
     Attributes:
         bytes_per_s: What goes through in a second, one way.
@@ -48,7 +48,7 @@ class Link:
         object.__setattr__(self, "joules_per_byte", joules_per_byte)
 
     def seconds(self, nbytes: float) -> float:
-        """How long a message takes one way, if it is not late."""
+        """The time of a message one way, without jitter."""
         return self.rtt_s / 2 + nbytes / self.bytes_per_s
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Link:
 
 
 class LinkMeasurement(NamedTuple):
-    """What was measured of a link.
+    """The measured bandwidth and delay of a link.
 
     Attributes:
         rtt_s: Seconds to a short answer: the least of several.

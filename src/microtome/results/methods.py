@@ -1,4 +1,4 @@
-"""How the measured half of a profile was obtained."""
+"""The methods by which the measurements of a profile were made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from microtome.results.spread import Spread
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How the times of a profile were measured.
+    """The method of the times of a profile.
 
     Attributes:
         bare: Seconds of a whole forward without time stamps, run in turns with the others.
@@ -40,7 +40,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class EnergyUse:
-    """How the energies of a profile were obtained.
+    """The method of the energies of a profile.
 
     Attributes:
         method: `"share"`: the whole model's, shared by time. `"replay"`: each layer run alone. `"estimate"`: from
@@ -66,7 +66,7 @@ class EnergyUse:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """How the memory of a profile was measured.
+    """The method of the measured memory of a profile.
 
     Attributes:
         method: How.
@@ -81,7 +81,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the machine was while a call ran, with all calls inside it; None where that cannot be read.
+    """The load of the machine while a call ran, with all calls inside it; None where it cannot be read.
 
     Attributes:
         cpu: The part of all cores that was in use, from 0 to 1.
@@ -102,7 +102,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the load was sampled.
+    """The method of the load.
 
     Attributes:
         every_s: The time between two samples, the median. Calls shorter than that have what was around them.

@@ -1,4 +1,4 @@
-"""What a plan says: every candidate with its terms, and the one that was chosen."""
+"""A plan: every candidate with its terms, and the one that was chosen."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Candidate:
         return sum(step.seconds for step in self.steps if step.what in what and where in (None, step.where))
 
     def score(self, objective: Objective) -> float | None:
-        """What the objective makes least."""
+        """The value that the objective minimizes."""
         return {"latency": self.latency_s, "throughput": self.slowest_s, "energy": self.energy_j}[objective]
 
     def rank(self, objective: Objective) -> tuple[float, float]:
@@ -100,7 +100,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan(Result):
-    """Where to cut, what that costs, and what the other ways cost.
+    """The best cut, its cost, and the costs of the other candidates.
 
     Attributes:
         model: The class of the model.
@@ -139,7 +139,7 @@ class Plan(Result):
 
     @property
     def at(self) -> str | tuple[str, ...] | None:
-        """Where to cut, as `microtome.split` takes it: an address, several for several stages, None for no cut."""
+        """The cut as `microtome.split` takes it: an address, several for several stages, None for no cut."""
         addresses = tuple(dict.fromkeys(at for at in self.winner.at if at is not None))
         return addresses if len(addresses) > 1 else addresses[0] if addresses else None
 
@@ -164,7 +164,7 @@ class Plan(Result):
         return next(candidate for candidate in self.candidates if at in candidate.at or at == candidate.name)
 
     def over_bandwidths(self) -> tuple[Span, ...]:
-        """Which candidate is the best from which bandwidth on, all else as it is: exact, from 0 to infinity.
+        """The best candidate for each range of bandwidths, all else as it is: exact, from 0 to infinity.
 
         Of the same two devices and the same link but for its bandwidth.
         """
@@ -180,7 +180,7 @@ class Plan(Result):
         return str(self)
 
     def to_perfetto(self, file: File | None = None) -> str:
-        """As Chrome trace JSON, a process for each device and arrows for what crosses; written to the file if named."""
+        """Export Chrome trace JSON, a process per device and arrows for transfers; written to the file if named."""
         return write(render("perfetto_remote.of_plan", self), file)
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What all calls of a run cost, and the questions one asks of that."""
+"""A profile: the costs of every call of a run, and queries on them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class UnknownOp:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How much of the run is counted.
+    """The part of a run that is counted.
 
     Attributes:
         ops: How many operators ran.
@@ -56,7 +56,7 @@ class Coverage:
 
     @property
     def counted(self) -> int:
-        """How many operators are counted or known to cost nothing."""
+        """The number of operators that are counted or known to cost nothing."""
         return self.ops - sum(op.runs for op in self.unknown)
 
     @property
@@ -67,11 +67,11 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Profile(Result):
-    """What each call of a run costs. Rows are calls of the forward, in the order they began.
+    """The costs of every call of a run. Rows are calls of the forward, in the order they began.
 
     Attributes:
         model: The type of the model.
-        inputs: What it was given, as text.
+        inputs: The inputs of the model, as text.
         convention: How MACs, FLOPs and MAdds are counted.
         how: On what the run was made, and why.
         environment: The machine and the software that measured values come from; empty if there are none.
@@ -172,14 +172,14 @@ class Profile(Result):
             yield from self._cover(child, depth, granularity)
 
     def by_type(self) -> dict[str, Group]:
-        """What the modules of each type cost themselves, by the type, the most FLOPs first."""
+        """The costs of modules by their type, without the calls inside them, the most FLOPs first."""
         types: dict[str, list[Row]] = {}
         for row in self.calls:
             types.setdefault(row.type, []).append(row)
         return _groups({name: ([row.own for row in rows], len(rows)) for name, rows in types.items()})
 
     def by_module(self) -> dict[str, Group]:
-        """What each module costs over all its runs, with all calls inside them, by its path."""
+        """The costs of each module over all its runs, with all calls inside them, by its path."""
         paths: dict[str, list[Row]] = {}
         for row in self.calls:
             paths.setdefault(row.path, []).append(row)
@@ -187,7 +187,7 @@ class Profile(Result):
         return {path: Group(name=path, runs=len(paths[path]), **add(rows)) for path, rows in outermost.items()}
 
     def _is_inside(self, row: Row, path: str) -> bool:
-        """Whether it is inside another run of the module at this path, which may call itself."""
+        """Whether a call is inside another run of the module at this path, which may call itself."""
         above = row.parent
         while above is not None:
             if self._by_address[above].path == path:
@@ -196,7 +196,7 @@ class Profile(Result):
         return False
 
     def by_op(self) -> dict[str, Group]:
-        """What the operators of the forward cost, by their names, the most FLOPs first."""
+        """The costs of the operators of the forward, by their names, the most FLOPs first."""
         names: dict[str, list[Group]] = {}
         for row in self.calls:
             for op in row.ops:
@@ -213,14 +213,14 @@ class Profile(Result):
         if by not in known:
             raise BadQuery(f"there is no quantity {by!r} to order by: write one of {', '.join(known)}")
         if n < 1:
-            raise BadQuery(f"the top are 1 or more, got {n}")
+            raise BadQuery(f"expected n of 1 or more, got {n}")
         costs = [(row, cost) for row in self.calls if (cost := known[by].own(row)) is not None]
         if not costs:
             raise BadQuery(f"no call has a number of {by!r} to order by: {why_unknown(self, known[by])}")
         return tuple(row for row, _ in sorted(costs, key=lambda pair: -pair[1])[:n])
 
     def layer_metrics(self, depth: int | None = None) -> list[dict[str, Any]]:
-        """What is known of each layer, under the names that tracr gave it; None for what was not measured.
+        """The metrics of each layer under the names that tracr gave them; None where not measured.
 
         Args:
             depth: A layer is a call that deep, or one above without calls inside; None: any without calls inside.
@@ -232,20 +232,20 @@ class Profile(Result):
         return layer_metrics(self, depth)
 
     def diff(self, after: Profile) -> Diff:
-        """What changed from this profile to another: see `microtome.results.diff.Diff`."""
+        """Compare this profile with a later one: see `microtome.results.diff.Diff`."""
         from microtome.results.diff import diff
 
         return diff(self, after)
 
     def to_perfetto(self, file: File | None = None) -> str:
-        """As Chrome trace JSON, which https://ui.perfetto.dev opens; written to the file if one is named.
+        """Export Chrome trace JSON, which https://ui.perfetto.dev opens; written to the file if one is named.
 
         The calls as slices in each other, and curves of memory and power. Needs times: `measure=["time"]`.
         """
         return write(render("perfetto.perfetto", self), file)
 
     def to_speedscope(self, file: File | None = None) -> str:
-        """As JSON that https://www.speedscope.app opens; written to the file if one is named. Needs times."""
+        """Export JSON that https://www.speedscope.app opens; written to the file if one is named. Needs times."""
         return write(render("speedscope.speedscope", self), file)
 
     def to_pandas(self) -> Any:
@@ -257,7 +257,7 @@ class Profile(Result):
         return pd.DataFrame([flat(row) for row in self.calls])
 
     def to_html(self, file: File | None = None, *, cuts: Any = None, compare: Any = None) -> str:
-        """As one page that needs nothing else; written to the file if one is named.
+        """Export one self-contained HTML page; written to the file if one is named.
 
         Args:
             cuts: What `microtome.cuts` says of the model, or the file that holds it: with times, the page then weighs

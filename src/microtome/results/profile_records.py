@@ -8,7 +8,8 @@ from typing import Any
 from microtome.addresses import number_calls
 from microtome.results.memory import Timeline
 from microtome.results.methods import EnergyUse, Load, MemoryUse, Sampling, Timing
-from microtome.results.metrics import LOAD, METRICS, Amounts
+from microtome.results.metric import LOAD
+from microtome.results.metrics import METRICS, Amounts
 from microtome.results.profile import Coverage, Profile, UnknownOp
 from microtome.results.rows import Group, Row, Tensor
 from microtome.results.spread import Spread

@@ -26,7 +26,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "decode": ("decode_s",),
     "total": ("total_s",),
 }
-#: Those that a request has which ended here.
+#: The phases of a request that ran on the edge alone.
 _HERE = ("head", "encode", "total")
 
 
@@ -54,7 +54,7 @@ class CutMove(NamedTuple):
 
 @dataclass
 class RequestRecord:
-    """What became of a request.
+    """The outcome of a request and the time of each phase.
 
     Attributes:
         at: The cut; None: all of it ran here. `""`: the inputs were sent.
@@ -125,12 +125,12 @@ class RequestLog(Result):
 
     @property
     def on_edge(self) -> tuple[RequestRecord, ...]:
-        """Those that ended here."""
+        """Requests that ran on the edge alone."""
         return tuple(sent for sent in self.requests if sent.where == "edge")
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Why requests that were sent, or were to be, ended here; and how many."""
+        """The reasons why requests ran on the edge alone, with how many."""
         return dict(Counter(sent.reason for sent in self.on_edge if sent.reason is not None).most_common())
 
     @property
@@ -159,7 +159,7 @@ class RequestLog(Result):
         }
 
     def to_perfetto(self, file: File | None = None) -> str:
-        """As Chrome trace JSON, edge and cloud with arrows for what crosses; written to the file if one is named."""
+        """Export Chrome trace JSON, edge and cloud with arrows for transfers; written to the file if one is named."""
         return write(render("perfetto_remote.of_run", self), file)
 
     def as_dict(self) -> dict[str, Any]:

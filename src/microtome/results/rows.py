@@ -15,7 +15,7 @@ AMOUNTS = tuple(field.name for field in fields(Amounts))
 
 
 def add(several: Iterable[Amounts]) -> dict[str, Any]:
-    """The sums, by the name of the quantity. What is None in all of them is None; what is not known adds nothing."""
+    """Sum each metric, by its name. One that is None in all of them is None; elsewhere None adds nothing."""
     columns = zip(*([getattr(amounts, name) for name in AMOUNTS] for amounts in several), strict=True)
     sums = [sum(known) if (known := [value for value in column if value is not None]) else None for column in columns]
     return dict(zip(AMOUNTS, sums, strict=True)) if sums else {}
@@ -23,7 +23,7 @@ def add(several: Iterable[Amounts]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Group(Amounts):
-    """What several have in common and cost together.
+    """The sums of several calls or operators.
 
     Attributes:
         name: The type of the modules, or the name of the operators.

@@ -1,4 +1,4 @@
-"""What repeated measurements say: a middle, how far they spread, and how sure the middle is."""
+"""The distribution of repeated measurements: median, quartiles, and the interval of the median."""
 
 from __future__ import annotations
 

@@ -86,17 +86,17 @@ class Sweep(Result):
 
     @property
     def measured(self) -> tuple[CutTiming, ...]:
-        """Those that could be measured."""
+        """The cuts that could be measured."""
         return tuple(row for row in self.rows if row.failed is None)
 
     @property
     def best(self) -> CutTiming:
-        """The one that took the least."""
+        """The fastest cut."""
         return min(self.measured, key=lambda row: row.total_s)
 
     @property
     def planned(self) -> CutTiming | None:
-        """The one that takes the least by the plan."""
+        """The fastest cut by the plan."""
         known = [row for row in self.measured if row.planned_s is not None]
         return min(known, key=lambda row: row.planned_s or 0.0) if known else None
 
@@ -118,11 +118,11 @@ class Sweep(Result):
         return known[at] if at in known else known[find_address(at, [name for name in known if name])]
 
     def to_html(self, file: File | None = None) -> str:
-        """As one page that needs nothing else; written to the file if one is named."""
+        """Export one self-contained HTML page; written to the file if one is named."""
         return write(render("sweep_page.html", self), file)
 
     def to_perfetto(self, file: File | None = None) -> str:
-        """As Chrome trace JSON, a request at each cut over edge and cloud; written to the file if one is named."""
+        """Export Chrome trace JSON, a request at each cut over edge and cloud; written to the file if one is named."""
         return write(render("perfetto_remote.of_sweep", self), file)
 
     def as_dict(self) -> dict[str, Any]:

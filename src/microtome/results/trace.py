@@ -193,7 +193,7 @@ class Trace:
         return write(render("svg.svg", graph), file)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The calls as HTML, for notebooks."""
         html: str = render("notebook.trace", self)
         return html
 

@@ -15,7 +15,7 @@ from microtome.results.cuts import Cut
 from microtome.results.trace import Trace, TracedCall, Value
 from microtome.units import shape, size
 
-#: A graph that is not told how deep to go has at most about this many nodes.
+#: The most nodes, about, of a graph without an explicit depth.
 _NODES = 60
 
 
@@ -40,7 +40,7 @@ class Node:
 
 @dataclass
 class Edge:
-    """What one node makes and another reads.
+    """Values that one node makes and another reads.
 
     Attributes:
         values: The bytes of each value, by its index in the trace.

@@ -1,4 +1,4 @@
-"""Where the nodes of a graph without circles are drawn: in layers, from top to bottom.
+"""The layout of a directed acyclic graph: nodes in layers, from top to bottom.
 
 Each node is one layer below the lowest that it reads from; an edge over several layers has a bend in each; the order in
 a layer is that of the neighbours' middles; and each is as near above and below its neighbours as the others let it.
@@ -19,7 +19,7 @@ _SHORT = 16.0
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things are.
+    """The positions of nodes and edges.
 
     Attributes:
         ranks: The layer of each node.
@@ -124,7 +124,7 @@ def _place(
 
 
 def _pulled(node: int, x: list[float], near: list[int], real: int) -> float:
-    """Where a node's edges draw it."""
+    """The position that the edges of a node pull it to."""
     pulls = [_SHORT if node < real and other < real else 1.0 for other in near]
     drawn = sum(pull * x[other] for pull, other in zip(pulls, near, strict=True))
     return drawn / sum(pulls) if near else x[node]

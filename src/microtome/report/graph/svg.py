@@ -90,7 +90,7 @@ class _Drawing:
         )
 
     def _points(self, at: int, edge: Edge) -> list[tuple[float, float]]:
-        """Where an edge goes: out of the node, through the layers between, and into the other."""
+        """The path of an edge: out of the node, through the layers between, and into the other."""
         first, last = self._layout.ranks[edge.source], self._layout.ranks[edge.target]
         points = [(self._x(self._layout.x[edge.source]), self._top(first) + _HEIGHT)]
         for rank, x in enumerate(self._layout.bends[at], first + 1):

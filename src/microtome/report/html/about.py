@@ -1,4 +1,4 @@
-"""What the numbers rest on, and the machine they come from."""
+"""The methods behind the numbers of the page, and the environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from microtome.results.profile import Profile
 
 
 def caveats(profile: Profile) -> list[str]:
-    """What one should know before one believes the headline."""
+    """Caveats for the headline figures."""
     coverage, found = profile.coverage, []
     if coverage.unknown:
         names = ", ".join(op.name for op in coverage.unknown[:4]) + (", …" if len(coverage.unknown) > 4 else "")
@@ -30,7 +30,7 @@ def caveats(profile: Profile) -> list[str]:
 
 
 def about(profile: Profile) -> str:
-    """The environment, how each number was obtained, and why others are not there."""
+    """The environment, the methods, and the reasons why metrics are missing."""
     notes = "".join(f"<li>{escape(note)}</li>" for note in notes_of(profile))
     missing = "".join(
         f"<li><b>{escape(metric.label)}</b>: {escape(why)}</li>"

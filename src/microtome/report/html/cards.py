@@ -1,4 +1,4 @@
-"""The headline of the page: what a model costs, a card for each quantity."""
+"""The headline figures of the page, a card for each metric."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from microtome.units import UNKNOWN, count, joules, seconds, share, size
 
 
 class Card(NamedTuple):
-    """A quantity, its value, and what there is to say of it."""
+    """A metric, its value, and a note."""
 
     label: str
     value: str
@@ -84,10 +84,10 @@ def _energy(profile: Profile) -> Card:
     if total.energy_j is None or use is None:
         return Card("energy", UNKNOWN, _why(profile, "energy_j"))
     spread = total.spreads.get("energy_j")
-    told = "an estimate, not measured" if use.whole is None else f"{use.meter}, by {use.method}"
+    method = "an estimate, not measured" if use.whole is None else f"{use.meter}, by {use.method}"
     net = "" if total.net_energy_j is None else f"; {share(total.net_energy_j, total.energy_j)} above idle"
     return Card(
-        "energy", joules(total.energy_j), told + net + (f"; 95 %: {interval(spread, joules)}" if spread else "")
+        "energy", joules(total.energy_j), method + net + (f"; 95 %: {interval(spread, joules)}" if spread else "")
     )
 
 

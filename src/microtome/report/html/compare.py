@@ -1,4 +1,4 @@
-"""Two runs beside each other: the totals, and the calls that changed the most."""
+"""Two profiles side by side: the totals, and the calls that changed the most."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from microtome.report.html.data import numbers
 from microtome.results.diff import diff
-from microtome.results.metrics import Metric, compared_metrics, page_metrics, why_missing
+from microtome.results.metric import Metric
+from microtome.results.metrics import compared_metrics, page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.units import UNKNOWN, write
 

@@ -1,4 +1,4 @@
-"""What the script of the page reads: a profile as columns of plain numbers, in a JSON block."""
+"""The data of the page's script: a profile as columns of plain numbers, in a JSON block."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from microtome.results.metrics import page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.units import shape
 
-#: Digits that are kept of measured numbers; no measurement has more.
+#: Significant digits of measured numbers; no measurement has more.
 _DIGITS = 7
 
 
 def block(name: str, data: Any) -> str:
-    """Data as an element of the page. No text in it can end the element, since none of its `<` are left."""
+    """Data as an element of the page. No text in it can end the element, since every `<` is escaped."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
 

@@ -1,4 +1,4 @@
-"""The page as a whole."""
+"""The page of a profile: one self-contained HTML document."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from microtome.results.profile import Profile
 
 
 def html(profile: Profile, cuts: Any = None, compare: Any = None) -> str:
-    """The page, in one text.
+    """Render the page.
 
     Args:
         cuts: Where the model can be cut, for the split explorer, or the file that holds that.
         compare: Another profile, to be shown beside, or the file that holds it.
     """
-    places = _given(cuts, Cuts, "cuts are what microtome.cuts gives")
-    other = _given(compare, Profile, "a profile is compared with a profile")
+    places = _loaded(cuts, Cuts, "the cuts that microtome.cuts returns")
+    other = _loaded(compare, Profile, "a profile to compare with")
     explored = explorer(profile, places, other)
     title = escape(f"{profile.model} on {profile.inputs}")
     lines = [
@@ -50,11 +50,11 @@ def html(profile: Profile, cuts: Any = None, compare: Any = None) -> str:
     return ("\n".join(lines) + "\n").encode("utf-8", "replace").decode()  # a name may hold half a character
 
 
-def _given(found: Any, kind: type[Any], told: str) -> Any:
+def _loaded(found: Any, kind: type[Any], expected: str) -> Any:
     if isinstance(found, str | PathLike):
         found = load_result(found)
     if found is not None and not isinstance(found, kind):
-        raise BadQuery(f"{told}, or the file that holds it, got {found!r:.200}")
+        raise BadQuery(f"expected {expected}, or the file that holds it, got {found!r:.200}")
     return found
 
 

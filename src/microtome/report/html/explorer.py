@@ -1,4 +1,4 @@
-"""What the split explorer reads: the candidates of a plan, taken apart so that the script can price them again."""
+"""The data of the split explorer: the terms of each candidate of a plan, for the script to add up again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from microtome.results.link import Link
 from microtome.results.plan import Candidate, Plan
 from microtome.results.profile import Profile
 
-#: So many cuts are planned at once: a plan holds tables of cuts by cuts.
+#: The most cuts that are planned at once, since a plan holds tables of cuts by cuts.
 _AT_ONCE = 1000
-#: Where the sliders stand at first: bits a second, seconds, and speeds in times what was measured.
+#: The initial values of the sliders: bits per second, seconds, and speeds relative to what was measured.
 START = {"bandwidth_bps": 20e6, "rtt_s": 0.015, "edge": 1.0, "cloud": 10.0}
 
 
 def explorer(profile: Profile, cuts: Cuts | None, compare: Profile | None, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """The parts of what each candidate takes; or, as `missing`, why there is none.
+    """The terms of each candidate; or, as `missing`, the reason why there are none.
 
     The cloud is the machine of the other run, if that is of the same model and has times; else this one.
     """
@@ -53,7 +53,7 @@ def explorer(profile: Profile, cuts: Cuts | None, compare: Profile | None, notes
 
 
 def _plans(cuts: Cuts, edge: Profile, cloud: Profile) -> Iterator[Plan]:
-    """Plans of some of the cuts each, which together have every candidate."""
+    """Plans of batches of cuts, which together have every candidate."""
     link = Link(START["bandwidth_bps"], START["rtt_s"])
     for begin in range(0, max(len(cuts), 1), _AT_ONCE):
         yield plan(replace(cuts, offered=cuts[begin : begin + _AT_ONCE]), edge=edge, cloud=cloud, link=link)

@@ -1,4 +1,4 @@
-"""What lived when the run took the most memory, as a table."""
+"""The table of the values that are alive at the peak of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layer table as plain HTML: what is there before any script runs, and where none may."""
+"""The layer table as plain HTML, for readers without JavaScript."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from html import escape
 
 from microtome.report.notes import interval
 from microtome.report.row_selection import fitting_depth, name_in_tree
-from microtome.results.metrics import Metric, page_metrics, why_missing
+from microtome.results.metric import Metric
+from microtome.results.metrics import page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 from microtome.units import UNKNOWN, count, shape, write
 
-#: A table without a script has about so many rows at most.
+#: The most rows, about, of a table without JavaScript.
 _ROWS = 600
-#: Half a character has no place in a link; the script replaces it by the same.
-_HALF = re.compile("[\ud800-\udfff]")
+#: A lone surrogate is invalid in a link; the script replaces it by the same character.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def shown_metrics(profile: Profile) -> list[Metric]:
-    """Those that the table has unasked."""
+    """The metrics that the table shows by default."""
     return [metric for metric in page_metrics() if metric.shown == "table" and why_missing(profile, metric) is None]
 
 
 def full_bar(profile: Profile, metric: Metric) -> float | None:
-    """What a full bar is: the whole model, or, of what does not add up, the call with the most."""
+    """The value of a full bar: that of the whole model, or the greatest of any call where metrics do not add up."""
     if metric.adds_up == "sum":
         whole: float | None = metric.of(profile.total)
         return whole
@@ -61,7 +62,7 @@ def _left_out(profile: Profile, rows: Sequence[Row]) -> str:
 
 
 def _row(row: Row, scaled: Sequence[tuple[Metric, float | None]]) -> str:
-    """Without the closing tags that HTML lets one leave out: there may be hundreds of rows."""
+    """A row without optional closing tags, since there may be hundreds."""
     cells = "".join(_cell(row, metric, whole) for metric, whole in scaled)
     output = ", ".join(shape(tensor.shape) for tensor in row.outputs)
     name = f'<th scope="row" class="d{min(row.depth, 32)}" title="{escape(row.address)}">{_anchor(row)}'
@@ -70,9 +71,9 @@ def _row(row: Row, scaled: Sequence[tuple[Metric, float | None]]) -> str:
 
 
 def _anchor(row: Row) -> str:
-    """The name of a call, where a permalink leads. Not an id: a module may be called as an element of the page is."""
+    """The name of a call, the target of a permalink. Not an id: modules may have the names of elements of the page."""
     name = escape(name_in_tree(row))
-    whole = _HALF.sub("\N{REPLACEMENT CHARACTER}", row.address)
+    whole = _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", row.address)
     return f'<a name="{escape(whole)}">{name}</a>' if whole else name
 
 
@@ -93,5 +94,5 @@ def _whisker(row: Row, metric: Metric, whole: float | None) -> str:
     if spread is None or not whole:
         return ""
     low, high = (round(100 * min(max(end / whole, 0), 1), 1) for end in (spread.low, spread.high))
-    told = escape(f"95 %: {interval(spread, partial(write, unit=metric.unit))}")
-    return f'<svg class="w"><title>{told}</title><line x1="{low}%" x2="{high}%" y1="50%" y2="50%"/></svg>'
+    title = escape(f"95 %: {interval(spread, partial(write, unit=metric.unit))}")
+    return f'<svg class="w"><title>{title}</title><line x1="{low}%" x2="{high}%" y1="50%" y2="50%"/></svg>'

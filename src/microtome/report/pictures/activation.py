@@ -13,9 +13,9 @@ from microtome.errors import BadQuery
 from microtome.report.pictures.pixels import Picture, as_bytes, coloured, scaled, tiled
 from microtome.units import shape
 
-#: A map is drawn about so many pixels high or wide: of several, and of one alone.
+#: The height or width of a map in pixels, about: of several, and of a single one.
 _SMALL, _LARGE = 48, 384
-#: A line of many values is at least so many pixels high.
+#: The least height of a row of values in pixels.
 _LEAST = 16
 
 
@@ -29,7 +29,7 @@ def plot(
     scale: Literal["each", "all"] = "each",
     part: int | None = None,
 ) -> Picture:
-    """What a layer gave for one sample, as a picture. `Features.to_png` says what the options mean."""
+    """Draw the output of a layer for one sample. `Features.to_png` describes the options."""
     if scale not in ("each", "all"):
         raise BadQuery(f"channels are scaled 'each' by itself or 'all' together, got {scale!r}")
     if not isinstance(channels, int) or channels < 1:

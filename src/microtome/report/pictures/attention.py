@@ -1,4 +1,4 @@
-"""Attention as a picture: what one query looks at, over the image."""
+"""Attention as a picture: the weights of one query over the image."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from microtome.capture.attention.attention import Attention
 from microtome.errors import BadQuery
 from microtome.report.pictures.pixels import Picture, as_bytes, coloured, scaled, tiled
 
-#: A map without an image is drawn about so many pixels high or wide.
+#: The height or width of a map without an image in pixels, about.
 _SIZE = 224
 
 
@@ -29,7 +29,7 @@ def plot(
     sample: int = 0,
     alpha: float = 0.6,
 ) -> Picture:
-    """What one query looks at, as a picture. `Attention.to_png` says what the options mean."""
+    """Draw the weights of one query. `Attention.to_png` describes the options."""
     chosen = attention[layer] if isinstance(layer, str) else _pick(attention.by_layer, layer, "layer")
     weights = _pick(chosen, sample, "sample")
     under = _of_sample(image, sample)
@@ -97,7 +97,7 @@ def _on_grid(values: Tensor, grid: tuple[int, int] | None) -> Tensor:
 
 
 def _as_image(image: Any) -> Tensor:
-    """As (height, width, 3), floats between 0 and 1."""
+    """Convert an image to (height, width, 3), floats between 0 and 1."""
     pixels = _pixels(image).detach().cpu()
     if pixels.dim() == 2:
         pixels = pixels[..., None]
@@ -110,6 +110,6 @@ def _as_image(image: Any) -> Tensor:
 
 
 def _are_bytes(pixels: Tensor) -> bool:
-    """Whether values are whole numbers from 0 to 255, of whatever dtype of those."""
+    """Whether all values are integers from 0 to 255, of any integer dtype."""
     whole = not pixels.is_floating_point() and not pixels.is_complex() and pixels.dtype != torch.bool
     return whole and (not pixels.numel() or (int(pixels.min()) >= 0 and int(pixels.max()) <= 255))

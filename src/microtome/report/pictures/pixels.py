@@ -16,9 +16,9 @@ from torch.nn import functional as F  # noqa: N812
 from microtome.files.reading import File
 from microtome.files.writing import failure
 
-#: Nine colours of matplotlib's viridis, evenly spaced: as light as what they stand for is large.
+#: Nine colours of matplotlib's viridis, evenly spaced.
 _VIRIDIS = (0x440154, 0x472C7A, 0x3B518B, 0x2C718E, 0x21908D, 0x27AD81, 0x5CC863, 0xAADC32, 0xFDE725)
-#: Pixels between pictures that stand side by side, and how light they are.
+#: The width of the gap between tiles in pixels, and its grey level.
 _BETWEEN, _GREY = 2, 200
 
 
@@ -44,7 +44,10 @@ class Picture:
 
 
 def png(pixels: Tensor) -> bytes:
-    """Pixels (height, width, 3), uint8, as a PNG file."""
+    """Encode pixels (height, width, 3), uint8, as PNG.
+
+    Pillow would be a dependency for these few lines: reports need neither filters, palettes nor metadata.
+    """
     height, width = pixels.shape[:2]
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -69,14 +72,14 @@ def tiled(pictures: Sequence[Tensor], columns: int | None = None) -> Picture:
 
 
 def scaled(values: Tensor) -> Tensor:
-    """Between 0 and 1; 0 where all are the same."""
+    """Scale values to between 0 and 1; to 0 where all are the same."""
     values = values.nan_to_num()
     low, high = values.min(), values.max()
     return (values - low) / (high - low) if high > low else torch.zeros_like(values)
 
 
 def coloured(values: Tensor) -> Tensor:
-    """Of values between 0 and 1, as (..., 3)."""
+    """Colours of values between 0 and 1, as (..., 3)."""
     table = torch.tensor([[colour >> 16, colour >> 8 & 255, colour & 255] for colour in _VIRIDIS]) / 255
     at = values * (len(table) - 1)
     below = at.long().clamp(max=len(table) - 2)

@@ -39,13 +39,13 @@ def perfetto(profile: Profile) -> str:
 
 
 def _leaves(calls: Sequence[Slice]) -> list[Slice]:
-    """The calls that no other that was timed lies in."""
+    """The timed calls without timed calls inside."""
     above = {one.row.parent for one in calls}
     return [one for one in calls if one.row.address not in above]
 
 
 def _live(profile: Profile, calls: Sequence[Slice]) -> Iterator[tuple[int, int]]:
-    """What lives, as counted: operators have no times of their own, and lie evenly in the call that ran them."""
+    """Live bytes over time. Operators have no times: they are spread evenly over the call that ran them."""
     if profile.timeline is None:
         yield from ((one.begin_ns, one.row.peak_bytes) for one in _leaves(calls))
         return

@@ -39,7 +39,7 @@ def device(profile: Profile) -> list[Slice]:
 
 
 class _Laid(NamedTuple):
-    """How calls are laid out.
+    """The layout of calls over time.
 
     Attributes:
         took: The attribute of a row that says how long it took, and `until` when it ended.

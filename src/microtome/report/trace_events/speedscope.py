@@ -36,7 +36,7 @@ def _evented(name: str, slices: Sequence[Slice], index: dict[str, int]) -> dict[
     going: list[Slice] = []
 
     def close(until: str | None) -> None:
-        """Those that are open, up to the call with this address."""
+        """Close the open calls up to the one with this address."""
         while going and going[-1].row.address != until:
             done = going.pop()
             events.append({"type": "C", "frame": index[done.row.address], "at": done.end_ns})
