@@ -327,8 +327,8 @@ def shortened(name: str, most: int) -> str:
 
     >>> shortened("encoder.layer.11.attention.output", 20)
     'encode…ention.output'
-    >>> shortened("                    attention.output", 20)
-    '   …attention.output'
+    >>> shortened("            attn", 10)
+    '     …attn'
     """
     if len(name) <= most:
         return name

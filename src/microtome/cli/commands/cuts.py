@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
 
@@ -10,9 +9,9 @@ import click
 import torch
 
 from microtome.cli.options.model import model_options, resolve, running, working
-from microtome.cli.options.outputs import output_options, put, refuse_same
+from microtome.cli.options.outputs import output_options, put_result, refuse_same
 from microtome.report.cuts import CutSelection, details
-from microtome.report.formats import csv, markdown, text
+from microtome.report.formats import markdown, text
 from microtome.results.cuts import By
 from microtome.split.cuts import cuts as find_cuts
 
@@ -49,9 +48,4 @@ def cuts(
         result = find_cuts(found.model, found.inputs)
     view = CutSelection(depth, every=every)
     shown = partial(text, result, view) if best is None else partial(details, result.best(best), result)
-    make: dict[str, Callable[[], str]] = {
-        "--json": result.to_json,
-        "--csv": partial(csv, result),
-        "--md": partial(markdown, result, view),
-    }
-    put(outputs, make, shown)
+    put_result(outputs, result, shown, md=partial(markdown, result, view))

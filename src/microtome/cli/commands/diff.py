@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
 from math import isfinite
 from pathlib import Path
 
 import click
 
-from microtome.cli.options.outputs import output_options, put, refuse_same
+from microtome.cli.options.outputs import output_options, put_result, refuse_same
 from microtome.errors import BadFile
 from microtome.load import load
 from microtome.report.diff import growth, name_of
-from microtome.report.formats import csv, markdown, text
 from microtome.results.diff import diff as compare
 from microtome.results.metrics import compared_metrics
 from microtome.results.profile import Profile
@@ -67,12 +64,7 @@ def diff(
     refuse_same(outputs)
     result = compare(_profile(before), _profile(after))
     over = result.over(limits)
-    make: dict[str, Callable[[], str]] = {
-        "--json": result.to_json,
-        "--csv": partial(csv, result),
-        "--md": partial(markdown, result),
-    }
-    put(outputs, make, partial(text, result))
+    put_result(outputs, result)
     for change in over:
         limit = f"{100 * limits[change.quantity]:g} %"
         click.echo(f"Over the limit: {name_of(change)} {growth(change)}, and {limit} are allowed", err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,11 +9,11 @@ import click
 import torch
 
 from microtome.cli.options.model import model_options, resolve, running, working
-from microtome.cli.options.outputs import output_options, put, refuse_same
+from microtome.cli.options.outputs import output_options, put_result, refuse_same
 from microtome.plan import plan as plan_cuts
 from microtome.plan.codec_benchmark import codec_costs
 from microtome.plan.plan import OBJECTIVES
-from microtome.report.formats import csv, markdown, text
+from microtome.report.formats import text
 from microtome.results.link import Link
 from microtome.split.cuts import cuts as find_cuts
 from microtome.zoo import Resolved
@@ -97,14 +96,13 @@ def plan(
             codec=codecs,
             costs=table if table is not None else costs or None,
         )
-    make: dict[str, Callable[[], str]] = {
-        "--json": result.to_json,
-        "--csv": partial(csv, result),
-        "--md": partial(markdown, result),
-        "--perfetto": result.to_perfetto,
-        "--measure-codecs": lambda: table.to_json() if table is not None else "",
-    }
-    put(outputs, make, partial(text, result, top))
+    put_result(
+        outputs,
+        result,
+        partial(text, result, top),
+        perfetto=result.to_perfetto,
+        measure_codecs=lambda: table.to_json() if table is not None else "",
+    )
 
 
 def _cuts(found: Resolved, codecs: tuple[str, ...]) -> tuple[Any, Any]:

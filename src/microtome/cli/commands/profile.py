@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import click
 import torch
 
 from microtome.cli.options.model import describe, model_options, placed, resolve, working
-from microtome.cli.options.outputs import output_options, put, refuse_same
+from microtome.cli.options.outputs import output_options, put_result, refuse_same
 from microtome.cli.options.page import open_page, page_cuts, page_options, refuse_unseen
 from microtome.errors import BadInputs, MicrotomeError, said
 from microtome.flops.conventions.base import CONVENTIONS
@@ -133,15 +132,16 @@ def profile(
     with working(f"{'measuring' if options['measure'] else 'counting'} {model}") as progress:
         result = _run(found, device, progress=progress, meter=meter, **options)
     places = page_cuts(found, device) if html_file is not None and time else None
-    make: dict[str, Callable[[], str]] = {
-        "--json": result.to_json,
-        "--csv": partial(csv, result, view),
-        "--md": partial(markdown, result, view),
-        "--perfetto": result.to_perfetto,
-        "--speedscope": result.to_speedscope,
-        "--html": partial(result.to_html, cuts=places),
-    }
-    put(outputs, make, partial(text, result, view))
+    put_result(
+        outputs,
+        result,
+        partial(text, result, view),
+        csv=partial(csv, result, view),
+        md=partial(markdown, result, view),
+        perfetto=result.to_perfetto,
+        speedscope=result.to_speedscope,
+        html=partial(result.to_html, cuts=places),
+    )
     if html_file is not None and is_opened:
         open_page(html_file)
 

@@ -13,7 +13,7 @@ import click
 
 from microtome.cli.options.connection import connection_options
 from microtome.cli.options.model import model_options, working
-from microtome.cli.options.outputs import output_options, put, refuse_same
+from microtome.cli.options.outputs import output_options, put_result, refuse_same
 from microtome.cli.options.stage import part_of
 from microtome.cli.samples import batches, count_of, lone_tensor
 from microtome.cli.tensor_files import open_tensors
@@ -79,7 +79,6 @@ def run(
     MODEL is as for `microtome profile`, and the one that the server has. JSON and CSV have every request.
     """
     from microtome.remote.client import connect
-    from microtome.report.formats import csv, markdown, text
     from microtome.results.requests import RequestLog, moved
 
     if data is not None and repeat is not None:
@@ -109,13 +108,7 @@ def run(
         moves=moves,
         **energy,
     )
-    make: dict[str, Callable[[], str]] = {
-        "--json": ran.to_json,
-        "--csv": partial(csv, ran),
-        "--md": partial(markdown, ran),
-        "--perfetto": ran.to_perfetto,
-    }
-    put(outputs, make, partial(text, ran))
+    put_result(outputs, ran, perfetto=ran.to_perfetto)
 
 
 def _items(data: str | None, repeat: int, batch: int, example: Inputs) -> tuple[Iterator[Inputs], int]:

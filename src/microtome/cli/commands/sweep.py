@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import click
 
 from microtome.cli.options.connection import connection_options
 from microtome.cli.options.model import model_options, working
-from microtome.cli.options.outputs import output_options, put, refuse_same
+from microtome.cli.options.outputs import output_options, put_result, refuse_same
 from microtome.cli.options.stage import part_of
 
 _CUTS = "all; dominating: those that send less than all before them; or addresses with commas between."
@@ -50,7 +48,6 @@ def sweep(
     """
     from microtome.remote.connection import Security
     from microtome.remote.sweep import sweep as measure
-    from microtome.report.formats import csv, markdown, text
 
     outputs = outputs | {"--html": html_file, "--perfetto": perfetto}
     refuse_same(outputs)
@@ -69,11 +66,4 @@ def sweep(
             timeout=timeout,
             progress=tell,
         )
-    make: dict[str, Callable[[], str]] = {
-        "--json": found.to_json,
-        "--csv": partial(csv, found),
-        "--md": partial(markdown, found),
-        "--perfetto": found.to_perfetto,
-        "--html": found.to_html,
-    }
-    put(outputs, make, partial(text, found))
+    put_result(outputs, found, perfetto=found.to_perfetto, html=found.to_html)

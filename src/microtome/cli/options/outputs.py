@@ -1,15 +1,15 @@
-"""Where a command's result goes: to files, or to the terminal."""
+"""The outputs of a command: files, or the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from microtome.results.base import write
+from microtome.results.base import Result, write
 from microtome.units import size
 
 
@@ -17,7 +17,9 @@ def output_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command `--json`, `--csv` and `--md`, and as its argument `outputs` the file that each names."""
 
     @wraps(command)
-    def told(*args: Any, json_file: str | None, csv_file: str | None, md_file: str | None, **options: Any) -> None:
+    def with_outputs(
+        *args: Any, json_file: str | None, csv_file: str | None, md_file: str | None, **options: Any
+    ) -> None:
         command(*args, outputs={"--json": json_file, "--csv": csv_file, "--md": md_file}, **options)
 
     for option in (
@@ -27,12 +29,12 @@ def output_options(command: Callable[..., None]) -> Callable[..., None]:
             "--json", "json_file", metavar="F", help="Write JSON that microtome.load reads; - for the terminal."
         ),
     ):
-        told = option(told)
-    return told
+        with_outputs = option(with_outputs)
+    return with_outputs
 
 
 def refuse_same(outputs: Mapping[str, str | None]) -> None:
-    """Raise where options have no file, or two have the same."""
+    """Raise if an option has no file, or two have the same."""
     seen: dict[str, str] = {}
     for option, file in outputs.items():
         if file == "":
@@ -41,6 +43,22 @@ def refuse_same(outputs: Mapping[str, str | None]) -> None:
             raise click.UsageError(f"{seen[file]} and {option} both write to {file!r}")
         if file is not None:
             seen[file] = option
+
+
+def put_result(
+    outputs: Mapping[str, str | None],
+    result: Result,
+    shown: Callable[[], str] | None = None,
+    **others: Callable[[], str],
+) -> None:
+    """Write a result to the files that options name, or show it.
+
+    Args:
+        shown: Makes the text for the terminal, where it is not that of the whole result.
+        others: Make the text for other options, such as `html`, or for `csv` and `md` with a selection of rows.
+    """
+    make = {"json": result.to_json, "csv": result.to_csv, "md": result.to_markdown, **others}
+    put(outputs, {f"--{name.replace('_', '-')}": one for name, one in make.items()}, shown or partial(str, result))
 
 
 def put(outputs: Mapping[str, str | None], make: Mapping[str, Callable[[], str]], shown: Callable[[], str]) -> None:
