@@ -69,7 +69,7 @@ def heads() -> list[Target]:
         model, x = torchvision_model(name), torch.randn(1, 3, 224, 224)
         addresses = [cut.at for cut in find_cuts(model, x)][10::30]
         profile = mt.profile(model, x, measure="time", repeat=15, budget_s=20)
-        whole, ends = profile.total.until_s or 1.0, {row.address: row.until_s or 0.0 for row in profile}
+        whole, ends = profile.total.elapsed_s or 1.0, {row.address: row.elapsed_s or 0.0 for row in profile}
         off, off_by_sums = [], []
         for address in addresses:
             real = median(stopped(model, x, address) / stopped(model, x, "") for _ in range(7))
@@ -106,4 +106,4 @@ def stopped(model: nn.Module, x: torch.Tensor, address: str) -> float:
 
 def sum_until(profile: mt.Profile, end: float) -> float:
     """What the layers that have ended until then take, added up."""
-    return sum(row.time_s or 0.0 for row in profile if row.height == 1 and (row.until_s or 0.0) <= end)
+    return sum(row.time_s or 0.0 for row in profile if row.height == 1 and (row.elapsed_s or 0.0) <= end)

@@ -94,8 +94,8 @@ def profile(
             parent="",
             own=Amounts(**amounts),
             peak_bytes=params + (peaks[at] if peaks else 0),
-            until_s=until[at],
-            until_device_s=until_device[at] if device else None,
+            elapsed_s=until[at],
+            elapsed_device_s=until_device[at] if device else None,
         )
 
     root = Row(
@@ -109,8 +109,8 @@ def profile(
         height=2,
         inputs=given,
         peak_bytes=params + max(peaks or (0,)),
-        until_s=until[-1],
-        until_device_s=until_device[-1] if device else None,
+        elapsed_s=until[-1],
+        elapsed_device_s=until_device[-1] if device else None,
     )
     facts.setdefault("environment", {"cpu": "a CPU"})
     if joules or net:

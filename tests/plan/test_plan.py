@@ -215,7 +215,7 @@ def test_plans_and_costs_are_written_and_read(tmp_path: Path) -> None:
 
 
 def test_cuts_below_the_depth_of_a_profile_are_left_out_and_counted() -> None:
-    shallow = replace(CLOUD, calls=tuple(replace(row, until_s=None) if row.path == "l1" else row for row in CLOUD))
+    shallow = replace(CLOUD, calls=tuple(replace(row, elapsed_s=None) if row.path == "l1" else row for row in CLOUD))
     plan = planned(cloud=shallow)
     assert {candidate.at for candidate in plan} == {(), (None,), ("l0",), ("l2",)}
     assert "1 of 3 cuts are left out: a profile has no times so deep" in plan.notes
@@ -277,7 +277,7 @@ def test_every_cut_of_a_real_model_is_a_candidate(name: str) -> None:
 
 
 def without_times(profile: Any, **change: Any) -> Any:
-    return replace(profile, calls=tuple(replace(row, until_s=None, **change) for row in profile))
+    return replace(profile, calls=tuple(replace(row, elapsed_s=None, **change) for row in profile))
 
 
 def but(address: str, **change: Any) -> Any:

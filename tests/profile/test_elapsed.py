@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 def nanoseconds(p: Any) -> dict[str, int]:
-    return {row.address: round(1e9 * row.until_s) for row in p if row.until_s is not None}
+    return {row.address: round(1e9 * row.elapsed_s) for row in p if row.elapsed_s is not None}
 
 
 def test_the_end_of_a_call_counts_all_that_ran_before_it(clock: Clock) -> None:
@@ -44,8 +44,8 @@ def test_the_end_of_a_call_counts_all_that_ran_before_it(clock: Clock) -> None:
     p = mt.profile(model, torch.zeros(2), measure="time", repeat=3, fake=False)
     # 0.a: 100; 0.b: 100 + 20 + 3; 0: and 7; 1: and 1000, with which the run ends
     assert nanoseconds(p) == {"": 1130, "0": 130, "0.a": 100, "0.b": 123, "1": 1130}
-    assert p.total.until_s == p.total.time_s
-    assert p["0.a"].until_device_s is None
+    assert p.total.elapsed_s == p.total.time_s
+    assert p["0.a"].elapsed_device_s is None
 
 
 def test_calls_below_the_depth_have_none(clock: Clock) -> None:
@@ -83,8 +83,8 @@ def test_real_ends_are_in_the_order_in_which_calls_end() -> None:
             return self.much(self.little(x))
 
     p: Any = mt.profile(Uneven(), "64x256", measure="time", repeat=3)
-    assert 0 < p["little"].until_s < p["much.50"].until_s < p["much.99"].until_s
-    assert p["much.99"].until_s < p["much"].until_s < p.total.until_s
+    assert 0 < p["little"].elapsed_s < p["much.50"].elapsed_s < p["much.99"].elapsed_s
+    assert p["much.99"].elapsed_s < p["much"].elapsed_s < p.total.elapsed_s
 
 
 def test_files_hold_it_and_those_of_before_can_be_read(tmp_path: Path) -> None:
@@ -92,18 +92,18 @@ def test_files_hold_it_and_those_of_before_can_be_read(tmp_path: Path) -> None:
     file = tmp_path / "p.json"
     p.to_json(file)
     assert mt.load(file) == p
-    assert "until_s" in p.to_csv().splitlines()[0]
+    assert "elapsed_s" in p.to_csv().splitlines()[0]
     data = json.loads(file.read_text())
     for row in data["calls"]:
-        del row["until_s"], row["until_device_s"]
+        del row["elapsed_s"], row["elapsed_device_s"]
     file.write_text(json.dumps(data))
     old = mt.load(file)
-    assert old.total.until_s is None
+    assert old.total.elapsed_s is None
     assert old.total.time_s == p.total.time_s
 
 
 def test_without_measuring_there_is_none() -> None:
-    assert mt.profile(*zoo.build("tiny-resnet")).total.until_s is None
+    assert mt.profile(*zoo.build("tiny-resnet")).total.elapsed_s is None
 
 
 def test_device_work_is_summed_by_when_it_was_launched() -> None:
@@ -124,7 +124,15 @@ def test_a_gpu_is_done_with_what_calls_before_launched(way: Any) -> None:
     width = 2048
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8 * width)).cuda()
     p: Any = mt.profile(model, torch.randn(width, width, device="cuda"), measure="time", repeat=10, device_time=way)
-    assert p["0"].until_device_s == pytest.approx(p["0"].device_s, rel=0.02)
-    assert p["1"].until_device_s == pytest.approx(p["0"].device_s + p["1"].device_s, rel=0.05)
-    assert p.total.until_device_s == pytest.approx(p.total.device_s, rel=0.02)
-    assert p.total.until_s == p.total.time_s
+    assert p["0"].elapsed_device_s == pytest.approx(p["0"].device_s, rel=0.02)
+    assert p["1"].elapsed_device_s == pytest.approx(p["0"].device_s + p["1"].device_s, rel=0.05)
+    assert p.total.elapsed_device_s == pytest.approx(p.total.device_s, rel=0.02)
+    assert p.total.elapsed_s == p.total.time_s
+
+
+def test_files_with_the_older_names_are_read(clock: Clock, tmp_path: Path) -> None:
+    p = mt.profile(nn.Sequential(Takes(clock, 100)), torch.zeros(2), measure="time", repeat=3, fake=False)
+    file = tmp_path / "p.json"
+    file.write_text(p.to_json().replace('"elapsed_', '"until_'))
+    assert '"until_s"' in file.read_text()
+    assert mt.load(file) == p

@@ -43,7 +43,7 @@ def timed(profile: Profile, speed: float = 1.0) -> Profile:
         replace(
             row,
             time_s=whole[index],
-            until_s=begins[index] + whole[index],
+            elapsed_s=begins[index] + whole[index],
             own=replace(row.own, time_s=own[index]),
             spreads={"time_s": _spread(whole[index])},
         )

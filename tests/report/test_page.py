@@ -188,7 +188,7 @@ def test_the_other_run_is_the_cloud_where_it_can_be(profile: mt.Profile) -> None
     data = Page(fast.to_html(cuts=cuts, compare=timed(profile, speed=4.0))).data["explorer"]
     assert isinstance(data, dict)
     whole = data["names"].index("all on cloud, raw input")
-    assert data["cloud_s"][whole] == pytest.approx(fast.total.until_s / 4)  # type: ignore[operator]
+    assert data["cloud_s"][whole] == pytest.approx(fast.total.elapsed_s / 4)  # type: ignore[operator]
     vit = timed(mt.profile(*zoo.build("tiny-vit")))
     page = fast.to_html(cuts=cuts, compare=vit)
     assert "the other run cannot be the cloud" in page
@@ -207,7 +207,7 @@ def test_many_cuts_are_planned_in_parts_with_the_same_result(
 
 def test_cuts_without_times_are_left_out_and_that_is_said(profile: mt.Profile) -> None:
     cuts = mt.cuts(*zoo.build("tiny-resnet"))
-    calls = [row if row.depth < 2 else replace(row, until_s=None) for row in timed(profile)]
+    calls = [row if row.depth < 2 else replace(row, elapsed_s=None) for row in timed(profile)]
     deep = sum(cut.depth > 1 for cut in cuts)
     page = replace(timed(profile), calls=tuple(calls)).to_html(cuts=cuts)
     assert f"{deep} of {len(cuts)} cuts are left out: a profile has no times so deep" in page

@@ -34,7 +34,7 @@ def p() -> mt.Profile:
 def timed(profile: mt.Profile, times: Iterator[float], ends: Iterator[float]) -> mt.Profile:
     """The profile with other times, whatever they are."""
     rows = tuple(
-        replace(row, time_s=next(times), until_s=next(ends), device_s=next(times), until_device_s=next(ends))
+        replace(row, time_s=next(times), elapsed_s=next(ends), device_s=next(times), elapsed_device_s=next(ends))
         for row in profile
     )
     return replace(profile, calls=rows)
@@ -52,10 +52,10 @@ def test_calls_are_slices_in_each_other(p: mt.Profile, tmp_path: Path) -> None:
 
 def test_a_slice_begins_as_long_before_its_end_as_the_call_took() -> None:
     rows = (
-        Row(address="", type="Net", height=2, time_s=10e-6, until_s=10e-6),
-        Row(address="a", parent="", depth=1, time_s=2e-6, until_s=3e-6),
-        Row(address="b", parent="", depth=1, time_s=5e-6, until_s=9e-6),
-        Row(address="c", parent="", depth=1, time_s=4e-6, until_s=12e-6),  # as if it ended after the run
+        Row(address="", type="Net", height=2, time_s=10e-6, elapsed_s=10e-6),
+        Row(address="a", parent="", depth=1, time_s=2e-6, elapsed_s=3e-6),
+        Row(address="b", parent="", depth=1, time_s=5e-6, elapsed_s=9e-6),
+        Row(address="c", parent="", depth=1, time_s=4e-6, elapsed_s=12e-6),  # as if it ended after the run
     )
     p = replace(mt.profile(*zoo.build("tiny-resnet")), calls=rows)
     assert [(one.begin_ns, one.end_ns) for one in host(p)] == [(0, 10000), (1000, 3000), (4000, 9000), (9000, 10000)]

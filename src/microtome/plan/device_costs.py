@@ -38,7 +38,7 @@ class CutPoint:
 def places(cuts: Cuts, profiles: Sequence[Profile]) -> list[CutPoint]:
     """The beginning, the cuts at which every profile has a time, and the end."""
     total = profiles[0].total.param_bytes
-    timed = [{row.address for row in profile if row.until_s is not None} for profile in profiles]
+    timed = [{row.address for row in profile if row.elapsed_s is not None} for profile in profiles]
     between = [
         CutPoint(cut.at, cut.live, cut.head_param_bytes, cut.tail_param_bytes)
         for cut in cuts
@@ -51,7 +51,7 @@ def check(cuts: Cuts, profiles: dict[str, Profile]) -> None:
     """Raise where a profile is of something else than the cuts, or lacks what planning needs."""
     for name, profile in profiles.items():
         check_profile(cuts, name, profile)
-        if profile.total.until_s is None:
+        if profile.total.elapsed_s is None:
             raise BadQuery(f"the profile of {name!r} {_NO_TIMES[profile.total.time_s is None]}")
 
 
@@ -66,7 +66,7 @@ class DeviceCosts:
 
     Attributes:
         name: What it is called in limits and results.
-        until_s: Seconds from the beginning to each place. The work of a GPU and what the host takes to launch it run
+        elapsed_s: Seconds from the beginning to each place. The work of a GPU and what the host takes to launch it run
             side by side, so both are held, a row each, and a run of layers takes the longer of its two.
         joules: Those from the beginning to each place; None: not measured.
     """
@@ -77,11 +77,11 @@ class DeviceCosts:
         self._places = places
         rows = {row.address: row for row in profile}
         self._cuts = [rows[place.at] for place in places[1:-1] if place.at is not None]
-        self.until_s = torch.tensor(self._clocks(), dtype=torch.float64)
+        self.elapsed_s = torch.tensor(self._clocks(), dtype=torch.float64)
 
     def run_s(self) -> Tensor:
         """Seconds from place to place, a row for the first."""
-        return (self.until_s[:, None, :] - self.until_s[:, :, None]).amax(0).clamp_(min=0.0)
+        return (self.elapsed_s[:, None, :] - self.elapsed_s[:, :, None]).amax(0).clamp_(min=0.0)
 
     def run_j(self) -> Tensor | None:
         """Joules from place to place."""
@@ -92,10 +92,10 @@ class DeviceCosts:
 
     def _clocks(self) -> list[list[float]]:
         every = [*self._cuts, self.profile.total]
-        host = [0.0, *(row.until_s or 0.0 for row in every)]
-        if any(row.until_device_s is None for row in every):
+        host = [0.0, *(row.elapsed_s or 0.0 for row in every)]
+        if any(row.elapsed_device_s is None for row in every):
             return [host]
-        return [host, [0.0, *(row.until_device_s or 0.0 for row in every)]]
+        return [host, [0.0, *(row.elapsed_device_s or 0.0 for row in every)]]
 
     # -- energy --------------------------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class DeviceCosts:
         while above is not None:
             at = self._addresses[above]
             row = self.profile.calls[at]
-            whole, ends, now = row.time_s or 0.0, row.until_s or 0.0, cut.until_s or 0.0
+            whole, ends, now = row.time_s or 0.0, row.elapsed_s or 0.0, cut.elapsed_s or 0.0
             joules += own[at] * (min(max((now - (ends - whole)) / whole, 0.0), 1.0) if whole else 0.0)
             above = row.parent
         return joules

@@ -300,7 +300,7 @@ def _notes(cuts: Cuts, chain: DeviceChain, compressed: tuple[str, ...]) -> list[
         notes.append(
             f"the inputs are not tried compressed: costs of {_COMPRESSED} were not measured, or it is not there"
         )
-    if any(len(side.until_s) > 1 for side in chain.sides):
+    if any(len(side.elapsed_s) > 1 for side in chain.sides):
         notes.append("on a GPU a part takes as long as its work, or as the host takes to launch it, if that is longer")
     for side in chain.sides:
         if side.name in chain.energy_of:

@@ -125,7 +125,7 @@ def _time(found: Measurements, runs: Passes, tree: CallTree, spec: MeasurementSp
     schedule = spec.schedule
     times, overhead = timing.time_forward(runs, tree, schedule)
     _set_spreads(found, tree, "time_s", spreads(times.inclusive, timing.METHOD))
-    _set_elapsed(found, tree, "until_s", times.elapsed)
+    _set_elapsed(found, tree, "elapsed_s", times.elapsed)
     if runs.backward:
         own, overhead = timing.time_backward(runs, tree, schedule, overhead)
         _set_spreads(found, tree, "backward_s", spreads(tree.inclusive(own), timing.BACKWARD_METHOD))
@@ -141,7 +141,7 @@ def _device_time(found: Measurements, runs: Passes, tree: CallTree, spec: Measur
     times = times_of(runs, tree, spec.schedule)
     method = device.METHODS[spec.device_time]
     _set_spreads(found, tree, "device_s", spreads(tree.inclusive(times.forward), method))
-    _set_elapsed(found, tree, "until_device_s", times.elapsed)
+    _set_elapsed(found, tree, "elapsed_device_s", times.elapsed)
     bare = spreads(times.bare, f"{method}, of bare passes")[0]
     backward = None
     if times.backward is not None and times.bare_backward is not None:

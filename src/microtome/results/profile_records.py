@@ -26,8 +26,8 @@ def flat(row: Row) -> dict[str, Any]:
         "output_shapes": " ".join(shape(tensor.shape) for tensor in row.outputs),
         "dtypes": " ".join(dict.fromkeys(tensor.dtype for tensor in row.outputs)),
         "shared_params": row.shared_params,
-        "until_s": row.until_s,
-        "until_device_s": row.until_device_s,
+        "elapsed_s": row.elapsed_s,
+        "elapsed_device_s": row.elapsed_device_s,
     }
     known = [metric for metric in METRICS.values() if metric.shown != "named" and metric.requires is not LOAD]
     record |= {metric.file_name: metric.of(row) for metric in known}
@@ -121,6 +121,10 @@ def _with_spreads(kind: Any, data: dict[str, Any] | None) -> Any:
     return kind(**(data | made))
 
 
+#: Fields under the names that they have in files of an older microtome, which may also lack them.
+_OLDER_NAMES = {"elapsed_s": "until_s", "elapsed_device_s": "until_device_s"}
+
+
 def _row(data: dict[str, Any]) -> Row:
     nested: dict[str, Any] = {
         "inputs": tuple(Tensor(tuple(tensor["shape"]), tensor["dtype"]) for tensor in data["inputs"]),
@@ -130,8 +134,9 @@ def _row(data: dict[str, Any]) -> Row:
         "load": None if data["load"] is None else Load(**data["load"]),
         "spreads": {name: Spread(**spread) for name, spread in data["spreads"].items()},
     }
+    older = {new: data.get(old) for new, old in _OLDER_NAMES.items()}
     known: dict[str, Any] = {
-        field.name: data.get(field.name) for field in fields(Row) if field.default is None
-    }  # may be missing
+        field.name: data.get(field.name, older.get(field.name)) for field in fields(Row) if field.default is None
+    }
     known |= {field.name: data[field.name] for field in fields(Row) if field.name not in nested | known}
     return Row(**(known | nested))

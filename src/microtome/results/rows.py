@@ -52,9 +52,9 @@ class Row(CallAmounts):
         own: What the call costs without the calls inside it.
         ops: The operators that its own code ran in the forward, by name.
         shared_params: Parameters that are used here and counted elsewhere: tied weights, modules that run again.
-        until_s: Seconds of the host from the beginning of the run to the end of the call, measured in one run: what a
+        elapsed_s: Seconds of the host from the beginning of the run to the end of the call, measured in one run: what a
             run of layers takes, which is not the sum of what each takes.
-        until_device_s: Seconds that the GPU worked for all that was launched until then.
+        elapsed_device_s: Seconds that the GPU worked for all that was launched until then.
         load: How busy the machine was; None if that was not sampled.
         spreads: Of measured quantities, by their names: how far the passes spread, and by which method.
     """
@@ -70,8 +70,8 @@ class Row(CallAmounts):
     shared_params: int = 0
     own: Amounts = _NOTHING
     ops: tuple[Group, ...] = ()
-    until_s: float | None = None
-    until_device_s: float | None = None
+    elapsed_s: float | None = None
+    elapsed_device_s: float | None = None
     load: Load | None = None
     spreads: dict[str, Spread] = field(default_factory=dict)
 

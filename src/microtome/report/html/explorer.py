@@ -24,11 +24,11 @@ def explorer(profile: Profile, cuts: Cuts | None, compare: Profile | None, notes
 
     The cloud is the machine of the other run, if that is of the same model and has times; else this one.
     """
-    if profile.total.until_s is None:
+    if profile.total.elapsed_s is None:
         return {"missing": _NO_TIMES}
     if cuts is None:
         return {"missing": _NO_CUTS}
-    other = compare if compare is not None and compare.total.until_s is not None else None
+    other = compare if compare is not None and compare.total.elapsed_s is not None else None
     try:
         plans = list(_plans(cuts, profile, other or profile))
     except MicrotomeError as error:

@@ -30,12 +30,12 @@ def host(profile: Profile) -> list[Slice]:
             "this profile has no times, so there is nothing to lay out in time: "
             'make it with measure=["time"], or with --time on the command line'
         )
-    return list(_lay(profile, "time_s", "until_s"))
+    return list(_lay(profile, "time_s", "elapsed_s"))
 
 
 def device(profile: Profile) -> list[Slice]:
     """The calls as the GPU worked for them, its idle time left out; none where it was not timed."""
-    return [] if profile.total.device_s is None else list(_lay(profile, "device_s", "until_device_s"))
+    return [] if profile.total.device_s is None else list(_lay(profile, "device_s", "elapsed_device_s"))
 
 
 class _Laid(NamedTuple):
