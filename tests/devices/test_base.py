@@ -17,7 +17,7 @@ from microtome.devices.base import Backend, accelerators_of, available_accelerat
 from microtome.devices.cuda import Cuda
 from microtome.errors import SensorFailed, Unsupported
 from microtome.profile import repeats
-from microtome.report.profile import text
+from microtome.report.formats import text
 
 ROOT = Path(microtome.__file__).parent
 
