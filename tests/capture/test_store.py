@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from microtome.capture.store import DiskStore, Histogram, MemoryStore, Series, Stats, batch, open_folder, shard
-from microtome.capture.store.checks import BESIDE_BYTES
+from microtome.capture.store.checks import OVERHEAD_BYTES
 from microtome.errors import BadFile, BadQuery, NoMatch
 from microtome.files.tensors import CODES
 from microtome.files.tensors import bytes_of as memory_of
@@ -154,7 +154,9 @@ def test_histograms_with_wrong_edges_are_refused() -> None:
         Histogram(0, 0.0, 1.0)
     with pytest.raises(BadQuery, match="low=2.0, high=1.0"):
         Histogram(3, 2.0, 1.0)
-    with pytest.raises(BadQuery, match="do not add up: 2 bins from 0.0 to 1.0 and 3 bins from 0.0 to 1.0"):
+    with pytest.raises(
+        BadQuery, match="cannot merge histograms: expected 2 bins from 0.0 to 1.0, got 3 bins from 0.0 to 1.0"
+    ):
         Histogram(2, 0.0, 1.0).merge(Histogram(3, 0.0, 1.0))
 
 
@@ -217,7 +219,7 @@ def test_what_does_not_agree_is_not_put_together(series_of: Callable[..., Series
         ragged.stack()
     with pytest.raises(BadQuery, match="cannot concatenate along 1 the 3 tensors"):
         ragged.cat(1)
-    with pytest.raises(BadQuery, match="along dimension 2: they have 2 dimensions; it is -2 to 1"):
+    with pytest.raises(BadQuery, match="along dimension 2: they have 2 dimensions; expected -2 to 1"):
         ragged.cat(2)
     with pytest.raises(BadQuery, match="cannot stack the 0 tensors of 'fc': there are none"):
         ragged[:0].stack()
@@ -226,12 +228,12 @@ def test_what_does_not_agree_is_not_put_together(series_of: Callable[..., Series
 def test_scalars_are_stacked_and_not_concatenated(series_of: Callable[..., Series]) -> None:
     series = series_of(torch.tensor(1.0), torch.tensor(2.0))
     assert series.stack().tolist() == [1.0, 2.0]
-    with pytest.raises(BadQuery, match=re.escape("stack() makes a new dimension")):
+    with pytest.raises(BadQuery, match=re.escape("stack() adds a dimension")):
         series.cat()
 
 
 def test_dtypes_that_differ_are_not_put_together(series_of: Callable[..., Series]) -> None:
-    with pytest.raises(BadQuery, match="they are of float32 and int64"):
+    with pytest.raises(BadQuery, match="expected one dtype, got float32 and int64"):
         series_of(torch.zeros(1), torch.zeros(1, dtype=torch.int64)).cat()
 
 
@@ -245,7 +247,7 @@ def test_many_shapes_are_named_in_part(series_of: Callable[..., Series]) -> None
 ADDED = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6)), max_size=40)
 
 
-@given(ADDED, st.integers(24, 5 * (BESIDE_BYTES + 24)), st.none() | st.integers(1, 4))
+@given(ADDED, st.integers(24, 5 * (OVERHEAD_BYTES + 24)), st.none() | st.integers(1, 4))
 def test_a_ring_never_exceeds_its_limit_and_keeps_the_newest(
     added: list[tuple[str, int]], limit: int, last: int | None
 ) -> None:
@@ -258,7 +260,7 @@ def test_a_ring_never_exceeds_its_limit_and_keeps_the_newest(
         same = [one for one in expected if one[0] == name]
         if last is not None and len(same) > last:
             expected = [one for one in expected if one is not same[0]]
-        while len(expected) > 1 and sum(one.nbytes + BESIDE_BYTES for _, one in expected) > limit:
+        while len(expected) > 1 and sum(one.nbytes + OVERHEAD_BYTES for _, one in expected) > limit:
             expected.pop(0)
         assert store.nbytes == sum(one.nbytes for _, one in expected) <= limit
     assert store.count == len(added)
@@ -278,7 +280,7 @@ def test_many_scalars_stay_under_the_limit_with_what_they_take_beside_their_valu
     for number in range(20_000):  # of about 820 bytes each, 16 MB
         store.add(f"fc{number % 7}", torch.tensor(float(number)))
     assert process.memory_info().rss - before < 1.1 * limit
-    assert store.count - store.dropped == limit // (4 + BESIDE_BYTES)
+    assert store.count - store.dropped == limit // (4 + OVERHEAD_BYTES)
     assert sum(store.stats(name).count for name in store.names) == 20_000
 
 
@@ -316,13 +318,13 @@ def test_a_view_does_not_pin_what_it_is_a_view_of() -> None:
 
 
 def test_a_store_refuses_what_it_cannot_do() -> None:
-    with pytest.raises(BadQuery, match="a tensor of 'fc' holds 400 B, more than the limit of 100 B"):
+    with pytest.raises(BadQuery, match="a tensor of 'fc' has 400 B, above the limit of 100 B"):
         MemoryStore(limit_bytes=100).add("fc", torch.zeros(100))
-    with pytest.raises(BadQuery, match="keep is 'all' or 'stats', not 'some'"):
+    with pytest.raises(BadQuery, match="expected keep to be 'all' or 'stats', got 'some'"):
         MemoryStore(keep="some")  # type: ignore[arg-type]
-    with pytest.raises(BadQuery, match="last is 0; it must be at least 1"):
+    with pytest.raises(BadQuery, match="expected last to be at least 1"):
         MemoryStore(last=0)
-    with pytest.raises(BadQuery, match="layout torch.sparse_coo cannot be kept"):
+    with pytest.raises(BadQuery, match="got layout torch.sparse_coo"):
         MemoryStore().add("fc", torch.zeros(2).to_sparse())
     with pytest.raises(NoMatch, match="nothing was recorded as 'fc'; there is nothing"):
         MemoryStore().series("fc")
@@ -468,7 +470,7 @@ def test_shards_written_in_parts_are_plain_safetensors_whatever_the_dtypes(added
         tempfile.TemporaryDirectory() as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(batch, "_ALONE_BYTES", 64)
+        patch.setattr(batch, "_OWN_PART_BYTES", 64)
         patch.setattr(batch, "_PART_BYTES", 100)
         with DiskStore(folder, MANIFEST, shard_bytes=600) as store:
             for number, (dtype, width, borrowed) in enumerate(added):
@@ -661,7 +663,7 @@ def test_a_tensor_larger_than_the_queue_goes_alone(tmp_path: Path) -> None:
 def test_many_small_tensors_are_cut_before_the_header_is_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "_TENSORS", 10)
+    monkeypatch.setattr(batch, "_MAX_TENSORS", 10)
     with DiskStore(tmp_path, MANIFEST) as store:
         for _ in range(25):
             store.add("fc", torch.empty(0))
@@ -695,7 +697,7 @@ def test_a_killed_process_leaves_what_its_index_names(tmp_path: Path, borrowed: 
     code = f"""
 import sys, torch
 from microtome.capture.store import DiskStore, batch
-batch._ALONE_BYTES = 1
+batch._OWN_PART_BYTES = 1
 store = DiskStore(sys.argv[1], {MANIFEST}, shard_bytes=1 << 16, queue_bytes=1 << 20)
 number = 0
 while True:
@@ -743,7 +745,7 @@ sys.stdin.readline()
     process = python(code, tmp_path)
     assert process.stdout is not None
     process.stdout.readline()
-    with pytest.raises(BadFile, match=f"with pid {process.pid}; wait until it is done, or record to another folder"):
+    with pytest.raises(BadFile, match=f"with pid {process.pid}; wait until it ends, or record to another folder"):
         DiskStore(tmp_path, MANIFEST, append=True)
     process.kill()
     process.communicate()
@@ -765,7 +767,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_told_and_what_was_written_can_be_read(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, borrowed: bool, count: int
 ) -> None:
-    monkeypatch.setattr(batch, "_ALONE_BYTES", 100_000)
+    monkeypatch.setattr(batch, "_OWN_PART_BYTES", 100_000)
     store = DiskStore(small_disk / "acts", MANIFEST, shard_bytes=100_000)
 
     def fill() -> None:
@@ -835,7 +837,7 @@ def test_an_error_that_is_not_of_the_system_is_told_too(tmp_path: Path, monkeypa
 
 def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(BadFile, match="is not empty and holds no recording: it has 'thesis.txt'"):
+    with pytest.raises(BadFile, match="expected a new or empty folder or a recording, .* which has 'thesis.txt'"):
         DiskStore(tmp_path, MANIFEST, append=True)
     assert os.listdir(tmp_path) == ["thesis.txt"]
     with pytest.raises(BadFile, match="cannot record to .*thesis.txt': File exists"):
@@ -851,13 +853,13 @@ def test_a_manifest_of_another_program_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_recording_is_not_overwritten(tmp_path: Path) -> None:
     recorded(tmp_path)
-    with pytest.raises(BadFile, match="already holds a recording of 4 records; append=True goes on with it"):
+    with pytest.raises(BadFile, match="already holds a recording of 4 records; append=True continues it"):
         DiskStore(tmp_path, MANIFEST)
-    with pytest.raises(BadFile, match="its 'model' is 'Net', and here it is 'Other'; record to another folder"):
+    with pytest.raises(BadFile, match="expected 'model' to be 'Net', got 'Other'; record to another folder"):
         DiskStore(tmp_path, MANIFEST | {"model": "Other"}, append=True)
-    with pytest.raises(BadFile, match=r"its 'selectors' is \['blocks.\*'\], and here it is \['head'\]"):
+    with pytest.raises(BadFile, match=r"expected 'selectors' to be \['blocks.\*'\], got \['head'\]"):
         DiskStore(tmp_path, MANIFEST | {"selectors": ("head",)}, append=True)
-    with pytest.raises(BadFile, match="with another histogram of 'fc': none, and here 2 bins from 0.0 to 1.0"):
+    with pytest.raises(BadFile, match="another histogram of 'fc': expected none, got 2 bins from 0.0 to 1.0"):
         DiskStore(tmp_path, MANIFEST, append=True, histogram=(2, 0.0, 1.0))
     with open_folder(tmp_path) as recording:
         assert len(recording["fc"]) == 4
@@ -875,17 +877,17 @@ def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path, monkeypatch:
 
 
 def test_a_store_tells_what_it_cannot_take(tmp_path: Path) -> None:
-    with pytest.raises(BadQuery, match="a manifest is what JSON can hold: .*set"):
+    with pytest.raises(BadQuery, match="expected a manifest that JSON can represent: .*set"):
         DiskStore(tmp_path, {"model": {1}})
     store = DiskStore(tmp_path, MANIFEST)
-    with pytest.raises(BadQuery, match="a tensor of 'fc' is of torch.complex128, which safetensors files cannot hold"):
+    with pytest.raises(BadQuery, match="dtype torch.complex128, which safetensors files do not support"):
         store.add("fc", torch.zeros(1, dtype=torch.complex128))
     with pytest.raises(NoMatch, match="nothing was recorded as 'fc'; there is nothing"):
         store.stats("fc")
     store.close()
-    with pytest.raises(BadQuery, match="was closed; append=True goes on with it"):
+    with pytest.raises(BadQuery, match="was closed; append=True continues it"):
         store.add("fc", torch.zeros(1))
-    with pytest.raises(BadQuery, match="queue_bytes is 0"):
+    with pytest.raises(BadQuery, match="expected queue_bytes to be at least 1"):
         DiskStore(tmp_path, MANIFEST, queue_bytes=0)
 
 
@@ -921,9 +923,7 @@ def test_a_damaged_shard_is_named_and_the_others_load(tmp_path: Path) -> None:
         series = recording["fc"]
         assert series.shapes == [(4,)] * 4
         assert series[0].tolist() == [0.0] * 4
-        with pytest.raises(
-            BadFile, match="shard-00001.safetensors' is not whole: it has 90 bytes and was written with"
-        ):
+        with pytest.raises(BadFile, match="shard-00001.safetensors': expected 88 bytes, got 90"):
             series[1]
         with pytest.raises(BadFile, match="shard-00002.safetensors' is missing"):
             series[2]
@@ -953,9 +953,9 @@ def test_a_last_line_that_is_damaged_is_named_and_kept(tmp_path: Path, garbage: 
     with (tmp_path / "index.jsonl").open("ab") as index:
         index.write(garbage)
     before = (tmp_path / "index.jsonl").read_bytes()
-    with pytest.raises(BadFile, match="line 3 of .*index.jsonl' is not one of a recording's index"):
+    with pytest.raises(BadFile, match="line 3 of .*index.jsonl' is not a valid line of an index"):
         open_folder(tmp_path)
-    with pytest.raises(BadFile, match="line 3 of .*index.jsonl' is not one of a recording's index"):
+    with pytest.raises(BadFile, match="line 3 of .*index.jsonl' is not a valid line of an index"):
         DiskStore(tmp_path, MANIFEST, append=True)
     assert (tmp_path / "index.jsonl").read_bytes() == before
 
@@ -971,12 +971,12 @@ def test_another_line_that_is_not_whole_is_named(tmp_path: Path, change: str) ->
     }
     lines[1] = changes[change]
     (tmp_path / "index.jsonl").write_text("\n".join(lines) + "\n")
-    with pytest.raises(BadFile, match="line 2 of .*index.jsonl' is not one of a recording's index"):
+    with pytest.raises(BadFile, match="line 2 of .*index.jsonl' is not a valid line of an index"):
         open_folder(tmp_path)
 
 
 def test_what_is_no_recording_is_not_opened(tmp_path: Path) -> None:
-    with pytest.raises(BadFile, match="holds no recording: it is no folder"):
+    with pytest.raises(BadFile, match="holds no recording: it is not a folder"):
         open_folder(tmp_path / "nowhere")
     with pytest.raises(BadFile, match="holds no recording: manifest.json: No such file"):
         open_folder(tmp_path)
@@ -984,7 +984,7 @@ def test_what_is_no_recording_is_not_opened(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="manifest.json' is not JSON"):
         open_folder(tmp_path)
     (tmp_path / "manifest.json").write_text('{"kind": "recording", "schema": 99, "manifest": {}}')
-    with pytest.raises(BadFile, match="is of version 99 of a recording; this one reads 1"):
+    with pytest.raises(BadFile, match="expected version 1 to 2 of a recording, got 99"):
         open_folder(tmp_path)
     (tmp_path / "manifest.json").write_text('{"kind": "recording", "schema": 1, "manifest": {}}')
     (tmp_path / "index.jsonl").mkdir()

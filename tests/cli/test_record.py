@@ -119,6 +119,6 @@ def test_a_folder_that_holds_a_recording_needs_append(data: Path, tmp_path: Path
     assert "1 record of 1 layer in 1 run, " in result.output
     again = run(*words)
     assert again.exit_code == 2
-    assert "already holds a recording of 1 records; --append goes on with it" in again.output
+    assert "already holds a recording of 1 records; --append continues it" in again.output
     assert run(*words, "--append").exit_code == 0
     assert len(mt.load(tmp_path / "a")["fc"]) == 2

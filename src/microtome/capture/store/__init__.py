@@ -1,4 +1,4 @@
-"""Where recorded tensors are kept: in memory, or in a folder of safetensors shards."""
+"""Stores of recorded tensors: in memory, or in a folder of safetensors shards."""
 
 from microtome.capture.store.disk import DiskStore
 from microtome.capture.store.memory import MemoryStore

@@ -1,4 +1,4 @@
-"""What becomes one shard and its line of the index."""
+"""Collect tensors in batches, and write each batch as a shard and a line of the index."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from pathlib import Path
 
 from torch import Tensor
 
-from microtome.capture.store.checks import BESIDE_BYTES, cost
+from microtome.capture.store.checks import OVERHEAD_BYTES, memory_bytes
 from microtome.capture.store.index import INDEX, IndexLine, IndexTotals, SeriesEntry, append_lines, tensor_key
 from microtome.capture.store.shard import OpenShard, header_bytes, write_shard
 from microtome.capture.store.stats import Stats
 from microtome.files.tensors import CODES
 from microtome.files.writing import open_own
 
-#: The most tensors in a shard: readers of safetensors take headers of up to 100 MB.
-_TENSORS = 8192
+#: The maximum number of tensors in a shard: safetensors readers accept headers of up to 100 MB.
+_MAX_TENSORS = 8192
 
-#: From how many bytes on a tensor is worth a part of its own.
-_ALONE_BYTES = 2**20
+#: The minimum size of a tensor that is written as a part of its own.
+_OWN_PART_BYTES = 2**20
 
-#: How many bytes are written together. Fewer, and the memory of what was written is used again sooner, which is a
-#: good deal faster than new memory; more, and the writing thread asks less often for the interpreter.
+#: The size of a part. Smaller parts reuse the memory of written tensors sooner, which is much faster than new memory;
+#: with larger parts the writing thread takes the interpreter lock less often.
 _PART_BYTES = 16 * 2**20
 
-#: The least room that is left for a header, which with the number before it makes whole pages.
-_ROOM_BYTES = 16 * 2**10 - 8
+#: The minimum space reserved for a header; with the length before it, whole pages.
+_HEADER_SPACE = 16 * 2**10 - 8
 
 
-def can_go_alone(tensor: Tensor) -> bool:
-    return tensor.nbytes >= _ALONE_BYTES and _can_go_first(tensor)
+def can_be_own_part(tensor: Tensor) -> bool:
+    return tensor.nbytes >= _OWN_PART_BYTES and _keeps_alignment(tensor)
 
 
-def _can_go_first(tensor: Tensor) -> bool:
-    """Whether what is written after the tensor can begin at a multiple of its width."""
+def _keeps_alignment(tensor: Tensor) -> bool:
+    """Return whether a tensor of any dtype is aligned when written after this one."""
     return tensor.nbytes % 8 == 0
 
 
@@ -44,26 +44,26 @@ class ShardPart:
     """Tensors of a batch that are written before it is complete.
 
     Attributes:
-        room: What is left for the header.
+        header_space: The bytes reserved for the header.
     """
 
     tensors: dict[str, Tensor]
     held_bytes: int
-    room: int
+    header_space: int
 
 
 class Batch:
-    """What was added since the last shard.
+    """The tensors added since the last shard.
 
     Args:
-        shard_bytes: About how much it will be.
+        shard_bytes: The approximate size of a shard.
 
     Attributes:
-        tensors: Those of them that wait to be written.
-        held_bytes: What these take in memory.
-        seen_bytes: Of all tensors, also those that were only counted.
+        tensors: The tensors that wait to be written.
+        held_bytes: Their memory.
+        seen_bytes: The bytes of all tensors, including those that were only counted.
         full: Whether the limit had been reached.
-        ends_run: Whether no run of the model was under way when it was completed.
+        ends_run: Whether no run of the model was open when it was completed.
     """
 
     def __init__(self, shard_bytes: int) -> None:
@@ -74,80 +74,80 @@ class Batch:
         self.ends_run = True
         self._shard_bytes = shard_bytes
         self._count = self._kept_bytes = self._header_bytes = 0
-        self._room: int | None = None
+        self._header_space: int | None = None
 
     @property
     def is_complete(self) -> bool:
-        return self.seen_bytes >= self._shard_bytes or self._count >= _TENSORS
+        return self.seen_bytes >= self._shard_bytes or self._count >= _MAX_TENSORS
 
     @property
     def is_overdue(self) -> bool:
-        """Whether it is better completed inside a run than at its end."""
-        return self.seen_bytes >= 2 * self._shard_bytes or self._count >= _TENSORS
+        """Whether to complete it inside a run rather than at its end."""
+        return self.seen_bytes >= 2 * self._shard_bytes or self._count >= _MAX_TENSORS
 
     @property
     def has_part(self) -> bool:
-        """Whether so much waits that it is better written now."""
-        return self.held_bytes - BESIDE_BYTES * len(self.tensors) >= _PART_BYTES
+        """Whether enough tensors wait to write a part."""
+        return self.held_bytes - OVERHEAD_BYTES * len(self.tensors) >= _PART_BYTES
 
-    def has_room(self, key: str, tensor: Tensor) -> bool:
-        """Whether the header has, for one more."""
-        return self._room is None or self._header_bytes + header_bytes(key, tensor) <= self._room
+    def fits_header(self, key: str, tensor: Tensor) -> bool:
+        """Return whether the header has space for another tensor."""
+        return self._header_space is None or self._header_bytes + header_bytes(key, tensor) <= self._header_space
 
-    def count(self, name: str, tensor: Tensor, no_stats: Stats, *, dropped: bool) -> None:
-        piece = self._piece(name, no_stats)
+    def count(self, name: str, tensor: Tensor, empty_stats: Stats, *, dropped: bool) -> None:
+        piece = self._piece(name, empty_stats)
         piece.stats.add(tensor)
         piece.given += 1
         piece.dropped += dropped
         self.seen_bytes += tensor.nbytes
 
-    def keep(self, name: str, number: int, tensor: Tensor, no_stats: Stats, run: int | None = None) -> None:
-        """Have the tensor of a run written, as the one of this number among those of its name."""
-        piece, key = self._piece(name, no_stats), tensor_key(name, number)
+    def add(self, name: str, number: int, tensor: Tensor, empty_stats: Stats, run: int | None = None) -> None:
+        """Add the tensor of a run, with its number among those of its name, to be written."""
+        piece, key = self._piece(name, empty_stats), tensor_key(name, number)
         if not piece.shapes:
             piece.first = number
         piece.shapes.append(list(tensor.shape))
         piece.dtypes.append(CODES[tensor.dtype])
         piece.runs.append(run)
         self.tensors[key] = tensor
-        self.held_bytes += cost(tensor)
+        self.held_bytes += memory_bytes(tensor)
         self._header_bytes += header_bytes(key, tensor)
         self._kept_bytes += tensor.nbytes
         self._count += 1
 
-    def _piece(self, name: str, no_stats: Stats) -> SeriesEntry:
+    def _piece(self, name: str, empty_stats: Stats) -> SeriesEntry:
         if name not in self.pieces:
-            self.pieces[name] = SeriesEntry(no_stats.new())
+            self.pieces[name] = SeriesEntry(empty_stats.new())
         return self.pieces[name]
 
-    def take_part(self) -> ShardPart | None:
-        """What waits and can be written before the rest."""
-        taken = {key: tensor for key, tensor in self.tensors.items() if _can_go_first(tensor)}
-        if not taken:
+    def pop_part(self) -> ShardPart | None:
+        """Remove and return the waiting tensors that can be written before the others."""
+        ready = {key: tensor for key, tensor in self.tensors.items() if _keeps_alignment(tensor)}
+        if not ready:
             return None
-        if self._room is None:
-            self._room = self._room_needed()
-        part = ShardPart(taken, sum(map(cost, taken.values())), self._room)
-        self.tensors = {key: tensor for key, tensor in self.tensors.items() if key not in taken}
+        if self._header_space is None:
+            self._header_space = self._estimate_header_space()
+        part = ShardPart(ready, sum(map(memory_bytes, ready.values())), self._header_space)
+        self.tensors = {key: tensor for key, tensor in self.tensors.items() if key not in ready}
         self.held_bytes -= part.held_bytes
         return part
 
-    def _room_needed(self) -> int:
-        """For the header, if the rest of the shard is like what is here; not much of the shard, if that is little."""
-        grows = min(self._shard_bytes / max(1, self._kept_bytes), _TENSORS / self._count)
-        guess = min(int(1.25 * grows * self._header_bytes), self._shard_bytes // 64)
-        pages = -(-(8 + max(_ROOM_BYTES, self._header_bytes, guess)) // 4096)
+    def _estimate_header_space(self) -> int:
+        """Estimate the header's size if the rest of the shard is similar, up to a 64th of the shard."""
+        growth = min(self._shard_bytes / max(1, self._kept_bytes), _MAX_TENSORS / self._count)
+        estimate = min(int(1.25 * growth * self._header_bytes), self._shard_bytes // 64)
+        pages = -(-(8 + max(_HEADER_SPACE, self._header_bytes, estimate)) // 4096)
         return 4096 * pages - 8
 
 
 class ShardWriter:
     """Writes batches to a folder, each as a shard and then a line of the index.
 
-    The lines of a run are held back until it has ended, so that a process that is killed leaves whole runs.
+    The lines of a run are deferred until it has ended, so that a killed process leaves complete runs.
 
     Args:
-        totals: What is there already; kept up with what is written.
-        sync: Have each reach the disk before the next is begun.
+        totals: The totals of the recording, which are updated as batches are written.
+        sync: Flush each shard to the disk before the next.
     """
 
     def __init__(self, folder: Path, totals: IndexTotals, *, sync: bool) -> None:
@@ -155,32 +155,32 @@ class ShardWriter:
         self._totals = totals
         self._sync = sync
         self._shard: OpenShard | None = None
-        self._held_back: list[IndexLine] = []
+        self._deferred: list[IndexLine] = []
         self._index = open_own(folder / INDEX, os.O_WRONLY | os.O_APPEND)
 
-    def write(self, item: ShardPart | Batch, begun: Callable[[], None] = lambda: None) -> None:
-        """Write a part, or the rest of a batch; `begun` is called when all that a part needs is left to the system."""
+    def write(self, item: ShardPart | Batch, on_io: Callable[[], None] = lambda: None) -> None:
+        """Write a part, or the rest of a batch; `on_io` is called right before the system call that writes it."""
         try:
             if isinstance(item, ShardPart):
                 if self._shard is None:
-                    self._shard = OpenShard(self._folder / self._file, item.room)
-                self._shard.write(item.tensors, begun)
+                    self._shard = OpenShard(self._folder / self._file, item.header_space)
+                self._shard.write(item.tensors, on_io)
             else:
-                self._complete(item, begun)
+                self._complete(item, on_io)
         except Exception:
             self._discard()
             raise
 
     @property
     def _file(self) -> str:
-        # A file of this name that is there was not yet in the index when its writer was killed.
-        held_back = sum(line.file is not None for line in self._held_back)
-        return f"shard-{self._totals.shards + held_back:05d}.safetensors"
+        # An existing file of this name was not yet in the index when its writer was killed.
+        deferred = sum(line.file is not None for line in self._deferred)
+        return f"shard-{self._totals.shards + deferred:05d}.safetensors"
 
-    def _complete(self, batch: Batch, begun: Callable[[], None]) -> None:
+    def _complete(self, batch: Batch, on_io: Callable[[], None]) -> None:
         line = IndexLine(None, 0, batch.full, batch.pieces, batch.ends_run)
         if self._shard is not None:
-            self._shard.write(batch.tensors, begun)
+            self._shard.write(batch.tensors, on_io)
             line.file = self._file
             line.file_bytes, sums = self._shard.finish(sync=self._sync)
             line.add_sums(sums)
@@ -189,16 +189,15 @@ class ShardWriter:
             line.file = self._file
             line.file_bytes, sums = write_shard(self._folder / line.file, batch.tensors, sync=self._sync)
             line.add_sums(sums)
-        self._held_back.append(line)
+        self._deferred.append(line)
         if line.ends_run:
-            self._release()
+            self._write_deferred()
 
-    def _release(self) -> None:
-        """Add the lines that were held back to the index."""
-        append_lines(self._index, self._held_back, sync=self._sync)
-        for line in self._held_back:
+    def _write_deferred(self) -> None:
+        append_lines(self._index, self._deferred, sync=self._sync)
+        for line in self._deferred:
             self._totals.add(line)
-        self._held_back = []
+        self._deferred = []
 
     def _discard(self) -> None:
         if self._shard is not None:

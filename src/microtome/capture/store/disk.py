@@ -1,4 +1,4 @@
-"""Tensors written to a folder as they come."""
+"""Write tensors to a folder while they are recorded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from microtome.capture.store.batch import Batch, ShardPart, ShardWriter, can_go_alone
-from microtome.capture.store.checks import check_limits, cost, in_order, is_lent
-from microtome.capture.store.folder import begin, claim, refusal
+from microtome.capture.store.batch import Batch, ShardPart, ShardWriter, can_be_own_part
+from microtome.capture.store.checks import check_limits, memory_bytes, must_copy, to_contiguous
+from microtome.capture.store.folder import claim, open_recording, record_error
 from microtome.capture.store.index import tensor_key
+from microtome.capture.store.series import unknown_name_error
 from microtome.capture.store.stats import Histogram, Stats
 from microtome.capture.store.writer import Writer
-from microtome.errors import BadFile, BadQuery, NoMatch, said
+from microtome.errors import BadFile, BadQuery, said
 from microtome.files.tensors import CODES
 from microtome.units import size
 
@@ -25,23 +26,28 @@ MIB = 2**20
 
 
 class DiskStore:
-    """Writes tensors to safetensors shards in a folder, from a thread of its own.
+    """Writes tensors to safetensors shards in a folder, from a background thread.
 
-    What the index names is whole, and of whole runs: a process that is killed loses at most the run that it was in, the
-    shard being written and what was queued.
+    The index names complete shards of complete runs: a killed process loses at most the open run, the shard being
+    written and the queue.
 
     Args:
-        folder: Made where it is not there.
-        manifest: What the recording is of; JSON. `model` and `selectors` must be the same to append to it.
-        append: Go on with the recording in the folder, if there is one. One that reached its limit takes nothing more
-            but statistics.
-        limit_bytes: The most bytes of tensors to write. Once the next does not fit, tensors only count in the
+        folder: Created if it does not exist.
+        manifest: A JSON description of the recording. `model` and `selectors` must be equal to append to it.
+        append: Continue the recording in the folder, if there is one. One that reached its limit accepts statistics
+            only.
+        limit_bytes: The maximum bytes of tensors to write. Once the next does not fit, tensors count only in the
             statistics and in `dropped`.
         keep: "all", or "stats" to write no tensors.
-        histogram: `(bins, low, high)`, where one is wanted of each name.
-        shard_bytes: About how large a shard is.
-        queue_bytes: The most that waits to be written; `add` waits when there is more. A larger tensor waits alone.
-        sync: Have each shard reach the disk before the next, so that a power cut loses no more than a kill does.
+        histogram: `(bins, low, high)`, for a histogram of each name.
+        shard_bytes: The approximate size of a shard.
+        queue_bytes: The maximum bytes that wait to be written; `add` blocks above it. A larger tensor waits alone.
+        sync: Flush each shard to the disk before the next, so that a power failure loses no more than a kill.
+
+    Attributes:
+        count: The number of tensors added, written or not.
+        dropped: The number of tensors not written because of the limit.
+        nbytes: The bytes of the tensors written or waiting to be.
     """
 
     def __init__(
@@ -58,147 +64,145 @@ class DiskStore:
     ) -> None:
         check_limits(keep, limit_bytes=limit_bytes, shard_bytes=shard_bytes, queue_bytes=queue_bytes)
         self.folder = Path(folder)
-        self._no_stats = Stats(histogram=None if histogram is None else Histogram(*histogram))
+        self._empty_stats = Stats(histogram=None if histogram is None else Histogram(*histogram))
         self._keep, self._limit_bytes, self._queue_bytes = keep, limit_bytes, queue_bytes
-        self._shard_bytes = min(shard_bytes, (queue_bytes + 1) // 2)  # else nothing is written while it fills
+        self._shard_bytes = min(shard_bytes, (queue_bytes + 1) // 2)  # else nothing would be written while it fills
         self._lock = threading.RLock()
         self._file_lock = claim(self.folder)
         try:
-            self._totals = begin(self.folder, manifest, self._no_stats, append=append, keep=keep, sync=sync)
-            shelf = ShardWriter(self.folder, self._totals, sync=sync)
+            self._totals = open_recording(self.folder, manifest, self._empty_stats, append=append, keep=keep, sync=sync)
+            self._shard_writer = ShardWriter(self.folder, self._totals, sync=sync)
         except BaseException as error:
             self._file_lock.release()
             if isinstance(error, OSError):
-                raise refusal(self.folder, error) from error
+                raise record_error(self.folder, error) from error
             raise
-        self._kept = dict(self._totals.kept)
-        self._count, self._dropped, self._nbytes = self._totals.count, self._totals.dropped, self._totals.nbytes
+        self._counts = dict(self._totals.kept)  # of written tensors, by name
+        self.count, self.dropped, self.nbytes = self._totals.count, self._totals.dropped, self._totals.nbytes
         self._names = dict.fromkeys(self._totals.stats)
-        self._shelf = shelf
-        self._writer: Writer[ShardPart | Batch] = Writer(shelf.write)
+        self._writer: Writer[ShardPart | Batch] = Writer(self._shard_writer.write)
         self._batch = Batch(self._shard_bytes)
-        self._full = self._closed = self._told = False
-        self._runs_open = 0
-        self._was_cut = False
+        self._full = self._closed = self._is_error_raised = False
+        self._open_runs = 0
+        self._run_spans_batches = False
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def add(self, name: str, tensor: Tensor, *, borrowed: bool = False, run: int | None = None) -> None:
-        """Take a tensor; waits while the queue is full.
+        """Add a tensor; blocks while the queue is full.
 
         Args:
-            borrowed: The tensor is somebody else's, who may write to it when this has returned; else it belongs to the
-                store from now on. A large one is not copied: this waits until it is written, and takes the statistics
-                meanwhile.
-            run: The number of the run that it is of.
+            borrowed: The caller may write to the tensor after this returns; otherwise it belongs to the store. A large
+                one is not copied: this waits until it is written, and computes the statistics meanwhile.
+            run: The number of the run that made it.
         """
         with self._lock:
             self._check_open()
             if self._keep == "all":
                 self._check_dtype(name, tensor)
-                ordered = in_order(tensor).cpu()
-                lent = is_lent(ordered, tensor, borrowed=borrowed)
-                self._full |= self._limit_bytes is not None and self._nbytes + ordered.nbytes > self._limit_bytes
+                contiguous = to_contiguous(tensor).cpu()
+                borrowed = must_copy(contiguous, tensor, borrowed=borrowed)
+                self._full |= self._limit_bytes is not None and self.nbytes + contiguous.nbytes > self._limit_bytes
             if self._keep == "all" and not self._full:
-                self._write(name, ordered, run, lent=lent)
+                self._write(name, contiguous, run, borrowed=borrowed)
             else:
-                self._count_in(name, tensor)
-            if self._batch.is_complete and (not self._runs_open or self._batch.is_overdue):
-                self._cut()
+                self._count(name, tensor)
+            if self._batch.is_complete and (not self._open_runs or self._batch.is_overdue):
+                self._submit_batch()
 
     @property
     def next_run(self) -> int:
-        """The number of the first run of this recorder: those of runs that are there already are smaller."""
+        """The number of the first run of this recorder, above those of runs in the folder."""
         return self._totals.next_run
 
     def begin_run(self) -> None:
-        """Hold back from the index what is added until the run ends."""
+        """Defer the index lines of added tensors until the run ends."""
         with self._lock:
-            self._runs_open += 1
+            self._open_runs += 1
 
     def end_run(self) -> None:
-        """Let the index name what was added since the run began."""
+        """Write the index lines of tensors added since the run began."""
         with self._lock:
-            self._runs_open -= 1
-            if not self._runs_open and not self._closed and (self._was_cut or self._batch.is_complete):
-                self._cut()
+            self._open_runs -= 1
+            if not self._open_runs and not self._closed and (self._run_spans_batches or self._batch.is_complete):
+                self._submit_batch()
 
-    def _write(self, name: str, tensor: Tensor, run: int | None, *, lent: bool) -> None:
-        """Have a tensor written and count it; when this has returned, one that is lent is no longer needed."""
-        if lent and not can_go_alone(tensor):
-            tensor, lent = tensor.clone(), False
-        number = self._kept.get(name, 0)
-        if not self._batch.has_room(tensor_key(name, number), tensor):
-            self._cut()
-        self._make_room(tensor)
-        if lent:
-            self._writer.drain()  # what takes long comes first, so that an interrupt finds nothing half done
-        self._batch.keep(name, number, tensor, self._no_stats, run)
-        self._kept[name] = number + 1
-        self._nbytes += tensor.nbytes
-        if lent:
-            part = self._batch.take_part()
-            assert part is not None, "it can go alone"
-            self._writer.put_here(part, partial(self._count_in, name, tensor))
+    def _write(self, name: str, tensor: Tensor, run: int | None, *, borrowed: bool) -> None:
+        """Submit a tensor for writing and count it; a borrowed one is not used after this returns."""
+        if borrowed and not can_be_own_part(tensor):
+            tensor, borrowed = tensor.clone(), False
+        number = self._counts.get(name, 0)
+        if not self._batch.fits_header(tensor_key(name, number), tensor):
+            self._submit_batch()
+        self._wait_for_space(tensor)
+        if borrowed:
+            self._writer.drain()  # first, so that an interrupt while waiting leaves nothing half done
+        self._batch.add(name, number, tensor, self._empty_stats, run)
+        self._counts[name] = number + 1
+        self.nbytes += tensor.nbytes
+        if borrowed:
+            part = self._batch.pop_part()
+            assert part is not None, "it can be a part of its own"
+            self._writer.put_here(part, partial(self._count, name, tensor))
             self._check_failed()
         else:
-            self._count_in(name, tensor)
-            if self._batch.has_part and (part := self._batch.take_part()) is not None:
+            self._count(name, tensor)
+            if self._batch.has_part and (part := self._batch.pop_part()) is not None:
                 self._writer.put(part)
 
-    def _count_in(self, name: str, tensor: Tensor) -> None:
-        self._batch.count(name, tensor, self._no_stats, dropped=self._full)
+    def _count(self, name: str, tensor: Tensor) -> None:
+        self._batch.count(name, tensor, self._empty_stats, dropped=self._full)
         self._names[name] = None
-        self._count += 1
-        self._dropped += self._full
+        self.count += 1
+        self.dropped += self._full
 
     def _check_dtype(self, name: str, tensor: Tensor) -> None:
         if tensor.dtype not in CODES:
             raise BadQuery(
-                f"a tensor of {name!r} is of {tensor.dtype}, which safetensors files cannot hold; "
+                f"a tensor of {name!r} has dtype {tensor.dtype}, which safetensors files do not support; "
                 f"convert it, for instance with `reduce`"
             )
 
-    def _make_room(self, tensor: Tensor) -> None:
-        need = cost(tensor)
-        if self.queued_bytes + need > self._queue_bytes:
-            if self._batch.held_bytes + need > self._queue_bytes:
-                self._cut()
-            self._writer.wait_until(max(0, self._queue_bytes - need - self._batch.held_bytes))
+    def _wait_for_space(self, tensor: Tensor) -> None:
+        needed = memory_bytes(tensor)
+        if self.queued_bytes + needed > self._queue_bytes:
+            if self._batch.held_bytes + needed > self._queue_bytes:
+                self._submit_batch()
+            self._writer.wait_until(max(0, self._queue_bytes - needed - self._batch.held_bytes))
             self._check_failed()
 
-    def _cut(self) -> None:
-        """Hand what was added since the last time to the thread."""
-        if self._batch.pieces or self._was_cut:
+    def _submit_batch(self) -> None:
+        """Queue the batch for the thread, and begin another."""
+        if self._batch.pieces or self._run_spans_batches:
             self._batch.full = self._full
-            self._batch.ends_run = not self._runs_open
-            self._was_cut = not self._batch.ends_run
+            self._batch.ends_run = not self._open_runs
+            self._run_spans_batches = not self._batch.ends_run
             batch, self._batch = self._batch, Batch(self._shard_bytes)
             self._writer.put(batch)
 
     def flush(self) -> None:
-        """Wait until everything that was added is written."""
+        """Wait until all added tensors are written."""
         with self._lock:
             self._check_open()
-            self._cut()
+            self._submit_batch()
             self._writer.drain()
             self._check_failed()
 
     def close(self) -> None:
-        """Write the rest and let go of the folder; a second time it does nothing."""
+        """Write the rest and unlock the folder; a no-op if closed already."""
         with self._lock:
             forked = not self._writer.alive and self._writer.error is None
-            if self._closed or forked:  # the folder is the other process's
+            if self._closed or forked:  # the folder belongs to the parent process
                 return
-            self._runs_open = 0  # what a run gave before it was abandoned is kept
-            self._cut()
+            self._open_runs = 0  # tensors of an abandoned run are kept
+            self._submit_batch()
             self._closed = True
             try:
                 self._writer.stop()
-            finally:  # also when it is interrupted
-                self._shelf.close()
+            finally:  # even if interrupted
+                self._shard_writer.close()
                 self._file_lock.release()
-            if not self._told:
+            if not self._is_error_raised:
                 self._check_failed()
 
     def __enter__(self) -> Self:
@@ -209,7 +213,7 @@ class DiskStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise BadQuery(f"the recording to {str(self.folder)!r} was closed; append=True goes on with it")
+            raise BadQuery(f"the recording to {str(self.folder)!r} was closed; append=True continues it")
         self._check_failed()
         if not self._writer.alive:
             raise BadQuery(f"the recording to {str(self.folder)!r} was begun in another process: add to it there")
@@ -217,14 +221,14 @@ class DiskStore:
     def _check_failed(self) -> None:
         error = self._writer.error
         if error is not None:
-            self._told = True
+            self._is_error_raised = True
             cause = (error.strerror if isinstance(error, OSError) else None) or said(error)
             raise BadFile(
                 f"cannot write to the recording {str(self.folder)!r}: {cause}; {self.written} records "
                 f"({size(self._totals.nbytes)}) are safely written and can be read, later ones are lost"
             ) from error
 
-    # -- how it stands -------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:
@@ -232,43 +236,26 @@ class DiskStore:
             return list(self._names)
 
     def stats(self, name: str) -> Stats:
-        """Of all elements of all tensors of the name, also from before it was appended to; waits as `flush` does.
+        """Return statistics of all tensors of a name, including those in the folder before; waits as `flush` does.
 
-        Where writing has failed, of those that are safely written.
+        If writing has failed, those of the tensors that are safely written.
         """
         with self._lock:
             if name not in self.names:
-                raise NoMatch(
-                    f"nothing was recorded as {name!r}; there is {', '.join(map(repr, self.names)) or 'nothing'}"
-                )
+                raise unknown_name_error(name, self.names)
             if not self._closed:
-                self._cut()
+                self._submit_batch()
                 self._writer.drain()
-            result = self._no_stats.new()
+            result = self._empty_stats.new()
             result.merge(self._totals.stats.get(name, result))
             return result
 
     @property
-    def count(self) -> int:
-        """How many tensors were given, kept or not."""
-        return self._count
-
-    @property
-    def dropped(self) -> int:
-        """How many of them were not kept because of the limit."""
-        return self._dropped
-
-    @property
-    def nbytes(self) -> int:
-        """Of the tensors kept, written or not yet."""
-        return self._nbytes
-
-    @property
     def written(self) -> int:
-        """How many tensors the index names."""
+        """The number of tensors in the index."""
         return self._totals.written
 
     @property
     def queued_bytes(self) -> int:
-        """What waits to be written."""
+        """The memory of tensors that wait to be written."""
         return self._batch.held_bytes + self._writer.pending_bytes

@@ -1,4 +1,4 @@
-"""The manifest of a recording, and its index: a line of JSON for each shard, with its checksum at the end."""
+"""The manifest of a recording, and its index: a line of JSON for each shard, which ends with its checksum."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ INDEX = "index.jsonl"
 KIND = "recording"
 SCHEMA = 2
 
-#: The version without checksums, which is still read and appended to.
+#: The version without checksums, which can still be read and appended to.
 _UNCHECKED = 1
 
-#: The longest line that is read: of more bytes, the objects in it would take too much memory.
+#: The maximum length of a line: the objects of a longer one would take too much memory.
 _LINE_BYTES = JSON_LIMIT // 8
 
 _SUM, _SUM_END = b',"sum":"', b'"}'
@@ -39,17 +39,17 @@ _SUM_BYTES = len(_SUM) + 16 + len(_SUM_END)
 
 @dataclass
 class SeriesEntry:
-    """What one line says of one name.
+    """The entry of one name in a line.
 
     Attributes:
-        stats: Of the tensors given since the line before, kept or not.
-        given: How many these were.
-        dropped: How many of them were not kept because of the limit.
-        first: The number among its name's of the first tensor in the shard.
-        shapes: Of the tensors in the shard.
-        dtypes: Theirs, as safetensors calls them.
-        sums: Their checksums; empty where the recording was made without.
-        runs: The numbers of the runs they are of; empty where the recording was made without.
+        stats: Statistics of the tensors added since the line before, written or not.
+        given: The number of these tensors.
+        dropped: The number of them not written because of the limit.
+        first: The number of the first tensor in the shard among those of its name.
+        shapes: The shapes of the tensors in the shard.
+        dtypes: Their dtypes, as in safetensors.
+        sums: Their checksums; empty in a recording without.
+        runs: The numbers of the runs that made them; empty in a recording without.
     """
 
     stats: Stats
@@ -69,15 +69,15 @@ class SeriesEntry:
 
 @dataclass
 class IndexLine:
-    """A line of the index: a shard, or, with no file, only what was counted.
+    """A line of the index: a shard, or counts only if there is no file.
 
     Attributes:
-        file: The shard's name in the folder.
-        file_bytes: How long it is.
+        file: The name of the shard in the folder.
+        file_bytes: Its length.
         full: Whether the limit had been reached.
-        pieces: By name.
-        ends_run: False: the shard ends inside a run of the model, and the next line goes on with the run.
-        header_sum: The checksum of the shard's header; None where the recording was made without.
+        pieces: The entries, by name.
+        ends_run: False if the shard ends inside a run of the model, which the next line continues.
+        header_sum: The checksum of the shard's header; None in a recording without.
     """
 
     file: str | None
@@ -100,7 +100,7 @@ class IndexLine:
 
     @classmethod
     def parse(cls, text: bytes, *, checked: bool = True) -> IndexLine:
-        """Read a line.
+        """Parse a line.
 
         Args:
             checked: Whether it must have a checksum.
@@ -118,27 +118,27 @@ class IndexLine:
 
     def _check(self) -> None:
         if self.file is not None and not re.fullmatch(r"shard-[0-9]{5,}\.safetensors", self.file):
-            raise ValueError(f"its shard is not in the folder: {self.file!r:.80}")
+            raise ValueError(f"expected the name of a shard in the folder, got {self.file!r:.80}")
         for name, piece in self.pieces.items():
             numbers = [self.file_bytes, piece.given, piece.dropped, piece.first, piece.stats.count]
             if not all(0 <= number < 2**62 for number in chain(numbers, *piece.shapes)):
-                raise ValueError(f"a count or a size of {name!r:.80} below 0 or beyond any memory")
+                raise ValueError(f"expected counts and sizes of {name!r:.80} from 0 to 2**62")
             if piece.stats.squares < 0:
-                raise ValueError(f"expected squares of {name!r:.80} from 0 on, got {piece.stats.squares}")
+                raise ValueError(f"expected squares of {name!r:.80} of at least 0, got {piece.stats.squares}")
             if not set(piece.dtypes) <= DTYPES.keys() or len(piece.shapes) != len(piece.dtypes):
-                raise ValueError("a tensor of no dtype that is known")
+                raise ValueError(f"expected a known dtype for each tensor of {name!r:.80}")
             if piece.sums and len(piece.sums) != len(piece.shapes):
-                raise ValueError("a tensor without a checksum")
+                raise ValueError(f"expected {len(piece.shapes)} checksums, got {len(piece.sums)}")
             if piece.runs and len(piece.runs) != len(piece.shapes):
                 raise ValueError(f"expected {len(piece.shapes)} numbers of runs, got {len(piece.runs)}")
             if piece.shapes and self.file is None:
-                raise ValueError("a tensor in no shard")
-        if (need := sum(piece.nbytes for piece in self.pieces.values())) > self.file_bytes:
-            raise ValueError(f"tensors of {need} bytes in a shard of {self.file_bytes}")
+                raise ValueError(f"expected a shard for the tensors of {name!r:.80}, got none")
+        if (needed := sum(piece.nbytes for piece in self.pieces.values())) > self.file_bytes:
+            raise ValueError(f"expected a shard of at least {needed} bytes, got {self.file_bytes}")
 
 
 def tensor_key(name: str, number: int) -> str:
-    """The key of a tensor in its shard."""
+    """Return the key of a tensor in its shard."""
     return f"{name}:{number}"
 
 
@@ -147,7 +147,7 @@ def _has_sum(text: bytes) -> bool:
 
 
 def _verified(text: bytes) -> bytes:
-    """The line without its checksum, which must be that of the rest."""
+    """Verify the checksum of a line, and return the line without it."""
     if not _has_sum(text):
         raise ValueError("expected a checksum at its end")
     body, found = text[:-_SUM_BYTES] + b"}", text[-_SUM_BYTES + len(_SUM) : -len(_SUM_END)].decode(errors="replace")
@@ -158,16 +158,16 @@ def _verified(text: bytes) -> bytes:
 
 @dataclass
 class IndexTotals:
-    """What the lines read or written so far add up to.
+    """The totals of all lines read or written so far.
 
     Attributes:
-        count: How many tensors were given.
-        written: How many of them are in shards.
-        dropped: How many were not kept because of the limit.
-        nbytes: Of those in shards.
-        shards: How many shards there are.
-        kept: How many tensors of each name are in shards.
-        next_run: The number after the largest of a run.
+        count: The number of tensors added.
+        written: The number of them in shards.
+        dropped: The number not written because of the limit.
+        nbytes: The bytes of those in shards.
+        shards: The number of shards.
+        kept: The number of tensors in shards, by name.
+        next_run: One above the largest number of a run.
     """
 
     count: int = 0
@@ -196,9 +196,9 @@ class IndexTotals:
 
 
 def read_index(folder: Path, *, checked: bool) -> tuple[list[IndexLine], int]:
-    """Read the lines of all runs that were recorded whole, and where the last of these lines ends.
+    """Read the lines of all complete runs; return them and the offset at which the last of them ends.
 
-    A process that was killed may have left the beginning of a line after it, or lines of a run without its last.
+    A killed process may have left an incomplete line after them, or lines of an incomplete run.
 
     Args:
         checked: Whether every line must have a checksum.
@@ -212,7 +212,7 @@ def read_index(folder: Path, *, checked: bool) -> tuple[list[IndexLine], int]:
         while (text := stream.readline(_LINE_BYTES)).endswith(b"\n"):
             lines.append(_parse(file, len(lines) + 1, text[:-1], checked=checked))
             ends.append(ends[-1] + len(text))
-    if text and _is_line(text[:-1]):  # a whole line whose newline is another character
+    if text and _is_line(text[:-1]):  # a complete line with another character in place of the newline
         raise _damaged(file, len(lines) + 1, "expected a newline at its end")
     if len(text) == _LINE_BYTES:
         raise _damaged(file, len(lines) + 1, f"expected less than {_LINE_BYTES} bytes")
@@ -240,13 +240,13 @@ def _is_line(text: bytes) -> bool:
 
 def _damaged(file: Path, number: int, why: str) -> BadFile:
     return BadFile(
-        f"line {number} of {str(file)!r} is not one of a recording's index: {why}; restore the file from a copy, or "
+        f"line {number} of {str(file)!r} is not a valid line of an index: {why}; restore the file from a copy, or "
         f"remove the line, and with it the tensors of one shard, to read the rest"
     )
 
 
 def append_lines(descriptor: int, lines: Sequence[IndexLine], *, sync: bool) -> None:
-    """Add lines at the end; on an error the index is as before."""
+    """Append lines to the index; on an error it is unchanged."""
     end = os.fstat(descriptor).st_size
     try:
         write_all(descriptor, [b"".join(line.text() for line in lines)])
@@ -262,7 +262,7 @@ class Manifest:
     """The manifest of a recording.
 
     Attributes:
-        content: What the recorder says of the recording.
+        content: The description of the recording.
         checked: Whether every line of its index has a checksum.
     """
 
@@ -285,8 +285,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise BadFile(f"{str(folder)!r} holds no recording: its {MANIFEST} is of something else")
     if data.get("schema") not in (SCHEMA, _UNCHECKED):
         raise BadFile(
-            f"{str(file)!r} is of version {data.get('schema')!r} of a recording; "
-            f"this one reads {_UNCHECKED} to {SCHEMA}"
+            f"{str(file)!r}: expected version {_UNCHECKED} to {SCHEMA} of a recording, got {data.get('schema')!r}"
         )
     checked = data["schema"] != _UNCHECKED
     if checked and data.get("sum") != (expected := _manifest_sum(data["manifest"])):

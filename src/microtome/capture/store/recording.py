@@ -1,4 +1,4 @@
-"""Reading a recording."""
+"""Read a recording."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from microtome.units import size
 
 
 class Recording:
-    """The tensors that a recorder wrote to a folder, by name, each read when it is asked for.
+    """The tensors that a recorder wrote to a folder, by name, each read on access.
 
-    It holds what had been written when it was opened; a recorder may go on writing meanwhile.
+    It is a snapshot of the folder when it was opened; a recorder may continue to write.
 
     Attributes:
-        manifest: What the recorder said of itself: the model, the selectors, versions.
+        manifest: The description of the recording: the model, the selectors, versions.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], lines: list[IndexLine]) -> None:
@@ -36,65 +36,65 @@ class Recording:
         files = [(line.file, line) for line in lines if line.file is not None]
         sums = {file: line.header_sum for file, line in files if line.header_sum is not None}
         self._shards = Shards(folder, {file: line.file_bytes for file, line in files}, sums)
-        self._held: dict[str, list[OnDisk]] = {}
+        self._tensors: dict[str, list[OnDisk]] = {}
         for line in lines:
             self._totals.add(line)
-            self._hold(line)
-        self._there = Addresses(self._held, manifest.get("other_names"))
+            self._add(line)
+        self._addresses = Addresses(self._tensors, manifest.get("other_names"))
 
-    def _hold(self, line: IndexLine) -> None:
+    def _add(self, line: IndexLine) -> None:
         for name, piece in line.pieces.items():
-            held = self._held.setdefault(name, [])
+            tensors = self._tensors.setdefault(name, [])
             for at, (shape, code) in enumerate(zip(piece.shapes, piece.dtypes, strict=True)):
                 assert line.file is not None
                 key = tensor_key(name, piece.first + at)
                 checksum = piece.sums[at] if piece.sums else None
                 run = piece.runs[at] if piece.runs else None
-                held.append(OnDisk(self._shards, line.file, key, tuple(shape), DTYPES[code], checksum, run))
+                tensors.append(OnDisk(self._shards, line.file, key, tuple(shape), DTYPES[code], checksum, run))
 
     @property
     def names(self) -> list[str]:
-        return self._there.spelled
+        return self._addresses.spelled
 
     @property
     def count(self) -> int:
-        """How many tensors the recorder was given, kept or not."""
+        """The number of recorded tensors, written or not."""
         return self._totals.count
 
     @property
     def dropped(self) -> int:
-        """How many of them it did not keep because of its limit."""
+        """The number of tensors not written because of the limit."""
         return self._totals.dropped
 
     @property
     def full(self) -> bool:
-        """Whether it reached its limit, so that tensors were counted and not kept."""
+        """Whether the limit was reached, so that tensors were counted and not written."""
         return self._totals.full
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors that are here."""
+        """The bytes of all written tensors."""
         return self._totals.nbytes
 
     def stats(self, name: str) -> Stats:
-        """Of all elements of all tensors of the name, also those that were not kept."""
-        return self._totals.stats[self._one(name)]
+        """Return statistics of all tensors of a name, including those that were not written."""
+        return self._totals.stats[self._resolve(name)]
 
     def __getitem__(self, name: str) -> Series:
-        address = self._one(name)
-        return Series(address, self._held[address])
+        address = self._resolve(name)
+        return Series(address, self._tensors[address])
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._tensors)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and bool(self._there.find(name))
+        return isinstance(name, str) and bool(self._addresses.find(name))
 
     def close(self) -> None:
-        """Close the files; tensors that were read stay."""
+        """Prevent further reads; tensors that were read stay valid."""
         self._shards.close()
 
     def __enter__(self) -> Self:
@@ -104,7 +104,6 @@ class Recording:
         self.close()
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
         html: str = render("notebook.recording", self)
         return html
 
@@ -112,9 +111,9 @@ class Recording:
         tensors, dropped = self._totals.written, f", {self.dropped} dropped" if self.dropped else ""
         return f"<Recording {str(self.folder)!r}: {len(self)} names, {tensors} tensors, {size(self.nbytes)}{dropped}>"
 
-    def _one(self, name: str) -> str:
-        """The name that a tensor has in the files."""
-        address = self._there.one(name)
+    def _resolve(self, name: str) -> str:
+        """Return the name in the files that a name means."""
+        address = self._addresses.one(name)
         if address is None:
             near = difflib.get_close_matches(name, self.names, 5, 0.4) or self.names[:5]
             raise NoMatch(
@@ -125,10 +124,10 @@ class Recording:
 
 
 def open_folder(path: str | PathLike[str]) -> Recording:
-    """Open what a recorder wrote, or is still writing, to a folder."""
+    """Open a recording, which may still be written to."""
     folder = Path(path)
     if not folder.is_dir():
-        raise BadFile(f"{str(folder)!r} holds no recording: it is no folder")
+        raise BadFile(f"{str(folder)!r} holds no recording: it is not a folder")
     manifest = read_manifest(folder)
     lines, _ = read_index(folder, checked=manifest.checked)
     with damage(f"the recording in {str(folder)!r}"):

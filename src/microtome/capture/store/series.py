@@ -1,4 +1,4 @@
-"""The tensors of one name, in the order they were made."""
+"""The recorded tensors of one name, in order."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, Protocol, overload
 import torch
 from torch import Tensor
 
-from microtome.errors import BadQuery
+from microtome.errors import BadQuery, NoMatch
 from microtome.results.rendering import render
 from microtome.units import shape as shape_text
 from microtome.units import size
 
 
 class StoredTensor(Protocol):
-    """A tensor that is somewhere: what is known of it without reading it, and the way to read it."""
+    """A stored tensor: its properties, and a method that loads it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -30,8 +30,6 @@ class StoredTensor(Protocol):
 
 
 class InMemory(NamedTuple):
-    """A tensor that is here."""
-
     tensor: Tensor
     run: int | None = None
 
@@ -52,19 +50,19 @@ class InMemory(NamedTuple):
 
 
 class Series(Sequence[Tensor]):
-    """The tensors of one name, each read when it is asked for.
+    """The tensors of one name, each loaded on access.
 
     >>> series = Series("fc", [InMemory(torch.zeros(2, 3)), InMemory(torch.ones(1, 3))])
     >>> len(series), series.shapes, series.cat().shape
     (2, [(2, 3), (1, 3)], torch.Size([3, 3]))
     """
 
-    def __init__(self, name: str, held: Sequence[StoredTensor]) -> None:
+    def __init__(self, name: str, tensors: Sequence[StoredTensor]) -> None:
         self.name = name
-        self._held = held
+        self._tensors = tensors
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._tensors)
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
@@ -72,38 +70,38 @@ class Series(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> Series: ...
     def __getitem__(self, index: int | slice) -> Tensor | Series:
         if isinstance(index, slice):
-            return Series(self.name, self._held[index])
-        return self._held[index].load()
+            return Series(self.name, self._tensors[index])
+        return self._tensors[index].load()
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (held.load() for held in self._held)
+        return (tensor.load() for tensor in self._tensors)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        return [held.shape for held in self._held]
+        return [tensor.shape for tensor in self._tensors]
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        return [held.dtype for held in self._held]
+        return [tensor.dtype for tensor in self._tensors]
 
     @property
     def runs(self) -> list[int | None]:
-        """The number of the run that each is of; None where a recording was made without.
+        """The number of the run that made each tensor; None in a recording without numbers.
 
-        Tensors of two names are of one run if they have the same number.
+        Tensors of two names belong to one run if they have the same number.
         """
-        return [held.run for held in self._held]
+        return [tensor.run for tensor in self._tensors]
 
     @property
     def nbytes(self) -> int:
-        return sum(held.nbytes for held in self._held)
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     def cat(self, dim: int = 0) -> Tensor:
-        """One tensor, the tensors one after the other along a dimension that they have."""
-        self._check_alike("concatenate")
-        dims = len(self._held[0].shape)
+        """Concatenate the tensors along an existing dimension."""
+        self._check_dtypes_and_dims("concatenate")
+        dims = len(self._tensors[0].shape)
         if not -dims <= dim < dims:
-            hint = "stack() makes a new dimension" if dims == 0 else f"it is {-dims} to {dims - 1}"
+            hint = "stack() adds a dimension" if dims == 0 else f"expected {-dims} to {dims - 1}"
             raise BadQuery(
                 f"cannot concatenate {self._text()} along dimension {dim}: they have {dims} dimensions; {hint}"
             )
@@ -112,21 +110,21 @@ class Series(Sequence[Tensor]):
         return torch.cat(list(self), dim)
 
     def stack(self) -> Tensor:
-        """One tensor with a new first dimension, the tensors one after the other along it."""
-        self._check_alike("stack")
+        """Stack the tensors along a new first dimension."""
+        self._check_dtypes_and_dims("stack")
         self._check_shapes(set(self.shapes), "stack")
         return torch.stack(list(self))
 
     def plot(self, index: int = 0, **options: Any) -> Any:
-        """One of the tensors as a picture that notebooks show; the options are those of `Features.to_png`."""
+        """Return an image of one tensor for display in a notebook; the options are those of `Features.to_png`."""
         return render("activation.plot", self[index], self.name, **options)
 
-    def _check_alike(self, verb: str) -> None:
-        if not self._held:
+    def _check_dtypes_and_dims(self, verb: str) -> None:
+        if not self._tensors:
             raise BadQuery(f"cannot {verb} {self._text()}: there are none")
         dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         if len(dtypes) > 1:
-            raise BadQuery(f"cannot {verb} {self._text()}: they are of {' and '.join(dtypes)}")
+            raise BadQuery(f"cannot {verb} {self._text()}: expected one dtype, got {' and '.join(dtypes)}")
         self._check_shapes({(len(shape),) for shape in self.shapes}, verb)
 
     def _check_shapes(self, kinds: set[tuple[int, ...]], verb: str) -> None:
@@ -135,8 +133,8 @@ class Series(Sequence[Tensor]):
             seen = ", ".join(f"{shape_text(shape)} ({count} times)" for shape, count in counts[:5])
             more = f" and {len(counts) - 5} more shapes" if len(counts) > 5 else ""
             raise BadQuery(
-                f"cannot {verb} {self._text()}: their shapes differ: {seen}{more}; they are kept as they are, "
-                f"so take them one by one or in slices that agree"
+                f"cannot {verb} {self._text()}: their shapes differ: {seen}{more}; use them one by one, or in slices "
+                "of equal shapes"
             )
 
     def _text(self) -> str:
@@ -144,3 +142,8 @@ class Series(Sequence[Tensor]):
 
     def __repr__(self) -> str:
         return f"<Series {self.name!r}: {len(self)} tensors, {size(self.nbytes)}>"
+
+
+def unknown_name_error(name: str, names: Sequence[str]) -> NoMatch:
+    """Return the error for a name that was not recorded."""
+    return NoMatch(f"nothing was recorded as {name!r}; there is {', '.join(map(repr, names)) or 'nothing'}")

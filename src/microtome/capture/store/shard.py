@@ -1,4 +1,8 @@
-"""Shards of a recording: safetensors files with checksums, written whole or part by part, read one tensor at a time."""
+"""Shards of a recording: safetensors files with checksums, written in one or several parts, read tensor by tensor.
+
+They are not written with `safetensors.torch.save_file`, which needs all tensors of a file at once, in memory of their
+own: here parts are written while the model runs, without copies, and a header with reserved space follows at the end.
+"""
 
 from __future__ import annotations
 
@@ -21,64 +25,64 @@ from microtome.files.writing import Partial, write_all, write_whole
 
 
 class ShardSums(NamedTuple):
-    """The checksums of a shard: of the bytes before the values, and of each tensor's values by its key."""
+    """The checksums of a shard: of its header, and of the values of each tensor by key."""
 
     header: str
     tensors: dict[str, str]
 
 
 def write_shard(file: Path, tensors: Mapping[str, Tensor], *, sync: bool) -> tuple[int, ShardSums]:
-    """Write contiguous tensors of the CPU; returns the size of the file and its checksums."""
+    """Write contiguous CPU tensors; return the size of the file and its checksums."""
     header, ordered, end = places(tensors, 0)
     start = head(header, 0)
     write_whole(file, lambda descriptor: write_all(descriptor, [start, *map(bytes_of, ordered)]), sync=sync)
-    return len(start) + end, ShardSums(xxh3_64_hexdigest(start), _sums_of(tensors))
+    return len(start) + end, ShardSums(xxh3_64_hexdigest(start), _checksums(tensors))
 
 
-def _sums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {key: _sum_of(tensor) for key, tensor in tensors.items()}
+def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {key: _checksum(tensor) for key, tensor in tensors.items()}
 
 
-def _sum_of(tensor: Tensor) -> str:
-    resolved = resolve(tensor)  # held while its memory is read
+def _checksum(tensor: Tensor) -> str:
+    resolved = resolve(tensor)  # referenced while its memory is read
     return xxh3_64_hexdigest(bytes_of(resolved) if resolved.nbytes else b"")
 
 
 class OpenShard:
-    """A shard that is written part by part: the values as they come, the header, for which room is left, at the end.
+    """A shard that is written in parts: first the values, at the end the header, for which space is reserved.
 
     Args:
-        room: The bytes that the header may take.
+        header_space: The maximum bytes of the header.
     """
 
-    def __init__(self, file: Path, room: int) -> None:
+    def __init__(self, file: Path, header_space: int) -> None:
         self._file = Partial(file)
-        self._room = room
+        self._header_space = header_space
         self._header: dict[str, Any] = {}
         self._sums: dict[str, str] = {}
         self._end = 0
 
-    def write(self, tensors: Mapping[str, Tensor], begun: Callable[[], None]) -> None:
-        """Write contiguous tensors of the CPU; may be called again with those that it was interrupted at.
+    def write(self, tensors: Mapping[str, Tensor], on_io: Callable[[], None]) -> None:
+        """Write contiguous CPU tensors; may be called again with the same ones if it was interrupted.
 
         Args:
-            tensors: Only the last time may one of them be of a length that is no multiple of 8 bytes.
-            begun: Called when all is left to the system, during which other threads can run.
+            tensors: The bytes of each must be a multiple of 8, except in the last part.
+            on_io: Called right before the system call, during which other threads can run.
         """
         if tensors.keys() <= self._header.keys():
             return
         header, ordered, end = places(tensors, self._end)
-        os.lseek(self._file.descriptor, 8 + self._room + self._end, os.SEEK_SET)
-        values, whole = [*map(bytes_of, ordered)], self._header | header
-        begun()
+        os.lseek(self._file.descriptor, 8 + self._header_space + self._end, os.SEEK_SET)
+        values, complete_header = [*map(bytes_of, ordered)], self._header | header
+        on_io()
         write_all(self._file.descriptor, values)
-        self._sums |= _sums_of(tensors)
-        self._header, self._end = whole, end
+        self._sums |= _checksums(tensors)
+        self._header, self._end = complete_header, end
 
     def finish(self, *, sync: bool) -> tuple[int, ShardSums]:
-        """Write the header and give the file its name; returns its size and its checksums."""
-        start = head(self._header, self._room)
-        assert len(start) == 8 + self._room, "the header is longer than the room that was left for it"
+        """Write the header and rename the file to its name; return its size and checksums."""
+        start = head(self._header, self._header_space)
+        assert len(start) == 8 + self._header_space, "the header is longer than the space reserved for it"
         os.lseek(self._file.descriptor, 0, os.SEEK_SET)
         write_all(self._file.descriptor, [start])
         self._file.finish(sync=sync)
@@ -89,22 +93,21 @@ class OpenShard:
 
 
 def header_bytes(key: str, tensor: Tensor) -> int:
-    """At least what a tensor takes in a header."""
+    """Return an upper bound of the bytes of a tensor's entry in a header."""
     return len(json.dumps(key)) + 20 * tensor.ndim + 128
 
 
 class Shards:
-    """The files of a recording that tensors are read from.
+    """The shards of a recording, for reading tensors.
 
-    Not with `safetensors.safe_open`, which reads the whole header whenever a file is opened: with many shards, and many
-    names that are read one after the other, nothing else would be done.
+    They are not opened with `safetensors.safe_open`, which parses the whole header each time: with many shards, and
+    many names read one after the other, that would take most of the time.
 
-    The checksums of a tensor, and of the header of its file, are verified when they are read.
+    The checksums of tensors and headers are verified when they are read.
 
     Args:
-        folder: Where they are.
-        sizes: How many bytes each has when it is whole.
-        header_sums: The checksum of each one's header, where it is known.
+        sizes: The bytes of each complete file.
+        header_sums: The checksum of each header, if known.
     """
 
     def __init__(self, folder: Path, sizes: Mapping[str, int], header_sums: Mapping[str, str]) -> None:
@@ -115,12 +118,12 @@ class Shards:
         self._lock = threading.Lock()
         self._closed = False
 
-    @torch.inference_mode(False)  # a tensor that is read in it can be used outside of it
+    @torch.inference_mode(False)  # so that a tensor that is loaded in it can be used outside
     def load(self, file: str, key: str, shape: tuple[int, ...], dtype: torch.dtype, expected: str | None) -> Tensor:
         """Read a tensor.
 
         Args:
-            expected: Its checksum, where it is known.
+            expected: Its checksum, if known.
         """
         path = self._folder / file
         if self._closed:
@@ -134,24 +137,24 @@ class Shards:
                 raise ValueError(f"{key!r}: the index says {dtype} {shape}, got {place.dtype} {place.shape}")
             values = read_values(stream, key, place)
             if expected is not None:
-                _check_sum(f"tensor {key!r}", expected, _sum_of(values))
+                _verify(f"tensor {key!r}", expected, _checksum(values))
             return values
 
     def _place(self, file: str, stream: BinaryIO, key: str) -> TensorPlace:
-        """Where in the file a tensor is."""
+        """Return the location of a tensor in its file."""
         with self._lock:
             if file not in self._places:
                 start, found = read_header(stream, self._folder / file)
                 if (expected := self._header_sums.get(file)) is not None:
-                    _check_sum("its header", expected, xxh3_64_hexdigest(start))
+                    _verify("its header", expected, xxh3_64_hexdigest(start))
                 self._places[file] = found
             return self._places[file][key]
 
     def _check_size(self, path: Path, stream: BinaryIO) -> None:
-        there, whole = os.fstat(stream.fileno()).st_size, self._sizes[path.name]
-        if there != whole:
+        found, expected = os.fstat(stream.fileno()).st_size, self._sizes[path.name]
+        if found != expected:
             raise BadFile(
-                f"shard {str(path)!r} is not whole: it has {there} bytes and was written with {whole}; "
+                f"damaged shard {str(path)!r}: expected {expected} bytes, got {found}; "
                 f"the tensors in the other shards can still be read"
             )
 
@@ -161,13 +164,13 @@ class Shards:
             self._places.clear()
 
 
-def _check_sum(what: str, expected: str, found: str) -> None:
+def _verify(part: str, expected: str, found: str) -> None:
     if found != expected:
-        raise ValueError(f"{what}: expected the checksum {expected}, got {found}")
+        raise ValueError(f"{part}: expected the checksum {expected}, got {found}")
 
 
 class OnDisk(NamedTuple):
-    """A tensor in a shard, with its checksum and the number of its run where these are known."""
+    """A tensor in a shard, with its checksum and the number of its run if known."""
 
     shards: Shards
     file: str

@@ -1,4 +1,4 @@
-"""Running statistics of all the elements of many tensors, without the tensors."""
+"""Running statistics and histograms of the elements of many tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from microtome.errors import BadQuery
 
-#: Elements looked at together. On the CPU fewer than torch shares among its threads (32768): waiting for these, while
-#: a thread that writes and the model want the cores too, can take a hundred times as long as the sums.
+#: Elements per chunk. On the CPU fewer than torch parallelizes (32768): waiting for its threads, while a writing thread
+#: and the model use the cores too, can take a hundred times as long as the sums.
 _CPU_ELEMENTS = (1 << 15) - 256
 _GPU_ELEMENTS = 1 << 24
 _QUICK_ELEMENTS = 1 << 13
 
-#: Dtypes whose least and greatest are found faster as they are.
+#: Dtypes whose minimum and maximum are faster without conversion.
 _ORDERED = (torch.float64, torch.float32, torch.int64, torch.int32)
 
 _scratch = threading.local()
@@ -26,12 +26,12 @@ _scratch = threading.local()
 
 @dataclass
 class Histogram:
-    """How many elements fell into each of `bins` equal parts of `low` to `high`, both ends included.
+    """The number of elements in each of `bins` equal bins from `low` to `high`, both ends included.
 
     Attributes:
-        counts: Of each part, lowest first. An element at an inner edge is in the part above it.
-        below: How many were lower than `low`.
-        above: How many were higher than `high`.
+        counts: The count of each bin, lowest first. An element at an inner edge is in the bin above it.
+        below: The number of elements below `low`.
+        above: The number of elements above `high`.
     """
 
     bins: int
@@ -44,7 +44,7 @@ class Histogram:
     def __post_init__(self) -> None:
         if self.bins < 1 or not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
             raise BadQuery(
-                f"a histogram needs at least one bin and finite edges, the low one first; "
+                f"expected a histogram with at least one bin and finite edges, low below high, "
                 f"got bins={self.bins}, low={self.low}, high={self.high}"
             )
         self.counts = self.counts or [0] * self.bins
@@ -56,19 +56,19 @@ class Histogram:
         return [self.low, *inner, self.high]
 
     def new(self) -> Histogram:
-        """One with the same edges and nothing in it."""
+        """Return an empty histogram with the same edges."""
         return Histogram(self.bins, self.low, self.high)
 
     def add(self, values: Tensor) -> None:
         edges = self.edges
-        edges[-1] = math.nextafter(self.high, math.inf)  # `bucketize` leaves out the upper end of the last part
-        places = torch.bucketize(values, torch.tensor(edges, dtype=values.dtype, device=values.device), right=True)
-        below, *counts, above = torch.bincount(places, minlength=self.bins + 2).tolist()
+        edges[-1] = math.nextafter(self.high, math.inf)  # `bucketize` excludes the upper end of the last bin
+        indices = torch.bucketize(values, torch.tensor(edges, dtype=values.dtype, device=values.device), right=True)
+        below, *counts, above = torch.bincount(indices, minlength=self.bins + 2).tolist()
         self._add_counts(counts, below, above)
 
     def merge(self, other: Histogram) -> None:
         if (other.bins, other.low, other.high) != (self.bins, self.low, self.high):
-            raise BadQuery(f"histograms with other edges do not add up: {self._text()} and {other._text()}")
+            raise BadQuery(f"cannot merge histograms: expected {self._text()}, got {other._text()}")
         self._add_counts(other.counts, other.below, other.above)
 
     def _add_counts(self, counts: list[int], below: int, above: int) -> None:
@@ -82,12 +82,13 @@ class Histogram:
 
 @dataclass
 class Stats:
-    """Count, mean, variance, least and greatest of all elements given to `add`.
+    """Count, mean, variance, minimum and maximum of all elements passed to `add`.
 
-    Neither the order of the tensors nor how they are parted changes more than the last digits (Chan's way of merging).
-    Sums are taken and merged in float64; those of 8192 and more elements of float32 are taken in float32, thousands of
-    elements at a time, where that keeps six digits: in two thirds of the time, so that statistics keep up with a disk.
-    NaN and infinities are counted apart and are in none of the other figures. Of complex numbers, the magnitudes count.
+    Neither the order of the tensors nor their partition changes more than the last digits (Chan's parallel algorithm).
+    Sums are computed and merged in float64; those of at least 8192 elements of float32 are computed in float32,
+    thousands of elements at a time, if that preserves six digits: in two thirds of the time, so that statistics keep
+    up with a disk. NaN and infinities are counted separately and excluded otherwise. Complex numbers count by
+    magnitude.
 
     >>> stats = Stats()
     >>> stats.add(torch.tensor([1.0, 2.0])); stats.add(torch.tensor([3, 6])); stats.add(torch.tensor(float("nan")))
@@ -95,10 +96,10 @@ class Stats:
     (4, 3.0, 3.5, 1.0, 6.0, 1)
 
     Attributes:
-        count: The finite elements.
-        nonfinite: The others.
-        mean: None where there is no finite element, as `variance`, `std`, `min` and `max`.
-        histogram: None where none was asked for.
+        count: The number of finite elements.
+        nonfinite: The number of others.
+        mean: None without a finite element, as are `variance`, `std`, `min` and `max`.
+        squares: The sum of the squared deviations from the mean.
     """
 
     count: int = 0
@@ -111,7 +112,7 @@ class Stats:
 
     @property
     def variance(self) -> float | None:
-        """Of the population: the mean of the squared distances from the mean."""
+        """The population variance."""
         return self.squares / self.count if self.count else None
 
     @property
@@ -121,8 +122,8 @@ class Stats:
     @torch.inference_mode()
     def add(self, tensor: Tensor) -> None:
         flat = (tensor.detach().abs() if tensor.is_complex() else tensor.detach()).reshape(-1)
-        most = _CPU_ELEMENTS if flat.device.type == "cpu" else _GPU_ELEMENTS
-        for chunk in (flat,) if flat.numel() <= most else flat.split(most):
+        chunk_size = _CPU_ELEMENTS if flat.device.type == "cpu" else _GPU_ELEMENTS
+        for chunk in (flat,) if flat.numel() <= chunk_size else flat.split(chunk_size):
             self._add_chunk(chunk)
 
     def _add_chunk(self, chunk: Tensor) -> None:
@@ -148,7 +149,7 @@ class Stats:
             self.histogram.add(values)
 
     def merge(self, other: Stats) -> None:
-        """Take in what another has seen."""
+        """Add the elements of other statistics."""
         self.nonfinite += other.nonfinite
         if other.mean is not None and other.min is not None and other.max is not None:
             self._merge(other.count, other.mean, other.squares, other.min, other.max)
@@ -168,11 +169,11 @@ class Stats:
         self.count = total
 
     def new(self) -> Stats:
-        """One with the same edges of the histogram and nothing in it."""
+        """Return empty statistics with the same edges of the histogram."""
         return Stats(histogram=self.histogram and self.histogram.new())
 
     def as_dict(self) -> dict[str, Any]:
-        """As what JSON can hold."""
+        """Return a dict that JSON can represent."""
         data = {name: getattr(self, name) for name in ("count", "nonfinite", "mean", "squares", "min", "max")}
         return data | ({} if self.histogram is None else {"histogram": dict(vars(self.histogram))})
 
@@ -186,7 +187,7 @@ class Stats:
 
 
 def _wide(chunk: Tensor) -> Tensor:
-    """The chunk in float64, on the CPU in memory that the next one overwrites: new pages cost more than the sums."""
+    """Convert a chunk to float64, on the CPU in a buffer that the next overwrites: new pages cost more than sums."""
     if chunk.device.type != "cpu":
         return chunk.to(torch.float32 if chunk.device.type == "mps" else torch.float64, copy=True)
     if not hasattr(_scratch, "values"):
@@ -197,19 +198,19 @@ def _wide(chunk: Tensor) -> Tensor:
 
 
 def _moments(chunk: Tensor, values: Tensor) -> tuple[float, float, float, float]:
-    """Least, greatest, mean, and the sum of the squared distances from it; may overwrite the values, not the chunk."""
+    """Return minimum, maximum, mean and the sum of squared deviations; may overwrite the values, not the chunk."""
     narrow = chunk if chunk.dtype in _ORDERED else values
     low, high = float(narrow.amin().item()), float(narrow.amax().item())
     total, squares = values.sum().item(), torch.linalg.vector_norm(values).item() ** 2
     mean = total / values.numel()
     about_mean = squares - total * mean
-    if about_mean < 1e-3 * squares:  # the difference has lost digits: take the mean off first
+    if about_mean < 1e-3 * squares:  # the difference has lost digits: subtract the mean first
         about_mean = torch.linalg.vector_norm(values.sub_(mean)).item() ** 2
     return low, high, mean, about_mean
 
 
 def _quick_moments(chunk: Tensor) -> tuple[float, float, float, float] | None:
-    """The same of many elements of float32, summed in it; None where that would lose digits or leave its range."""
+    """Return the same for many float32 elements, summed in float32; None if that would lose digits or overflow."""
     if chunk.dtype is not torch.float32 or chunk.numel() < _QUICK_ELEMENTS:
         return None
     low, high = chunk.amin().item(), chunk.amax().item()

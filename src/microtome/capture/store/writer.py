@@ -1,4 +1,4 @@
-"""A thread that writes, behind a queue that is bounded in bytes."""
+"""A writing thread with a queue."""
 
 from __future__ import annotations
 
@@ -18,33 +18,30 @@ Item = TypeVar("Item", bound=Sized)
 
 
 class Task:
-    """Something to do once."""
+    """A function to run once in the thread."""
 
-    def __init__(self, what: Callable[[], None]) -> None:
-        self._what = what
-        self.is_begun = False
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self.is_submitted = False
         self.error: BaseException | None = None
 
-    def do(self) -> None:
+    def run(self) -> None:
         try:
-            self._what()
-        except BaseException as error:  # noqa: BLE001  whose task it is, is told
+            self._function()
+        except BaseException as error:  # noqa: BLE001  `put_here` raises it
             self.error = error
 
 
-def _nothing() -> None: ...
-
-
 class Writer(Generic[Item]):
-    """Writes items one after the other; the first error ends the thread and is kept.
+    """Writes items in order in a thread; the first error ends it and is kept.
 
     Args:
-        write: Called in the thread with an item and a function to call when all is left to the system, during which
-            other threads can run. A second time with the same item where `put_here` was interrupted.
+        write: Called in the thread with an item, and a function to call right before the system call, during which
+            other threads can run. Called again with the same item if `put_here` was interrupted.
 
     Attributes:
-        pending_bytes: What the items hold that are not written yet, the one being written included.
-        error: Why writing ended.
+        pending_bytes: The memory of items that are not written yet, including the one being written.
+        error: The error that ended the thread.
     """
 
     def __init__(self, write: Callable[[Item, Callable[[], None]], None]) -> None:
@@ -60,7 +57,7 @@ class Writer(Generic[Item]):
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs: not in a process that was forked from the one it was made in."""
+        """Whether the thread runs; it does not in a forked process."""
         return self._thread.is_alive()
 
     def put(self, item: Item) -> None:
@@ -71,48 +68,49 @@ class Writer(Generic[Item]):
                 self._changed.notify_all()
 
     def put_here(self, item: Item, meanwhile: Callable[[], None]) -> None:
-        """Write an item in the caller's thread, after those that are queued, and do something in the other meanwhile.
+        """Write an item in the caller's thread, after the queued ones, and run a function in the other meanwhile.
 
-        When this has returned both are done, or writing has failed. It is done this way round since a thread that comes
-        back from the system waits for the interpreter while another runs many small operators, mostly until that ends.
+        Both are complete when this returns, unless writing has failed. It is this way round because a thread that
+        returns from a system call waits for the interpreter lock while another runs many small operators, mostly until
+        that ends.
         """
         self.drain()
         if self.error is not None:
             return
-        task, lost = Task(meanwhile), list[BaseException]()
+        task, errors = Task(meanwhile), list[BaseException]()
         try:
-            self._write_here(item, partial(self._begin, task), lost)
+            self._write_here(item, partial(self._submit, task), errors)
         finally:
-            self._begin(task)
-            self._wait(lambda: self._task is None)
-            if lost:
-                self._fail(lost[0])
+            self._submit(task)
+            self._wait_for(lambda: self._task is None)
+            if errors:
+                self._fail(errors[0])
                 self._thread.join()
         if task.error is not None:
             raise task.error
 
-    def _write_here(self, item: Item, begun: Callable[[], None], lost: list[BaseException]) -> None:
-        """Write an item, or put into `lost` why it is not written."""
+    def _write_here(self, item: Item, on_io: Callable[[], None], errors: list[BaseException]) -> None:
+        """Write an item; append the error to `errors` if it is not written."""
         try:
-            self._write(item, begun)
-        except Exception as error:  # noqa: BLE001  whoever asks is told, as of those in the thread
-            lost.append(error)
+            self._write(item, on_io)
+        except Exception as error:  # noqa: BLE001  kept, as those in the thread are
+            errors.append(error)
         except BaseException:  # an interrupt, which does not end the recording
             try:
-                self._write(item, begun)
+                self._write(item, on_io)
             except BaseException as error:  # noqa: BLE001
-                lost.append(error)
+                errors.append(error)
             raise
 
-    def _begin(self, task: Task) -> None:
+    def _submit(self, task: Task) -> None:
         with self._changed:
-            if not task.is_begun:
-                task.is_begun = True
+            if not task.is_submitted:
+                task.is_submitted = True
                 self._task = task
                 self._changed.notify_all()
 
     def wait_until(self, pending_bytes: int) -> None:
-        """Wait until no more than that is pending, or writing has failed."""
+        """Wait until no more bytes than that are pending, or writing has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self.pending_bytes <= pending_bytes or not self.alive)
 
@@ -121,13 +119,13 @@ class Writer(Generic[Item]):
         with self._changed:
             self._changed.wait_for(lambda: not self._queue or not self.alive)
 
-    def _wait(self, until: Callable[[], bool]) -> None:
-        """Wait, also when interrupted: else who is interrupted would find that something is still at work."""
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait, even if interrupted: otherwise the task would still run when the interrupt is handled."""
         with self._changed:
             try:
-                self._changed.wait_for(until)
+                self._changed.wait_for(condition)
             except BaseException:
-                self._changed.wait_for(until)
+                self._changed.wait_for(condition)
                 raise
 
     def stop(self) -> None:
@@ -143,18 +141,18 @@ class Writer(Generic[Item]):
                 self._changed.wait_for(lambda: self._queue or self._task or self._stopping)
                 task, item = self._task, self._queue[0] if self._queue else None
             if task is not None:
-                task.do()
+                task.run()
                 with self._changed:
                     self._task = None
                     self._changed.notify_all()
-            elif item is None or not self._written(item):
+            elif item is None or not self._try_write(item):
                 return
-            del task, item  # its memory, before the wait for the next
+            del task, item  # free its memory before waiting for the next
 
-    def _written(self, item: Item) -> bool:
+    def _try_write(self, item: Item) -> bool:
         try:
-            self._write(item, _nothing)
-        except Exception as error:  # noqa: BLE001  whoever adds next is told
+            self._write(item, lambda: None)
+        except Exception as error:  # noqa: BLE001  the next `add` raises it
             self._fail(error)
             return False
         with self._changed:
