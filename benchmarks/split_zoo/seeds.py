@@ -49,8 +49,9 @@ def heads(models: Mapping[str, Callable[[], Built]], folder: Path, most: int | N
             listed[name].append(cut.at)
             given = mt.Inputs.of(inputs[-1])
             try:
-                stages = splitter.at(cut, verify=most is None)
-                file.write_bytes(stages[0](*given.args, **given.kwargs).to_bytes())
+                head = splitter.at(cut, verify=most is None)[0]
+                torch.manual_seed(0)
+                file.write_bytes(head(*given.args, **given.kwargs).to_bytes())
             except MicrotomeError as error:
                 file.with_suffix(".refused").write_text(str(error))
     (folder / "cuts.json").write_text(json.dumps(listed))
@@ -65,7 +66,9 @@ def tails(models: Mapping[str, Callable[[], Built]], folder: Path, most: int | N
             continue
         model, inputs = make()
         splitter = Splitter(model, inputs[0])
-        whole = mt.Inputs.of(inputs[-1]).run(model)
+        given = mt.Inputs.of(inputs[-1])
+        torch.manual_seed(0)
+        whole = given.run(model)
         found[name] = {}
         for index, at in enumerate(listed[name]):
             file = folder / f"{number}-{index}"
@@ -73,7 +76,9 @@ def tails(models: Mapping[str, Callable[[], Built]], folder: Path, most: int | N
                 found[name][at] = f"refused by the head: {file.with_suffix('.refused').read_text()}"
                 continue
             try:
-                tail = splitter.at(at, verify=most is None)[-1]
+                head, tail = splitter.at(at, verify=most is None)
+                torch.manual_seed(0)
+                head(*given.args, **given.kwargs)  # draws what the other process drew, so that the tail draws what follows
                 apart = list(differences(tail(mt.Boundary.from_bytes(file.read_bytes())), whole))
                 found[name][at] = f"wrong: {apart[0].place} {apart[0].what}" if apart else EXACT
             except MicrotomeError as error:
