@@ -97,7 +97,7 @@ def test_weights_are_loaded(tmp_path: Path) -> None:
         (["zoo:tiny-vit", "--time", "--budget", "0"], "0 is not in the range"),
         (["zoo:tiny-vit", "--energy", "--meter", "crystal"], "expected a meter of nvml"),
         (["zoo:tiny-vit", "--energy-model", "flop"], "watts=W, got 'flop'"),
-        (["zoo:tiny-vit", "--energy", "--meter", "csv:/no/file"], "/no/file is not there"),
+        (["zoo:tiny-vit", "--energy", "--meter", "csv:/no/file"], "/no/file does not exist"),
         (["zoo:tiny-vit", "--device", "cpu", "--meta"], "--meta builds a model on no device: leave out --device"),
         (["zoo:tiny-vit", "--json", "a", "--csv", "a"], "--json and --csv both write to 'a'"),
         (["zoo:tiny-vit", "--json", ""], "--json needs the name of a file, or - for the terminal"),

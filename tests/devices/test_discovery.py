@@ -94,7 +94,7 @@ def test_the_file_of_an_external_meter_is_named_after_csv(machine: Path) -> None
 
 
 def test_the_file_of_an_external_meter_that_is_not_there_is_an_error(machine: Path) -> None:
-    with pytest.raises(SensorFailed, match=r"no.csv is not there"):
+    with pytest.raises(SensorFailed, match=r"no.csv does not exist"):
         pick(f"csv:{machine / 'no.csv'}")
 
 

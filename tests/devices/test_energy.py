@@ -175,10 +175,10 @@ def test_a_rapl_counter_that_jumps_is_not_believed(tmp_path: Path, clock: list[f
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "energy_uj says '', which is no unsigned whole number"),
-        ("-5", "energy_uj says '-5', which is no unsigned whole number"),
-        ("12 uJ", "says '12 uJ', which is no unsigned whole number"),
-        (str(RANGE_UJ + 1), f"says {RANGE_UJ + 1}, above its range of {RANGE_UJ}"),
+        ("", "energy_uj: expected an unsigned integer, got ''"),
+        ("-5", "energy_uj: expected an unsigned integer, got '-5'"),
+        ("12 uJ", "expected an unsigned integer, got '12 uJ'"),
+        (str(RANGE_UJ + 1), f"expected at most {RANGE_UJ}, got {RANGE_UJ + 1}"),
     ],
 )
 def test_rapl_garbage_is_an_error_and_the_next_good_reading_counts(tmp_path: Path, text: str, says: str) -> None:
@@ -194,7 +194,7 @@ def test_rapl_garbage_is_an_error_and_the_next_good_reading_counts(tmp_path: Pat
 def test_a_rapl_file_that_vanishes_is_an_error(tmp_path: Path) -> None:
     source = only(rapl.find(server(tmp_path)))
     (tmp_path / "intel-rapl:1/energy_uj").unlink()
-    with pytest.raises(SensorFailed, match=r"intel-rapl:1/energy_uj is not there"):
+    with pytest.raises(SensorFailed, match=r"intel-rapl:1/energy_uj does not exist"):
         source.read()
 
 
@@ -209,7 +209,7 @@ def test_a_rapl_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 def test_rapl_without_permission_says_why_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deny(monkeypatch, "energy_uj")
     missing = absent(rapl.find(server(tmp_path)))
-    assert missing.reason.endswith("intel-rapl:0/energy_uj may not be read: permission denied")
+    assert missing.reason.endswith("intel-rapl:0/energy_uj cannot be read: permission denied")
     assert "run as root" in missing.fix
     assert "chmod a+r" in missing.fix
     assert "CVE-2020-8694" in missing.fix
@@ -218,13 +218,13 @@ def test_rapl_without_permission_says_why_and_what_to_do(tmp_path: Path, monkeyp
 def test_rapl_that_loses_its_permission_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = only(rapl.find(server(tmp_path)))
     deny(monkeypatch, "energy_uj")
-    with pytest.raises(SensorFailed, match="may not be read: permission denied"):
+    with pytest.raises(SensorFailed, match="cannot be read: permission denied"):
         source.read()
 
 
 def test_without_powercap_the_reason_is_said(tmp_path: Path) -> None:
     missing = absent(rapl.find(tmp_path / "powercap"))
-    assert "powercap is not there: the kernel has no powercap" in missing.reason
+    assert "powercap does not exist: the kernel has no powercap" in missing.reason
     assert "external meter" in missing.fix
     (tmp_path / "file").touch()
     assert "cannot be listed: Not a directory" in absent(rapl.find(tmp_path / "file")).reason
@@ -239,7 +239,7 @@ def test_a_powercap_without_packages_gives_no_source(tmp_path: Path) -> None:
 def test_a_rapl_domain_that_vanishes_while_it_is_looked_for_gives_no_source(tmp_path: Path) -> None:
     server(tmp_path)
     (tmp_path / "intel-rapl:0/max_energy_range_uj").unlink()
-    assert absent(rapl.find(tmp_path)).reason.endswith("max_energy_range_uj is not there")
+    assert absent(rapl.find(tmp_path)).reason.endswith("max_energy_range_uj does not exist")
 
 
 # Jetson
@@ -284,7 +284,7 @@ def test_a_jetson_rail_a_little_below_zero_is_taken_and_a_sum_below_zero_is_not(
     lay(tmp_path, {"1-0040/hwmon/hwmon3/curr2_input": -8})
     assert source.read().watts == pytest.approx(3 - 0.16 + 4)
     lay(tmp_path, {"1-0040/hwmon/hwmon3/curr2_input": -800})
-    with pytest.raises(SensorFailed, match=r"the power of the Jetson module.* is -9.0, which cannot be"):
+    with pytest.raises(SensorFailed, match=r"the power of the Jetson module.* to be finite and at least 0, got -9.0"):
         source.read()
 
 
@@ -296,7 +296,7 @@ def test_a_board_whose_rails_are_not_known_gives_no_number(tmp_path: Path) -> No
 
 def test_two_rails_of_one_name_give_no_number(tmp_path: Path) -> None:
     lay(tmp_path, {**chip("1-0040", 3, ("VDD_IN", 1, 1)), **chip("1-0041", 4, ("VDD_IN", 1, 1))})
-    assert "two rails are called VDD_IN" in absent(jetson.find(tmp_path)).reason
+    assert "two rails are named VDD_IN" in absent(jetson.find(tmp_path)).reason
 
 
 def test_without_a_jetson_the_reason_is_said(tmp_path: Path) -> None:
@@ -308,10 +308,10 @@ def test_without_a_jetson_the_reason_is_said(tmp_path: Path) -> None:
 def test_jetson_garbage_and_vanished_files_are_errors(tmp_path: Path) -> None:
     source = only(jetson.find(orin_nano(tmp_path)))
     lay(tmp_path, {"1-0040/hwmon/hwmon3/curr1_input": "nan"})
-    with pytest.raises(SensorFailed, match=r"curr1_input says 'nan', which is no whole number"):
+    with pytest.raises(SensorFailed, match=r"curr1_input: expected an integer, got 'nan'"):
         source.read()
     (tmp_path / "1-0040/hwmon/hwmon3/curr1_input").unlink()
-    with pytest.raises(SensorFailed, match=r"curr1_input is not there"):
+    with pytest.raises(SensorFailed, match=r"curr1_input does not exist"):
         source.read()
     assert "see whether `tegrastats`" in absent(jetson.find(tmp_path)).fix
 
@@ -319,7 +319,7 @@ def test_jetson_garbage_and_vanished_files_are_errors(tmp_path: Path) -> None:
 def test_a_jetson_without_permission_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deny(monkeypatch, "in1_input")
     missing = absent(jetson.find(orin_nano(tmp_path)))
-    assert missing.reason.endswith("in1_input may not be read: permission denied")
+    assert missing.reason.endswith("in1_input cannot be read: permission denied")
     assert missing.fix == "run as root"
 
 
@@ -348,14 +348,14 @@ def test_the_power_chip_of_a_pi_is_summed_over_its_rails() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "the power chip says no current"),
-        ("EXT5V_V volt(24)=5.1V", "the power chip says no current"),
-        ("VDD_CORE_A current(7)=2.0A", "a current but no voltage for VDD_CORE"),
-        ('error=1 error_msg="Command not registered"', "says 'error=1 .*, which is no current and no voltage"),
-        ("VDD_CORE_A current(7)=2.0V", "which is no current and no voltage"),
-        ("VDD_CORE_A current(7)=two_A", "which is no number"),
-        ("VDD_CORE_A current(7)=nanA", "of the power chip is nan, which cannot be"),
-        ("VDD_CORE_A current(7)=-2A", "of the power chip is -2.0, which cannot be"),
+        ("", "expected a current from the power chip, got none"),
+        ("EXT5V_V volt(24)=5.1V", "expected a current from the power chip, got none"),
+        ("VDD_CORE_A current(7)=2.0A", "expected a voltage for each current .* none for VDD_CORE"),
+        ('error=1 error_msg="Command not registered"', "expected a current or a voltage .* got 'error=1"),
+        ("VDD_CORE_A current(7)=2.0V", "expected a current or a voltage"),
+        ("VDD_CORE_A current(7)=two_A", "expected a number"),
+        ("VDD_CORE_A current(7)=nanA", "of the power chip to be finite and at least 0, got nan"),
+        ("VDD_CORE_A current(7)=-2A", "of the power chip to be finite and at least 0, got -2.0"),
     ],
 )
 def test_what_a_power_chip_cannot_say_is_an_error(text: str, says: str) -> None:
@@ -488,8 +488,8 @@ def test_a_gpu_counter_that_goes_backwards_stays_failed(gpu: FakeNvml) -> None:
     ("answer", "says"),
     [
         (NVMLError("GPU is lost"), "nvmlDeviceGetTotalEnergyConsumption of GPU 0 NVIDIA H200: NVMLError: GPU is lost"),
-        (None, "says None, which is no number"),
-        (-1, "is -1, which cannot be"),
+        (None, "expected a number, got None"),
+        (-1, "to be finite and at least 0, got -1"),
     ],
 )
 def test_a_gpu_that_fails_or_says_garbage_is_an_error(gpu: FakeNvml, answer: Any, says: str) -> None:
@@ -533,7 +533,7 @@ def test_without_a_driver_the_reason_is_said(gpu: FakeNvml, monkeypatch: pytest.
 def test_without_the_package_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     missing = absent(nvml.find())
-    assert missing.reason.startswith("the package nvidia-ml-py is not there")
+    assert missing.reason.startswith("the package nvidia-ml-py is not installed")
     assert "microtome[nvidia]" in missing.fix
 
 
@@ -589,14 +589,14 @@ def test_a_hole_in_a_csv_matters_only_where_it_is_asked_about(tmp_path: Path) ->
         (["time_s,watts", "2,1", "1,1"], "line 3: time goes from 2.0 to 1.0, not forwards"),
         (["time_s,watts", "2,1", "2,1"], "line 3: time goes from 2.0 to 2.0, not forwards"),
         (["time_s,joules", "1,5", "2,4"], "line 3: the counter goes backwards, from 5.0 to 4.0 J"),
-        (["time_s,watts", "1,1", "2,"], "line 3: watts is '', which is no number"),
-        (["time_s,watts", "1,1", "2"], "line 3: watts is '', which is no number"),
-        (["time_s,watts", "1,1", "2,inf"], "line 3: watts is inf, which cannot be"),
-        (["time_s,watts", "1,1", "2,-3"], "line 3: watts is -3.0, which cannot be"),
-        (["time_s,watts", "noon,1"], "line 2: time_s is 'noon', which is no number"),
-        (["time_s,power", "1,1"], r"its columns are \['time_s', 'power'\], not time_s and watts or joules"),
-        (["time_s,watts", "1,1"], "holds 1 readings so far; two are needed at least"),
-        ([""], "its columns are .*, not time_s"),
+        (["time_s,watts", "1,1", "2,"], "line 3: watts: expected a number, got ''"),
+        (["time_s,watts", "1,1", "2"], "line 3: watts: expected a number, got ''"),
+        (["time_s,watts", "1,1", "2,inf"], "line 3: watts to be finite and at least 0, got inf"),
+        (["time_s,watts", "1,1", "2,-3"], "line 3: watts to be finite and at least 0, got -3.0"),
+        (["time_s,watts", "noon,1"], "line 2: time_s: expected a number, got 'noon'"),
+        (["time_s,power", "1,1"], r"expected columns time_s and watts or joules, got \['time_s', 'power'\]"),
+        (["time_s,watts", "1,1"], "expected at least 2 readings, got 1"),
+        ([""], "expected columns time_s .*, got"),
     ],
 )
 def test_a_csv_that_cannot_be_is_an_error_with_its_line(tmp_path: Path, lines: list[str], says: str) -> None:
@@ -605,7 +605,7 @@ def test_a_csv_that_cannot_be_is_an_error_with_its_line(tmp_path: Path, lines: l
 
 
 def test_a_csv_that_is_not_there_or_no_text_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SensorFailed, match=r"meter.csv is not there"):
+    with pytest.raises(SensorFailed, match=r"meter.csv does not exist"):
         CsvMeter(tmp_path / "meter.csv")
     (tmp_path / "meter.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SensorFailed, match=r"meter.csv cannot be read: UnicodeDecodeError"):
@@ -624,7 +624,7 @@ def test_a_machine_without_sensors_says_why_and_what_would_help(
     assert sources == []
     assert [one.name for one in missing] == ["nvml", "rapl", "jetson", "pi", "csv"]
     assert all(one.reason and one.fix for one in missing)
-    assert str(missing[4]).endswith("no.csv is not there; let the meter write the columns time_s and watts or joules")
+    assert str(missing[4]).endswith("no.csv does not exist; let the meter write the columns time_s and watts or joules")
 
 
 def test_everything_that_is_there_is_found(tmp_path: Path, gpu: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -767,7 +767,7 @@ def test_a_counter_that_goes_backwards_gives_no_joules() -> None:
 def test_a_counter_that_stands_still_gives_no_joules_rather_than_zero() -> None:
     energy = measured(Scripted("counter", lambda n: MeterReading(0.002 * n, joules=5.0)))
     assert energy.joules is None
-    assert energy.reason.startswith("the counter did not move within 0.002 s: the block is too short for it")
+    assert energy.reason.startswith("the counter did not change within 0.002 s: the block is too short for it")
 
 
 @pytest.mark.parametrize(
@@ -777,8 +777,12 @@ def test_a_counter_that_stands_still_gives_no_joules_rather_than_zero() -> None:
         ("power", failing, "reading 0 failed"),
         ("counter", lambda n: MeterReading(1.0, joules=1.0) if n == 0 else failing(n), "reading 1 failed"),
         ("power", lambda n: MeterReading(1.0, watts=1.0) if n == 0 else failing(n), "reading 1 failed"),
-        ("power", lambda n: MeterReading(1.0, joules=1.0), "a script gave a reading without the power that it is for"),
-        ("power", lambda n: MeterReading(1.0, watts=float("nan")), "a reading of a script is nan, which cannot be"),
+        ("power", lambda n: MeterReading(1.0, joules=1.0), "a script: expected a reading with power, got none"),
+        (
+            "power",
+            lambda n: MeterReading(1.0, watts=float("nan")),
+            "expected a reading of a script to be finite and at least 0, got nan",
+        ),
         ("power", lambda n: MeterReading(-n, watts=1.0), "the time of a script went backwards, from 0 to -1"),
         ("counter", lambda n: MeterReading(1 / n), "reading a script failed: ZeroDivisionError: division by zero"),
     ],
@@ -822,7 +826,7 @@ def test_a_window_has_no_answer_before_its_end_and_is_not_opened_twice(every_s: 
     assert window.energy().reason == "the block has not ended"
     with window:
         assert window.energy().joules is None
-        with pytest.raises(SessionError, match="this window is open already: take one window for each block"):
+        with pytest.raises(SessionError, match="this window is already open: use one window for each block"):
             window.__enter__()
     assert window.energy().joules == pytest.approx(1)
     with window:  # a second block, after the first

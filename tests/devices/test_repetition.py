@@ -89,7 +89,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kind, Callable[[int], fl
         made = Bench(kind, say)
         monkeypatch.setattr(repetition, "perf_counter", made.clock)
         monkeypatch.setattr(repetition, "sleep", made.sleep)
-        monkeypatch.setattr(repetition, "_LOOK_S", OFTEN_S)
+        monkeypatch.setattr(repetition, "_POLL_S", OFTEN_S)
         return made
 
     return make
@@ -187,7 +187,7 @@ def test_a_counter_that_does_not_move_enough_is_an_error(
 ) -> None:
     meter = bench("counter", say)
     # Five times the wished 20 ms, and the chunk in which they end.
-    with pytest.raises(SensorFailed, match=rf"a bench moved {moved} times within 0\.1[012]? s, too few to tell"):
+    with pytest.raises(SensorFailed, match=rf"a bench: expected at least 6 changes, got {moved} within 0\.1[012]? s"):
         metered(meter, meter.work, seconds=0.02)
     assert threads() == []
 
@@ -202,10 +202,10 @@ def fails(ms: int) -> float:
         ("power", 40.0, fails, "the bench is on fire"),
         ("counter", 5.0, fails, "the bench is on fire"),
         ("counter", 5.0, lambda ms: 4.0, "the counter of a bench went backwards, from 5.0 to 4.0 J"),
-        ("counter", 5.0, lambda ms: float("nan"), "a reading of a bench is nan, which cannot be"),
-        ("power", 40.0, lambda ms: float("nan"), "a reading of a bench is nan, which cannot be"),
-        ("power", 40.0, lambda ms: -1.0, "a reading of a bench is -1.0, which cannot be"),
-        ("power", 40.0, lambda ms: None, "a bench gave a reading without the power that it is for"),
+        ("counter", 5.0, lambda ms: float("nan"), "expected a reading of a bench to be finite and at least 0, got nan"),
+        ("power", 40.0, lambda ms: float("nan"), "expected a reading of a bench to be finite and at least 0, got nan"),
+        ("power", 40.0, lambda ms: -1.0, "expected a reading of a bench to be finite and at least 0, got -1.0"),
+        ("power", 40.0, lambda ms: None, "a bench: expected a reading with power, got none"),
         ("power", 40.0, lambda ms: 1 / 0, "reading a bench failed: ZeroDivisionError: division by zero"),
     ],
 )

@@ -197,7 +197,8 @@ def test_without_a_sensor_there_is_the_reason_and_what_would_help() -> None:
 
 
 @pytest.mark.parametrize(
-    ("watts", "reason"), [(None, "the cable came off"), (float("nan"), "is nan, which cannot be"), (-3.0, "is -3.0")]
+    ("watts", "reason"),
+    [(None, "the cable came off"), (float("nan"), "to be finite and at least 0, got nan"), (-3.0, "got -3.0")],
 )
 def test_a_sensor_that_fails_costs_the_energy_and_nothing_else(watts: float | None, reason: str) -> None:
     p = mt.profile(nn.Linear(2, 2), "1x2", measure=("time", "energy"), meter=Breaks(watts), repeat=3, budget_s=4)
@@ -539,7 +540,9 @@ def test_an_estimate_without_watts_runs_nothing() -> None:
     assert (p.total.energy_j, p.total.time_s) == (p.total.flops, None)
 
 
-@pytest.mark.parametrize(("watts", "reason"), [(None, "the cable came off"), (float("nan"), "is nan, which cannot be")])
+@pytest.mark.parametrize(
+    ("watts", "reason"), [(None, "the cable came off"), (float("nan"), "to be finite and at least 0, got nan")]
+)
 def test_a_meter_that_fails_under_load_is_missing_with_its_reason(watts: float | None, reason: str) -> None:
     meter = Breaks(watts)
     meter.readings = 48

@@ -1,4 +1,4 @@
-"""Medians of repeated measurements with their confidence intervals."""
+"""Compute medians of repeated measurements with confidence intervals."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 from microtome.results.spread import Spread
 
-#: How many times the samples are drawn again for the interval of the median.
-_DRAWS = 1000
-#: With more samples than this, the interval is that of the ranks, which is then the same.
-_MANY = 2000
+#: The number of bootstrap resamples for the interval of the median.
+_RESAMPLES = 1000
+#: With more samples than this, the interval is computed from ranks, which gives the same.
+_MAX_BOOTSTRAP = 2000
 
 
 def spreads(samples: torch.Tensor, method: str = "") -> list[Spread]:
-    """The spread of each column of a table with a row for each pass. The same samples give the same answer.
+    """Return the spread of each column of a table with a row for each pass; deterministic.
 
     >>> spreads(torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]]))[0].median
     3.0
@@ -25,12 +25,12 @@ def spreads(samples: torch.Tensor, method: str = "") -> list[Spread]:
     q1, median, q3 = torch.quantile(table, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=0)
     reach = 1.5 * (q3 - q1)
     outliers = ((table < q1 - reach) | (table > q3 + reach)).sum(0)
-    if count > _MANY:
-        return _ranked(table, method, median, q1, q3, outliers)
-    chosen = torch.randint(count, (_DRAWS, count), generator=torch.Generator().manual_seed(0))
+    if count > _MAX_BOOTSTRAP:
+        return _rank_spreads(table, method, median, q1, q3, outliers)
+    resamples = torch.randint(count, (_RESAMPLES, count), generator=torch.Generator().manual_seed(0))
     columns = []
     for column in range(table.shape[1]):
-        medians = torch.quantile(table[:, column][chosen], 0.5, dim=1)
+        medians = torch.quantile(table[:, column][resamples], 0.5, dim=1)
         low, high = torch.quantile(medians, torch.tensor([0.025, 0.975], dtype=torch.float64))
         columns.append(
             Spread(
@@ -47,10 +47,10 @@ def spreads(samples: torch.Tensor, method: str = "") -> list[Spread]:
     return columns
 
 
-def _ranked(
+def _rank_spreads(
     table: torch.Tensor, method: str, median: torch.Tensor, q1: torch.Tensor, q3: torch.Tensor, outliers: torch.Tensor
 ) -> list[Spread]:
-    """By the ranks between which the middle of all lies in 95 of 100 cases: 0.98 roots of the count around it."""
+    """Return spreads with the 95 % interval of the median from ranks: 0.98 sqrt(count) around the middle."""
     count = table.shape[0]
     ordered = table.sort(0).values
     reach = int(0.98 * count**0.5) + 1

@@ -1,7 +1,7 @@
-"""All that is no multiply-accumulate: functions of elements, reductions, norms, pooling, interpolation, transforms.
+"""Formulas of operators without multiply-accumulates: elementwise, reductions, norms, pooling, interpolation, FFTs.
 
-A function of an element is one operation, be it an addition or an exponential; a comparison too. Moving, filling and
-choosing elements is none.
+A function of an element is one operation, whether an addition, an exponential or a comparison. Moving, filling and
+selecting elements is none.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _free(*_: Any, out: Any, **__: Any) -> OpCost:
     return NOTHING
 
 
-#: Operations for each element of the first output, where it is not one, or where torch does not say that it is one.
+#: Operations for each element of the first output, if not one, or if torch does not tag the operator as pointwise.
 _PER_OUTPUT = {
     1: """binary_cross_entropy_backward elu_backward eq floor_divide gcd ge gelu glu gt hardshrink_backward
         hardsigmoid_backward hardswish hardswish_backward hardtanh_backward heaviside huber_loss_backward lcm le
@@ -141,7 +141,7 @@ def _batch_norm_fixed(x: Tensor, weight: Any, bias: Any, *_: Any, out: Any, **__
 
 @formula("native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward", "batch_norm_backward")  # fmt: skip  # noqa: E501
 def _norm_backward(grad: Tensor, x: Tensor, *_: Any, out: Any, **__: Any) -> int:
-    """The normalised input again (2), two sums (3), and the gradient of the input from them (4)."""
+    """Count the normalized input (2), two sums (3), and the gradient of the input from them (4)."""
     return 9 * x.numel()
 
 
@@ -158,7 +158,7 @@ def rms_norm(
     *,
     out: Tensor,
 ) -> int:
-    """Square, sum, scale and weight each element; for each root, add epsilon and take it."""
+    """Count a square, sum, scale and weight for each element; for each row, the addition of epsilon and the root."""
     return input.numel() * (3 + (weight is not None)) + 2 * (input.numel() // max(prod(normalized_shape), 1))
 
 
@@ -176,72 +176,41 @@ def _windows(size: Sequence[int] | int, out: Tensor, rank: int) -> int:
     return int(kernel) * out.numel()
 
 
-@formula("avg_pool2d")
-def _average_2d(x: Tensor, kernel: Any, *_: Any, out: Tensor, **__: Any) -> int:
-    return _windows(kernel, out, 2)
-
-
-@formula("avg_pool3d")
-def _average_3d(x: Tensor, kernel: Any, *_: Any, out: Tensor, **__: Any) -> int:
-    return _windows(kernel, out, 3)
-
-
-@formula("avg_pool2d_backward")
-def _average_2d_backward(grad: Tensor, x: Tensor, kernel: Any, *_: Any, out: Tensor, **__: Any) -> int:
-    return _windows(kernel, grad, 2)
-
-
-@formula("avg_pool3d_backward")
-def _average_3d_backward(grad: Tensor, x: Tensor, kernel: Any, *_: Any, out: Tensor, **__: Any) -> int:
-    return _windows(kernel, grad, 3)
-
-
-@formula("max_pool2d_with_indices", "mkldnn_max_pool2d", "quantized_max_pool2d")
-def _largest_2d(x: Tensor, kernel: Any, *_: Any, out: Any, **__: Any) -> int:
-    return _windows(kernel, first(out), 2) - first(out).numel()
-
-
-@formula("max_pool3d_with_indices", "mkldnn_max_pool3d", "quantized_max_pool3d")
-def _largest_3d(x: Tensor, kernel: Any, *_: Any, out: Any, **__: Any) -> int:
-    return _windows(kernel, first(out), 3) - first(out).numel()
-
-
-def _adaptive(x: Tensor, out: Tensor, rank: int) -> int:
-    """The elements of all windows: window i of n over a length begins at i * length // n and ends before the next."""
+def _adaptive_windows(x: Tensor, out: Tensor, rank: int) -> int:
+    """Count the elements of all windows: window i of n over a length begins at i * length // n."""
     elements = out.numel()
     for length, n in zip(x.shape[-rank:], out.shape[-rank:], strict=True):
         elements = elements // n * sum(-(-(i + 1) * length // n) - i * length // n for i in range(n)) if n else 0
     return elements
 
 
-@formula("_adaptive_avg_pool2d", "mkldnn_adaptive_avg_pool2d")
-def _adaptive_average_2d(x: Tensor, *_: Any, out: Tensor) -> int:
-    return _adaptive(x, out, 2)
+for _rank in (2, 3):
 
+    @formula(f"avg_pool{_rank}d")
+    def _average(x: Tensor, kernel: Any, *_: Any, out: Tensor, rank: int = _rank, **__: Any) -> int:
+        return _windows(kernel, out, rank)
 
-@formula("_adaptive_avg_pool3d")
-def _adaptive_average_3d(x: Tensor, *_: Any, out: Tensor) -> int:
-    return _adaptive(x, out, 3)
+    @formula(f"avg_pool{_rank}d_backward")
+    def _average_backward(
+        grad: Tensor, x: Tensor, kernel: Any, *_: Any, out: Tensor, rank: int = _rank, **__: Any
+    ) -> int:
+        return _windows(kernel, grad, rank)
 
+    @formula(f"max_pool{_rank}d_with_indices", f"mkldnn_max_pool{_rank}d", f"quantized_max_pool{_rank}d")
+    def _maximum(x: Tensor, kernel: Any, *_: Any, out: Any, rank: int = _rank, **__: Any) -> int:
+        return _windows(kernel, first(out), rank) - first(out).numel()
 
-@formula("_adaptive_avg_pool2d_backward")
-def _adaptive_average_2d_backward(grad: Tensor, x: Tensor, *_: Any, out: Tensor) -> int:
-    return _adaptive(x, grad, 2)
+    @formula(f"_adaptive_avg_pool{_rank}d", *(["mkldnn_adaptive_avg_pool2d"] if _rank == 2 else []))
+    def _adaptive_average(x: Tensor, *_: Any, out: Tensor, rank: int = _rank) -> int:
+        return _adaptive_windows(x, out, rank)
 
+    @formula(f"_adaptive_avg_pool{_rank}d_backward")
+    def _adaptive_average_backward(grad: Tensor, x: Tensor, *_: Any, out: Tensor, rank: int = _rank) -> int:
+        return _adaptive_windows(x, grad, rank)
 
-@formula("_adaptive_avg_pool3d_backward")
-def _adaptive_average_3d_backward(grad: Tensor, x: Tensor, *_: Any, out: Tensor) -> int:
-    return _adaptive(x, grad, 3)
-
-
-@formula("adaptive_max_pool2d")
-def _adaptive_largest_2d(x: Tensor, *_: Any, out: Any) -> int:
-    return _adaptive(x, first(out), 2) - first(out).numel()
-
-
-@formula("adaptive_max_pool3d")
-def _adaptive_largest_3d(x: Tensor, *_: Any, out: Any) -> int:
-    return _adaptive(x, first(out), 3) - first(out).numel()
+    @formula(f"adaptive_max_pool{_rank}d")
+    def _adaptive_maximum(x: Tensor, *_: Any, out: Any, rank: int = _rank) -> int:
+        return _adaptive_windows(x, first(out), rank) - first(out).numel()
 
 
 # Interpolation: for each output a weighted sum of its 2, 4, 8 or 16 neighbours, the weights not counted.
@@ -263,7 +232,7 @@ for _name, _rank in _SAMPLING.items():
 
     @formula(_name)
     def _sample(x: Tensor, grid: Tensor, mode: int = 0, *_: Any, out: Tensor, rank: int = _rank) -> int:
-        """Modes: 0 linear, 1 nearest, 2 cubic. Each coordinate is scaled to the size of the input (2)."""
+        """Count by mode: 0 linear, 1 nearest, 2 cubic. Each coordinate is scaled to the size of the input (2)."""
         taps = {0: 2**rank, 1: 0, 2: 4**rank}[mode]
         return out.numel() * max(2 * taps - 1, 0) + 2 * grid.numel()
 
@@ -275,13 +244,13 @@ def _affine_grid(theta: Tensor, *_: Any, out: Tensor, **__: Any) -> OpCost:
 
 @formula("torchvision::roi_align")
 def _align(x: Tensor, rois: Tensor, scale: float, height: int, width: int, sampling: int, *_: Any, out: Tensor) -> int:
-    """Each bin averages `sampling` x `sampling` points, each interpolated from four neighbours."""
+    """Count the average of `sampling` x `sampling` points in each bin, each interpolated from four neighbours."""
     return out.numel() * (8 * sampling * sampling if sampling > 0 else 8)
 
 
 @formula("torchvision::nms")
 def _suppress(boxes: Tensor, *_: Any, out: Tensor, **__: Any) -> int:
-    """The overlap of every two boxes, 13 operations."""
+    """Count 13 operations for the overlap of every two boxes."""
     return 13 * boxes.shape[0] * (boxes.shape[0] - 1) // 2
 
 

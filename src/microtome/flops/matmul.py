@@ -1,4 +1,4 @@
-"""Operators that are made of multiply-accumulates: matrix products, convolutions, attention in one kernel."""
+"""Formulas of operators with multiply-accumulates: matrix products, convolutions, fused attention."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def _add_product(bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor, beta: float
 
 @formula("_foreach_mm")
 def _products(a: Sequence[Tensor], b: Sequence[Tensor], *, out: Sequence[Tensor]) -> OpCost:
-    macs = sum(made.numel() * left.shape[-1] for left, made in zip(a, out, strict=True))
-    return OpCost(macs, sum(made.numel() for made in out))
+    macs = sum(product.numel() * left.shape[-1] for left, product in zip(a, out, strict=True))
+    return OpCost(macs, sum(product.numel() for product in out))
 
 
-# The scales of quantised products are not counted: kernels apply them to blocks of sizes of their own.
+# The scales of quantized products are not counted: kernels apply them to blocks of different sizes.
 
 
 @formula("_scaled_mm")
@@ -51,20 +51,20 @@ def _scaled_product_v2(
 
 @formula("_grouped_mm", "transformers::grouped_mm_fallback")
 def _grouped_product(a: Tensor, b: Tensor, offs: Any = None, bias: Tensor | None = None, *_: Any, out: Tensor, **__: Any) -> OpCost:  # fmt: skip  # noqa: E501
-    """Products of groups of rows, of columns or of a part of the contracted dimension, each with a matrix of its own.
+    """Count products of groups of rows, of columns or of parts of the contracted dimension, each with its own matrix.
 
-    In all layouts the groups share out one dimension, so that the whole of it takes part once:
+    In all layouts the groups partition one dimension:
 
     - (m, k) by (g, k, n): groups of rows; m * n sums of k products.
     - (g, m, k) by (k, n): groups of columns; m * n sums of k products.
     - (m, k) by (k, n): groups of the k; g * m * n sums that have m * n * k products together.
     - (g, m, k) by (g, k, n): a batch; g * m * n sums of k products.
 
-    What lies beyond the last offset is not computed, but counted: offsets are values, and counts go by shapes.
+    Rows beyond the last offset are not computed, but counted: offsets are values, and counts depend on shapes only.
     """
     sums = out.numel()
-    made = a.shape[0] * b.shape[-1] if a.dim() == b.dim() == 2 else sums
-    return OpCost(made * a.shape[-1] * _packed(a), sums, 0 if bias is None else sums)
+    products = a.shape[0] * b.shape[-1] if a.dim() == b.dim() == 2 else sums
+    return OpCost(products * a.shape[-1] * _packed(a), sums, 0 if bias is None else sums)
 
 
 @formula("_scaled_grouped_mm")
@@ -81,7 +81,7 @@ def _scaled_grouped_v2(
 
 
 def _packed(a: Tensor) -> int:
-    """How many numbers an element holds."""
+    """Return the number of values packed in an element."""
     return 2 if a.dtype is torch.float4_e2m1fn_x2 else 1
 
 
@@ -133,7 +133,7 @@ def _cdist(a: Tensor, b: Tensor, *_: Any, out: Tensor, **__: Any) -> int:
     return 3 * out.numel() * a.shape[-1]
 
 
-# Convolutions. Each output is a sum over the kernel and the channels of its group; a transposed one spreads each input.
+# Convolutions. Each output is a sum over the kernel and the channels of its group; transposed, each input is scattered.
 
 
 @formula("convolution", "_convolution", "convolution_overrideable")
@@ -160,8 +160,8 @@ def _direct_convolution(x: Tensor, weight: Tensor, *_: Any, out: Tensor, **__: A
 
 @formula("convolution_backward", "convolution_backward_overrideable")
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any, out: Any, **kwargs: Any) -> OpCost:
-    # The gradients of the input and of the weight each take what the forward took, groups or not; torch's own counter
-    # takes the groups for one in the second. The gradient of the bias is a sum of the incoming one.
+    # The gradients of the input and of the weight each cost as much as the forward, with groups too; torch's counter
+    # ignores groups in the second. The gradient of the bias is a sum of the incoming one.
     mask = kwargs.get("output_mask", args[-1] if args else (True, True, True))
     transposed = args[4] if len(args) > 4 else kwargs["transposed"]
     forward = (x if transposed else grad).numel() * prod(weight.shape[1:])
@@ -181,7 +181,7 @@ def _deformed(x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor, bias: Ten
 
 
 def attention(q: Any, k: Any, v: Any, *, scores: int = 6) -> OpCost:
-    """Of shapes (..., length, width); `scores` operations for each score, by default its scale and its softmax."""
+    """Count attention of shapes (..., length, width), with `scores` operations for each score: scale and softmax."""
     batch, rows, keys = prod(q[:-2]), q[-2], k[-2]
     return OpCost(batch * rows * keys * (q[-1] + v[-1]), batch * rows * (keys + v[-1]), scores * batch * rows * keys)
 
@@ -209,7 +209,7 @@ def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, 
 
 
 def attention_backward(q: Any, k: Any, v: Any, needed: tuple[bool, bool, bool], *, scores: int = 6) -> OpCost:
-    """The four products that the gradients need; a kernel that computes the scores again does a fifth, not counted."""
+    """Count the four products that the gradients need; a fifth, if a kernel recomputes the scores, is not counted."""
     batch, rows, keys = prod(q[:-2]), q[-2], k[-2]
     each = batch * rows * keys
     to_scores = needed[0] or needed[1]
@@ -229,28 +229,28 @@ def _encoder_layer(x: Tensor, width: int, heads: int, *args: Any, out: Tensor, *
     hidden = args[11].shape[0]
     tokens = x.numel() // width
     layers = OpCost(2 * tokens * width * hidden, tokens * (hidden + width), tokens * (2 * hidden + width))
-    norms = OpCost(other=2 * (8 + 1) * x.numel())  # two norms and two additions of what went around
+    norms = OpCost(other=2 * (8 + 1) * x.numel())  # two norms and two residual additions
     return _self_attention(x.shape, x.shape, width, heads).plus(layers).plus(norms)
 
 
 def _self_attention(q: Any, k: Any, width: int, heads: int) -> OpCost:
-    """The three projections with their biases, attention in each head, the projection of the result."""
+    """Count the three projections with biases, attention in each head, and the output projection."""
     rows, keys = q[0] * q[1], k[0] * k[1]
     projected = rows * width * 2 + 2 * keys * width
     split = (q[0] * heads, q[1], width // heads), (k[0] * heads, k[1], width // heads)
     return OpCost(projected * width, projected, projected).plus(attention(split[0], split[1], split[1]))
 
 
-# Quantised layers. Their weights are packed; the pack can be asked for them.
+# Quantized layers. Their weights are packed, and can be unpacked.
 
 
 @formula("quantized::linear", "quantized::linear_relu", "quantized::linear_dynamic", "quantized::linear_relu_dynamic")
-def _quantised_linear(x: Tensor, packed: Any, *_: Any, out: Tensor, **__: Any) -> OpCost:
+def _quantized_linear(x: Tensor, packed: Any, *_: Any, out: Tensor, **__: Any) -> OpCost:
     _, bias = packed.unpack()
     return OpCost(out.numel() * x.shape[-1], out.numel(), 0 if bias is None else out.numel())
 
 
 @formula(*(f"quantized::conv{rank}d{suffix}" for rank in (1, 2, 3) for suffix in ("", "_relu", "_dynamic")))
-def _quantised_convolution(x: Tensor, packed: Any, *_: Any, out: Tensor, **__: Any) -> OpCost:
+def _quantized_convolution(x: Tensor, packed: Any, *_: Any, out: Tensor, **__: Any) -> OpCost:
     weight, bias = packed.unpack()
     return OpCost(out.numel() * prod(weight.shape[1:]), out.numel(), 0 if bias is None else out.numel())

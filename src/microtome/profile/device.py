@@ -272,5 +272,4 @@ def _capture_graph(runs: Passes) -> Any:
     try:
         return runs.backend.capture_graph(runs.devices[0], lambda: runs.inputs.run(runs.model))
     except Unsupported as error:
-        error.add_note("leave out device_time='graph'")
-        raise
+        raise Unsupported(f"{error}; leave out device_time") from error

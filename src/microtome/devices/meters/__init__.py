@@ -1,4 +1,4 @@
-"""Joules, from whatever sensor the machine has, or the reason why there are none."""
+"""Meters of energy: find the sensors of the machine, and measure blocks and repeated work with them."""
 
 from microtome.devices.meters.base import Log, Meter, MeterReading, Missing
 from microtome.devices.meters.csv_file import CsvMeter

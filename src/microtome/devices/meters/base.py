@@ -1,4 +1,4 @@
-"""What every sensor of energy has in common."""
+"""The interface of energy meters, and reading numbers from files of sensors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from microtome.files.reading import read_bytes
 
 Kind = Literal["counter", "power", "log"]
 
-#: The largest file that is read: a reading a second for three months.
-_LIMIT = 256 << 20
+#: The maximum size of a file: a reading per second for three months.
+_MAX_FILE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class MeterReading:
-    """What a sensor said.
+    """A reading of a sensor.
 
     Attributes:
-        time_s: When, on the clock of `time.perf_counter`.
-        joules: Counted since the source was opened; None where the sensor gives power.
-        watts: Drawn now; None where the sensor counts energy.
+        time_s: The time of `time.perf_counter`.
+        joules: The energy since the meter was opened; None if the sensor measures power.
+        watts: The current power; None if the sensor counts energy.
     """
 
     time_s: float
@@ -36,12 +36,12 @@ class MeterReading:
 
 @dataclass(frozen=True)
 class Missing:
-    """A source that is not there.
+    """A meter that is not available.
 
     Attributes:
-        name: Which one, as in `Meter.name`.
-        reason: Why it is not there.
-        fix: What would help.
+        name: Its name, as in `Meter.name`.
+        reason: Why it is not available.
+        fix: A remedy.
     """
 
     name: str
@@ -53,14 +53,15 @@ class Missing:
 
 
 class Meter(ABC):
-    """One sensor, open.
+    """An open sensor.
 
     Attributes:
-        name: The kind of sensor: "nvml", "rapl" and so on.
-        kind: "counter": joules, never less than before. "power": watts, to be sampled and summed up. "log": written by
-            somebody else and read afterwards.
-        what: What the sensor sees, for people. Two sources may see the same thing, so they are not to be added up.
-        every_s: How often it must be read for a right answer; None where two readings are enough.
+        name: The type of sensor: "nvml", "rapl" and so on.
+        kind: "counter": joules, which never decrease. "power": watts, to be sampled and integrated. "log": written by
+            another program and read afterwards.
+        what: A description of what the sensor covers. Two may cover the same device, so their readings must not be
+            added.
+        every_s: The maximum time between readings for a correct result; None if two readings suffice.
     """
 
     name: ClassVar[str]
@@ -70,14 +71,14 @@ class Meter(ABC):
 
     @abstractmethod
     def read(self) -> MeterReading:
-        """What the sensor says now.
+        """Read the sensor.
 
         Raises:
-            SensorFailed: It cannot be read, or says what cannot be.
+            SensorFailed: It cannot be read, or the reading is impossible.
         """
 
     def close(self) -> None:
-        """Gives back what the source holds."""
+        """Release the resources of the meter."""
         return
 
     def __enter__(self) -> Self:
@@ -93,13 +94,13 @@ class Meter(ABC):
 
 
 class Log(Meter):
-    """A record that somebody else writes; it can be asked about any time that it covers."""
+    """A log that another program writes, and that covers past times."""
 
     kind = "log"
 
     @abstractmethod
     def between(self, start_s: float, end_s: float) -> float:
-        """The joules between two times of `time.perf_counter`.
+        """Return the joules between two times of `time.perf_counter`.
 
         Raises:
             SensorFailed: The log does not cover them, or cannot be read.
@@ -107,35 +108,35 @@ class Log(Meter):
 
 
 def read_text(path: Path) -> str:
-    """What a file says, without the end of its line."""
+    """Read a file without surrounding whitespace."""
     return read_raw(path).strip()
 
 
 def read_raw(path: Path) -> str:
-    """The text of a file; what goes wrong is a sensor that failed."""
+    """Read a text file; raise `SensorFailed` on an error."""
     try:
-        return read_bytes(path, _LIMIT).decode().replace("\r\n", "\n").replace("\r", "\n")
+        return read_bytes(path, _MAX_FILE_BYTES).decode().replace("\r\n", "\n").replace("\r", "\n")
     except BadFile as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            raise SensorFailed(f"{path} is not there") from error.__cause__
+            raise SensorFailed(f"{path} does not exist") from error.__cause__
         if isinstance(error.__cause__, PermissionError):
-            raise SensorFailed(f"{path} may not be read: permission denied") from error.__cause__
+            raise SensorFailed(f"{path} cannot be read: permission denied") from error.__cause__
         raise SensorFailed(str(error)) from error
     except UnicodeDecodeError as error:
         raise SensorFailed(f"{path} cannot be read: {said(error)}") from error
 
 
 def read_whole(path: Path, *, signed: bool = False) -> int:
-    """The whole number that a file holds, zero or above where it has no sign."""
+    """Read an integer from a file, unsigned by default."""
     text = read_text(path)
     # int() would also take 1_000 and digits of other alphabets.
     if not re.fullmatch("-?[0-9]{1,40}" if signed else "[0-9]{1,40}", text):
-        raise SensorFailed(f"{path} says {text[:40]!r}, which is no {'' if signed else 'unsigned '}whole number")
+        raise SensorFailed(f"{path}: expected an {'' if signed else 'unsigned '}integer, got {text[:40]!r}")
     return int(text)
 
 
-def finite(number: float, of: str) -> float:
-    """The number, if it is one that a sensor may say."""
+def finite(number: float, name: str) -> float:
+    """Return a number, after checking that it is finite and not negative."""
     if not math.isfinite(number) or number < 0:
-        raise SensorFailed(f"{of} is {number}, which cannot be")
+        raise SensorFailed(f"expected {name} to be finite and at least 0, got {number}")
     return number

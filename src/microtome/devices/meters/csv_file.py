@@ -1,14 +1,14 @@
-"""An external meter that writes its readings to a CSV file.
+"""Read an external meter that logs to a CSV file.
 
-The first line names the columns; others than these are left alone::
+The first line names the columns; further ones are ignored::
 
     time_s,watts            or            time_s,joules
     1700000000.0,41.5                     1700000000.0,120.25
     1700000001.0,44.0                     1700000001.0,163.0
 
 `time_s` is the time of day in seconds since 1970 (`time.time`), or that of `time.perf_counter` with `clock="perf"`,
-which on Linux is the same in every process of a machine. `joules` is a counter; `watts` is summed up by trapezoids.
-Where both are there, `joules` is taken. The file may still grow: a last line without its end is left for later.
+which on Linux is the same in every process of a machine. `joules` is a counter; `watts` is integrated by trapezoids.
+If both exist, `joules` is used. The file may still grow: an incomplete last line is ignored.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from microtome.errors import SensorFailed, said
 
 
 @dataclass(frozen=True)
-class Point:
-    """A line of the file: its number, its time, and the joules from the first line to here."""
+class LogPoint:
+    """A line of the file, with the joules since the first line."""
 
     line: int
     time_s: float
@@ -39,9 +39,8 @@ class CsvMeter(Log):
     """The file of an external meter.
 
     Args:
-        path: The file.
-        clock: What its times are: "unix", the time of day, or "perf", `time.perf_counter`.
-        gap_s: Lines further apart than this are a hole, over which nothing is known.
+        clock: The clock of its times: "unix", the time of day, or "perf", `time.perf_counter`.
+        gap_s: The maximum time between lines; the energy over a longer gap is unknown.
     """
 
     name = "csv"
@@ -54,7 +53,7 @@ class CsvMeter(Log):
         self.read()
 
     def read(self) -> MeterReading:
-        """The last line so far, which is older than now."""
+        """Return the last line, which is from the past."""
         last = self._points()[-1]
         return MeterReading(last.time_s - self._offset_s(), joules=last.joules)
 
@@ -75,36 +74,36 @@ class CsvMeter(Log):
                 )
         return self._at(points, end) - self._at(points, start)
 
-    def _at(self, points: list[Point], time_s: float) -> float:
-        """The joules until a time, on a straight line between two points."""
+    def _at(self, points: list[LogPoint], time_s: float) -> float:
+        """Interpolate the joules at a time."""
         place = min(bisect_right(points, time_s, key=lambda point: point.time_s), len(points) - 1)
         before, after = points[place - 1], points[place]
         part = (time_s - before.time_s) / (after.time_s - before.time_s)
         return before.joules + part * (after.joules - before.joules)
 
     def _offset_s(self) -> float:
-        """What the file's clock is ahead of `time.perf_counter`."""
+        """Return the offset of the file's clock from `time.perf_counter`."""
         return 0.0 if self._clock == "perf" else time.time() - time.perf_counter()
 
-    def _points(self) -> list[Point]:
+    def _points(self) -> list[LogPoint]:
         points = list(self._parsed())
         if len(points) < 2:
-            raise SensorFailed(f"{self._path} holds {len(points)} readings so far; two are needed at least")
+            raise SensorFailed(f"{self._path}: expected at least 2 readings, got {len(points)}")
         return points
 
-    def _parsed(self) -> Iterator[Point]:
+    def _parsed(self) -> Iterator[LogPoint]:
         try:
             yield from self._rows()
         except csv.Error as error:
             raise SensorFailed(f"{self._path} cannot be read as CSV: {said(error)}") from error
 
-    def _rows(self) -> Iterator[Point]:
+    def _rows(self) -> Iterator[LogPoint]:
         rows = csv.reader(self._lines())
         header = [name.strip() for name in next(rows, [])]
         column = "joules" if "joules" in header else "watts"
         if not {"time_s", column} <= set(header):
-            raise SensorFailed(f"{self._path}: its columns are {header}, not time_s and watts or joules")
-        last: Point | None = None
+            raise SensorFailed(f"{self._path}: expected columns time_s and watts or joules, got {header}")
+        last: LogPoint | None = None
         watts = 0.0
         for row in filter(None, rows):
             where = f"{self._path}, line {rows.line_num}"
@@ -119,7 +118,7 @@ class CsvMeter(Log):
                 raise SensorFailed(f"{where}: the counter goes backwards, from {last.joules} to {value} J")
             else:
                 joules = value
-            last = Point(rows.line_num, time_s, finite(joules, f"{where}: joules until here"))
+            last = LogPoint(rows.line_num, time_s, finite(joules, f"{where}: joules until here"))
             yield last
 
     def _lines(self) -> list[str]:
@@ -127,10 +126,10 @@ class CsvMeter(Log):
         return lines if not lines or lines[-1].endswith("\n") else lines[:-1]
 
 
-def _cell(row: list[str], place: int, of: str) -> float:
-    text = row[place].strip() if place < len(row) else ""
+def _cell(row: list[str], column: int, name: str) -> float:
+    text = row[column].strip() if column < len(row) else ""
     try:
         number = float(text)
     except ValueError:
-        raise SensorFailed(f"{of} is {text!r}, which is no number") from None
-    return finite(number, of)
+        raise SensorFailed(f"{name}: expected a number, got {text!r}") from None
+    return finite(number, name)

@@ -1,8 +1,8 @@
-"""The power rails of NVIDIA Jetson boards: INA3221 sensors, through Linux's hwmon.
+"""Read the power rails of NVIDIA Jetson boards: INA3221 sensors, through Linux's hwmon.
 
-Each chip has up to three channels: a label, millivolts and milliamperes. Rails overlap: VDD_IN feeds all others. Where
-it is there it is read alone; else the rails of a known board that do not overlap are summed. A board not known here
-gives no number, since nobody has said which of its rails feed which.
+Each chip has up to three channels: a label, millivolts and milliamperes. Rails overlap: VDD_IN feeds all others. If it
+exists, it alone is read; otherwise the rails of a known board that do not overlap are summed. An unknown board gives no
+reading, since it is unknown which of its rails feed which.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from microtome.errors import SensorFailed
 
 ROOT = Path("/sys/bus/i2c/drivers/ina3221")
 
-#: Rails that everything on the module goes through.
+#: Rails that feed the whole module.
 TOTAL = ("VDD_IN", "POM_5V_IN")
-#: Rails of a board that together are the module, each counted once.
+#: Rails of a board that together feed the module, without overlap.
 BOARDS = {
     # VDDQ_VDD2_1V8AO, its fourth, is fed by VIN_SYS_5V0.
     "AGX Orin": ("VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"),
@@ -35,7 +35,7 @@ class Rail:
     milliamperes: Path
 
     def watts(self) -> float:
-        # A rail that is hardly used may read some milliamperes below zero: the chip measures both ways.
+        # An idle rail may read some milliamperes below zero: the chip measures both directions.
         return read_whole(self.millivolts) * read_whole(self.milliamperes, signed=True) / 1e6
 
 
@@ -57,7 +57,7 @@ class Jetson(Meter):
 
 
 def find(root: Path = ROOT) -> tuple[list[Meter], list[Missing]]:
-    """The source of this machine, or why there is none."""
+    """Return the meter of this machine, or the reason why there is none."""
     try:
         rails = list_rails(root)
         if not rails:
@@ -76,7 +76,7 @@ def find(root: Path = ROOT) -> tuple[list[Meter], list[Missing]]:
 
 
 def list_rails(root: Path) -> dict[str, Rail]:
-    """Every channel with a name, by its name; NC is one that is not connected."""
+    """Return the channels with a label, by label; NC is not connected."""
     rails: dict[str, Rail] = {}
     for chip in sorted(root.glob("*/hwmon/hwmon*")):
         # Channels from 4 on are voltages over the shunts and their sum, not rails.
@@ -88,13 +88,13 @@ def list_rails(root: Path) -> dict[str, Rail]:
             if label in ("", "NC"):
                 continue
             if label in rails:
-                raise SensorFailed(f"two rails are called {label}: {rails[label].millivolts.parent} and {chip}")
+                raise SensorFailed(f"two rails are named {label}: {rails[label].millivolts.parent} and {chip}")
             rails[label] = Rail(label, chip / f"in{number}_input", chip / f"curr{number}_input")
     return rails
 
 
 def choose(rails: dict[str, Rail]) -> list[Rail]:
-    """The rails that together are the module, none of them twice; empty where that is not known."""
+    """Choose rails that together feed the module without overlap; empty if unknown."""
     for label in TOTAL:
         if label in rails:
             return [rails[label]]

@@ -1,7 +1,7 @@
-"""NVIDIA GPUs, through NVML: the total-energy counter, or the power draw where a GPU has no counter.
+"""Read NVIDIA GPUs through NVML: the energy counter, or the power draw if a GPU has no counter.
 
-The counter moves in steps (100 ms on an H200), and a reading takes milliseconds: only blocks that are long against that
-are worth reading. The power draw of newer GPUs is a mean over the last second.
+The counter is updated periodically (100 ms on an H200), and a reading takes milliseconds: only much longer blocks can
+be measured. The power draw of newer GPUs is a mean over the last second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Nvml(Meter):
     """One GPU.
 
     Attributes:
-        index: The GPU's number in NVML, which does not know of CUDA_VISIBLE_DEVICES.
+        index: The GPU's index in NVML, which ignores CUDA_VISIBLE_DEVICES.
         uuid: The same in NVML and CUDA.
     """
 
@@ -28,27 +28,27 @@ class Nvml(Meter):
         self._pynvml = pynvml
         self._broken = ""
         self._first_mj = self._last_mj = 0.0
-        pynvml.nvmlInit()  # counted by NVML: one for each source, given back by close
+        pynvml.nvmlInit()  # reference-counted by NVML: one for each meter, released by close
         self._open = True
         try:
             self.index = index
             self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             self.uuid = _text(pynvml.nvmlDeviceGetUUID(self._handle))
             self.what = f"GPU {index} {_text(pynvml.nvmlDeviceGetName(self._handle))}"
-            self._choose()
+            self._detect_kind()
         except BaseException:
             self.close()
             raise
 
     def read(self) -> MeterReading:
         if self.kind == "power":
-            watts = self._ask("nvmlDeviceGetPowerUsage") / 1000
+            watts = self._query("nvmlDeviceGetPowerUsage") / 1000
             return MeterReading(time.perf_counter(), watts=watts)
         if self._broken:
             raise SensorFailed(self._broken)
-        now_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        now_mj = self._query("nvmlDeviceGetTotalEnergyConsumption")
         if now_mj < self._last_mj:
-            # For good: what was counted meanwhile is lost.
+            # Permanently: the energy since the last reading is lost.
             self._broken = f"the energy counter of {self.what} went backwards, from {self._last_mj} to {now_mj} mJ"
             raise SensorFailed(self._broken)
         self._last_mj = now_mj
@@ -59,33 +59,33 @@ class Nvml(Meter):
             self._open = False
             self._pynvml.nvmlShutdown()
 
-    def _choose(self) -> None:
+    def _detect_kind(self) -> None:
         try:
-            self._first_mj = self._last_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+            self._first_mj = self._last_mj = self._query("nvmlDeviceGetTotalEnergyConsumption")
             self.kind = "counter"
         except SensorFailed:
-            self._ask("nvmlDeviceGetPowerUsage")
+            self._query("nvmlDeviceGetPowerUsage")
             self.kind, self.every_s = "power", 0.05
 
-    def _ask(self, question: str) -> float:
+    def _query(self, function: str) -> float:
         if not self._open:
             raise SensorFailed(f"{self.what} has been closed")
         try:
-            answer = getattr(self._pynvml, question)(self._handle)
+            answer = getattr(self._pynvml, function)(self._handle)
         except self._pynvml.NVMLError as error:
-            raise SensorFailed(f"{question} of {self.what}: {said(error)}") from error
+            raise SensorFailed(f"{function} of {self.what}: {said(error)}") from error
         if not isinstance(answer, int):
-            raise SensorFailed(f"{question} of {self.what} says {answer!r}, which is no number")
-        return finite(answer, f"{question} of {self.what}")
+            raise SensorFailed(f"{function} of {self.what}: expected a number, got {answer!r}")
+        return finite(answer, f"{function} of {self.what}")
 
 
 def find() -> tuple[list[Meter], list[Missing]]:
-    """One source for each GPU, and why others have none."""
+    """Return a meter for each GPU, and the reasons why others have none."""
     try:
         pynvml: Any = import_module("pynvml")
     except ImportError as error:
         fix = "with an NVIDIA GPU, pip install 'microtome[nvidia]'"
-        return [], [Missing(Nvml.name, f"the package nvidia-ml-py is not there ({said(error)})", fix)]
+        return [], [Missing(Nvml.name, f"the package nvidia-ml-py is not installed ({said(error)})", fix)]
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

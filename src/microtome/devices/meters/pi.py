@@ -1,7 +1,7 @@
-"""The power chip (PMIC) of a Raspberry Pi 5, through `vcgencmd pmic_read_adc`.
+"""Read the power chip (PMIC) of a Raspberry Pi 5, through `vcgencmd pmic_read_adc`.
 
-It says a current and a voltage for each rail that it feeds. The 5 V input has a voltage only, so what does not go
-through the chip, such as USB devices, a fan or what hangs on the 5 V pins, is not seen, nor are the chip's own losses.
+It measures the current and voltage of each rail that it feeds. The 5 V input has a voltage only, so devices that bypass
+the chip, such as USB devices, a fan or the 5 V pins, are not covered, nor are the chip's own losses.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ COMMAND = ("vcgencmd", "pmic_read_adc")
 LINE = re.compile(r"(\w+)_([AV])\s+(?:current|volt)\(\d+\)=(\S+)([AV])")
 
 
-def ask() -> str:
-    """What the command says."""
+def run_command() -> str:
+    """Run the command and return its output."""
     try:
         done = subprocess.run(COMMAND, capture_output=True, text=True, timeout=2, check=False)
     except FileNotFoundError as error:
@@ -38,22 +38,22 @@ class Pi(Meter):
     name = "pi"
     kind = "power"
     what = "Raspberry Pi 5, the rails of its PMIC; without what does not go through it (USB, fan, 5 V pins, its losses)"
-    # Each reading starts a process: more often would be felt by what is measured.
+    # Each reading starts a process, which would disturb the measurement if done more often.
     every_s = 0.2
 
-    def __init__(self, ask: Callable[[], str] = ask) -> None:
-        self._ask = ask
+    def __init__(self, run_command: Callable[[], str] = run_command) -> None:
+        self._run_command = run_command
         self.read()
 
     def read(self) -> MeterReading:
-        watts = total_watts(self._ask())
+        watts = total_watts(self._run_command())
         return MeterReading(time.perf_counter(), watts=watts)
 
 
-def find(ask: Callable[[], str] = ask) -> tuple[list[Meter], list[Missing]]:
-    """The source of this machine, or why there is none."""
+def find(run_command: Callable[[], str] = run_command) -> tuple[list[Meter], list[Missing]]:
+    """Return the meter of this machine, or the reason why there is none."""
     try:
-        return [Pi(ask)], []
+        return [Pi(run_command)], []
     except SensorFailed as error:
         if isinstance(error.__cause__, FileNotFoundError):
             fix = "on a Raspberry Pi 5, install its tools (apt install raspi-utils)"
@@ -63,7 +63,7 @@ def find(ask: Callable[[], str] = ask) -> tuple[list[Meter], list[Missing]]:
 
 
 def total_watts(text: str) -> float:
-    """The power of all rails in an answer of the chip.
+    """Return the power of all rails in the output of the command.
 
     >>> round(total_watts("VDD_CORE_A current(7)=2.0A\\nVDD_CORE_V volt(15)=0.75V\\nEXT5V_V volt(24)=5.1V"), 3)
     1.5
@@ -72,14 +72,14 @@ def total_watts(text: str) -> float:
     for line in filter(None, map(str.strip, text.splitlines())):
         match = LINE.fullmatch(line)
         if match is None or match[2] != match[4]:
-            raise SensorFailed(f"the power chip says {line[:80]!r}, which is no current and no voltage")
+            raise SensorFailed(f"expected a current or a voltage from the power chip, got {line[:80]!r}")
         found[match[2]][match[1]] = _number(match[3], line)
     currents, volts = found["A"], found["V"]
     if not currents:
-        raise SensorFailed("the power chip says no current")
+        raise SensorFailed("expected a current from the power chip, got none")
     alone = sorted(currents.keys() - volts.keys())
     if alone:
-        raise SensorFailed(f"the power chip says a current but no voltage for {', '.join(alone)}")
+        raise SensorFailed(f"expected a voltage for each current from the power chip, got none for {', '.join(alone)}")
     return sum(ampere * volts[rail] for rail, ampere in currents.items())
 
 
@@ -87,5 +87,5 @@ def _number(text: str, line: str) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise SensorFailed(f"the power chip says {line[:80]!r}, which is no number") from None
+        raise SensorFailed(f"expected a number from the power chip, got {line[:80]!r}") from None
     return finite(number, f"{line[:80]!r} of the power chip")

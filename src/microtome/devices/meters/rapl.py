@@ -1,9 +1,9 @@
-"""The energy counters of Intel and AMD processors, through Linux's powercap.
+"""Read the energy counters of Intel and AMD processors, through Linux's powercap.
 
-A tree of domains, each a folder: `intel-rapl:0` is a package or the whole platform (psys), `intel-rapl:0:1` a part of
-it. They overlap: core and uncore lie inside their package, and psys around everything; dram lies beside the package.
-What is summed is each package once and each dram once, or psys where there is no package. `intel-rapl-mmio:0` is a
-second door to a package and is left alone.
+Domains form a tree of folders: `intel-rapl:0` is a package or the whole platform (psys), `intel-rapl:0:1` a part of it.
+They overlap: a package includes core and uncore, and psys includes everything; dram is outside the package. Each
+package and each dram is summed once, or psys if there is no package. `intel-rapl-mmio:0` is another interface to a
+package and is ignored.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from microtome.errors import SensorFailed
 
 ROOT = Path("/sys/class/powercap")
 
-#: No package or memory draws more: what looks like more is a counter that jumped or was set back.
-MOST_WATTS = 10_000.0
-#: The counters move in steps of about a millisecond; this much is always let through.
+#: More than any package or memory draws: a larger step is a counter that jumped or was reset.
+MAX_WATTS = 10_000.0
+#: The counters are updated about every millisecond; the tolerance for a step.
 SLACK_S = 0.1
 
-DOOR = "another source of energy is needed: an external meter's CSV file works everywhere"
+ALTERNATIVE = "another source of energy is needed: an external meter's CSV file works everywhere"
 
 
 class Domain:
-    """One counter, with its wrap-arounds undone.
+    """A counter with unwrapped overflows.
 
-    The counter's width is not a whole number of microjoules, so each wrap-around is right to one step of it (61 uJ).
+    Its range is not an integer number of microjoules, so each overflow is exact to one step of the counter (61 uJ).
     """
 
     def __init__(self, folder: Path, now_s: float) -> None:
@@ -42,19 +42,19 @@ class Domain:
         self.total_uj = 0
 
     def update(self, now_s: float) -> int:
-        """The microjoules since the domain was opened."""
+        """Return the microjoules since the domain was opened."""
         if self._broken:
             raise SensorFailed(self._broken)
         raw = self._raw()
         step = raw - self._last_uj
         if step < 0:
             step += self.range_uj
-        if step > MOST_WATTS * 1e6 * (now_s - self._last_s + SLACK_S):
-            # For good: what was counted meanwhile is lost, and time alone would make the step look possible.
-            way = "went backwards" if raw < self._last_uj else "jumped"
+        if step > MAX_WATTS * 1e6 * (now_s - self._last_s + SLACK_S):
+            # Permanently: the energy since the last reading is lost, and later the step would look possible.
+            change = "went backwards" if raw < self._last_uj else "jumped"
             self._broken = (
-                f"{self._file} {way} from {self._last_uj} to {raw} within {now_s - self._last_s:.3g} s,"
-                f" more than {MOST_WATTS / 1000:g} kW could do"
+                f"{self._file} {change} from {self._last_uj} to {raw} within {now_s - self._last_s:.3g} s,"
+                f" more than {MAX_WATTS / 1000:g} kW could do"
             )
             raise SensorFailed(self._broken)
         self._last_uj, self._last_s = raw, now_s
@@ -64,7 +64,7 @@ class Domain:
     def _raw(self) -> int:
         raw = read_whole(self._file)
         if raw > self.range_uj:
-            raise SensorFailed(f"{self._file} says {raw}, above its range of {self.range_uj}")
+            raise SensorFailed(f"{self._file}: expected at most {self.range_uj}, got {raw}")
         return raw
 
 
@@ -73,7 +73,7 @@ class Rapl(Meter):
 
     name = "rapl"
     kind = "counter"
-    # The smallest range there is, 65 kJ, lasts 65 s at 1 kW. Missed wrap-arounds are joules lost without a trace.
+    # The smallest range, 65 kJ, lasts 65 s at 1 kW. A missed overflow would lose energy unnoticed.
     every_s = 10.0
 
     def __init__(self, folders: list[Path]) -> None:
@@ -90,18 +90,18 @@ class Rapl(Meter):
 
 
 def find(root: Path = ROOT) -> tuple[list[Meter], list[Missing]]:
-    """The source of this machine, or why there is none."""
+    """Return the meter of this machine, or the reason why there is none."""
     try:
         folders = sorted(root.iterdir())
     except FileNotFoundError:
-        reason = f"{root} is not there: the kernel has no powercap, or this is a virtual machine or not Linux"
-        return [], [Missing(Rapl.name, reason, DOOR)]
+        reason = f"{root} does not exist: the kernel has no powercap, or this is a virtual machine or not Linux"
+        return [], [Missing(Rapl.name, reason, ALTERNATIVE)]
     except OSError as error:
-        return [], [Missing(Rapl.name, f"{root} cannot be listed: {error.strerror}", DOOR)]
+        return [], [Missing(Rapl.name, f"{root} cannot be listed: {error.strerror}", ALTERNATIVE)]
     try:
         chosen = choose(folders)
         if not chosen:
-            fix = f"load the module intel_rapl_msr (modprobe intel_rapl_msr), or {DOOR}"
+            fix = f"load the module intel_rapl_msr (modprobe intel_rapl_msr), or {ALTERNATIVE}"
             return [], [Missing(Rapl.name, f"{root} holds no package and no psys", fix)]
         return [Rapl(chosen)], []
     except SensorFailed as error:
@@ -109,7 +109,7 @@ def find(root: Path = ROOT) -> tuple[list[Meter], list[Missing]]:
 
 
 def choose(folders: list[Path]) -> list[Path]:
-    """The domains that do not overlap."""
+    """Choose domains that do not overlap."""
     tops = {folder.name: folder for folder in folders if re.fullmatch(r"intel-rapl:\d+", folder.name)}
     names = {key: read_text(folder / "name") for key, folder in tops.items()}
     packages = [key for key, name in names.items() if name.startswith("package")]
@@ -123,7 +123,7 @@ def choose(folders: list[Path]) -> list[Path]:
 def _fix(error: SensorFailed, root: Path) -> str:
     if isinstance(error.__cause__, PermissionError):
         return (
-            f"run as root, or let everybody read it (chmod a+r {root}/intel-rapl:*/energy_uj), after weighing"
-            " that it is root's alone because it gives away what others compute (CVE-2020-8694)"
+            f"run as root, or make it readable (chmod a+r {root}/intel-rapl:*/energy_uj), considering that it is"
+            " restricted to root because it reveals the computations of others (CVE-2020-8694)"
         )
-    return DOOR
+    return ALTERNATIVE

@@ -1,4 +1,4 @@
-"""The energy of work that is done again and again, for long against the period of the sensor."""
+"""Measure the energy of repeated work, for much longer than the period of the sensor."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from microtome.devices.meters.base import Log, Meter
 from microtome.devices.meters.window import Window
 from microtome.errors import SensorFailed
 
-#: How often a counter is looked at, for when it moves.
-_LOOK_S = 0.005
-#: How long the work goes on between two looks at the clock.
+#: The period of polling a counter for changes.
+_POLL_S = 0.005
+#: The duration of work between two readings of the clock.
 _CHUNK_S = 0.02
-#: How long the lines of an external meter may come late.
-_LATE_S = 5.0
-#: A counter that has not moved enough in so many times the wished seconds stands still.
+#: The maximum delay of an external meter's lines.
+_MAX_DELAY_S = 5.0
+#: The multiple of the requested time after which a counter without enough changes is considered stopped.
 _PATIENCE = 5
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatedWork:
-    """A part of the time: how often the work was done in it, and what was counted."""
+    """A part of the measured time: its number of runs, duration and energy."""
 
     runs: float
     seconds: float
@@ -32,20 +32,20 @@ class RepeatedWork:
 
 
 def metered(meter: Meter, work: Callable[[int], object], *, seconds: float, parts: int = 5) -> list[RepeatedWork]:
-    """Do work for so many seconds without a pause, and say what each of several parts of that time took.
+    """Repeat work for some seconds without a pause, and measure the energy of several parts of that time.
 
-    The parts begin and end where a counter moves, and the sensor is read by a thread of its own, so that the work does
+    Parts begin and end at changes of a counter, and the sensor is read by a background thread, so that the work does
     not wait for it.
 
     Args:
-        work: Does the work so many times, and returns when all of it is done, on devices too.
+        work: Runs the work a number of times, and returns when it is complete, on devices too.
 
     Raises:
         SensorFailed: It could not be read, or did not move.
     """
     chunk = _chunk(work)
     done: list[tuple[float, float]] = []
-    every_s = {"counter": _LOOK_S, "power": meter.every_s or _CHUNK_S, "log": None}[meter.kind]
+    every_s = {"counter": _POLL_S, "power": meter.every_s or _CHUNK_S, "log": None}[meter.kind]
     with Window(meter, every_s) as window:
         began = perf_counter()
         done.append((began, 0.0))
@@ -58,20 +58,21 @@ def metered(meter: Meter, work: Callable[[int], object], *, seconds: float, part
                 break
     if window.reason:
         raise SensorFailed(window.reason)
-    cuts = _cuts(meter, window.points, (began, done[-1][0]), parts)
-    if len(cuts) < parts + 1:
+    edges = _part_edges(meter, window.points, (began, done[-1][0]), parts)
+    if len(edges) < parts + 1:
         raise SensorFailed(
-            f"{meter.what} moved {len(window.points)} times within {done[-1][0] - began:.3g} s, too few to tell"
+            f"{meter.what}: expected at least {parts + 1} changes, got {len(window.points)} within "
+            f"{done[-1][0] - began:.3g} s"
         )
     return [
         RepeatedWork(_at(done, end) - _at(done, start), end - start, joules)
-        for (start, end), joules in zip(pairwise(cuts), _joules(meter, window.points, cuts), strict=True)
+        for (start, end), joules in zip(pairwise(edges), _joules(meter, window.points, edges), strict=True)
     ]
 
 
 def _chunk(work: Callable[[int], object]) -> int:
-    """How often the work is done in a fiftieth of a second."""
-    work(1)  # what the first does more
+    """Return the number of runs of the work in `_CHUNK_S`."""
+    work(1)  # warm up
     began, count = perf_counter(), 1
     work(1)
     while (took := perf_counter() - began) < _CHUNK_S / 4 and count < 1_000_000:
@@ -81,8 +82,10 @@ def _chunk(work: Callable[[int], object]) -> int:
     return max(round(count * _CHUNK_S / took), 1)
 
 
-def _cuts(meter: Meter, points: Sequence[tuple[float, float]], whole: tuple[float, float], parts: int) -> list[float]:
-    """Where the parts begin and end: the times of readings nearest to equal parts."""
+def _part_edges(
+    meter: Meter, points: Sequence[tuple[float, float]], whole: tuple[float, float], parts: int
+) -> list[float]:
+    """Return the edges of the parts: the times of readings that split the time about equally."""
     if isinstance(meter, Log):
         start, end = whole
         return [start + (end - start) * at / parts for at in range(parts + 1)]
@@ -92,26 +95,26 @@ def _cuts(meter: Meter, points: Sequence[tuple[float, float]], whole: tuple[floa
     return [times[(len(times) - 1) * at // parts] for at in range(parts + 1)]
 
 
-def _joules(meter: Meter, points: Sequence[tuple[float, float]], cuts: Sequence[float]) -> list[float]:
+def _joules(meter: Meter, points: Sequence[tuple[float, float]], edges: Sequence[float]) -> list[float]:
     if isinstance(meter, Log):
-        return [_between(meter, start, end) for start, end in pairwise(cuts)]
-    return [_at(points, end) - _at(points, start) for start, end in pairwise(cuts)]
+        return [_between(meter, start, end) for start, end in pairwise(edges)]
+    return [_at(points, end) - _at(points, start) for start, end in pairwise(edges)]
 
 
 def _between(meter: Log, start: float, end: float) -> float:
-    """What the log says, once it has been written so far."""
-    until = perf_counter() + _LATE_S
+    """Return the energy from a log, after waiting for its lines."""
+    deadline = perf_counter() + _MAX_DELAY_S
     while True:
         try:
             return meter.between(start, end)
         except SensorFailed:
-            if perf_counter() > until or meter.read().time_s >= end:
+            if perf_counter() > deadline or meter.read().time_s >= end:
                 raise
             sleep(_CHUNK_S)
 
 
 def _at(points: Sequence[tuple[float, float]], time: float) -> float:
-    """The value at a time, on the line between the points around it."""
+    """Interpolate the value at a time."""
     index = min(max(bisect_left(points, time, key=lambda point: point[0]), 1), len(points) - 1)
     (t0, v0), (t1, v1) = points[index - 1], points[index]
     return v0 if t1 == t0 else v0 + (v1 - v0) * (time - t0) / (t1 - t0)

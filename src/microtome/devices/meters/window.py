@@ -1,4 +1,4 @@
-"""The energy of a block of code."""
+"""Measure the energy of a block of code."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ METHOD = {"counter": "counter, end minus start", "power": "power, sampled and in
 
 @dataclass(frozen=True)
 class Energy:
-    """What a block took.
+    """The energy of a block.
 
     Attributes:
-        joules: None where it is not known.
-        seconds: From the first reading to the last.
-        method: How the joules were obtained.
-        samples: Readings that went into it; none for a log.
+        joules: None if unknown.
+        seconds: The time from the first reading to the last.
+        method: How the joules were measured.
+        samples: The number of readings; 0 for a log.
         reason: Why joules is None; empty otherwise.
     """
 
@@ -34,17 +34,17 @@ class Energy:
 
 
 class Window:
-    """Measures the energy of the block inside, by one source. A sensor that fails does not disturb the block.
+    """Measures the energy of a `with` block by one meter. A failing sensor does not disturb the block.
 
-    A source that must be read often is read by a thread of its own, which ends with the block.
+    A meter that must be read periodically is read by a background thread.
 
     Args:
-        source: An open source.
-        every_s: How often to read it, instead of the source's own `every_s`.
+        source: An open meter.
+        every_s: The reading period, instead of the meter's own `every_s`.
 
     Attributes:
-        points: When it was read, and the joules until then. Of a counter, only where it had moved.
-        reason: Why nothing is read any more; empty otherwise.
+        points: The times of readings and the joules so far; for a counter, only those where it changed.
+        reason: Why reading stopped; empty otherwise.
 
     >>> from microtome.devices.meters import find
     >>> for source in find()[0]:
@@ -61,7 +61,7 @@ class Window:
 
     def __enter__(self) -> Self:
         if self._open:
-            raise SessionError("this window is open already: take one window for each block")
+            raise SessionError("this window is already open: use one window for each block")
         self._open, self._ended = True, False
         self._first: MeterReading | None = None
         self._last: MeterReading | None = None
@@ -91,7 +91,7 @@ class Window:
         self._open, self._ended = False, True
 
     def energy(self) -> Energy:
-        """What the block took; asked again, a log that has grown meanwhile may know more."""
+        """Return the energy of the block; a log that has grown meanwhile may cover more."""
         method = METHOD[self._source.kind]
         if not self._ended:
             return Energy(None, 0.0, method, 0, "the block has not ended")
@@ -102,7 +102,7 @@ class Window:
         seconds = self._last.time_s - self._first.time_s
         if self._source.kind == "counter" and self._joules == 0:
             reason = (
-                f"the counter did not move within {seconds:.3g} s: the block is too short for it, or it stands still"
+                f"the counter did not change within {seconds:.3g} s: the block is too short for it, or it has stopped"
             )
             return Energy(None, seconds, method, self._samples, reason)
         return Energy(self._joules, seconds, method, self._samples)
@@ -119,7 +119,7 @@ class Window:
             self._sample()
 
     def _sample(self) -> None:
-        """One reading, added up; the first failure is kept and ends it."""
+        """Add a reading; the first failure is kept and ends the readings."""
         if self.reason or isinstance(self._source, Log):
             return
         try:
@@ -143,18 +143,18 @@ class Window:
 
 
 def _step(last: MeterReading, now: MeterReading, source: Meter) -> float:
-    """The joules between two readings."""
+    """Return the joules between two readings."""
     if not now.time_s >= last.time_s:
         raise SensorFailed(f"the time of {source.what} went backwards, from {last.time_s} to {now.time_s}")
     if source.kind == "power":
-        return (_said(last.watts, source) + _said(now.watts, source)) / 2 * (now.time_s - last.time_s)
-    step = _said(now.joules, source) - _said(last.joules, source)
+        return (_check(last.watts, source) + _check(now.watts, source)) / 2 * (now.time_s - last.time_s)
+    step = _check(now.joules, source) - _check(last.joules, source)
     if step < 0:
         raise SensorFailed(f"the counter of {source.what} went backwards, from {last.joules} to {now.joules} J")
     return step
 
 
-def _said(number: float | None, source: Meter) -> float:
+def _check(number: float | None, source: Meter) -> float:
     if number is None:
-        raise SensorFailed(f"{source.what} gave a reading without the {source.kind} that it is for")
+        raise SensorFailed(f"{source.what}: expected a reading with {source.kind}, got none")
     return finite(number, f"a reading of {source.what}")
