@@ -131,7 +131,8 @@ def test_a_profile_with_a_wrong_value_is_refused_with_its_file_and_field(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     data = json.loads(mt.profile(*zoo.build("tiny-resnet")).to_json())
-    data["calls"][1] |= change
+    row = data["calls"][1]
+    row |= change | {"own": row["own"] | change.get("own", {})}
     file = tmp_path / "p.json"
     file.write_text(json.dumps(data))
     result = run("report", file, "-o", tmp_path / "x.html")

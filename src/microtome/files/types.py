@@ -1,4 +1,4 @@
-"""Check values that were read from files against the annotations of the classes that hold them."""
+"""Convert dataclasses to plain data and back, and check values from files, by the annotations of the classes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,75 @@ from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+#: Builds a value of a type from plain data.
+Build = Callable[[Any], Any]
 #: Compares a value with a type: where it is not of it and what is there, or None if it is.
 Check = Callable[[Any], str | None]
 
 #: Numbers are below this, so that sums and products of them are numbers too.
 _MOST = 1e100
+
+
+def plain(value: Any) -> Any:
+    """A value as dicts, lists, numbers and strings; dataclasses and named tuples are dicts of their fields."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if hasattr(value, "_asdict"):
+        return {name: plain(part) for name, part in value._asdict().items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return {key: plain(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+
+def build(data: dict[str, Any], cls: type[Any]) -> Any:
+    """The instance of a class that `plain` made the dict of; fields that the class does not have are ignored.
+
+    A field whose default is None or NaN, unknown, may be missing: files of an older microtome lack it. A part that is
+    not of its type is left as it is, for `mismatch` to find.
+    """
+    return _construct(cls, _parts(cls), data)
+
+
+def _parts(cls: Any) -> list[tuple[str, Build, bool]]:
+    """The fields of a class, how each is built, and whether it may be missing."""
+    hints = get_type_hints(cls)
+    defaults = {field.name: field.default for field in fields(cls)} if is_dataclass(cls) else cls._field_defaults
+    names = defaults if is_dataclass(cls) else cls._fields
+    unknown = [name for name, default in defaults.items() if default is None or default != default]
+    return [(name, _build_of(hints[name]), name in unknown) for name in names]
+
+
+def _construct(cls: Any, parts: list[tuple[str, Build, bool]], data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    for name, _, may_be_missing in parts:
+        if name not in data and not may_be_missing:
+            raise ValueError(f"expected the field {name!r} of {cls.__name__}")
+    return cls(**{name: make(data[name]) for name, make, _ in parts if name in data})
+
+
+@cache
+def _build_of(hint: Any) -> Build:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        some = [_build_of(part) for part in parts if part is not NoneType]
+        return some[0] if len(some) == 1 else _as_it_is
+    if origin is tuple and parts[1:] == (...,):
+        item = _build_of(parts[0])
+        return lambda data: tuple(map(item, data)) if isinstance(data, list) else data
+    if origin is tuple:
+        return lambda data: tuple(data) if isinstance(data, list) else data
+    if origin is dict:
+        value = _build_of(parts[1])
+        return lambda data: {key: value(part) for key, part in data.items()} if isinstance(data, dict) else data
+    if hasattr(hint, "from_dict"):
+        made: Build = hint.from_dict
+        return made
+    return partial(_construct, hint, _parts(hint)) if is_dataclass(hint) or hasattr(hint, "_fields") else _as_it_is
+
+
+def _as_it_is(data: Any) -> Any:
+    return data
 
 
 def mismatch(value: Any, hint: Any, *, finite: bool = True) -> str | None:

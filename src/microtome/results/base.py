@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from microtome.errors import BadFile
 from microtome.files.reading import JSON_LIMIT, File, damage, parse_json, read_bytes
-from microtome.files.types import mismatch
+from microtome.files.types import build, mismatch, plain
 from microtome.files.writing import failure
 from microtome.results.rendering import render
 
@@ -63,12 +63,17 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields of the JSON."""
-        raise NotImplementedError
+        data: dict[str, Any] = plain(self)
+        return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """Build the result from what `as_dict` returned."""
-        raise NotImplementedError
+        result: Self = build(data, cls)
+        return result
+
+    def check(self) -> None:
+        """Raise ValueError if its parts, each of the right type, do not belong together."""
 
 
 def write(text: str, file: File | None) -> str:
@@ -108,4 +113,5 @@ def parse(text: str | bytes, what: str) -> Any:
         result = cls.from_dict(data)
         if (wrong := mismatch(result, cls)) is not None:
             raise BadFile(f"{what} is not a {kind}: {wrong.removeprefix('.')}")
+        result.check()
     return result

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 from microtome.addresses import unnumbered
 from microtome.errors import BadQuery
@@ -62,21 +62,6 @@ class CodecCosts(Result):
         several = [known[value.name] for value in live]
         nbytes, encode_s, decode_s = (sum(parts) for parts in zip((0, 0.0, 0.0), *several, strict=True))
         return CodecCost(int(nbytes), encode_s, decode_s)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "costs": {
-                codec: {name: cost._asdict() for name, cost in known.items()} for codec, known in self.costs.items()
-            },
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        costs = {
-            codec: {name: CodecCost(**cost) for name, cost in known.items()} for codec, known in data["costs"].items()
-        }
-        return cls(data["model"], data["values"], costs, data["environment"])
 
     def __repr__(self) -> str:
         return f"<CodecCosts of {self.model}: {', '.join(self.costs)}>"

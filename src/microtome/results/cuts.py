@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Self, overload
 
@@ -143,35 +143,15 @@ class Cuts(Result, Sequence[Cut]):
         return str(self)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "how": self.how,
-            "calls": self.calls,
-            "params": self.params,
-            "param_bytes": self.param_bytes,
-            "flops": self.flops,
-            "inputs": [live._asdict() for live in self.inputs],
-            "outputs": [live._asdict() for live in self.outputs],
-            "cuts": [
-                {**asdict(cut), "live": [live._asdict() for live in cut.live]} for cut in (*self.offered, *self.refused)
-            ],
-        }
+        data = super().as_dict()
+        return data | {"cuts": [*data.pop("offered"), *data.pop("refused")]}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        cuts = [Cut(**{**cut, "live": _lives(cut["live"])}) for cut in _numbered(data["cuts"])]
-        return cls(
-            data["model"],
-            _lives(data["inputs"]),
-            _lives(data["outputs"]),
-            tuple(cut for cut in cuts if cut.refused is None),
-            tuple(cut for cut in cuts if cut.refused is not None),
-            data["how"],
-            data.get("calls"),
-            data.get("params"),
-            data.get("param_bytes"),
-            data.get("flops"),
-        )
+        places = _numbered(data["cuts"])
+        offered = [cut for cut in places if cut["refused"] is None]
+        refused = [cut for cut in places if cut["refused"] is not None]
+        return super().from_dict(data | {"offered": offered, "refused": refused})
 
     def __repr__(self) -> str:
         refused = f", {len(self.refused)} refused" if self.refused else ""
@@ -190,7 +170,3 @@ def _numbered(cuts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return {**live, "source": known[source], "name": known[source] + live["name"].removeprefix(source)}
 
     return [{**cut, "at": known[cut["at"]], "live": [numbered(live) for live in cut["live"]]} for cut in cuts]
-
-
-def _lives(listed: list[dict[str, Any]]) -> tuple[Live, ...]:
-    return tuple(Live(**{**live, "shape": tuple(live["shape"])}) for live in listed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -112,20 +112,15 @@ class Diff(Result):
         grown = [(self[quantity], limit) for quantity, limit in limits.items()]
         return tuple(change for change, limit in grown if (change.growth or 0.0) > limit and not change.is_noise)
 
-    def as_dict(self) -> dict[str, Any]:
-        data = asdict(self)
-        data["totals"] = [change._asdict() for change in self.totals]
-        data["layers"] = [
-            {**asdict(layer), "changes": [change._asdict() for change in layer.changes]} for layer in self.layers
-        ]
-        return data
-
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        layers = [LayerChange(**{**one, "changes": _changes(one["changes"])}) for one in data["layers"]]
-        known = {name: data[name] for name in ("before", "after", "unchanged", "noise")}
-        known |= {name: tuple(data.get(name, ())) for name in ("notes", "uncounted")}
-        return cls(**known, totals=_changes(data["totals"]), layers=tuple(layers))
+        return super().from_dict({"uncounted": []} | data)  # files of an older microtome lack it
+
+    def check(self) -> None:
+        known = compared_metrics()
+        for change in (*self.totals, *(change for layer in self.layers for change in layer.changes)):
+            if change.quantity not in known:
+                raise ValueError(f"expected a quantity of {', '.join(known)}, got {change.quantity!r:.80}")
 
     def __repr__(self) -> str:
         return f"<Diff of {self.before} and {self.after}: {len(self.layers)} calls changed>"
@@ -269,10 +264,3 @@ def _notes(before: Profile, after: Profile) -> Iterator[str]:
     for name in before.environment.keys() & after.environment.keys():
         if name in ("cpu", "gpu", "threads", "torch") and before.environment[name] != after.environment[name]:
             yield f"measured with other {name}: {before.environment[name]} and {after.environment[name]}"
-
-
-def _changes(listed: list[dict[str, Any]]) -> tuple[MetricChange, ...]:
-    known = compared_metrics()
-    if foreign := [one["quantity"] for one in listed if one["quantity"] not in known]:
-        raise ValueError(f"expected a quantity of {', '.join(known)}, got {foreign[0]!r:.80}")
-    return tuple(MetricChange(**one) for one in listed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from microtome.errors import BadQuery
@@ -50,9 +50,6 @@ class Link:
     def seconds(self, nbytes: float) -> float:
         """The time of a message one way, without jitter."""
         return self.rtt_s / 2 + nbytes / self.bytes_per_s
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Link:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal
 
 Kind = Literal["parameter", "buffer", "input", "constant", "op", "rest"]
 
@@ -46,13 +46,9 @@ class Timeline:
         """The operator while which the most lives; None where none ran."""
         return max(range(len(self.live_bytes)), key=self.live_bytes.__getitem__, default=None)
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any], rows: int) -> Self:
-        """The timeline that a dict describes, of a profile with so many rows."""
-        alive = tuple(Alive(**one) for one in data["alive"])
-        made = cls(tuple(data["live_bytes"]), tuple(data["calls"]), data["forward"], alive)
-        if len(made.calls) != len(made.live_bytes) or not 0 <= made.forward <= len(made.calls):
-            raise ValueError(f"expected a row for each of {len(made.live_bytes)} operators, got {len(made.calls)}")
-        if outside := [at for at in made.calls if not 0 <= at < rows]:
+    def check(self, rows: int) -> None:
+        """Raise if it is not the timeline of a profile with so many rows."""
+        if len(self.calls) != len(self.live_bytes) or not 0 <= self.forward <= len(self.calls):
+            raise ValueError(f"expected a row for each of {len(self.live_bytes)} operators, got {len(self.calls)}")
+        if outside := [at for at in self.calls if not 0 <= at < rows]:
             raise ValueError(f"expected operators of {rows} rows, got one of row {outside[0]}")
-        return made

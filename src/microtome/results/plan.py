@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
 
 from microtome.addresses import find_address
 from microtome.errors import BadQuery
@@ -183,27 +183,7 @@ class Plan(Result):
         """Export Chrome trace JSON, a process per device and arrows for transfers; written to the file if named."""
         return write(render("perfetto_remote.of_plan", self), file)
 
-    def as_dict(self) -> dict[str, Any]:
-        data = {field.name: getattr(self, field.name) for field in fields(self)}
-        data["links"] = [link.as_dict() for link in self.links]
-        data["candidates"] = [
-            {**asdict(candidate), "steps": [step._asdict() for step in candidate.steps]}
-            for candidate in self.candidates
-        ]
-        return data
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        known = {field.name: data[field.name] for field in fields(cls)}
-        known["links"] = tuple(map(Link.from_dict, data["links"]))
-        known["candidates"] = tuple(map(_candidate, data["candidates"]))
-        known["energy_of"], known["notes"] = tuple(data["energy_of"]), tuple(data["notes"])
-        plan = cls(**known)
-        plan._check()
-        return plan
-
-    def _check(self) -> None:
-        """Raise if its parts do not belong together."""
+    def check(self) -> None:
         if not 0 <= self.chosen < len(self.candidates):
             raise ValueError(f"its winner is candidate {self.chosen} of {len(self.candidates)}")
         if self.winner.refused is not None:
@@ -221,8 +201,3 @@ class Plan(Result):
 
     def __repr__(self) -> str:
         return f"<Plan for {self.model}: {self.winner.name}, of {len(self.candidates)} candidates>"
-
-
-def _candidate(data: dict[str, Any]) -> Candidate:
-    several = {name: tuple(data[name]) for name in ("at", "codecs", "sent_bytes", "memory_bytes")}
-    return Candidate(**{**data, **several, "steps": tuple(LatencyTerm(**step) for step in data["steps"])})

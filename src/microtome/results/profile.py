@@ -267,15 +267,19 @@ class Profile(Result):
         return write(render("page.html", self, cuts, compare), file)
 
     def as_dict(self) -> dict[str, Any]:
-        data = asdict(self)
+        data = super().as_dict()
         data["coverage"] |= {"fraction": self.coverage.fraction, "work": self.coverage.work}
         return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        from microtome.results.profile_records import profile_from
+        from microtome.results.profile_records import checked_calls
 
-        return cls(**profile_from(data))
+        return super().from_dict(data | {"calls": checked_calls(data["calls"])})
+
+    def check(self) -> None:
+        if self.timeline is not None:
+            self.timeline.check(len(self.calls))
 
     def __repr__(self) -> str:
         return f"<Profile of {self.model}, {len(self.calls)} calls, {self.convention} convention>"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from microtome.addresses import number_calls
-from microtome.results.memory import Timeline
-from microtome.results.methods import EnergyUse, Load, MemoryUse, Sampling, Timing
 from microtome.results.metric import LOAD
-from microtome.results.metrics import METRICS, Amounts
-from microtome.results.profile import Coverage, Profile, UnknownOp
-from microtome.results.rows import Group, Row, Tensor
-from microtome.results.spread import Spread
+from microtome.results.metrics import METRICS
+from microtome.results.profile import Profile
+from microtome.results.rows import Row
 from microtome.units import shape
 
 
@@ -67,24 +64,17 @@ def _per_cent(part: float | None) -> float | None:
     return None if part is None else 100 * part
 
 
-def profile_from(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a profile, from those that `Profile.as_dict` gave."""
-    if not data["calls"]:
+def checked_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls of a file under the names that they have now, each after the one that contains it."""
+    if not calls:
         raise ValueError("it has no calls")
-    calls = _numbered(data["calls"])
-    _check_parents(calls)
-    coverage = data["coverage"]
-    unknown = tuple(UnknownOp(op["name"], op["runs"], tuple(op["calls"])) for op in coverage["unknown"])
-    return {
-        **{name: data[name] for name in ("model", "inputs", "convention", "how")},
-        "coverage": Coverage(coverage["ops"], unknown, tuple(coverage["never_ran"])),
-        "calls": tuple(map(_row, calls)),
-        **{name: data[name] for name in ("environment", "unavailable")},
-        "timing": _with_spreads(Timing, data["timing"]),
-        **{name: _with_spreads(kind, data[name]) for name, kind in _HOW.items()},
-        "timeline": Timeline.from_dict(data["timeline"], len(data["calls"])) if data.get("timeline") else None,
-        "gradients": data.get("gradients"),
-    }
+    numbered = _numbered([{_OLDER_NAMES.get(name, name): value for name, value in row.items()} for row in calls])
+    _check_parents(numbered)
+    return numbered
+
+
+#: Fields that have another name in files of an older microtome.
+_OLDER_NAMES = {"until_s": "elapsed_s", "until_device_s": "elapsed_device_s"}
 
 
 def _numbered(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -108,35 +98,3 @@ def _check_parents(calls: list[dict[str, Any]]) -> None:
         if not 0 <= row["depth"] < len(calls) or not 1 <= row["height"] <= len(calls):
             raise ValueError(f"expected a depth and a height within {len(calls)} calls at {row['address']!r}")
         seen.add(row["address"])
-
-
-_HOW = {"energy": EnergyUse, "memory": MemoryUse, "sampling": Sampling}
-_SPREADS = ("bare", "backward", "device", "device_backward", "whole")
-
-
-def _with_spreads(kind: Any, data: dict[str, Any] | None) -> Any:
-    if data is None:
-        return None
-    made = {name: Spread(**value) for name, value in data.items() if name in _SPREADS and value is not None}
-    return kind(**(data | made))
-
-
-#: Fields under the names that they have in files of an older microtome, which may also lack them.
-_OLDER_NAMES = {"elapsed_s": "until_s", "elapsed_device_s": "until_device_s"}
-
-
-def _row(data: dict[str, Any]) -> Row:
-    nested: dict[str, Any] = {
-        "inputs": tuple(Tensor(tuple(tensor["shape"]), tensor["dtype"]) for tensor in data["inputs"]),
-        "outputs": tuple(Tensor(tuple(tensor["shape"]), tensor["dtype"]) for tensor in data["outputs"]),
-        "own": Amounts(**data["own"]),
-        "ops": tuple(Group(**op) for op in data["ops"]),
-        "load": None if data["load"] is None else Load(**data["load"]),
-        "spreads": {name: Spread(**spread) for name, spread in data["spreads"].items()},
-    }
-    older = {new: data.get(old) for new, old in _OLDER_NAMES.items()}
-    known: dict[str, Any] = {
-        field.name: data.get(field.name, older.get(field.name)) for field in fields(Row) if field.default is None
-    }
-    known |= {field.name: data[field.name] for field in fields(Row) if field.name not in nested | known}
-    return Row(**(known | nested))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from math import isnan, nan
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple, Self
@@ -163,10 +163,9 @@ class RequestLog(Result):
         return write(render("perfetto_remote.of_run", self), file)
 
     def as_dict(self) -> dict[str, Any]:
-        data = {each.name: getattr(self, each.name) for each in fields(self)}
+        data = super().as_dict()
         first = min((sent.began for sent in self.requests), default=0.0)
         data["requests"] = [record(sent) | _began(sent, first) for sent in self.requests]
-        data["moves"] = [move._asdict() for move in self.moves]
         data["summary"] = {
             "requests": len(self.requests),
             "rate_per_s": self.rate_per_s,
@@ -180,12 +179,12 @@ class RequestLog(Result):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        known = {each.name: data[each.name] for each in fields(cls)}
-        known["requests"] = tuple(_sent(one) for one in data["requests"])
-        known["moves"] = tuple(CutMove(**one) for one in data["moves"])
-        if not known["requests"] and known["samples"]:
-            raise ValueError(f"expected no samples without requests, got {known['samples']}")
-        return cls(**known)
+        requests = [one | {"began": one.get("began_s", nan)} for one in data["requests"]]  # older files do not say when
+        return super().from_dict(data | {"requests": requests})
+
+    def check(self) -> None:
+        if not self.requests and self.samples:
+            raise ValueError(f"expected no samples without requests, got {self.samples}")
 
     def __repr__(self) -> str:
         edge = f"{len(self.on_edge)} on the edge"
@@ -199,11 +198,6 @@ def record(sent: RequestRecord) -> dict[str, Any]:
 
 def _began(sent: RequestRecord, first: float) -> dict[str, float]:
     return {} if isnan(sent.began) else {"began_s": sent.began - first}
-
-
-def _sent(data: dict[str, Any]) -> RequestRecord:
-    known = {name: value for name, value in data.items() if name != "began_s"}
-    return RequestRecord(**known, began=data.get("began_s", nan))  # files of before do not say when
 
 
 def moved(history: Iterable[Any]) -> tuple[CutMove, ...]:

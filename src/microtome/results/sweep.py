@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 from microtome.addresses import find_address
 from microtome.files.reading import File
@@ -125,22 +125,11 @@ class Sweep(Result):
         """Export Chrome trace JSON, a request at each cut over edge and cloud; written to the file if one is named."""
         return write(render("perfetto_remote.of_sweep", self), file)
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            **{field.name: getattr(self, field.name) for field in fields(self)},
-            "link": self.link._asdict(),
-            "rows": [asdict(row) for row in self.rows],
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        known = {field.name: data[field.name] for field in fields(cls)}
-        known["link"], known["rows"] = LinkMeasurement(**data["link"]), tuple(CutTiming(**row) for row in data["rows"])
-        if all(row.failed is not None for row in known["rows"]):
+    def check(self) -> None:
+        if not self.measured:
             raise ValueError("nothing in it was measured")
-        if took := [row.total_s for row in known["rows"] if row.failed is None and row.total_s <= 0]:
+        if took := [row.total_s for row in self.measured if row.total_s <= 0]:
             raise ValueError(f"expected requests that take time, got {took[0]} s")
-        return cls(**known)
 
     def __repr__(self) -> str:
         return f"<Sweep of {self.model} at {self.server}: {len(self.rows)} ways, the best is {self.best.name}>"
