@@ -410,6 +410,27 @@ def test_cuts_among_layers_dropped_by_chance_are_refused_and_all_that_are_listed
     assert len(mt.cuts(model.eval(), x)) == 8
 
 
+class Draws(nn.Module):
+    """Reads a value, for which no run on meta tensors will do, and draws a number that decides nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        scale = 1.0 if x.sum() > 1e9 else 2.0
+        draw = torch.rand(())
+        return self.last(x * scale) if draw >= 0 else x
+
+
+def test_an_attempt_on_meta_tensors_is_no_run_with_other_calls() -> None:
+    model, x = Draws(), torch.ones(2, 4)
+    cuts = mt.cuts(model, x)
+    assert not cuts.refused
+    assert all(mt.split(model, x, at=cut).verified == "bit-equal" for cut in cuts)
+
+
 class OwnGenerator(Encoder):
     """Drops layers by a generator of its own."""
 

@@ -70,7 +70,8 @@ def stand_in(
             stack.callback(_enable_collector)
         classes = {cls for module in modules for cls in type(module).__mro__ if not cls.__module__.startswith(_NOT_OWN)}
         given = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
-        stack.enter_context(keep_random_states(classes, accelerators_in(given) if stand == "real" else ()))
+        # Code that names its device draws there in a run on meta tensors, too.
+        stack.enter_context(keep_random_states(classes, accelerators_in(given)))
         if stand == "meta":
             stack.enter_context(stand_for(given))
         tensors = _keep(modules, classes, stack)

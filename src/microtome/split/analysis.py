@@ -384,8 +384,15 @@ def study(model: nn.Module, inputs: Any) -> Analysis:
 
 
 def _find_varying(model: nn.Module, example: Inputs, tree: CallOrder, watch: _AnalysisProbe) -> frozenset[str]:
-    def look(probe: Probe) -> None:
-        record(model, example, beside=lambda _: [probe], values=True)
+    def run() -> CallOrder:
+        attempts: list[CallOrder] = []  # on meta tensors, then on real ones: the last is the run
+
+        def observe(_: TraceRecorder) -> list[Probe]:
+            attempts.append(CallOrder())
+            return [attempts[-1]]
+
+        record(model, example, beside=observe, values=True)
+        return attempts[-1]
 
     tensors = (*model.parameters(), *model.buffers(), *tensors_in((example.args, example.kwargs)))
-    return find_varying(tree, look, {tensor.device for tensor in tensors}, watch.generators.values())
+    return find_varying(tree, run, {tensor.device for tensor in tensors}, watch.generators.values())

@@ -108,14 +108,14 @@ class CallOrder(Probe):
 
 def find_varying(
     first: CallOrder,
-    run: Callable[[Probe], None],
+    run: Callable[[], CallOrder],
     devices: Collection[torch.device] = (),
     generators: Collection[torch.Generator] = (),
 ) -> frozenset[str]:
     """The addresses of the calls that make other calls in other runs.
 
     Args:
-        run: Runs the model once more under a probe.
+        run: Runs the model once more, and returns the calls that it made.
         devices: Those that the model computes on.
         generators: Those that it draws from beside the default ones.
     """
@@ -129,8 +129,7 @@ def find_varying(
             random.random()
             if (numpy := sys.modules.get("numpy")) is not None:
                 numpy.random.random()
-            other = CallOrder()
-            run(other)
+            other = run()
             varying |= {address for address, paths in first.children.items() if paths != other.children.get(address)}
     finally:
         restore()
