@@ -15,7 +15,7 @@ from microtome import zoo
 from microtome.capture.attention.attention import Attention
 from microtome.errors import BadQuery
 from microtome.report.pictures.activation import plot
-from microtome.report.pictures.pixels import tiled
+from microtome.report.pictures.pixels import tile
 
 DARK, LIGHT = [0x44, 0x01, 0x54], [0xFD, 0xE7, 0x25]
 
@@ -100,7 +100,7 @@ def test_a_part_can_be_chosen() -> None:
 
 def test_pictures_are_tiled_row_by_row() -> None:
     ones: list[Tensor] = [torch.full((2, 2, 3), at) for at in range(3)]
-    sheet = tiled(ones, columns=2).pixels
+    sheet = tile(ones, columns=2).pixels
     assert sheet.shape == (6, 6, 3)
     assert [int(sheet[0, 0, 0]), int(sheet[0, 4, 0]), int(sheet[4, 0, 0]), int(sheet[4, 4, 0])] == [0, 1, 2, 200]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from microtome.report.notebook_html import page
-from microtome.report.table import Bar, Column, Line, Names, Note, Report, Segments, Styled, Table, shortened, text
+from microtome.report.table import Bar, Column, Line, Names, Note, Report, Segments, Styled, Table, shorten, text
 from microtome.results.base import Result
 from tests.report.test_foreign_text import COLOURS, RESULTS
 
@@ -122,5 +122,5 @@ def test_html_escapes_names_and_draws_bars() -> None:
 
 
 def test_names_are_shortened_in_the_middle() -> None:
-    assert shortened("encoder.layer.11.attention.output", 20) == "encode…ention.output"
-    assert len(shortened(" " * 30 + "x" * 30, 20)) == 20
+    assert shorten("encoder.layer.11.attention.output", 20) == "encode…ention.output"
+    assert len(shorten(" " * 30 + "x" * 30, 20)) == 20

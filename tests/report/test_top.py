@@ -10,7 +10,7 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
-from microtome.report.shared_units import shared
+from microtome.report.shared_units import scale_of_largest
 from microtome.report.top import as_json, ranking, text
 
 
@@ -83,8 +83,8 @@ def test_json_has_raw_numbers(p: mt.Profile) -> None:
 
 
 def test_the_largest_number_has_three_digits_in_the_unit_of_all() -> None:
-    scale = shared([1536.0, 10 * 1024.0], "bytes")
+    scale = scale_of_largest([1536.0, 10 * 1024.0], "bytes")
     assert (scale.unit, scale.write(1536.0), scale.write(10240.0)) == ("KiB", "1.5", "10.0")
-    assert shared([], "seconds").write(None) == "–"  # noqa: RUF001
-    assert shared([0.0], "joules").write(0.0) == "0"
-    assert shared([12.0], "count") == (1.0, "", 0)
+    assert scale_of_largest([], "seconds").write(None) == "–"  # noqa: RUF001
+    assert scale_of_largest([0.0], "joules").write(0.0) == "0"
+    assert scale_of_largest([12.0], "count") == (1.0, "", 0)

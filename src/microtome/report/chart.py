@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from microtome.errors import printable
-from microtome.report.table import shortened
+from microtome.report.table import shorten
 from microtome.units import seconds
 
 #: The most characters of a name.
@@ -37,7 +37,7 @@ def stacked_bars(bars: Sequence[StackedBar], longest_s: float, width: int) -> li
     room = width - names - marks - 11
     whole = min(max(bar.total_s for bar in bars), longest_s) or 1.0
     return [
-        f"{bar.mark:<{marks}}{shortened(printable(bar.name), names):<{names}} {seconds(bar.total_s):>8} "
+        f"{bar.mark:<{marks}}{shorten(printable(bar.name), names):<{names}} {seconds(bar.total_s):>8} "
         f"{_draw(bar, whole, room)}".rstrip()
         for bar in bars
     ]

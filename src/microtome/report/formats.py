@@ -42,44 +42,46 @@ def csv(result: Result, *options: Any) -> str:
 def markdown(result: Result, *options: Any) -> str:
     report = describe(result, *options, medium="markdown")
     shown = [column for one in report.tables for column in one.columns]
-    notes = "\n".join(f"- {escaped(note)}" for note in notes_of(report, shown))
-    parts = [f"**{escaped(report.title)}**", *map(_markdown_table, report.tables), notes]
+    notes = "\n".join(f"- {escape_markdown(note)}" for note in notes_of(report, shown))
+    parts = [f"**{escape_markdown(report.title)}**", *map(_markdown_table, report.tables), notes]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _markdown_table(one: Table) -> str:
     rules = ["---:" if column.right else "---" for column in one.columns]
-    rows = [[escaped(column.title) for column in one.columns], rules]
+    rows = [[escape_markdown(column.title) for column in one.columns], rules]
     rows += [[_markdown_cell(line, at, column) for at, column in enumerate(one.columns)] for line in one.lines]
     lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return f"<details><summary>{escaped(one.summary)}</summary>\n\n{lines}\n\n</details>" if one.summary else lines
+    return (
+        f"<details><summary>{escape_markdown(one.summary)}</summary>\n\n{lines}\n\n</details>" if one.summary else lines
+    )
 
 
 def _markdown_cell(line: Line, at: int, column: Column) -> str:
     cell: Cell = line.cells[at]
     if isinstance(cell, Names):
-        return ", ".join(map(code, cell.names))
+        return ", ".join(map(code_span, cell.names))
     name = plain(cell)
     bare = name.lstrip(" ")
     is_code = column.is_name and line.kind != "total" and bare != "(root)"
-    shown = "\N{NO-BREAK SPACE}" * (len(name) - len(bare)) + (code(bare) if is_code else escaped(bare))
+    shown = "\N{NO-BREAK SPACE}" * (len(name) - len(bare)) + (code_span(bare) if is_code else escape_markdown(bare))
     return f"**{shown}**" if at == 0 and "bold" in line.style and line.kind == "row" else shown
 
 
-def escaped(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Text as Markdown that shows it as it is, in a table, too.
 
-    >>> escaped("a<b>&amp; *c* | d")
+    >>> escape_markdown("a<b>&amp; *c* | d")
     'a&lt;b&gt;&amp;amp; \\\\*c\\\\* \\\\| d'
     """
     safe = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|])", r"\\\1", safe)
 
 
-def code(name: str) -> str:
+def code_span(name: str) -> str:
     """A name as a code span of Markdown, in a table, too.
 
-    >>> code("layer1.0"), code("a|b"), code("`tick`")
+    >>> code_span("layer1.0"), code_span("a|b"), code_span("`tick`")
     ('`layer1.0`', '`a\\\\|b`', '`` `tick` ``')
     """
     if not name:

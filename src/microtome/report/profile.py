@@ -8,7 +8,7 @@ from typing import Any
 from microtome.report.columns import AT_LEAST, OWN, CallColumn, at_least, columns_of, leaves_out
 from microtome.report.notes import notes_of
 from microtome.report.row_selection import RowSelection, check, deepest, depth_of, rows_of, whole_tree
-from microtome.report.shared_units import SCALED, spanning
+from microtome.report.shared_units import SCALED, scale_of_all
 from microtome.report.table import Bar, Cell, Column, Line, Medium, Note, Report, Table, plain
 from microtome.results.metrics import IMPORTANCE, METRICS
 from microtome.results.profile import Profile
@@ -114,7 +114,7 @@ def _column(
         return unit, [*cells]
     numbers = [metric.of(row) for row in every]
     numbers += [getattr(row, "shared_params", 0) for row in every if metric.name == "params"]
-    if medium == "terminal" and metric.unit in SCALED and (scale := spanning(numbers, metric.unit)) is not None:
+    if medium == "terminal" and metric.unit in SCALED and (scale := scale_of_all(numbers, metric.unit)) is not None:
         cells = [column.number(row, scale.write) for row in every]
         unit = scale.unit
     if metric.counted_by is not None and profile.coverage.unknown:

@@ -14,10 +14,10 @@ SCALED = {*_UP, *_DOWN}
 
 
 class Scale(NamedTuple):
-    """A unit and how many digits are written behind the point.
+    """A unit, and the number of digits after the point.
 
     Attributes:
-        size: How much of the quantity is one of the unit.
+        size: The value of one unit.
         unit: Its name; empty for plain numbers.
     """
 
@@ -26,7 +26,7 @@ class Scale(NamedTuple):
     digits: int
 
     def write(self, number: float | None) -> str:
-        """A number in the unit; what is more than nothing and too small for its digits is not written as nothing."""
+        """A number in the unit; one that would round to 0 is written as less than the last digit."""
         if not number:
             return UNKNOWN if number is None else "0"
         least = 10.0**-self.digits
@@ -35,18 +35,14 @@ class Scale(NamedTuple):
             return f"<{least:.{self.digits}f}"
         return f"{scaled:,.{self.digits}f}"
 
-    def head(self, name: str) -> str:
-        """The name of a column with its unit."""
-        return f"{name} {self.unit}".rstrip()
 
-
-def shared(numbers: Iterable[float | None], unit: Unit) -> Scale:
+def scale_of_largest(numbers: Iterable[float | None], unit: Unit) -> Scale:
     """The unit in which the largest of several numbers has three digits.
 
-    >>> scale = shared([9_355_584, 73_728, 12], "count")
-    >>> scale.head("MACs"), [scale.write(number) for number in (9_355_584, 73_728, 12)]
-    ('MACs M', ['9.36', '0.07', '<0.01'])
-    >>> shared([0.0023, 0.0000041], "seconds").write(0.0000041)
+    >>> scale = scale_of_largest([9_355_584, 73_728, 12], "count")
+    >>> scale.unit, [scale.write(number) for number in (9_355_584, 73_728, 12)]
+    ('M', ['9.36', '0.07', '<0.01'])
+    >>> scale_of_largest([0.0023, 0.0000041], "seconds").write(0.0000041)
     '<0.01'
     >>> Scale(1000.0, "k", 0).write(500)
     '<1'
@@ -64,19 +60,19 @@ def shared(numbers: Iterable[float | None], unit: Unit) -> Scale:
 _WIDEST = 8
 
 
-def spanning(numbers: Iterable[float | None], unit: Unit) -> Scale | None:
+def scale_of_all(numbers: Iterable[float | None], unit: Unit) -> Scale | None:
     """The unit in which the least of several numbers has two digits, or one; None where the most then has no room.
 
-    >>> scale = spanning([9_355_584, 73_728, 640], "count")
-    >>> scale.head("MACs"), [scale.write(number) for number in (9_355_584, 73_728, 640)]
-    ('MACs k', ['9,355.58', '73.73', '0.64'])
-    >>> spanning([0.00013, 0.0000072], "seconds").write(0.0000072)
+    >>> scale = scale_of_all([9_355_584, 73_728, 640], "count")
+    >>> scale.unit, [scale.write(number) for number in (9_355_584, 73_728, 640)]
+    ('k', ['9,355.58', '73.73', '0.64'])
+    >>> scale_of_all([0.00013, 0.0000072], "seconds").write(0.0000072)
     '7.2'
-    >>> spanning([9_355_584_000, 640], "count") is None
+    >>> scale_of_all([9_355_584_000, 640], "count") is None
     True
     """
     known = [abs(number) for number in numbers if number]
-    first = shared(known, unit)
+    first = scale_of_largest(known, unit)
     if not known or (first.size == 1.0 and unit in _UP):
         return first
     smaller = [Scale(*one, digits) for one in _units(unit) if one[0] <= first.size for digits in (0, 1, 2)]

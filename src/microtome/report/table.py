@@ -23,7 +23,7 @@ from microtome.errors import printable
 
 #: The width of text that goes to a file or a pipe.
 _WIDTH = 140
-#: The least width of a shortened name, and the least and the most of lists of names and wrapped cells.
+#: The least width of a shorten name, and the least and the most of lists of names and wrapped cells.
 _SHORTEST, _LEAST, _MOST = 16, 10, 48
 #: The width of the figure beside a bar.
 _FIGURE = 7
@@ -278,7 +278,7 @@ class _Layout:
         shown = printable(_figure(cell, column))
         if at == 0 and line.kind != "section":
             mark = f"{line.mark:<{self._marks}}" if self._marks else ""
-            return Text(mark + (shown if column.wraps else shortened(shown, self._widths[0] - self._marks)))
+            return Text(mark + (shown if column.wraps else shorten(shown, self._widths[0] - self._marks)))
         return Text(shown, style=cell.style if isinstance(cell, Styled) else "")
 
 
@@ -305,7 +305,7 @@ def _names(names: Sequence[str], room: int) -> str:
             return line
     rest = f" +{len(names) - 1}" if len(names) > 1 else ""
     if names and room - len(rest) >= _SHORTEST:
-        return shortened(names[0], room - len(rest)) + rest
+        return shorten(names[0], room - len(rest)) + rest
     return f"{len(names)} value{'' if len(names) == 1 else 's'}"[:room] if names else ""
 
 
@@ -322,12 +322,12 @@ def bar(part: float | None, whole: float | None, width: int = 8) -> str:
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
 
 
-def shortened(name: str, most: int) -> str:
+def shorten(name: str, most: int) -> str:
     """A name with its middle left out where it is too long: addresses differ at their ends. So is its indent.
 
-    >>> shortened("encoder.layer.11.attention.output", 20)
+    >>> shorten("encoder.layer.11.attention.output", 20)
     'encode…ention.output'
-    >>> shortened("            attn", 10)
+    >>> shorten("            attn", 10)
     '     …attn'
     """
     if len(name) <= most:

@@ -9,7 +9,7 @@ from typing import Any
 from microtome.errors import BadQuery
 from microtome.report import table
 from microtome.report.notes import notes_of
-from microtome.report.shared_units import shared
+from microtome.report.shared_units import scale_of_largest
 from microtome.report.table import Bar, Column, Line, Report, Styled, Table
 from microtome.results.metric import Metric
 from microtome.results.metrics import METRICS
@@ -66,7 +66,8 @@ def report(profile: Profile, n: int = 10) -> Report:
     known, found = metrics(profile), ranking(profile, n)
     every = [row for rows in found.values() for row in rows]
     scales = {
-        name: shared([metric.own(row) for row in every], metric.unit or "count") for name, metric in known.items()
+        name: scale_of_largest([metric.own(row) for row in every], metric.unit or "count")
+        for name, metric in known.items()
     }
     columns = [Column("", right=False), Column("module", right=False, importance=len(known), style="cyan")]
     columns += [

@@ -16,9 +16,9 @@ class CodecCost(NamedTuple):
     """The cost of one codec for one value.
 
     Attributes:
-        nbytes: What travels.
-        encode_s: Seconds to make that of the value.
-        decode_s: Seconds to make the value of that.
+        nbytes: Bytes of the encoded value.
+        encode_s: Seconds to encode it.
+        decode_s: Seconds to decode it.
     """
 
     nbytes: int
@@ -32,7 +32,7 @@ class CodecCosts(Result):
 
     Attributes:
         model: The class of the model.
-        values: What was encoded. How small a codec without loss makes it depends on that.
+        values: The kind of values that were encoded: the size of a lossless codec depends on it.
         costs: By codec, then by the name of the value.
         environment: The machine.
     """

@@ -19,7 +19,7 @@ class Live(NamedTuple):
         name: The address of the call that returned it, with its place if that returned several: `layer1`, `lstm[0]`; of
             an input of the model its place among the arguments: `args[0]`, `mask`.
         source: The address of the call; None: it is an input of the model.
-        nbytes: What it takes on the wire, uncompressed.
+        nbytes: Its bytes, uncompressed.
     """
 
     name: str
@@ -31,16 +31,16 @@ class Live(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A place to cut: the exit of a call. What ran until then is the head; the tail is the rest.
+    """A place to cut: the exit of a call. The head runs up to it, the tail after it.
 
     Attributes:
         at: The address of the call, with its index where the module ran several times: `relu#0`.
-        live: What the tail needs of the head.
-        nbytes: The bytes of that.
+        live: The values that the tail needs from the head.
+        nbytes: Their bytes.
         head_macs: Multiply-accumulates of the head; None where an operator's are not known.
         head_params: Parameters that the head reads. One that both sides read counts on both.
         dominates: Whether no cut before it has as few bytes.
-        refused: Why the model cannot be cut here exactly; None: it can.
+        refused: The reason why the model cannot be cut here exactly; None: it can.
     """
 
     index: int
@@ -68,12 +68,12 @@ class Cuts(Result, Sequence[Cut]):
 
     Attributes:
         model: The class of the model.
-        inputs: What goes into the model.
-        outputs: What it returns.
+        inputs: The tensors among the inputs of the model.
+        outputs: The tensors that it returns.
         offered: The cuts. The sequence is of these.
         refused: The places where the model cannot be cut exactly.
-        how: How the run was made that this is read from.
-        calls: How many calls the run had; None in files of an older microtome.
+        how: The tensors of the run that the cuts were read from.
+        calls: The number of calls of the run; None in files of an older microtome.
         params: The parameters of the model, read or not, each once; None in files of an older microtome.
         param_bytes: Their bytes.
         flops: FLOPs of the run; None where an operator's are not known, and in files of an older microtome.

@@ -14,10 +14,10 @@ class Link:
     """The bandwidth and the delay of a link, the same both ways.
 
     Attributes:
-        bytes_per_s: What goes through in a second, one way.
-        rtt_s: Seconds until a short message has been answered: half of it is what any message takes on its way.
-        jitter_s: By how much a message may be late.
-        joules_per_byte: What the radio of the first device takes for a byte, sent or received; None: not known.
+        bytes_per_s: The bandwidth, one way.
+        rtt_s: Seconds of a round trip of a short message: half of it is the delay of any message.
+        jitter_s: Seconds that a message may be late.
+        joules_per_byte: Joules of the radio of the first device for a byte, sent or received; None: not known.
 
     >>> link = Link("20Mbps", rtt="15ms")
     >>> link.seconds(25_000)                        # half of 15 ms, and 10 ms for 200,000 bits
@@ -38,7 +38,7 @@ class Link:
         jitter: float | str = 0.0,
         joules_per_byte: float | None = None,
     ) -> None:
-        """From texts such as `"20Mbps"` and `"15ms"`; numbers are bits a second, and seconds."""
+        """Take strings such as `"20Mbps"` and `"15ms"`; numbers are bits per second, and seconds."""
         known = joules_per_byte is None or 0 <= joules_per_byte < float("inf")
         if not known:
             raise BadQuery(f"joules_per_byte is what the radio takes for a byte, 0 or more, got {joules_per_byte!r}")
@@ -66,9 +66,9 @@ class LinkMeasurement(NamedTuple):
     """The measured bandwidth and delay of a link.
 
     Attributes:
-        rtt_s: Seconds to a short answer: the least of several.
-        jitter_s: By how much the median of these is more.
-        up_bytes_per_s: Towards the server; `down_bytes_per_s` is the other way.
+        rtt_s: Seconds of a round trip of a short message, the least of several.
+        jitter_s: The median of those, less the least.
+        up_bytes_per_s: The bandwidth to the server; `down_bytes_per_s` from it.
     """
 
     rtt_s: float
@@ -78,5 +78,5 @@ class LinkMeasurement(NamedTuple):
 
     @property
     def link(self) -> Link:
-        """For a plan; requests are long and replies are short, so the way up counts."""
+        """The link for a plan, with the bandwidth to the server: requests are long and replies short."""
         return Link(8 * self.up_bytes_per_s, rtt=self.rtt_s, jitter=self.jitter_s)

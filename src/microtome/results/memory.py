@@ -13,10 +13,9 @@ class Alive:
     """Memory that is in use at the peak.
 
     Attributes:
-        kind: What it was made by: `"op"` for an operator, else what it was when the run began; `"rest"` for all that
-            are not named.
-        name: The address of the call that made it; of an input its place; empty where several are one.
-        count: How many pieces of memory. All parameters are one entry, and so are all buffers.
+        kind: `"op"` if an operator made it, else the kind of value; `"rest"` for all that are not listed.
+        name: The address of the call that made it; of an input its name; empty for several.
+        count: The number of storages. All parameters are one entry, and so are all buffers.
     """
 
     kind: Kind
@@ -30,10 +29,10 @@ class Timeline:
     """The memory of a run, operator by operator, weights and inputs included.
 
     Attributes:
-        live_bytes: What lives while each operator runs.
-        calls: The row whose code ran each, by its index among the rows; of the backward, the row it belongs to.
-        forward: How many of them are of the forward; those of the backward follow.
-        alive: What lives while the operator with the most runs, the largest first.
+        live_bytes: Bytes that are alive while each operator runs.
+        calls: The index of the row whose code ran each operator; in the backward, of the row that it belongs to.
+        forward: The number of operators of the forward; those of the backward follow.
+        alive: The values that are alive at the peak, the largest first.
     """
 
     live_bytes: tuple[int, ...]
@@ -43,7 +42,7 @@ class Timeline:
 
     @property
     def peak(self) -> int | None:
-        """The operator while which the most lives; None where none ran."""
+        """The index of the operator at the peak; None where none ran."""
         return max(range(len(self.live_bytes)), key=self.live_bytes.__getitem__, default=None)
 
     def check(self, rows: int) -> None:

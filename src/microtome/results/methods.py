@@ -14,12 +14,12 @@ class Timing:
     Attributes:
         bare: Seconds of a whole forward without time stamps, run in turns with the others.
         ratio: A forward with time stamps over a bare one, the medians.
-        stamp_s: What the stamps of a call take, measured on modules that do nothing; it is taken off the calls around.
-        warmups: How many passes were made before.
+        stamp_s: Seconds of the time stamps of a call, measured on empty modules, and subtracted from the calls around.
+        warmups: The number of passes before.
         fast_paths: Whether fused operators of torch ran, as in bare passes; False where they would hide calls.
         backward: Seconds of a bare backward; None if there was none.
         backward_ratio: A backward with time stamps over a bare one.
-        backward_stamp_s: What a stamp in the backward takes; it is taken off.
+        backward_stamp_s: Seconds of a time stamp in the backward, which are subtracted.
         device: Seconds that the kernels of a bare forward take, as torch's profiler says; None on a CPU.
         device_backward: Those of a bare backward.
         device_ratio: The device times of all calls over those of a bare forward.
@@ -45,13 +45,13 @@ class EnergyUse:
     Attributes:
         method: `"share"`: the whole model's, shared by time. `"replay"`: each layer run alone. `"estimate"`: from
             counts and given coefficients, not measured.
-        meter: What was read; empty for an estimate.
+        meter: The meter; empty for an estimate.
         whole: Joules of a whole pass, with everything that the meter sees meanwhile; None for an estimate.
         idle_w: Watts that the meter sees while nothing runs; None if that is not known.
         pass_s: Seconds of a pass while it was measured.
-        closure_j: What the whole takes beyond its parts.
-        net_closure_j: The same, without what is drawn when nothing runs.
-        not_replayed: Why layers have no energy, by their address.
+        closure_j: Joules of the whole, less those of its parts.
+        net_closure_j: The same, above idle.
+        not_replayed: The reason why a layer has no energy, by its address.
     """
 
     method: str
@@ -88,8 +88,8 @@ class Load:
         gpu: The part of the time in which the GPU ran kernels.
         memory: The part of the machine's memory that was in use.
         gpu_memory: The part of the GPU's memory that was in use.
-        watts: Power drawn.
-        samples: How many samples overlap with the call.
+        watts: The power.
+        samples: The number of samples that overlap with the call.
     """
 
     cpu: float | None

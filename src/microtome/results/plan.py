@@ -18,13 +18,12 @@ What = Literal["run", "encode", "send", "decode", "back"]
 
 
 class LatencyTerm(NamedTuple):
-    """One of the terms that a latency is made of.
+    """One term of a latency.
 
     Attributes:
-        what: `"run"`, `"encode"` and `"decode"` are done by a device; `"send"` and `"back"` by a link: what crosses,
-            and the result on its way back.
+        what: `"run"`, `"encode"` and `"decode"` are of a device; `"send"` and `"back"` of a link: the boundary to the
+            next device, and the result back.
         where: The name of the device; of a link, that of the device on its far side.
-        seconds: How long it takes.
     """
 
     what: What
@@ -34,22 +33,22 @@ class LatencyTerm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to place a model on devices, and what it costs.
+    """One placement of a model on devices, and its costs.
 
     Attributes:
-        name: In words.
+        name: A description.
         at: For each link that is crossed, the address of the cut; None: the inputs cross, before anything ran.
-        codecs: For each of those, how what crosses is encoded.
-        steps: What is done, in order. They sum up to the latency.
-        sent_bytes: What goes over each link.
-        back_bytes: What comes back over each: the result.
-        memory_bytes: Of each device, parameters of its part and the most of other tensors that live at once there.
+        codecs: The codec for each of those links.
+        steps: The terms in order. They sum up to the latency.
+        sent_bytes: Bytes that are sent over each link.
+        back_bytes: Bytes of the result, which comes back over each.
+        memory_bytes: Of each device, the parameters of its stage and the peak of its other tensors.
         latency_s: Seconds from the inputs on the first device to the result there.
-        slowest_s: Seconds of the slowest device or link, when one pass follows on the other: so often a result comes.
-        late_s: By how much the latency grows if each message is as late as its link's jitter allows.
+        slowest_s: Seconds of the slowest device or link: the interval between the results of a pipeline.
+        late_s: Seconds that jitter adds to the latency at most.
         energy_j: Joules of the devices that count; None: not known.
-        is_baseline: Whether it is one of those that are listed in any case: the whole model on one device.
-        refused: Why it cannot be chosen; None: it can.
+        is_baseline: Whether it is the whole model on one device, which is always listed.
+        refused: The reason why it cannot be chosen; None: it can.
     """
 
     name: str
@@ -68,11 +67,11 @@ class Candidate:
 
     @property
     def throughput_per_s(self) -> float:
-        """Passes a second, one following on the other."""
+        """Passes per second of a pipeline."""
         return 1 / self.slowest_s if self.slowest_s else float("inf")
 
     def seconds(self, *what: What, where: str | None = None) -> float:
-        """The sum of its steps of these kinds; with `where`, of one device."""
+        """The sum of the steps of these kinds; with `where`, of one device."""
         return sum(step.seconds for step in self.steps if step.what in what and where in (None, step.where))
 
     def score(self, objective: Objective) -> float | None:
@@ -80,7 +79,7 @@ class Candidate:
         return {"latency": self.latency_s, "throughput": self.slowest_s, "energy": self.energy_j}[objective]
 
     def rank(self, objective: Objective) -> tuple[float, float]:
-        """The least comes first. Of the same in the objective, the one whose result is there first."""
+        """A sort key: the objective, then the latency."""
         score = self.score(objective)
         return (float("inf") if score is None else score, self.latency_s)
 
@@ -104,17 +103,17 @@ class Plan(Result):
 
     Attributes:
         model: The class of the model.
-        inputs: What it was given when it was profiled.
-        objective: What is the least at the winner.
-        devices: Their names, in the order of the chain; and what they are, in words.
-        links: What joins each device with the next.
-        candidates: Those that can be chosen, the best first; then those that cannot.
+        inputs: The inputs of the profiles.
+        objective: The quantity that is minimized.
+        devices: The devices in the order of the chain, with descriptions.
+        links: The link from each device to the next.
+        candidates: Those that can be chosen, the best first; then those that are refused.
         chosen: The index of the winner.
-        strategy: The name of what chose it; empty: the objective did.
+        strategy: The name of the strategy that chose it; empty: the objective did.
         limits: The most memory of devices, in bytes, by their names.
-        codec_costs: Where the costs of codecs come from.
+        codec_costs: The source of the costs of codecs.
         energy_of: The devices whose joules count; empty: none are known.
-        notes: What the numbers rest on, and what was left out.
+        notes: Assumptions, and what was left out.
     """
 
     kind: ClassVar[str] = "plan"

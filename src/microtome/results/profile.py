@@ -26,7 +26,7 @@ class UnknownOp:
     """An operator without a formula.
 
     Attributes:
-        runs: How many times it ran.
+        runs: The number of its runs.
         calls: The addresses of the calls that ran it.
     """
 
@@ -40,9 +40,9 @@ class Coverage:
     """The part of a run that is counted.
 
     Attributes:
-        ops: How many operators ran.
-        unknown: Those without a formula, which add nothing to the counts.
-        never_ran: The paths of modules that did not run; those inside them are not listed.
+        ops: The number of operators that ran.
+        unknown: The operators without a formula, which add nothing to the counts.
+        never_ran: The paths of modules that did not run, without the modules inside them.
     """
 
     ops: int
@@ -72,16 +72,16 @@ class Profile(Result):
     Attributes:
         model: The type of the model.
         inputs: The inputs of the model, as text.
-        convention: How MACs, FLOPs and MAdds are counted.
-        how: On what the run was made, and why.
-        environment: The machine and the software that measured values come from; empty if there are none.
-        timing: How times were measured; None if they were not.
-        energy: How energies were obtained.
-        memory: How memory was measured.
-        sampling: How the load was sampled.
-        unavailable: Why something that was asked for could not be measured, by its name.
-        timeline: The bytes that live while each operator runs; None in files of an older microtome.
-        gradients: Whether torch kept what a backward needs, which lives longer; None in files of an older microtome.
+        convention: The convention of MACs, FLOPs and MAdds.
+        how: The kind of tensors of the run, and why.
+        environment: The machine and the software of the measurements; empty if there are none.
+        timing: The method of the times; None: not measured.
+        energy: The method of the energies; None: not measured.
+        memory: The method of the measured memory; None: not measured.
+        sampling: The method of the load; None: not sampled.
+        unavailable: The reason why a requested measurement was not made, by its name.
+        timeline: The bytes that are alive while each operator runs; None in files of an older microtome.
+        gradients: Whether torch saved tensors for a backward; None in files of an older microtome.
     """
 
     kind: ClassVar[str] = "profile"

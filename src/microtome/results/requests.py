@@ -31,19 +31,19 @@ _HERE = ("head", "encode", "total")
 
 
 class Percentiles(NamedTuple):
-    """The middle of many, and what 95 of 100 do not exceed."""
+    """The median and the 95th percentile."""
 
     median: float
     p95: float
 
 
 class CutMove(NamedTuple):
-    """When the cut moved.
+    """A move of the cut.
 
     Attributes:
         when_s: Seconds since the epoch.
-        at: Where it is from then on; None: nowhere, all runs here.
-        codec: How what crosses is encoded from then on.
+        at: The new cut; None: none, all runs here.
+        codec: The new codec.
     """
 
     when_s: float
@@ -94,10 +94,10 @@ class RequestLog(Result):
     Attributes:
         model: The class of the model.
         server: Its address.
-        device: Where the server computes.
-        window: How many requests were on their way at most.
+        device: The device of the server.
+        window: The most requests in flight.
         wall_s: Seconds from the first request to the last answer.
-        samples: How many samples the requests were of.
+        samples: The number of samples in the requests.
         requests: A record of each.
         moves: When the cut moved, and why.
         energy_j: Joules of this device over that time; None: not measured.
@@ -120,7 +120,7 @@ class RequestLog(Result):
 
     @property
     def rate_per_s(self) -> float:
-        """Requests a second."""
+        """Requests per second."""
         return len(self.requests) / self.wall_s if self.wall_s else 0.0
 
     @property
@@ -138,7 +138,7 @@ class RequestLog(Result):
         return None if self.energy_j is None or not self.requests else self.energy_j / len(self.requests)
 
     def phases(self) -> dict[str, Percentiles | None]:
-        """Seconds of each part of a request: those of the server of the requests that it answered."""
+        """Seconds of each phase of a request; the phases of the server are of the requests that it answered."""
         cloud = [sent for sent in self.requests if sent.where == "cloud"]
         found = {
             name: _middle(sum(getattr(sent, part) for part in parts) for sent in several)
@@ -192,7 +192,7 @@ class RequestLog(Result):
 
 
 def record(sent: RequestRecord) -> dict[str, Any]:
-    """A request as numbers, without when it began."""
+    """A request as a dict, without the time when it began."""
     return {name: value for name, value in asdict(sent).items() if name != "began"}
 
 

@@ -27,7 +27,7 @@ class Group(Amounts):
 
     Attributes:
         name: The type of the modules, or the name of the operators.
-        runs: How many calls, or how many runs of the operator.
+        runs: The number of calls, or of runs of the operator.
     """
 
     name: str = ""
@@ -52,11 +52,11 @@ class Row(CallAmounts):
         own: What the call costs without the calls inside it.
         ops: The operators that its own code ran in the forward, by name.
         shared_params: Parameters that are used here and counted elsewhere: tied weights, modules that run again.
-        elapsed_s: Seconds of the host from the beginning of the run to the end of the call, measured in one run: what a
-            run of layers takes, which is not the sum of what each takes.
-        elapsed_device_s: Seconds that the GPU worked for all that was launched until then.
-        load: How busy the machine was; None if that was not sampled.
-        spreads: Of measured quantities, by their names: how far the passes spread, and by which method.
+        elapsed_s: Seconds of the host from the beginning of the run to the end of the call, measured in one run: the
+            time of several layers in a row is not the sum of theirs.
+        elapsed_device_s: Seconds that the GPU worked for all that was launched by then.
+        load: The load of the machine; None: not sampled.
+        spreads: The distribution over the passes, and the method, by the name of the metric.
     """
 
     address: str = ""

@@ -10,13 +10,11 @@ class Spread:
     """Repeated measurements of one quantity, in its own unit.
 
     Attributes:
-        median: The middle.
-        q1: A quarter of the samples is below.
-        q3: A quarter is above.
-        low: With `high`, the 95 % interval of the median, by drawing the samples again.
-        count: How many samples there are.
-        outliers: How many lie more than one and a half times q3 - q1 outside of those. They are kept.
-        method: How it was measured.
+        q1: The first quartile; `q3` is the third.
+        low: With `high`, the 95 % bootstrap interval of the median.
+        count: The number of samples.
+        outliers: The number of samples more than 1.5 times q3 - q1 outside the quartiles. They are kept.
+        method: The method of the measurement.
     """
 
     median: float

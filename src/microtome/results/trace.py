@@ -22,7 +22,7 @@ TensorMode = Literal["meta", "fake", "real"]
 
 
 class Value(NamedTuple):
-    """A tensor of the run: a place in memory seen in one shape. All tensor objects on it are this one value.
+    """A tensor of the run: a storage in one shape. All tensor objects of that shape on it are one value.
 
     Attributes:
         origin: What it was when the run began: `"input"`, `"parameter"`, `"buffer"`; `"op"` if an operator made it; and
@@ -134,7 +134,7 @@ class How:
 
 
 class Read(NamedTuple):
-    """Python code that reads the values of a tensor without an operator.
+    """A read of the values of a tensor by Python code, without an operator.
 
     Attributes:
         op: The operator that ran next.

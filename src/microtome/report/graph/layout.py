@@ -2,6 +2,7 @@
 
 Each node is one layer below the lowest that it reads from; an edge over several layers has a bend in each; the order in
 a layer is that of the neighbours' middles; and each is as near above and below its neighbours as the others let it.
+Graphviz does it better and is a program of its own: `to_dot` is for those who have it, and SVG needs no program.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-#: How often the layers are gone through for their order, and for the places in them.
+#: The number of sweeps over the layers: for the order in them, and for the positions.
 _ORDERS, _PLACES = 8, 40
 _GAP = 24.0
-#: How much a short edge counts beside a part of a long one, so that what runs in a row stands in a column.
+#: The weight of a short edge relative to a segment of a long one, so that sequences are drawn in a column.
 _SHORT = 16.0
 
 

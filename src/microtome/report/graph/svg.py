@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from microtome.report.graph.graph import Edge, Graph, Node
 from microtome.report.graph.layout import Layout, lay_out
-from microtome.report.table import shortened
+from microtome.report.table import shorten
 
 #: Pixels: of a node's height and of a letter's width, between layers, around the picture, and where a cut goes through.
 _HEIGHT, _LETTER, _BETWEEN, _MARGIN, _CUT = 36, 7.2, 34, 24, 30
@@ -79,7 +79,7 @@ class _Drawing:
         lines = [(node.name, "name", 15.0 if under else 22.0), (under, "type small", 29.0)]
         texts = "".join(
             f'<text class="{kind}" x="{x:.1f}" y="{top + down:.1f}" text-anchor="middle">'
-            f"{_text(shortened(line, _LONGEST))}</text>"
+            f"{_text(shorten(line, _LONGEST))}</text>"
             for line, kind, down in lines
             if line
         )
@@ -132,7 +132,7 @@ def _under(node: Node) -> str:
 
 
 def _width(node: Node) -> float:
-    longest = max(len(shortened(line, _LONGEST)) for line in (node.name, _under(node)))
+    longest = max(len(shorten(line, _LONGEST)) for line in (node.name, _under(node)))
     return max(longest * _LETTER + 20, 60.0)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from microtome.report.requests import short
-from microtome.report.table import shortened
+from microtome.report.table import shorten
 from microtome.results.sweep import CutTiming, Sweep
 from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
 
@@ -74,7 +74,7 @@ def _drawn(sweep: Sweep, row: CutTiming, top: int, scale: float) -> str:
     """One bar, with its name before and its figure behind it; the whole is told where it is pointed at."""
     is_best = row is sweep.best
     kind = ' class="best"' if is_best else ""
-    name = escape(shortened(row.name, _LONG_NAME) + _mark(sweep, row))
+    name = escape(shorten(row.name, _LONG_NAME) + _mark(sweep, row))
     parts, x = [], 0.0
     between = max(row.total_s - row.head_s - row.tail_s, 0.0)
     for ink, spent in (("h", row.head_s), ("w", between), ("t", row.tail_s)):

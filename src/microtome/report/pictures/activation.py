@@ -10,7 +10,7 @@ from torch import Tensor
 
 from microtome.engine.pytree import tensors_in
 from microtome.errors import BadQuery
-from microtome.report.pictures.pixels import Picture, as_bytes, coloured, scaled, tiled
+from microtome.report.pictures.pixels import Picture, as_bytes, colour, scale_values, tile
 from microtome.units import shape
 
 #: The height or width of a map in pixels, about: of several, and of a single one.
@@ -35,11 +35,11 @@ def plot(
     if not isinstance(channels, int) or channels < 1:
         raise BadQuery(f"channels are 1 or more, got {channels!r}")
     maps = _maps(_sample(_tensor(value, name, part), name, sample), name, grid)[:channels]
-    maps = torch.stack([scaled(one) for one in maps]) if scale == "each" else scaled(maps)
+    maps = torch.stack([scale_values(one) for one in maps]) if scale == "each" else scale_values(maps)
     times = max(1, (_SMALL if len(maps) > 1 else _LARGE) // max(maps.shape[1:]))
     tall = max(times, _LEAST // maps.shape[1])
-    drawn = [as_bytes(coloured(one.repeat_interleave(tall, 0).repeat_interleave(times, 1))) for one in maps]
-    return tiled(drawn)
+    drawn = [as_bytes(colour(one.repeat_interleave(tall, 0).repeat_interleave(times, 1))) for one in maps]
+    return tile(drawn)
 
 
 def _tensor(value: Any, name: str, part: int | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from microtome.capture.attention.attention import Attention
 from microtome.errors import BadQuery
-from microtome.report.pictures.pixels import Picture, as_bytes, coloured, scaled, tiled
+from microtome.report.pictures.pixels import Picture, as_bytes, colour, scale_values, tile
 
 #: The height or width of a map without an image in pixels, about.
 _SIZE = 224
@@ -34,7 +34,7 @@ def plot(
     weights = _pick(chosen, sample, "sample")
     under = _of_sample(image, sample)
     if head == "all":
-        return tiled([picture(_pick(one, row, "row"), under, grid=grid, alpha=alpha).pixels for one in weights])
+        return tile([picture(_pick(one, row, "row"), under, grid=grid, alpha=alpha).pixels for one in weights])
     heads = weights.mean(0) if head is None else _pick(weights, head, "head")
     return picture(_pick(heads, row, "row"), under, grid=grid, alpha=alpha)
 
@@ -44,16 +44,16 @@ def picture(values: Tensor, image: Any = None, *, grid: tuple[int, int] | None =
 
     Tokens before those of the patches, such as the class token, are left out.
     """
-    heat = scaled(_on_grid(values.detach().float().cpu(), grid))
+    heat = scale_values(_on_grid(values.detach().float().cpu(), grid))
     if image is None:
         times = max(1, _SIZE // max(heat.shape))
-        return Picture(as_bytes(coloured(heat.repeat_interleave(times, 0).repeat_interleave(times, 1))))
+        return Picture(as_bytes(colour(heat.repeat_interleave(times, 0).repeat_interleave(times, 1))))
     if not isinstance(alpha, SupportsFloat) or not 0 <= alpha <= 1:
         raise BadQuery(f"alpha is from 0 (the image alone) to 1 (the map alone), got {alpha!r}")
     under = _as_image(image)
     size = under.shape[0], under.shape[1]
     heat = F.interpolate(heat[None, None], size=size, mode="bilinear", align_corners=False)[0, 0]
-    return Picture(as_bytes(torch.lerp(under, coloured(heat), alpha)))
+    return Picture(as_bytes(torch.lerp(under, colour(heat), alpha)))
 
 
 def _pick(several: Any, at: Any, what: str) -> Tensor:
@@ -105,7 +105,7 @@ def _as_image(image: Any) -> Tensor:
         pixels = pixels.permute(1, 2, 0)
     if pixels.dim() != 3 or pixels.shape[2] not in (1, 3):
         raise BadQuery(f"an image is (3, H, W), (H, W, 3) or (H, W), got {tuple(pixels.shape)}")
-    light = pixels / 255 if _are_bytes(pixels) else scaled(pixels.float())
+    light = pixels / 255 if _are_bytes(pixels) else scale_values(pixels.float())
     return light.expand(*light.shape[:2], 3)
 
 

@@ -59,7 +59,7 @@ def png(pixels: Tensor) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
-def tiled(pictures: Sequence[Tensor], columns: int | None = None) -> Picture:
+def tile(pictures: Sequence[Tensor], columns: int | None = None) -> Picture:
     """Pictures of one size side by side, row by row; without `columns`, about as wide as high."""
     height, width = pictures[0].shape[:2]
     columns = columns or min(math.ceil(math.sqrt(len(pictures) * height / width)), len(pictures))
@@ -71,14 +71,14 @@ def tiled(pictures: Sequence[Tensor], columns: int | None = None) -> Picture:
     return Picture(sheet.to(torch.uint8))
 
 
-def scaled(values: Tensor) -> Tensor:
+def scale_values(values: Tensor) -> Tensor:
     """Scale values to between 0 and 1; to 0 where all are the same."""
     values = values.nan_to_num()
     low, high = values.min(), values.max()
     return (values - low) / (high - low) if high > low else torch.zeros_like(values)
 
 
-def coloured(values: Tensor) -> Tensor:
+def colour(values: Tensor) -> Tensor:
     """Colours of values between 0 and 1, as (..., 3)."""
     table = torch.tensor([[colour >> 16, colour >> 8 & 255, colour & 255] for colour in _VIRIDIS]) / 255
     at = values * (len(table) - 1)
