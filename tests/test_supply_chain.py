@@ -18,7 +18,7 @@ import microtome
 from tools.lock import UNHASHED, locked
 
 ROOT = Path(__file__).parents[1]
-VENDOR = Path(microtome.__file__).parent / "report" / "page" / "vendor"
+VENDOR = Path(microtome.__file__).parent / "report" / "html" / "vendor"
 
 
 def test_vendored_files_are_those_whose_digests_are_listed() -> None:
