@@ -87,6 +87,8 @@ def test_power_is_a_curve_where_it_was_sampled(p: mt.Profile) -> None:
     events = check_chrome(sampled.to_perfetto())
     assert {event["args"]["watts"] for event in events if event["name"] == "power"} == {7.5}
     assert {event["args"]["bytes"] for event in events if event["name"] == "measured peak"} == {100}
+    assert {event["args"]["fraction"] for event in events if event["name"] == "CPU"} == {0.5}
+    assert not [event for event in events if event["name"] == "GPU"]
 
 
 def test_names_are_written_as_they_are(tmp_path: Path) -> None:

@@ -166,8 +166,9 @@ class Profile(Result):
             yield row
             return
         if any(getattr(row.own, name) for name in AMOUNTS):
-            own = {"spreads": {}, "load": None, "measured_peak_bytes": None, **asdict(row.own)}  # those are the whole's
-            yield replace(row, type=f"{row.type} (own)", **own)
+            whole = [name for name, metric in METRICS.items() if metric.adds_up != "sum" and metric.requires]
+            own = {name: None for name in ("load", *whole) if hasattr(row, name)} | {"spreads": {}} | asdict(row.own)
+            yield replace(row, type=f"{row.type} (own)", **own)  # what was measured is of the whole
         for child in self.children(row):
             yield from self._cover(child, depth, granularity)
 

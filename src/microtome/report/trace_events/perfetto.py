@@ -1,4 +1,4 @@
-"""A measured profile for Perfetto: calls as slices in each other, memory and power as curves."""
+"""A measured profile for Perfetto: calls as nested slices, memory, load and power as counters."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ def perfetto(profile: Profile) -> str:
     for at, nbytes in _live(profile, calls):
         events.counter(pid, "live", "bytes", at, nbytes)
     for one in _leaves(calls):
-        if one.row.measured_peak_bytes is not None:
-            events.counter(pid, "measured peak", "bytes", one.begin_ns, one.row.measured_peak_bytes)
-        if one.row.load is not None and one.row.load.watts is not None:
-            events.counter(pid, "power", "watts", one.begin_ns, one.row.load.watts)
+        for metric in METRICS.values():
+            if metric.adds_up != "sum" and metric.requires is not None and (value := metric.of(one.row)) is not None:
+                events.counter(pid, metric.label, metric.unit or "value", one.begin_ns, value)
     return events.dump(model=profile.model, inputs=profile.inputs, how=_HOW, **profile.environment)
 
 
