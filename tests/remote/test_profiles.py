@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 
 import microtome as mt
 from microtome.errors import RemoteError
+from microtome.remote import protocol
 from microtome.remote.channel import REPLY
 from microtome.remote.connection import Connection
 from microtome.remote.replies import ask_profile
 from microtome.remote.server import Server
+from microtome.remote.service import ECHO
+from microtome.remote.watchdog import SLOW
+from tests.remote.attack.http2 import Line, prefixed
 from tests.remote.proxy import until
 from tests.remote.small import small
+from tests.remote.test_bounds import host, look
 
 
 @pytest.fixture
@@ -35,7 +40,7 @@ def test_a_profile_longer_than_a_channel_takes_is_read(server: Server, monkeypat
         found = ask_profile(connection, 2200, timeout=60.0)
     assert found.total.macs == mt.profile(*small()).total.macs
     assert server._service is not None
-    until(lambda: server._service.echoes.held == 0)  # type: ignore[union-attr]
+    until(lambda: server._service.profiles.held == 0)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -53,3 +58,47 @@ def test_a_profile_longer_than_the_calls_explain_is_refused(
     with closing(Connection(server.address)) as connection, pytest.raises(RemoteError, match=message) as caught:
         ask_profile(connection, calls, timeout=60.0)
     assert caught.value.kind == "TOO_LARGE"
+
+
+@contextmanager
+def writing_profile(server: Server) -> Iterator[Line]:
+    """Ask for a profile on a connection that does not receive it."""
+    with Line(host(server), window=0) as line:
+        line.send(line.call("Profile"), prefixed(b""), end=True)
+        assert server._service is not None
+        until(lambda: any(call.writing for call in server._service.calls))  # type: ignore[union-attr]
+        yield line
+
+
+def test_a_client_that_receives_its_profile_slowly_is_not_disconnected_for_an_echo(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengthened(server, monkeypatch, 6 << 20)
+    assert server._service is not None
+    echo = prefixed(protocol.EchoRequest(reply_bytes=ECHO).SerializeToString())
+    with writing_profile(server) as slow, Line(host(server), window=0) as other:
+        other.send(other.call("Echo"), echo, end=True)
+        until(lambda: server._service.echoes.held == ECHO)  # type: ignore[union-attr]
+        look(server, 1.0)
+        assert slow.is_open
+        with closing(Connection(server.address)) as connection:  # another echo waits: its peer disconnects nobody else
+            assert connection.ask("Echo", protocol.EchoRequest(reply_bytes=ECHO), timeout=60.0)
+        until(lambda: not other.is_open)
+        assert slow.is_open
+
+
+def test_a_client_that_does_not_receive_its_profile_is_disconnected_while_another_waits(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes = 6 << 20
+    lengthened(server, monkeypatch, nbytes)
+    assert server._service is not None
+    with writing_profile(server) as slow, Line(host(server), window=0) as other:
+        other.send(other.call("Profile"), prefixed(b""), end=True)
+        until(lambda: server._service.profiles.is_contended)  # type: ignore[union-attr]
+        look(server, 1.0)
+        assert slow.is_open
+        look(server, nbytes / SLOW + 1.0)
+        until(lambda: not slow.is_open)
+        until(lambda: any(call.writing for call in server._service.calls))  # type: ignore[union-attr]
+        assert other.is_open

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from time import monotonic
 from typing import Any
 
+from microtome.remote.budget import BytePool
 from microtome.remote.optional_packages import grpc
 from microtome.remote.peers import Peers
 
@@ -47,6 +48,7 @@ class OpenCall:
         writing: When the reply that is being written was begun, and its bytes; None: none is.
         upload: The request of which parts have come; None: there is none.
         waits: Whether it waits for room that others hold.
+        reply_pool: The pool that holds the bytes of its reply; None: no pool of echoes or profiles does.
         ended: The status and the reason with which the server ends it; None: it does not.
     """
 
@@ -60,6 +62,7 @@ class OpenCall:
         self.writing: tuple[float, int] | None = None
         self.upload: Upload | None = None
         self.waits = False
+        self.reply_pool: BytePool | None = None
         self.ended: tuple[grpc.StatusCode, str] | None = None
         self.task: asyncio.Future[None] | None = None
         self._lock = asyncio.Lock()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
@@ -31,8 +33,10 @@ from microtome.units import size
 
 log = logging.getLogger("microtome.remote")
 
-#: The most bytes that are sent back where nothing but bytes is asked for: little is sent for them.
+#: The most bytes of one echo, and of all unwritten echoes: a short request asks for a long reply.
 ECHO = 8 << 20
+#: The most bytes of all unwritten profiles, beside one that is longer by itself.
+PROFILES = 8 << 20
 #: Requests of one stream that are taken in before the first is answered.
 WINDOW = 32
 #: Seconds after which a profile that failed is tried again: nothing else is computed meanwhile.
@@ -45,7 +49,8 @@ class Service:
     Attributes:
         calls: Those that are open.
         uploads: Bytes of requests of which not all parts have come.
-        echoes: Bytes of echoes and profiles that are not yet written.
+        echoes: Bytes of echoes that are not yet written.
+        profiles: Bytes of profiles that are not yet written.
         replies: Bytes of replies that are not yet written; gRPC holds them a second time while it writes them.
         draining: Set when nothing new is taken.
         failure: Why the device can compute nothing any more; None: it can.
@@ -60,6 +65,7 @@ class Service:
         self.uploads = BytePool(limits.share)
         self._waiting = BytePool(limits.share)
         self.echoes = BytePool(ECHO)
+        self.profiles = BytePool(PROFILES)
         self.replies = ReplyBudget(limits.share // 2)
         self._workers = WorkerPool(served, limits, metrics, self.replies, self._fail)
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="microtome-profile")
@@ -103,11 +109,8 @@ class Service:
         asked = await self._read(call, "EchoRequest")
         if asked.reply_bytes > ECHO:
             await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, f"{asked.reply_bytes} bytes are too many")
-        await self._wait(call, self.echoes, asked.reply_bytes)
-        try:
+        async with self._reserve(call, self.echoes, asked.reply_bytes):
             await call.write(protocol.EchoReply(payload=bytes(asked.reply_bytes)).SerializeToString())
-        finally:
-            self.echoes.give_back(asked.reply_bytes)
 
     async def profile(self, call: OpenCall) -> None:
         await self._read(call, "ProfileRequest")
@@ -119,11 +122,8 @@ class Service:
             raise
         finally:
             call.requests -= 1
-        await self._wait(call, self.echoes, len(text))
-        try:
+        async with self._reserve(call, self.profiles, len(text)):
             await call.write(protocol.ProfileReply(json=text).SerializeToString())
-        finally:
-            self.echoes.give_back(len(text))
 
     async def run(self, call: OpenCall) -> None:
         data = await call.read()
@@ -229,6 +229,16 @@ class Service:
             await pool.take(nbytes)
         finally:
             call.waits = False
+
+    @asynccontextmanager
+    async def _reserve(self, call: OpenCall, pool: BytePool, nbytes: int) -> AsyncIterator[None]:
+        """Hold bytes of a pool for the reply of a call."""
+        await self._wait(call, pool, nbytes)
+        call.reply_pool = pool
+        try:
+            yield
+        finally:
+            pool.give_back(nbytes)
 
     async def _assemble(self, call: OpenCall, request: Any, piece: memoryview, whole: memoryview) -> None:
         """Fill in the boundary of a request that comes in parts, of which one is here."""

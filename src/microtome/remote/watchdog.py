@@ -7,6 +7,7 @@ import ctypes
 import gc
 import logging
 import sys
+from math import inf
 from time import monotonic
 
 from microtome.remote.call_limiter import STUCK_S, CallLimiter, OpenCall
@@ -24,7 +25,7 @@ _FREE_S = 0.5
 #: Seconds that a peer may take: for the message of a call that brings one, for the next part of a request, for a reply.
 MESSAGE_S, PART_S, WRITE_S = 30.0, 30.0, 20.0
 #: Bytes a second below which a peer is slow: replies may take as long as that needs, and where others wait for room,
-#: requests in parts may not.
+#: requests in parts and profiles may not take longer.
 SLOW = 256 << 10
 
 
@@ -64,7 +65,9 @@ class Watchdog:
         if service.replies.is_full and any(call.requests and call.writing is None for call in service.calls):
             self._end_stuck([call for call in service.calls if call.is_stream or call.requests], now)
         if service.echoes.is_contended:
-            self._end_stuck([call for call in service.calls if not call.is_stream and not call.requests], now)
+            self._end_stuck([call for call in service.calls if call.reply_pool is service.echoes], now)
+        if service.profiles.is_contended:
+            self._end_stuck([call for call in service.calls if call.reply_pool is service.profiles], now, SLOW)
         if service.uploads.is_contended:
             self._end_slow_upload(now)
 
@@ -79,11 +82,19 @@ class Watchdog:
         elif not call.is_stream and not call.has_spoken and now - call.quiet_since > MESSAGE_S:
             call.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"expected a message in {MESSAGE_S:g} s")
 
-    def _end_stuck(self, calls: list[OpenCall], now: float) -> None:
-        """Where others wait for room, end the call whose reply has waited longest for its peer."""
-        stuck = [call for call in calls if call.writing is not None and now - call.writing[0] > STUCK_S]
+    def _end_stuck(self, calls: list[OpenCall], now: float, bytes_per_s: float = inf) -> None:
+        """While others wait for room, disconnect the peer whose reply has been written longest.
+
+        Args:
+            bytes_per_s: The rate at which a peer must receive its reply, beyond the first `STUCK_S`.
+        """
+        stuck = [
+            (call.writing[0], id(call), call)
+            for call in calls
+            if call.writing is not None and now - call.writing[0] > STUCK_S + call.writing[1] / bytes_per_s
+        ]
         if stuck:
-            self._disconnect(self._service.calls, min(stuck, key=lambda call: call.writing or (now, 0)))
+            self._disconnect(self._service.calls, min(stuck)[2])
 
     def _disconnect(self, calls: CallLimiter, call: OpenCall) -> None:
         calls.disconnect(call, "the reply was not taken")
