@@ -433,7 +433,7 @@ def test_entering_a_session_twice() -> None:
         ({"probes": mt.Probe()}, None),
         ({"probes": iter([mt.Probe()])}, None),
         ({"probes": [print]}, "probes are a list of Probe, got builtin_function_or_method"),
-        ({"interventions": [mt.Probe()]}, "a list of Replace or Feed or Skip or Stop or ReplaceOp, got Probe"),
+        ({"interventions": [mt.Probe()]}, "a list of Replace or ReplaceInputs or Skip or Stop or ReplaceOp, got Probe"),
     ],
 )
 def test_what_may_be_attached(given: dict[str, Any], message: str | None) -> None:

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils import _python_dispatch
 
 import microtome as mt
-from microtome.engine.container_state import restore_containers, restore_dict
 from microtome.engine.meta_run import LOOKING
 from microtome.engine.module_calls import chain
 from microtome.engine.signals import _NUMBERS, Uninterrupted, finish, grad_mode, uninterrupted
+from microtome.engine.snapshot import restore_containers, restore_dict
 from tests.engine.test_laws import assert_same, snapshot
 from tests.marks import slow
 

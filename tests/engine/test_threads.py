@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
-from microtome.engine import thread_exclusion
+from microtome.engine import meta_run
 from microtome.engine.composite_ops import is_stand_in
 from microtome.errors import Unsupported
 from tests.engine.test_calls import Log, X
@@ -325,7 +325,7 @@ def test_calls_that_began_before_a_trace_end_first() -> None:
 
 
 def test_a_trace_is_refused_while_another_thread_stays_inside_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_exclusion, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(meta_run, "PATIENCE_S", 0.01)
     model, x = Gated().eval(), torch.rand(3, 1, 4)
     beside = Beside(model, x, began_before=True)
     with pytest.raises(Unsupported, match="expected a model that no other thread runs, got a Gated that is still"):

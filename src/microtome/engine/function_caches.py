@@ -20,9 +20,9 @@ from torch import device, dtype
 
 from microtome.engine.code_references import Holder, cached_in
 from microtome.engine.composite_ops import is_stand_in
-from microtome.engine.container_state import CONTAINERS, copy_container, restore_containers
 from microtome.engine.pytree import parts_of, tensors_in
 from microtome.engine.signals import finish
+from microtome.engine.snapshot import CONTAINERS, copy_container, restore_containers
 
 #: Caches that were empty and then held no tensors: they are not replaced again.
 _without_tensors: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from enum import Enum
-from functools import cache
-from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 import torch
@@ -21,19 +18,24 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from microtome.engine import integer_values, self_test
 from microtome.engine.arguments import CannotStand, as_result, copy_arguments, modules_in
-from microtome.engine.code_references import Global, references_of
-from microtome.engine.container_state import CONTAINERS, copy_container, restore_containers
+from microtome.engine.code_references import references_of
 from microtome.engine.function_caches import keep_closures, replace_caches
-from microtome.engine.modes import Modes
 from microtome.engine.module_index import refuse_script
 from microtome.engine.placement import stand_for
-from microtome.engine.pytree import accelerators_in, attributes_of, dict_of, tensors_in
+from microtome.engine.pytree import accelerators_in, tensors_in
 from microtome.engine.random_states import keep_random_states
 from microtome.engine.selectors import named
-from microtome.engine.signals import finish, uninterrupted
-from microtome.engine.thread_exclusion import exclude_other_threads
+from microtome.engine.session import Session
+from microtome.engine.signals import Modes, uninterrupted
+from microtome.engine.snapshot import (
+    WriteBackups,
+    preserve_state,
+    preserve_tensors,
+    restore_gradients,
+    user_classes,
+)
+from microtome.engine.thread_stacks import runs_elsewhere
 from microtome.engine.torch_internals import FAKE_TENSOR_LOGGER, fake_tensor_types
-from microtome.engine.write_backups import WriteBackups
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 from microtome.results.trace import TensorMode
@@ -68,18 +70,18 @@ def stand_in(
         if gc.isenabled():  # so many small objects would set it off, with little for it to free
             gc.disable()
             stack.callback(_enable_collector)
-        classes = {cls for module in modules for cls in type(module).__mro__ if not cls.__module__.startswith(_NOT_OWN)}
+        classes = user_classes(modules)
         given = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
         # Code that names its device draws there in a run on meta tensors, too.
         stack.enter_context(keep_random_states(classes, accelerators_in(given)))
         if stand == "meta":
             stack.enter_context(stand_for(given))
-        tensors = _keep(modules, classes, stack)
+        tensors = preserve_state(modules, classes, stack)
         if stand == "real":
-            _keep_tensors(tensors, stack, originals)
+            preserve_tensors(tensors, stack, originals)
         else:  # what is no parameter or buffer has no stand-in, and autograd writes its gradient
             leaves = [tensor for tensor in tensors if tensor.is_leaf and not tensor.is_inference()]
-            stack.callback(_put_back_gradients, [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves])
+            stack.callback(restore_gradients, [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves])
             references = references_of(classes)
             replace_caches(references.caches, stack)
             keep_closures(references.functions, stack)
@@ -203,135 +205,6 @@ def _dressed(made: Tensor, original: Tensor) -> Tensor:
     return made
 
 
-# -- putting back ------------------------------------------------------------------------------------------------------
-
-
-def _keep(modules: list[nn.Module], classes: set[type], stack: ExitStack) -> list[Tensor]:
-    """Put back, afterwards, what modules, parameters, classes and globals hold; return the tensors among it.
-
-    Dicts, lists, sets, tuples and objects of classes written in Python are looked into, but those of torch and of
-    Python's own library.
-    """
-    own = [(cls, dict(vars(cls))) for cls in classes]
-    found = [(one, one.namespace.get(one.name, _MISSING)) for one in references_of(classes).globals]
-    pending: list[Any] = [module.__dict__ for module in modules]
-    pending += [tensor.__dict__ for module in modules for tensor in module._parameters.values() if tensor is not None]
-    pending += [value for _, attributes in own for value in attributes.values()]
-    pending += [value for _, value in found]
-    seen: set[int] = set()
-    kept: list[tuple[Any, Any]] = []
-    slotted: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = []
-    tensors: list[Tensor] = []
-    while pending:
-        # Most of what modules hold are the empty dicts of hooks, and there are many: so this is a flat pass.
-        level, pending = pending, []
-        for item in [item for item in level if item.__class__ not in _ATOMS]:
-            if id(item) in seen:
-                continue
-            seen.add(id(item))
-            kind: Any = type(item)
-            if isinstance(item, CONTAINERS):
-                before = copy_container(item) if item else ()
-                kept.append((item, before))
-                if before:
-                    pending.extend(before.values() if isinstance(before, dict) else before)
-            elif isinstance(item, Tensor):
-                tensors.append(item)
-            elif isinstance(item, tuple):
-                pending.extend(item)
-            elif isinstance(item, torch.Generator):
-                stack.callback(item.set_state, item.get_state())
-            elif isinstance(item, nn.Module) or _has_own_state(kind):  # in a list: a hidden part of the model
-                pending.append(dict_of(item))
-                if slots := _slots_of(kind):
-                    held = attributes_of(item)
-                    before = [(name, held[name]) for name in slots if name in held]
-                    slotted.append((item, slots, dict(before)))
-                    pending.extend(value for _, value in before)
-    stack.callback(finish, restore_containers, kept)
-    stack.callback(finish, _put_back_slots, slotted)
-    stack.callback(finish, _put_back_classes, own)
-    stack.callback(finish, _put_back_globals, [(one, value) for one, value in found if one.is_assigned])
-    return tensors
-
-
-_MISSING = object()
-_NOT_OWN = ("torch.", "builtins")
-_ATOMS = frozenset((str, int, float, bool, type(None), type, FunctionType, property, staticmethod, classmethod))
-
-
-@cache
-def _has_own_state(kind: Any) -> bool:
-    """Whether instances are objects of a class written in Python, by somebody who may keep state in them."""
-    top = kind.__module__.partition(".")[0]
-    written_in_python = bool(kind.__flags__ & 1 << 9)  # Py_TPFLAGS_HEAPTYPE
-    is_object = not issubclass(kind, type | Enum | Tensor | BaseException)
-    return written_in_python and is_object and top not in ("torch", "numpy") and top not in sys.stdlib_module_names
-
-
-@cache
-def _slots_of(kind: Any) -> tuple[str, ...]:
-    return tuple(name for cls in kind.__mro__ for name, slot in vars(cls).items() if type(slot) is MemberDescriptorType)
-
-
-def _put_back_slots(kept: list[tuple[Any, tuple[str, ...], dict[str, Any]]]) -> None:
-    for item, slots, before in kept:
-        held = attributes_of(item)
-        for name in slots:
-            if name in before:
-                object.__setattr__(item, name, before[name])
-            elif name in held:
-                object.__delattr__(item, name)
-
-
-def _put_back_classes(kept: list[tuple[type, dict[str, Any]]]) -> None:
-    for cls, before in kept:
-        for name, value in list(vars(cls).items()):
-            if name not in before:
-                delattr(cls, name)
-            elif value is not before[name]:
-                setattr(cls, name, before[name])
-
-
-def _put_back_globals(kept: list[tuple[Global, Any]]) -> None:
-    for one, before in kept:
-        if before is _MISSING:
-            one.namespace.pop(one.name, None)
-        else:
-            one.namespace[one.name] = before
-
-
-def _keep_tensors(tensors: list[Tensor], stack: ExitStack, originals: WriteBackups | None) -> None:
-    """Put back the values of tensors that a real run may write to, and gradients, which start as None."""
-    watched = originals or WriteBackups()
-    found = [t for t in tensors if t.layout is torch.strided and not t.is_nested and not t.is_meta]
-    before = [(t, t.detach(), t.grad if t.is_leaf else None, t.requires_grad) for t in found]
-    for tensor in found:
-        watched.watch(tensor)
-        if tensor.is_leaf:
-            tensor.grad = None
-    if originals is None:
-        watched.copy_all()
-    stack.callback(finish, watched.put_back)
-    stack.callback(finish, _put_back_tensors, before)
-
-
-def _put_back_tensors(before: list[tuple[Tensor, Tensor, Tensor | None, bool]]) -> None:
-    for tensor, as_found, _, _ in before:
-        if tensor.untyped_storage() is not as_found.untyped_storage():  # another was set as its `data`
-            tensor.data = as_found
-    _put_back_gradients([(tensor, grad, requires_grad) for tensor, _, grad, requires_grad in before])
-
-
-def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> None:
-    for tensor, grad, requires_grad in before:
-        if tensor.is_leaf:
-            if tensor.grad is not grad:
-                tensor.grad = grad
-            if tensor.requires_grad is not requires_grad:
-                tensor.requires_grad_(requires_grad)
-
-
 def _refuse_lazy(model: nn.Module) -> None:
     for path, module in named(model):
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -340,3 +213,32 @@ def _refuse_lazy(model: nn.Module) -> None:
                     f"{path or 'the model'} ({type(module).__name__}) has no shape yet: run the model once on real "
                     "inputs, so that its lazy modules learn theirs"
                 )
+
+
+#: How long calls that began before may take to end.
+PATIENCE_S = 5.0
+
+
+@uninterrupted
+def exclude_other_threads(model: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
+    """Refuse calls of the model in other threads; those that began before the block end before it begins.
+
+    Raises:
+        Unsupported: A call that began before does not end.
+    """
+    with Session(model, fast_paths=True, other_threads="refused") as session:
+        deadline = time.monotonic() + PATIENCE_S
+        session.lets_finish = True
+        while session.lets_finish:
+            if not runs_elsewhere(modules):
+                session.lets_finish = False
+                session.lets_finish = runs_elsewhere(modules)  # one that began in between
+            elif time.monotonic() > deadline:
+                raise Unsupported(
+                    f"expected a model that no other thread runs, got a {type(model).__name__} that is still inside a "
+                    f"call in another thread after {PATIENCE_S:g} s: its weights cannot be replaced by stand-ins "
+                    "meanwhile; wait for that call to end, or look at a copy of the model"
+                )
+            else:
+                time.sleep(0.001)
+        yield

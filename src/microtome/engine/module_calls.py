@@ -21,9 +21,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Container
-from functools import partial
+from functools import partial, wraps
 from types import FrameType, MethodType
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from microtome.engine.torch_internals import (
     RUN_BACKWARD,
     WRAPPED_CALL,
     count_compiled_graphs,
+    disable_dynamo,
     is_dynamo_imported,
 )
 from microtome.errors import Unsupported
@@ -235,3 +236,23 @@ def _is_read_anywhere(*, but: FrameType | None = None) -> bool:
 
 
 chain = CallbackChain()
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def run_uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a function run as Python where torch.compile traces its caller: it breaks the graph there.
+
+    For functions that open sessions. `torch.compiler.disable` does the same, and imports dynamo to do it.
+    """
+    outside: Callable[P, R] = disable_dynamo(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():  # true only while dynamo traces this line
+            return outside(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call

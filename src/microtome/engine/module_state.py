@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from microtome.engine.container_state import CONTAINERS, copy_container, restore_containers, restore_dict
 from microtome.engine.signals import uninterrupted
+from microtome.engine.snapshot import CONTAINERS, copy_container, restore_containers, restore_dict
 
 #: The names that torch itself keeps in the `__dict__` of every module.
 TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)

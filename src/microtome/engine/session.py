@@ -19,16 +19,27 @@ from microtome.engine.autograd_owners import AutogradOwners, nodes_of
 from microtome.engine.backward import Backward, BackwardProbes, watch_moves
 from microtome.engine.call import Call, Run, Site
 from microtome.engine.composite_ops import CompositeOp, Function, FunctionMode, is_stand_in, outcome, run_standing
-from microtome.engine.dispatch import methods_of, tell, tell_moves
 from microtome.engine.interventions import CallInterventions
-from microtome.engine.modes import Modes
 from microtome.engine.module_calls import AnyCall, chain
 from microtome.engine.module_index import ModelIndex, ModuleIndex, ProcessIndex
 from microtome.engine.op_mode import OpMode
-from microtome.engine.probes import Intervention, Probe, Replace, ReplaceInputs, ReplaceOp, Skip, Stop, Stopped, Where
+from microtome.engine.probes import (
+    Intervention,
+    Probe,
+    Replace,
+    ReplaceInputs,
+    ReplaceOp,
+    Skip,
+    Stop,
+    Stopped,
+    Where,
+    methods_of,
+    tell,
+    tell_moves,
+)
 from microtome.engine.pytree import tensors_in
 from microtome.engine.selectors import Selector, check_model, select
-from microtome.engine.signals import Uninterrupted, deliver, waiting
+from microtome.engine.signals import Modes, Uninterrupted, deliver, waiting
 from microtome.engine.thread_stacks import is_in_module
 from microtome.engine.threads import Thread, Threads
 from microtome.engine.torch_function import hide_modes

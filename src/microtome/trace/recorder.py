@@ -16,8 +16,8 @@ from microtome.engine.arguments import CannotStand
 from microtome.engine.composite_ops import CompositeOp, is_stand_in, plain
 from microtome.engine.module_index import unseen_root
 from microtome.engine.probes import AnyOp, Where
+from microtome.engine.snapshot import WriteBackups
 from microtome.engine.torch_internals import is_autocast_enabled
-from microtome.engine.write_backups import WriteBackups
 from microtome.errors import Unsupported
 from microtome.flops.fused import composite_costs
 from microtome.flops.registry import NOTHING, OpCost, cost_of

@@ -21,8 +21,8 @@ from microtome.compat.tracr.output_bank import Bank
 from microtome.compat.tracr.settings import quantities, settle, training_of, whole_number
 from microtome.devices.base import backend_of
 from microtome.engine import Session
-from microtome.engine.compile_exclusion import run_uncompiled
 from microtome.engine.meta_run import copy_inputs
+from microtome.engine.module_calls import run_uncompiled
 from microtome.engine.pytree import tensors_in
 from microtome.engine.selectors import check_model
 from microtome.errors import BadBoundary, BadInputs, BadQuery
