@@ -1,1 +1,1 @@
-"""Looking at what flows through a model, keeping it, and changing it on purpose."""
+"""Extract, record and edit the values inside a model."""

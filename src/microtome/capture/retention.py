@@ -21,7 +21,7 @@ Clone = Literal["auto"] | bool
 
 @dataclass(frozen=True)
 class Retention:
-    """How to retain captured values.
+    """Options for retaining captured values.
 
     Attributes:
         detach: Detach them from the autograd graph.

@@ -1,1 +1,1 @@
-"""Clocks and meters: time, energy, memory and load of the machine; knows devices, not models."""
+"""Device backends, and meters of energy and load; knows devices, not models."""

@@ -1,4 +1,4 @@
-"""What operators cost: formulas, and the conventions that say what is counted. Knows operators, not models."""
+"""Formulas for the costs of operators, and conventions of counting them; knows operators, not models."""
 
 from microtome.flops.registry import OpCost, register_formula
 

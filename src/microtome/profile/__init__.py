@@ -1,4 +1,4 @@
-"""What each call of a model costs."""
+"""Count and measure each call of a model."""
 
 from microtome.profile.profile import profile
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from microtome.capture.store.batch import Batch, ShardPart, ShardWriter, can_be_own_part
+from microtome.capture.store.batch import Batch, ShardWriter, can_be_own_part
 from microtome.capture.store.checks import check_limits, memory_bytes, must_copy, to_contiguous
 from microtome.capture.store.folder import claim, open_recording, record_error
 from microtome.capture.store.index import tensor_key
@@ -80,7 +80,7 @@ class DiskStore:
         self._counts = dict(self._totals.kept)  # of written tensors, by name
         self.count, self.dropped, self.nbytes = self._totals.count, self._totals.dropped, self._totals.nbytes
         self._names = dict.fromkeys(self._totals.stats)
-        self._writer: Writer[ShardPart | Batch] = Writer(self._shard_writer.write)
+        self._writer = Writer(self._shard_writer.write)
         self._batch = Batch(self._shard_bytes)
         self._full = self._closed = self._is_error_raised = False
         self._open_runs = 0

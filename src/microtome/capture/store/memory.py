@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from microtome.capture.store.checks import OVERHEAD_BYTES, check_limits, own_copy
-from microtome.capture.store.series import InMemory, Series, unknown_name_error
+from microtome.capture.store.series import Series, in_memory, unknown_name_error
 from microtome.capture.store.stats import Histogram, Stats
 from microtome.errors import BadQuery
 from microtome.units import size
@@ -145,7 +145,7 @@ class MemoryStore:
         """Return the tensors of a name that are kept, the oldest first."""
         with self._lock:
             self._check_name(name)
-            return Series(name, [InMemory(*self._tensors[number][1:]) for number in self._numbers[name]])
+            return Series(name, [in_memory(*self._tensors[number][1:]) for number in self._numbers[name]])
 
     def stats(self, name: str) -> Stats:
         """Return statistics of all tensors of a name so far."""

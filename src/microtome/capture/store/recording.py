@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
 from microtome.addresses import Addresses
 from microtome.capture.store.index import IndexLine, IndexTotals, read_index, read_manifest, tensor_key
-from microtome.capture.store.series import Series
-from microtome.capture.store.shard import OnDisk, Shards
+from microtome.capture.store.series import Series, StoredTensor
+from microtome.capture.store.shard import Shards
 from microtome.capture.store.stats import Stats
 from microtome.errors import BadFile, NoMatch
 from microtome.files.reading import damage
@@ -36,7 +37,7 @@ class Recording:
         files = [(line.file, line) for line in lines if line.file is not None]
         sums = {file: line.header_sum for file, line in files if line.header_sum is not None}
         self._shards = Shards(folder, {file: line.file_bytes for file, line in files}, sums)
-        self._tensors: dict[str, list[OnDisk]] = {}
+        self._tensors: dict[str, list[StoredTensor]] = {}
         for line in lines:
             self._totals.add(line)
             self._add(line)
@@ -50,7 +51,8 @@ class Recording:
                 key = tensor_key(name, piece.first + at)
                 checksum = piece.sums[at] if piece.sums else None
                 run = piece.runs[at] if piece.runs else None
-                tensors.append(OnDisk(self._shards, line.file, key, tuple(shape), DTYPES[code], checksum, run))
+                load = partial(self._shards.load, line.file, key, tuple(shape), DTYPES[code], checksum)
+                tensors.append(StoredTensor(tuple(shape), DTYPES[code], load, run))
 
     @property
     def names(self) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -15,44 +16,23 @@ from microtome.units import shape as shape_text
 from microtome.units import size
 
 
-class StoredTensor(Protocol):
-    """A stored tensor: its properties, and a method that loads it."""
+class StoredTensor(NamedTuple):
+    """A stored tensor: its properties, and a function that loads it."""
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def run(self) -> int | None: ...
-    def load(self) -> Tensor: ...
-
-
-class InMemory(NamedTuple):
-    tensor: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], Tensor]
     run: int | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
     def nbytes(self) -> int:
-        return self.tensor.nbytes
-
-    def load(self) -> Tensor:
-        return self.tensor
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Series(Sequence[Tensor]):
     """The tensors of one name, each loaded on access.
 
-    >>> series = Series("fc", [InMemory(torch.zeros(2, 3)), InMemory(torch.ones(1, 3))])
+    >>> series = Series("fc", [in_memory(torch.zeros(2, 3)), in_memory(torch.ones(1, 3))])
     >>> len(series), series.shapes, series.cat().shape
     (2, [(2, 3), (1, 3)], torch.Size([3, 3]))
     """
@@ -147,3 +127,7 @@ class Series(Sequence[Tensor]):
 def unknown_name_error(name: str, names: Sequence[str]) -> NoMatch:
     """Return the error for a name that was not recorded."""
     return NoMatch(f"nothing was recorded as {name!r}; there is {', '.join(map(repr, names)) or 'nothing'}")
+
+
+def in_memory(tensor: Tensor, run: int | None = None) -> StoredTensor:
+    return StoredTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor, run)

@@ -7,7 +7,6 @@ own: here parts are written while the model runs, without copies, and a header w
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -167,22 +166,3 @@ class Shards:
 def _verify(part: str, expected: str, found: str) -> None:
     if found != expected:
         raise ValueError(f"{part}: expected the checksum {expected}, got {found}")
-
-
-class OnDisk(NamedTuple):
-    """A tensor in a shard, with its checksum and the number of its run if known."""
-
-    shards: Shards
-    file: str
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    checksum: str | None
-    run: int | None
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def load(self) -> Tensor:
-        return self.shards.load(self.file, self.key, self.shape, self.dtype, self.checksum)

@@ -6,15 +6,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, Protocol, TypeVar
 
+from microtome.capture.store.batch import Batch, ShardPart
 
-class Sized(Protocol):
-    @property
-    def held_bytes(self) -> int: ...
-
-
-Item = TypeVar("Item", bound=Sized)
+Item = ShardPart | Batch
 
 
 class Task:
@@ -32,7 +27,7 @@ class Task:
             self.error = error
 
 
-class Writer(Generic[Item]):
+class Writer:
     """Writes items in order in a thread; the first error ends it and is kept.
 
     Args:
