@@ -226,7 +226,7 @@ def test_weights_are_computed_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatc
 
     def run() -> None:
         model = Fused()
-        with Session(model, [AttentionProbe(kept.__setitem__)], whole=ATTENTION):
+        with Session(model, [AttentionProbe(kept.__setitem__)], composite=ATTENTION):
             model(q, q, q)
 
     assert largest_allocation(run) == 4 * 512 * 512 * 2  # what is kept: no scores of all rows, which take twice that
@@ -243,10 +243,10 @@ def test_what_is_computed_for_the_weights_is_seen_by_no_session() -> None:
 
     plain, beside, outside = Names(), Names(), Names()
     model, q = Fused(), torch.randn(1, 2, 5, 8)
-    with Session(model, [plain], whole=ATTENTION):
+    with Session(model, [plain], composite=ATTENTION):
         model(q, q, q)
     probe = AttentionProbe(lambda address, weights: weights.sum())
-    with Session(model, [outside], whole=ATTENTION), Session(model, [beside, probe], whole=ATTENTION):
+    with Session(model, [outside], composite=ATTENTION), Session(model, [beside, probe], composite=ATTENTION):
         model(q, q, q)
     assert plain.names == beside.names == outside.names
 
@@ -416,7 +416,7 @@ def test_tensors_of_the_run_are_not_kept_alive() -> None:
             return scores.softmax(-1).sum()
 
     model, probe = Keep(), AttentionProbe(lambda *_: None)
-    with torch.no_grad(), Session(model, [probe], whole=ATTENTION):
+    with torch.no_grad(), Session(model, [probe], composite=ATTENTION):
         model(torch.randn(1, 2, 4, 8))
         assert alive[0]() is None
 
@@ -453,7 +453,7 @@ def test_what_a_checkpoint_computes_again_is_not_another_layer() -> None:
             return checkpoint(self.inner, x, use_reentrant=False)
 
     model, kept = Checkpointed(), list[str]()
-    with Session(model, [AttentionProbe(lambda address, _: kept.append(address))], whole=ATTENTION):
+    with Session(model, [AttentionProbe(lambda address, _: kept.append(address))], composite=ATTENTION):
         model(torch.randn(1, 4, 12)).sum().backward()
     assert kept == ["inner"]
 

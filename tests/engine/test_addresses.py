@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from microtome.addresses import Addresses, call_of
-from microtome.engine.call_selection import other_names, refuse_names
+from microtome.engine.call_selection import other_names, reject_ambiguous_names
 from microtome.errors import BadQuery, NoMatch, Unsupported
 
 
@@ -84,9 +84,9 @@ def test_shared_modules_are_found_by_all_their_names() -> None:
 
 
 def test_a_name_that_reads_as_a_call_is_refused() -> None:
-    refuse_names(["a", "a#", "a#b", "a#1.b", "a/b"])
+    reject_ambiguous_names(["a", "a#", "a#b", "a#1.b", "a/b"])
     with pytest.raises(Unsupported, match=r"the name of the module 'a\.b#1' reads as the call 1 of 'a\.b'"):
-        refuse_names(["a", "a.b#1"])
+        reject_ambiguous_names(["a", "a.b#1"])
 
 
 def test_the_call_that_a_selector_names() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from benchmarks.split_zoo.models import build, entries, mixed
-from microtome.engine.pytree import fields_of, map_tensors, parts_of, tensors_in
+from microtome.engine.pytree import children_of, fields_of, map_tensors, tensors_in
 
 
 class Refused(Exception):
@@ -146,7 +146,7 @@ def test_fields_are_read_where_they_are_held() -> None:
     assert list(fields_of(config)) == ["size", "width", "offset"]
     assert fields_of(config)["width"] == 8
     assert fields_of(computed) == {"size": 3, "half": None}
-    assert parts_of(computed) == [3, None]
+    assert children_of(computed) == [3, None]
     assert list(tensors_in(config)) == [config.offset]
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from microtome.engine.pytree import map_tensors, places_in, tensors_in
+from microtome.engine.pytree import map_tensors, named_tensors, tensors_in
 from microtome.errors import Unsupported
 
 ONE, TWO = torch.ones(1), torch.full((1,), 2.0)
@@ -44,22 +44,22 @@ def test_a_structure_that_holds_itself_has_its_tensors_and_cannot_be_copied(at: 
     with pytest.raises(Unsupported, match=f"a {kind} holds itself, so that there is no end to what it holds"):
         map_tensors(lambda tensor: tensor, value)
     with pytest.raises(Unsupported, match=f"a {kind} holds itself"):
-        list(places_in(value))
+        list(named_tensors(value))
 
 
 def test_what_is_held_twice_is_no_loop() -> None:
     part = [ONE]
     assert map_tensors(float, (part, part, {"x": part})) == ([1.0], [1.0], {"x": [1.0]})
-    assert [place for place, _ in places_in((part, part))] == ["[0][0]", "[1][0]"]
+    assert [place for place, _ in named_tensors((part, part))] == ["[0][0]", "[1][0]"]
 
 
 def test_places_depend_on_the_structure_alone() -> None:
-    assert [place for place, _ in places_in(ONE)] == [""]
-    assert [place for place, _ in places_in((ONE, None))] == ["[0]"]
-    assert [place for place, _ in places_in((ONE, TWO))] == ["[0]", "[1]"]
+    assert [place for place, _ in named_tensors(ONE)] == [""]
+    assert [place for place, _ in named_tensors((ONE, None))] == ["[0]"]
+    assert [place for place, _ in named_tensors((ONE, TWO))] == ["[0]", "[1]"]
     value = OrderedDict(a=Pair(ONE, {2: TWO}), b=Both(ONE, "text"), c=Pair)
-    assert [place for place, _ in places_in(value)] == ["[a][first]", "[a][second][2]", "[b][0]"]
-    assert list(places_in({ONE})) == []
+    assert [place for place, _ in named_tensors(value)] == ["[a][first]", "[a][second][2]", "[b][0]"]
+    assert list(named_tensors({ONE})) == []
 
 
 def test_structures_keep_their_kinds() -> None:

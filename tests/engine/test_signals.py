@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils import _python_dispatch
 
 import microtome as mt
-from microtome.engine.meta_run import LOOKING
+from microtome.engine.meta_run import SUBSTITUTION_LOCK
 from microtome.engine.module_calls import chain
-from microtome.engine.signals import _NUMBERS, Uninterrupted, finish, grad_mode, uninterrupted
+from microtome.engine.signals import _NUMBERS, SignalSafe, complete_step, grad_mode, signal_safe
 from microtome.engine.snapshot import restore_containers, restore_dict
 from tests.engine.test_laws import assert_same, snapshot
 from tests.marks import slow
@@ -60,7 +60,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
         "filters": list(warnings.filters),
         "loggers": {name: logging.getLogger(name).disabled for name in ("torch._subclasses.fake_tensor",)},
         "stance": None if dynamo is None else dynamo._stance.stance,
-        "locks": (is_free(LOOKING), is_free(chain._lock)),
+        "locks": (is_free(SUBSTITUTION_LOCK), is_free(chain._lock)),
         "sessions": len(chain._open),
         "handlers": [signal.getsignal(number) for number in _NUMBERS],
         "flags": {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")},
@@ -292,7 +292,7 @@ def test_model_and_process_are_as_found_after_signals_of_a_timer(name: str, tmp_
 # -- when a signal waits, and when it does not -------------------------------------------------------------------------
 
 
-class Steps(Uninterrupted[None]):
+class Steps(SignalSafe[None]):
     """Raises a signal at each step, and notes what it comes to."""
 
     def __init__(self, at: str) -> None:
@@ -372,13 +372,13 @@ def test_a_handler_that_is_set_inside_stays() -> None:
 def test_an_inner_block_waits_for_the_outer() -> None:
     done: list[str] = []
 
-    @uninterrupted
+    @signal_safe
     def inner() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
         yield
         done.append("inner")
 
-    @uninterrupted
+    @signal_safe
     def outer() -> Iterator[None]:
         with inner():
             done.append("between")
@@ -436,7 +436,7 @@ def test_a_step_that_is_interrupted_is_repeated_and_then_raises() -> None:
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        finish(step)
+        complete_step(step)
     assert len(tries) == 3
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome.engine import meta_run
-from microtome.engine.composite_ops import is_stand_in
+from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.errors import Unsupported
 from tests.engine.test_calls import Log, X
 
@@ -307,7 +307,7 @@ def test_calls_that_began_before_a_trace_end_first() -> None:
         while not ends.is_set():
             try:
                 output = model(x)
-                if is_stand_in(output) or not output.equal(wanted):
+                if is_meta_or_fake(output) or not output.equal(wanted):
                     wrong.append(output)
             except Unsupported:
                 refusals += 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
-from microtome.engine.pytree import clone_tensors, occurrences_in
+from microtome.engine.pytree import clone_tensors, tensor_occurrences
 from microtome.errors import BadBoundary, Unsupported
 from tests.split.test_stages import same
 
@@ -236,7 +236,7 @@ def test_a_boundary_that_names_an_argument_that_is_not_there_is_refused() -> Non
 def test_copies_share_what_the_originals_share() -> None:
     x = torch.randn(4, 6)
     copied = clone_tensors({"a": x, "b": [x, x[1:], x.t()], "c": torch.ones(2)})
-    a, b, c, d, e = occurrences_in(copied)
+    a, b, c, d, e = tensor_occurrences(copied)
     assert a is b
     assert a is not x
     a.add_(1)

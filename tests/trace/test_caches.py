@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import microtome as mt
 from benchmarks.split_zoo.models import Entry, build, entries
 from microtome.engine import tensors_in
-from microtome.engine.composite_ops import is_stand_in
+from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.errors import Unsupported
 from microtome.split.comparison import differences
 from tests.marks import slow
@@ -188,7 +188,7 @@ def test_a_failed_run_on_stand_ins_leaves_none_behind(fake: bool | None) -> None
         mt.trace(model, x, fake=fake)
     except Unsupported:
         assert fake
-    assert not any(map(is_stand_in, tensors_in(model(x))))
+    assert not any(map(is_meta_or_fake, tensors_in(model(x))))
 
 
 _names: list[str] = []
@@ -219,7 +219,7 @@ def test_another_thread_does_not_get_stand_ins_from_a_cache() -> None:
     class Waits(Remembers):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
-            other = threading.Thread(target=lambda: is_fake.append(is_stand_in(_positions(4, torch.device("cpu")))))
+            other = threading.Thread(target=lambda: is_fake.append(is_meta_or_fake(_positions(4, torch.device("cpu")))))
             other.start()
             other.join()
             return y
@@ -252,7 +252,7 @@ def _check(entry: Entry) -> None:
     untraced, (inputs, *_) = build(entry)
     expected = _output(untraced, inputs)
     for output in outputs:
-        assert not any(map(is_stand_in, tensors_in(output)))
+        assert not any(map(is_meta_or_fake, tensors_in(output)))
         assert list(differences(output, expected)) == []
 
 

@@ -14,10 +14,10 @@ from microtome.addresses import call_of
 from microtome.capture.features import Features
 from microtome.capture.targets import describe_call_count, explain_missing_call, model_never_ran
 from microtome.engine import Call, Intervention, Probe, Replace, ReplaceInputs, Selector, Session, select
-from microtome.engine.call_selection import refuse_names
-from microtome.engine.composite_ops import is_stand_in
+from microtome.engine.call_selection import reject_ambiguous_names
+from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.engine.pytree import map_tensors, tensors_in
-from microtome.engine.selectors import check_model, names
+from microtome.engine.selectors import check_model, named_modules_with_aliases
 from microtome.errors import BadQuery, NoMatch, Unsupported
 from microtome.inputs import Inputs
 
@@ -157,7 +157,7 @@ def edit(
     if not outputs and not inputs:
         raise BadQuery('expected at least one edit, got none: pass such as {"blocks.5": mt.scale(0.5)}')
     paths = {at for at in (*(outputs or ()), *(inputs or ())) if isinstance(at, str)}
-    refuse_names(path for path, _ in names(model) if path in paths)
+    reject_ambiguous_names(path for path, _ in named_modules_with_aliases(model) if path in paths)
     return _EditSession(
         model,
         [_SelectedEdit(at, change) for at, change in (outputs or {}).items()],
@@ -223,7 +223,7 @@ class _LastCalls(Probe):
 
 def _has_values(value: Any) -> bool:
     """Return whether tensors have values; `extract` may run the model without, to learn where to stop."""
-    return not any(map(is_stand_in, tensors_in(value)))
+    return not any(map(is_meta_or_fake, tensors_in(value)))
 
 
 class _EditSession(Session):

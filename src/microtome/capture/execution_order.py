@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Session
-from microtome.engine.meta_run import stand_in
+from microtome.engine.meta_run import substitute_tensors
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.pytree import dict_of
-from microtome.engine.selectors import named
-from microtome.engine.thread_stacks import runs_elsewhere
+from microtome.engine.selectors import named_modules
+from microtome.engine.thread_stacks import runs_in_other_thread
 from microtome.inputs import Inputs
 from microtome.results.trace import TensorMode
 
@@ -39,7 +39,9 @@ def order_of(model: nn.Module, inputs: Inputs, *, fast_paths: bool) -> tuple[str
     if key is not None and key in orders:
         orders.move_to_end(key)
         return orders[key]
-    if runs_elsewhere(module for _, module in named(model)):  # the other thread must not find stand-ins for weights
+    if runs_in_other_thread(
+        module for _, module in named_modules(model)
+    ):  # the other thread must not find stand-ins for weights
         return None
     order = _find_order(model, inputs, fast_paths)
     if key is not None:
@@ -75,7 +77,7 @@ def _find_order(model: nn.Module, inputs: Inputs, fast_paths: bool) -> tuple[str
         ends = _CallEnds()
         try:
             with (
-                stand_in(model, inputs, mode) as stand_ins,
+                substitute_tensors(model, inputs, mode) as stand_ins,
                 Session(model, [ends], fast_paths=fast_paths, other_threads="refused"),
             ):
                 before = _random_states()
@@ -99,7 +101,7 @@ def _cache_key(model: nn.Module, inputs: Inputs, fast_paths: bool) -> Any:
     """Return a hashable key of everything the order depends on; None if there is no such key."""
     try:
         arguments = _hashable((inputs.args, inputs.kwargs))
-        state = tuple((path, type(module), _hashable(vars(module))) for path, module in named(model))
+        state = tuple((path, type(module), _hashable(vars(module))) for path, module in named_modules(model))
     except _NotHashable:
         return None
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")

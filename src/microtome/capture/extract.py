@@ -20,7 +20,7 @@ from microtome.engine.backward import watch_gradient
 from microtome.engine.call_selection import other_names
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.pytree import map_tensors
-from microtome.engine.selectors import check_model, named
+from microtome.engine.selectors import check_model, named_modules
 from microtome.engine.signals import grad_mode
 from microtome.errors import BadQuery, Unsupported
 from microtome.flops.fused import WHOLE
@@ -82,7 +82,7 @@ def extract(
         model,
         [capture] if capture.copy_on_write is None else [capture.copy_on_write, capture],
         capture.stops,
-        whole=WHOLE if targets.owners else (),
+        composite=WHOLE if targets.owners else (),
         fast_paths=targets.fast_paths,
         other_threads="unseen",
     )
@@ -167,7 +167,7 @@ class _ModuleCapture(Probe):
         """Copy captured tensors that share memory with the model or the user, and check that all targets ran."""
         feats = self.features
         if self.copy_on_write is not None:
-            attributes = [vars(module) for _, module in named(model)]
+            attributes = [vars(module) for _, module in named_modules(model)]
             for tensor in tensors_in((attributes, inputs, output)):
                 self.copy_on_write.copy_sharing(tensor)
         names = {path: list(found) for path, found in self._op_names.items()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine.call_selection import other_names
-from microtome.engine.selectors import named
+from microtome.engine.selectors import named_modules
 from microtome.errors import BadQuery, Unsupported
 
 Reduction = Literal["mean", "max", "cls", "last"]
@@ -123,7 +123,7 @@ def manifest_of(model: nn.Module, selectors: list[str], reduce: Reduce | None) -
 
 def _fingerprint(model: nn.Module) -> str:
     """Checksum the paths and types of the modules and the shapes of the parameters."""
-    modules = [f"{path}:{type(module).__name__}" for path, module in named(model)]
+    modules = [f"{path}:{type(module).__name__}" for path, module in named_modules(model)]
     shapes = [f"{name}:{tuple(value.shape)}" for name, value in model.named_parameters()]
     return f"{crc32(' '.join(modules + shapes).encode()):08x}"
 

@@ -31,10 +31,10 @@ from microtome.capture.targets import Targets, model_never_ran
 from microtome.devices.base import backend_of
 from microtome.engine import Probe, Selector, Session
 from microtome.engine.call_selection import CallSelection
-from microtome.engine.composite_ops import is_stand_in
-from microtome.engine.pytree import places_in
+from microtome.engine.composite_ops import is_meta_or_fake
+from microtome.engine.pytree import named_tensors
 from microtome.engine.selectors import check_model
-from microtome.engine.signals import Uninterrupted
+from microtome.engine.signals import SignalSafe
 from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadQuery, SessionError, Unsupported
 from microtome.results.rendering import render
@@ -63,7 +63,7 @@ class RecordTotals(NamedTuple):
         return self.nbytes / self.seconds if self.seconds else 0.0
 
 
-class Recorder(Uninterrupted[Any], Mapping[str, Series]):
+class Recorder(SignalSafe[Any], Mapping[str, Series]):
     """Records the outputs of selected modules during a `with` block; a mapping from addresses to series afterwards.
 
     Args:
@@ -165,7 +165,7 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
             raise SessionError("a recorder is used in one `with` block: create another, with append=True for a folder")
         whole = () if self._targets is not None else ATTENTION
         fast_paths = self._targets is not None and self._targets.fast_paths
-        session = Session(self._model, [self._probe, RunProbe(self)], whole=whole, fast_paths=fast_paths)
+        session = Session(self._model, [self._probe, RunProbe(self)], composite=whole, fast_paths=fast_paths)
         if self._open_store is not None:
             self._store = self._open_store()
             self._copier = AsyncCopier(self._store.add)
@@ -210,8 +210,8 @@ class Recorder(Uninterrupted[Any], Mapping[str, Series]):
     def add(self, name: str, value: Any) -> bool:
         """Record the tensors in a value; return whether there are any."""
         added = False
-        for place, tensor in places_in(value):
-            if is_stand_in(tensor):  # a run on tensors without values, which finds where to stop
+        for place, tensor in named_tensors(value):
+            if is_meta_or_fake(tensor):  # a run on tensors without values, which finds where to stop
                 continue
             added = True
             self._check_tensor(name, tensor)

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from microtome.engine import Call, Probe, tensors_in
-from microtome.engine.composite_ops import is_stand_in
+from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.errors import BadQuery, Unsupported
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class RunProbe(Probe):
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if call.parent is None:
             self._recorder._end_run()
-            if call.phase == "forward" and not any(map(is_stand_in, tensors_in(output))):
+            if call.phase == "forward" and not any(map(is_meta_or_fake, tensors_in(output))):
                 self._recorder._count_run()
 
     def fail(self, call: Call, error: BaseException) -> None:

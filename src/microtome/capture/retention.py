@@ -14,7 +14,7 @@ from microtome.engine.probes import AnyOp, Where
 from microtome.engine.pytree import map_tensors, tensors_in
 from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadQuery, said
-from microtome.trace.op_schema import facts_of
+from microtome.trace.op_schema import op_schema
 
 Clone = Literal["auto"] | bool
 
@@ -91,7 +91,7 @@ class CopyOnWrite(Probe):
                 self._watched.setdefault(storage_id(tensor), []).append(tensor)
 
     def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._watched or not (schema := facts_of(func)).may_write:
+        if not self._watched or not (schema := op_schema(func)).may_write:
             return
         for tensor in schema.written(args, kwargs):
             self.copy_sharing(tensor)

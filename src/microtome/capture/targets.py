@@ -10,7 +10,7 @@ from torch import nn
 
 from microtome.addresses import call_of, glob, is_glob
 from microtome.engine import Call, Selector, select
-from microtome.engine.call_selection import CallSelection, each_selector
+from microtome.engine.call_selection import CallSelection, flatten_selector
 from microtome.engine.probes import AnyOp
 from microtome.errors import BadSelector, NoMatch
 
@@ -30,7 +30,7 @@ class Targets:
 
     def __init__(self, model: nn.Module, at: Selector) -> None:
         self._model = model
-        self.selectors = each_selector(at)
+        self.selectors = flatten_selector(at)
         if not self.selectors:
             raise NoMatch("expected at least one path, glob, regex, module type, module or callable, got none")
         self.calls, self._owners = CallSelection(model, None), CallSelection(model, None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microtome.engine.pytree import places_in
+from microtome.engine.pytree import named_tensors
 from microtome.errors import BadFile
 from microtome.files.tensors import CODES, write_tensors
 from microtome.files.writing import failure
@@ -52,7 +52,7 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 
 def _named(output: Any) -> dict[str, Tensor]:
     """Copies of the tensors of an output by their places."""
-    return {f"output{place}": tensor.detach().cpu().contiguous().clone() for place, tensor in places_in(output)}
+    return {f"output{place}": tensor.detach().cpu().contiguous().clone() for place, tensor in named_tensors(output)}
 
 
 def _joined(kept: list[dict[str, Tensor]], to: str) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import module_tracker
 
 from microtome.engine import Call, Probe, Session
-from microtome.engine.signals import Uninterrupted
+from microtome.engine.signals import SignalSafe
 
 __all__ = ["ModuleTracker"]
 
@@ -18,7 +18,7 @@ __all__ = ["ModuleTracker"]
 _KEEP_PARENTS = ("_fw_pre_hook", "_fw_post_hook", "_get_append_fn", "_get_pop_fn", "_maybe_set_engine_callback")
 
 
-class ModuleTracker(Uninterrupted[Any], module_tracker.ModuleTracker):
+class ModuleTracker(SignalSafe[Any], module_tracker.ModuleTracker):
     """Which modules run now, as a set of names: the root's class name and the attribute path, and always `"Global"`.
 
     A subclass of torch's. Unlike torch's, it is exact for keyword arguments, for inputs that need no gradient, in

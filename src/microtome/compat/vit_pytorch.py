@@ -233,7 +233,7 @@ class Recorder(_Wrapper):
         transformer = getattr(self.vit, "transformer", None)
         at = CallSelection(self.vit, transformer) if isinstance(transformer, nn.Module) else None
         probe = AttentionProbe(self._keep, at=at)
-        with Session(self.vit, [probe], whole=ATTENTION, other_threads="unseen"):
+        with Session(self.vit, [probe], composite=ATTENTION, other_threads="unseen"):
             prediction = given.run(self.vit)
         if not self.recordings:
             raise _nothing_seen(self.vit, probe)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from microtome.engine.pytree import parts_of
-from microtome.engine.selectors import named
+from microtome.engine.pytree import children_of
+from microtome.engine.selectors import named_modules
 from microtome.engine.torch_internals import disable_current_modes
 from microtome.errors import Unsupported, said
 from microtome.inputs import Inputs
@@ -23,7 +23,7 @@ _IMMUTABLE = frozenset((type(None), bool, int, float, complex, str, bytes, torch
 _HANDLES = (nn.Module, ModuleType, torch.Stream, torch.Event)
 
 
-class CannotStand(Exception):
+class CannotSubstitute(Exception):
     """These stand-ins will not do for this model; others may."""
 
 
@@ -53,8 +53,8 @@ def modules_in(inputs: Inputs) -> list[nn.Module]:
     while pending:
         value = pending.pop()
         if isinstance(value, nn.Module):
-            found.update((id(module), module) for _, module in named(value))
-        elif (parts := parts_of(value)) and id(value) not in seen:
+            found.update((id(module), module) for _, module in named_modules(value))
+        elif (parts := children_of(value)) and id(value) not in seen:
             seen.add(id(value))
             pending.extend(parts)
     return list(found.values())
@@ -97,7 +97,7 @@ class _ArgumentCopier:
             # No mode may see it: a FakeTensorMode would take the copies of real tensors for its own.
             with disable_current_modes(), _CopyTensors(self._copy_tensor):
                 return copy.deepcopy(value, self._memo)
-        except (CannotStand, Unsupported):
+        except (CannotSubstitute, Unsupported):
             raise
         except Exception as error:  # `__deepcopy__` and the like are somebody else's code
             kind = type(value).__name__
@@ -125,15 +125,15 @@ class _CopyTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def as_result(tensor: Tensor) -> Tensor:
+def as_non_leaf(tensor: Tensor) -> Tensor:
     """Make a tensor the result of an autograd function with nothing behind it, as a non-leaf argument is to a model."""
     with torch.inference_mode(False), torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
-        made: Tensor = _CopyResult.apply(anchor, [tensor])
+        made: Tensor = _NonLeaf.apply(anchor, [tensor])
         return made
 
 
-class _CopyResult(torch.autograd.Function):
+class _NonLeaf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, made: list[Tensor]) -> Tensor:
         return made[0]

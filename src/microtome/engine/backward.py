@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from microtome.engine.autograd_owners import DEEPEST, AutogradOwners, Node, nodes_of
+from microtome.engine.autograd_owners import MAX_GRAPH_DEPTH, AutogradOwners, Node, nodes_of
 from microtome.engine.call import Call
-from microtome.engine.signals import uninterrupted
+from microtome.engine.signals import signal_safe
 from microtome.engine.threads import Thread, Threads
 from microtome.engine.torch_internals import AccumulateGrad, current_graph_task, current_node, next_sequence_number
 from microtome.errors import ProbeError, Unsupported
@@ -40,18 +40,18 @@ class Backward:
         self._threads = threads
         self._probes = probes
         self._create_graph = create_graph
-        self._thread = threads.here()
+        self._thread = threads.current()
         # A reentrant checkpoint runs a backward inside a node of another: what is open there is not entered again.
         self._outer = self._thread.in_backward if current_graph_task() != -1 else ()
         # By thread, for on a GPU the nodes run in another one: the calls whose backward is open, outermost first.
         self._open: dict[Thread, list[Call]] = {}
         self._handles: list[Any] = []
 
-    @uninterrupted
+    @signal_safe
     def watch(self, roots: list[Node]) -> Iterator[None]:
         """Hook every node below the roots while the block runs."""
         try:
-            for node in _all_below(roots):
+            for node in _nodes_below(roots):
                 self._handles.append(node.register_prehook(self._before))
             yield
         except BaseException as error:
@@ -74,40 +74,40 @@ class Backward:
         call = self._owners.owner(node)
         if call is None and type(node) is AccumulateGrad:
             return  # the gradient of an input: it comes amid the nodes of the call that read it
-        thread = self._threads.here()
+        thread = self._threads.current()
         stack = () if call is None or not self._probes.are_open() else call.stack
         self._move(thread, self._open.setdefault(thread, []), tuple(c for c in stack if c not in self._outer))
         if self._create_graph and call is not None:
-            self._claim_after(node, call)
+            self._tag_after(node, call)
 
     def _move(self, thread: Thread, calls: list[Call], target: tuple[Call, ...]) -> None:
         """Leave the open calls that do not run any more, innermost first, and enter those that do."""
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(calls, target, strict=False)))
-        here = self._threads.here()  # another one, when the calls of autograd's threads are left at the end
+        here = self._threads.current()  # another one, when the calls of autograd's threads are left at the end
         try:
             while len(calls) > shared:
-                here.told = calls.pop()
-                self._probes.leave(here.told)
+                here.notified_call = calls.pop()
+                self._probes.leave(here.notified_call)
             for call in target[shared:]:
-                here.told = call
+                here.notified_call = call
                 calls.append(call)
                 self._probes.enter(call)
         finally:
-            here.told = None
+            here.notified_call = None
             thread.in_backward = (*self._outer, *calls)
 
-    def _claim_after(self, node: Node, call: Call) -> None:
+    def _tag_after(self, node: Node, call: Call) -> None:
         start = next_sequence_number()
 
         def after(outputs: Sequence[Tensor | None], _: Any) -> None:
             handle.remove()
-            self._owners.claim_made(call, range(start, next_sequence_number()), outputs)
+            self._owners.tag_backward_nodes(call, range(start, next_sequence_number()), outputs)
 
         handle = node.register_hook(after)
 
 
-@uninterrupted
-def watch_moves(owners: AutogradOwners, roots: list[Node], tell: Callable[[Call | None], None]) -> Iterator[None]:
+@signal_safe
+def watch_moves(owners: AutogradOwners, roots: list[Node], notify: Callable[[Call | None], None]) -> Iterator[None]:
     """Tell when the backward goes over from one call to another, and when it has ended.
 
     Autograd runs the nodes of a thread in the order in which they were made, the last first, so it is known beforehand
@@ -116,21 +116,21 @@ def watch_moves(owners: AutogradOwners, roots: list[Node], tell: Callable[[Call 
     handles: list[Any] = []
     last: Call | None = None
     try:
-        nodes = [node for node in _all_below(roots) if type(node) is not AccumulateGrad]
+        nodes = [node for node in _nodes_below(roots) if type(node) is not AccumulateGrad]
         for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
             call = owners.owner(node)
             if call is not last or not handles:
-                handles.append(node.register_prehook(_telling(tell, call)))
+                handles.append(node.register_prehook(_make_hook(notify, call)))
             last = call
         yield
     finally:
         for handle in handles:
             handle.remove()
-    tell(None)
+    notify(None)
 
 
-@uninterrupted
-def keep_gradients(roots: Iterable[Tensor]) -> Iterator[None]:
+@signal_safe
+def preserve_gradients(roots: Iterable[Tensor]) -> Iterator[None]:
     """Restore, after the block, the gradient of every leaf that a backward from these adds to. Meanwhile it is None."""
     before = [(leaf, leaf.grad) for leaf in leaves_below(roots)]
     for leaf, _ in before:
@@ -162,11 +162,11 @@ def leaves_below(roots: Iterable[Tensor]) -> list[Tensor]:
     return [*found, *(root for root in roots if root.is_leaf and root.requires_grad)]
 
 
-def _telling(tell: Callable[[Call | None], None], call: Call | None) -> Callable[[Any], None]:
-    return lambda _: tell(call)
+def _make_hook(notify: Callable[[Call | None], None], call: Call | None) -> Callable[[Any], None]:
+    return lambda _: notify(call)
 
 
-def _all_below(roots: list[Node]) -> Iterator[Node]:
+def _nodes_below(roots: list[Node]) -> Iterator[Node]:
     """Every node of the graph below the roots; an error where it is too deep to be safe."""
     depths = dict.fromkeys(roots, 1)
     # The latest made first: whatever leads to a node has then been seen before it, and its depth is known.
@@ -174,11 +174,11 @@ def _all_below(roots: list[Node]) -> Iterator[Node]:
     heapq.heapify(pending)
     while pending:
         _, _, node = heapq.heappop(pending)
-        if depths[node] > DEEPEST:
+        if depths[node] > MAX_GRAPH_DEPTH:
             raise Unsupported(
-                f"this graph is more than {DEEPEST:,} autograd nodes deep. Following its backward node by node (for "
-                "callbacks, probes of the backward, or create_graph) is not safe: torch may crash as it frees the "
-                "graph. Detach now and then, or track without callbacks."
+                f"expected a graph of at most {MAX_GRAPH_DEPTH:,} autograd nodes in depth, got a deeper one: hooks on "
+                "its nodes (for callbacks, backward probes or create_graph) may crash torch as it frees the graph. "
+                "Detach at intervals, or track without callbacks."
             )
         yield node
         for below, _ in node.next_functions:

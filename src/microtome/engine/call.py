@@ -16,7 +16,7 @@ _start = attrgetter("_start")
 _OPEN = (1 << 64) - 1
 
 
-class Site:
+class ModuleEntry:
     """A module as a session knows it: its path, and the module itself, held weakly.
 
     Autograd nodes keep sites alive, and Python's collector cannot see into them: a strong reference to the module would
@@ -29,7 +29,7 @@ class Site:
         self.path = path
         self.ref = weakref.ref(module, when_gone)
 
-    def contains(self, other: Site) -> bool:
+    def contains(self, other: ModuleEntry) -> bool:
         """Whether the other module lies strictly below this one."""
         return other is not self and (not self.path or other.path.startswith(self.path + "."))
 
@@ -43,10 +43,10 @@ class Call:
         phase: `"forward"`, or `"recompute"` for a forward that runs inside a backward, as checkpointing does.
     """
 
-    __slots__ = ("_end", "_site", "_start", "index", "parent", "phase")
+    __slots__ = ("_end", "_entry", "_start", "index", "parent", "phase")
 
-    def __init__(self, site: Site, index: int, parent: Call | None, phase: Phase, start: int) -> None:
-        self._site = site
+    def __init__(self, entry: ModuleEntry, index: int, parent: Call | None, phase: Phase, start: int) -> None:
+        self._entry = entry
         self.index = index
         self.parent = parent
         self.phase = phase
@@ -57,7 +57,7 @@ class Call:
     @property
     def path(self) -> str:
         """The module's path as `named_modules()` gives it; `""` for the root."""
-        return self._site.path
+        return self._entry.path
 
     @property
     def address(self) -> str:
@@ -70,7 +70,7 @@ class Call:
     @property
     def module(self) -> nn.Module | None:
         """The module that ran, or None if it no longer exists."""
-        return self._site.ref()
+        return self._entry.ref()
 
     @property
     def depth(self) -> int:
@@ -127,7 +127,7 @@ class Run:
         self.start = start
         self.phase: Phase = "forward" if task == -1 else "recompute"
         self.open: list[Call] = []
-        self.counts: dict[Site, int] = {}
+        self.counts: dict[ModuleEntry, int] = {}
         self.calls: list[Call] = []
         self._firsts: dict[str, Call] = {}
 
@@ -147,10 +147,10 @@ class Run:
             path = path.rpartition(".")[0]
         return self._firsts.get(path)
 
-    def call_after(self, site: Site, number: int) -> Call | None:
+    def call_after(self, entry: ModuleEntry, number: int) -> Call | None:
         """The site's first call after the node with this sequence number was made."""
         later = self.calls[bisect_right(self.calls, number, key=_start) :]
-        return next((call for call in later if call._site is site), None)
+        return next((call for call in later if call._entry is entry), None)
 
     def owner(self, number: int) -> Call | None:
         """The innermost call that was running when the node with this sequence number was made."""

@@ -9,17 +9,17 @@ from torch import nn
 
 from microtome.addresses import LOOKS_LIKE_A_CALL, call_of
 from microtome.engine.call import Call
-from microtome.engine.selectors import Selector, named, names, select
+from microtome.engine.selectors import Selector, named_modules, named_modules_with_aliases, select
 from microtome.errors import Unsupported
 
 
 def other_names(model: nn.Module) -> dict[str, str]:
     """The further names of shared modules, and the first, which their calls carry."""
-    first = {id(module): path for path, module in named(model)}
-    return {path: first[id(module)] for path, module in names(model) if path != first[id(module)]}
+    first = {id(module): path for path, module in named_modules(model)}
+    return {path: first[id(module)] for path, module in named_modules_with_aliases(model) if path != first[id(module)]}
 
 
-def refuse_names(paths: Iterable[str]) -> None:
+def reject_ambiguous_names(paths: Iterable[str]) -> None:
     """Raise where a module's own name cannot be told from the address of a call."""
     for path in paths:
         if LOOKS_LIKE_A_CALL.fullmatch(path):
@@ -40,13 +40,13 @@ class CallSelection:
     def __init__(self, model: nn.Module, at: Selector | None) -> None:
         self.modules: dict[str, nn.Module] = {}
         self._indices: dict[str, set[int] | None] = {}
-        every = {path for path, _ in names(model)}
-        for selector in [] if at is None else each_selector(at) or [at]:
-            refuse_names([selector] if isinstance(selector, str) and selector in every else ())
+        every = {path for path, _ in named_modules_with_aliases(model)}
+        for selector in [] if at is None else flatten_selector(at) or [at]:
+            reject_ambiguous_names([selector] if isinstance(selector, str) and selector in every else ())
             modules, index = call_of(selector)
             for path, module in select(model, modules).items():
                 self._add(path, module, None if index is None else {index})
-        refuse_names(self.modules)
+        reject_ambiguous_names(self.modules)
 
     def _add(self, path: str, module: nn.Module, indices: set[int] | None) -> None:
         known = self._indices.get(path, set())
@@ -76,7 +76,7 @@ class CallSelection:
         return [f"{path}#{index}" if index else path for path, index in indices]
 
 
-def each_selector(at: Selector) -> list[Any]:
+def flatten_selector(at: Selector) -> list[Any]:
     """The selectors in a selector that may be several."""
     several = isinstance(at, Sequence | set | frozenset) and not isinstance(at, str | bytes)
-    return [one for part in at for one in each_selector(part)] if several else [at]  # type: ignore[union-attr]
+    return [one for part in at for one in flatten_selector(part)] if several else [at]  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from microtome.engine.pytree import read
+from microtome.engine.pytree import read_attribute
 
 
 class Global(NamedTuple):
@@ -172,7 +172,7 @@ def _function_of(value: Any) -> FunctionType | None:
         return None
     for name in ("fget", "__func__", "__wrapped__"):
         if not isinstance(value, FunctionType):
-            value = read(value, name) or value
+            value = read_attribute(value, name) or value
     return value if isinstance(value, FunctionType) else None
 
 

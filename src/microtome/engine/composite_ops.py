@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from microtome.engine import integer_values, placement
 from microtome.engine.op_mode import signature
 from microtome.engine.pytree import map_tensors, tensors_in
-from microtome.engine.signals import deliver, uninterrupted, waiting
+from microtome.engine.signals import deliver_signals, pending_signals, signal_safe
 from microtome.engine.torch_internals import (
     DisableTorchFunction,
     disable_current_modes,
@@ -35,8 +35,8 @@ READS: dict[Function, int] = {
     pack_padded_sequence: 1,
     pad_packed_sequence: 1,
 }
-TellRead = Callable[[Tensor], None]
-RunWhole = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
+NotifyRead = Callable[[Tensor], None]
+RunComposite = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class CompositeOp:
@@ -58,11 +58,11 @@ class FunctionMode(TorchFunctionMode):
         autocast: Whether it was called under autocast, which operators below cannot tell.
     """
 
-    def __init__(self, whole: Collection[Function], run_whole: RunWhole, tell_read: TellRead) -> None:
+    def __init__(self, composite: Collection[Function], run_composite: RunComposite, notify_read: NotifyRead) -> None:
         super().__init__()
-        self._tell_read = tell_read
-        self._whole = whole
-        self._run_whole = run_whole
+        self._notify_read = notify_read
+        self._composite = composite
+        self._run_composite = run_composite
         self.function: Function | None = None
         self.autocast = False
         self._placement = placement.current()
@@ -70,25 +70,25 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if waiting:
-            deliver()
+        if pending_signals:
+            deliver_signals()
         self.function = func
         self.autocast = is_autocast_enabled()
         try:
             if self._placement is not None:
-                told = self._placement.answer(func, args)
-                if told is not NotImplemented:
-                    return told
-                args, kwargs = self._placement.on_meta(args, kwargs or {})
-            if func in self._whole:
-                return self._run_whole(func, args, kwargs or {})
+                answer = self._placement.query(func, args)
+                if answer is not NotImplemented:
+                    return answer
+                args, kwargs = self._placement.redirect_to_meta(args, kwargs or {})
+            if func in self._composite:
+                return self._run_composite(func, args, kwargs or {})
             if func in READS and len(args) > READS[func] and isinstance(args[READS[func]], Tensor):
-                self._tell_read(args[READS[func]])
+                self._notify_read(args[READS[func]])
             if func is F.multi_head_attention_forward:
                 with self:
-                    return _transparent_attention(*args, **(kwargs or {}))
+                    return _attention_without_torch_function(*args, **(kwargs or {}))
             if func in _INDEXING and args[0].is_meta:
-                args = (args[0], integer_values.known_index(args[1]), *args[2:])
+                args = (args[0], integer_values.tensorize_index(args[1]), *args[2:])
             return func(*args, **kwargs) if kwargs else func(*args)
         finally:
             self.function = None
@@ -97,7 +97,7 @@ class FunctionMode(TorchFunctionMode):
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
 
-def run_standing(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_on_meta(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function on tensors that stand in for others: one node in the graph, which keeps inputs and outputs.
 
     What else its kernels keep, and how many nodes they make, depends on the device. So do the kernels: shapes are
@@ -106,11 +106,11 @@ def run_standing(function: Function, args: tuple[Any, ...], kwargs: dict[str, An
     inputs = list(tensors_in((args, kwargs)))
 
     def compute() -> Any:
-        return map_tensors(partial(_empty, inputs[0].device), outcome(function, args, kwargs))
+        return map_tensors(partial(_empty, inputs[0].device), meta_output(function, args, kwargs))
 
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
         return compute()
-    return _ModeLink.apply(compute, *inputs)
+    return _OpaqueFunction.apply(compute, *inputs)
 
 
 _ATTENTION = {
@@ -123,27 +123,27 @@ _memo: dict[Any, Any] = {}
 _MEMO_LIMIT = 10_000
 
 
-def outcome(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def meta_output(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function gives, as meta tensors."""
     try:
         tensors: list[Tensor] = []
         key = (function, signature(args, tensors), signature(tuple(kwargs.items()), tensors))
         known = _memo.get(key)
     except TypeError:  # an argument that cannot be a key
-        return _on_meta(function, args, kwargs)
+        return _compute_on_meta(function, args, kwargs)
     if known is None:
         if len(_memo) >= _MEMO_LIMIT:
             _memo.clear()
-        known = _memo[key] = _on_meta(function, args, kwargs)
+        known = _memo[key] = _compute_on_meta(function, args, kwargs)
     return known
 
 
-def _on_meta(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _compute_on_meta(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with disable_current_modes(), torch.no_grad():
         meta_args, meta_kwargs = map_tensors(partial(_empty, "meta"), (args, kwargs))
         output = function(*meta_args, **meta_kwargs)
         if function in _ATTENTION:
-            return _laid_out(output, next(tensors_in((meta_args, meta_kwargs))))  # the query
+            return _in_query_layout(output, next(tensors_in((meta_args, meta_kwargs))))  # the query
         return output
 
 
@@ -151,14 +151,14 @@ def _empty(device: str | torch.device, like: Tensor) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
-def _laid_out(output: Tensor, query: Tensor) -> Tensor:
+def _in_query_layout(output: Tensor, query: Tensor) -> Tensor:
     """What attention returns, in the layout that fused kernels give it: that of the query."""
     order = sorted(range(output.dim()), key=query.stride, reverse=True)
     back = [order.index(dim) for dim in range(output.dim())]
     return output.permute(order).contiguous().permute(back)
 
 
-class _ModeLink(torch.autograd.Function):
+class _OpaqueFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Callable[[], Any], *inputs: Tensor) -> Any:
         outputs = compute()
@@ -172,11 +172,11 @@ class _ModeLink(torch.autograd.Function):
         wanted = [tensor for tensor, asked in zip(inputs, needed, strict=True) if asked]
         given = [grad for grad in grads if grad is not None]
         # It links too, since a backward may have one of its own.
-        made = iter(_ModeLink.apply(lambda: tuple(map(torch.empty_like, wanted)), *inputs, *given))
+        made = iter(_OpaqueFunction.apply(lambda: tuple(map(torch.empty_like, wanted)), *inputs, *given))
         return None, *(next(made) if asked else None for asked in needed)
 
 
-def is_stand_in(tensor: Tensor) -> bool:
+def is_meta_or_fake(tensor: Tensor) -> bool:
     """Whether a tensor has a shape and no values."""
     if tensor.is_meta:
         return True
@@ -185,7 +185,7 @@ def is_stand_in(tensor: Tensor) -> bool:
     return isinstance(tensor, fake_tensor_types()[0])
 
 
-def _transparent(function: Any) -> Any:
+def _without_torch_function(function: Any) -> Any:
     """A function of torch.nn.functional as it is but for its first step, which would hand it to the mode again.
 
     While a mode handles a function, what runs inside it is not shown to the mode: attention inside the function of
@@ -202,13 +202,13 @@ def _transparent(function: Any) -> Any:
     return copy
 
 
-_transparent_attention = _transparent(F.multi_head_attention_forward)
+_attention_without_torch_function = _without_torch_function(F.multi_head_attention_forward)
 
 plain = DisableTorchFunction
 
 
-@uninterrupted
-def unseen(device: torch.device) -> Iterator[None]:
+@signal_safe
+def suspend_tracing(device: torch.device) -> Iterator[None]:
     """Compute what is no part of the run: no session sees it, no graph holds it, no autocast changes its dtype."""
     with ExitStack() as stack:
         stack.enter_context(disable_current_modes())

@@ -19,9 +19,9 @@ from typing import Any
 from torch import device, dtype
 
 from microtome.engine.code_references import Holder, cached_in
-from microtome.engine.composite_ops import is_stand_in
-from microtome.engine.pytree import parts_of, tensors_in
-from microtome.engine.signals import finish
+from microtome.engine.composite_ops import is_meta_or_fake
+from microtome.engine.pytree import children_of, tensors_in
+from microtome.engine.signals import complete_step
 from microtome.engine.snapshot import CONTAINERS, copy_container, restore_containers
 
 #: Caches that were empty and then held no tensors: they are not replaced again.
@@ -36,9 +36,9 @@ def replace_caches(holders: Iterable[Holder], stack: ExitStack) -> None:
     replaced: dict[int, tuple[Any, Any]] = {}
     found: dict[int, tuple[Any, int]] = {}
     before: list[tuple[Holder, Any]] = []
-    stack.callback(_note_use, replaced)
-    stack.callback(finish, _clear_stand_ins, found)
-    stack.callback(finish, _put_back, before)
+    stack.callback(_remember_caches_without_tensors, replaced)
+    stack.callback(complete_step, _clear_substitutes, found)
+    stack.callback(complete_step, _restore_holders, before)
     for holder in holders:
         value = holder.get()
         cached = cached_in(value)
@@ -50,11 +50,11 @@ def replace_caches(holders: Iterable[Holder], stack: ExitStack) -> None:
         if id(cached) not in replaced:
             replaced[id(cached)] = cached, lru_cache(**cached.cache_parameters())(cached.__wrapped__)
         before.append((holder, value))
-        function = _in_this_thread(*replaced[id(cached)])
+        function = _use_in_this_thread(*replaced[id(cached)])
         holder.set(function if value is cached else type(value)(function))
 
 
-def keep_closures(functions: Iterable[FunctionType], stack: ExitStack) -> None:
+def preserve_closures(functions: Iterable[FunctionType], stack: ExitStack) -> None:
     """Put back, afterwards, what closures, defaults and attributes of functions hold if it then has stand-ins in it."""
     holders = [Holder(cell) for function in functions for cell in function.__closure__ or ()]
     pending: list[Any] = [holder.get() for holder in holders]
@@ -65,24 +65,24 @@ def keep_closures(functions: Iterable[FunctionType], stack: ExitStack) -> None:
         item = pending.pop()
         if id(item) not in containers and isinstance(item, CONTAINERS):
             containers[id(item)] = item, copy_container(item)
-            pending.extend(parts_of(item))
+            pending.extend(children_of(item))
         elif isinstance(item, tuple):
             pending.extend(item)
-    stack.callback(finish, _put_back_containers, list(containers.values()))
-    stack.callback(finish, _put_back_cells, [(holder, holder.get()) for holder in holders])
+    stack.callback(complete_step, _restore_containers, list(containers.values()))
+    stack.callback(complete_step, _restore_cells, [(holder, holder.get()) for holder in holders])
 
 
-def _put_back_cells(before: list[tuple[Holder, Any]]) -> None:
+def _restore_cells(before: list[tuple[Holder, Any]]) -> None:
     for holder, value in before:
-        if holder.get() is not value and any(map(is_stand_in, tensors_in(holder.get()))):
+        if holder.get() is not value and any(map(is_meta_or_fake, tensors_in(holder.get()))):
             holder.set(value)
 
 
-def _put_back_containers(before: list[tuple[Any, Any]]) -> None:
-    restore_containers([(item, held) for item, held in before if any(map(is_stand_in, tensors_in(item)))])
+def _restore_containers(before: list[tuple[Any, Any]]) -> None:
+    restore_containers([(item, held) for item, held in before if any(map(is_meta_or_fake, tensors_in(item)))])
 
 
-def _in_this_thread(cached: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+def _use_in_this_thread(cached: Any, own: Callable[..., Any]) -> Callable[..., Any]:
     here = threading.get_ident()
 
     @wraps(cached)
@@ -94,21 +94,21 @@ def _in_this_thread(cached: Any, own: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _put_back(before: list[tuple[Holder, Any]]) -> None:
+def _restore_holders(before: list[tuple[Holder, Any]]) -> None:
     for holder, value in before:
         holder.set(value)
 
 
-def _note_use(replaced: dict[int, tuple[Any, Any]]) -> None:
+def _remember_caches_without_tensors(replaced: dict[int, tuple[Any, Any]]) -> None:
     for cached, own in replaced.values():
         if own.cache_info().currsize and all(map(_is_data, _entries(own))):
             _without_tensors.add(cached)
 
 
-def _clear_stand_ins(found: dict[int, tuple[Any, int]]) -> None:
+def _clear_substitutes(found: dict[int, tuple[Any, int]]) -> None:
     for cached, misses in found.values():
         held = cached.cache_info().misses != misses and tensors_in(list(_entries(cached)))
-        if held and any(map(is_stand_in, held)):
+        if held and any(map(is_meta_or_fake, held)):
             cached.cache_clear()
 
 

@@ -17,7 +17,7 @@ from microtome.engine.torch_internals import DisableTorchFunction, OpOverload, d
 
 DTYPES = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 #: What has more bytes is not followed.
-_LARGEST = 2**24
+_MAX_BYTES = 2**24
 
 #: By the id of a storage on meta: that storage, held weakly, and one with its values.
 _memories: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.UntypedStorage]] = {}
@@ -30,26 +30,26 @@ _UNINITIALISED = frozenset(
         *("resize_", "resize_as_", "set_"),
     )
 )
-READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-def remember(storage: torch.UntypedStorage, values: torch.UntypedStorage) -> None:
+def copy_values(storage: torch.UntypedStorage, values: torch.UntypedStorage) -> None:
     """Know what would lie in a storage on meta: a copy of these values."""
-    if values.nbytes() <= _LARGEST:
-        _put(storage, values.cpu() if values.device.type != "cpu" else values.clone())
+    if values.nbytes() <= _MAX_BYTES:
+        _store(storage, values.cpu() if values.device.type != "cpu" else values.clone())
 
 
-def _put(storage: torch.UntypedStorage, values: torch.UntypedStorage) -> None:
+def _store(storage: torch.UntypedStorage, values: torch.UntypedStorage) -> None:
     key = id(storage)
     _memories[key] = weakref.ref(storage, lambda _: _memories.pop(key, None) and None), values
 
 
-def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def compute_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The output of an operator that needs values, if those of all its arguments are known; else NotImplemented."""
     if not _memories or not isinstance(func, OpOverload) or func.namespace != "aten":
         return NotImplemented
     leaves_meta = func is torch.ops.aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
-    if not leaves_meta and READING.isdisjoint(func.tags):
+    if not leaves_meta and READING_TAGS.isdisjoint(func.tags):
         return NotImplemented
     with DisableTorchFunction():
         if not any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
@@ -58,7 +58,7 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return output if leaves_meta or output is NotImplemented else map_tensors(_as_meta, output)
 
 
-def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def propagate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Compute the values of what an operator made of integers, where all that it was given is known."""
     if not isinstance(func, OpOverload):
         return
@@ -71,16 +71,16 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         values = _compute(func, args, kwargs)
         if values is not NotImplemented and not writes:
             for tensor, value in zip(made, tensors_in(values), strict=True):
-                _know(tensor, value)
+                _set_values(tensor, value)
         elif values is NotImplemented and writes:
             for tensor in made:
                 _memories.pop(id(tensor.untyped_storage()), None)
 
 
-def known_index(index: Any) -> Any:
+def tensorize_index(index: Any) -> Any:
     """An index with tensors in place of lists: torch makes those unseen, so that their values would not be known."""
     if isinstance(index, tuple):
-        return tuple(known_index(item) for item in index)
+        return tuple(tensorize_index(item) for item in index)
     if not isinstance(index, list) or not index or not all(type(item) in (int, bool) for item in index):
         return index
     with DisableTorchFunction(), disable_current_modes():
@@ -123,24 +123,24 @@ def _value(tensor: Tensor) -> Tensor:
     memory = _memories.get(id(tensor.untyped_storage())) if tensor.is_meta else None
     if memory is None or tensor.dtype not in DTYPES:
         raise _UnknownValue
-    return _in(memory[1], tensor)
+    return _view_like(memory[1], tensor)
 
 
-def _in(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+def _view_like(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
-def _know(tensor: Tensor, value: Tensor) -> None:
+def _set_values(tensor: Tensor, value: Tensor) -> None:
     storage = tensor.untyped_storage()
-    if tensor.dtype not in DTYPES or value.shape != tensor.shape or storage.nbytes() > _LARGEST:
+    if tensor.dtype not in DTYPES or value.shape != tensor.shape or storage.nbytes() > _MAX_BYTES:
         return
     values = torch.UntypedStorage(storage.nbytes(), device="cpu")
-    _in(values, tensor).copy_(value)
-    _put(storage, values)
+    _view_like(values, tensor).copy_(value)
+    _store(storage, values)
 
 
 def _as_meta(value: Tensor) -> Tensor:
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    _know(made, value)
+    _set_values(made, value)
     return made

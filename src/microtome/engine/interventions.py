@@ -18,7 +18,7 @@ class CallInterventions:
     """All that is to be done to the calls of one module."""
 
     skip: Skip | None = None
-    feeds: list[ReplaceInputs] = field(default_factory=list)
+    input_replacements: list[ReplaceInputs] = field(default_factory=list)
     replaces: list[Replace] = field(default_factory=list)
     stop: Stop | None = None
 
@@ -29,17 +29,19 @@ class CallInterventions:
             case Replace():
                 self.replaces.append(intervention)
             case ReplaceInputs():
-                self.feeds.append(intervention)
+                self.input_replacements.append(intervention)
             case Stop():
                 self.stop = intervention
 
     def stops(self, call: Call) -> bool:
         return self.stop is not None and (self.stop.when is None or bool(_do(self.stop.when, call)))
 
-    def feed(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def replace_inputs(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments that come in the place of these."""
-        for feed in self.feeds:
-            args, kwargs = _do(feed.by, call, args, kwargs)
+        for replacement in self.input_replacements:
+            args, kwargs = _do(replacement.by, call, args, kwargs)
         return args, kwargs
 
     def run(self, call: Call, inner: AnyCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from microtome.engine import integer_values, self_test
-from microtome.engine.arguments import CannotStand, as_result, copy_arguments, modules_in
+from microtome.engine.arguments import CannotSubstitute, as_non_leaf, copy_arguments, modules_in
 from microtome.engine.code_references import references_of
-from microtome.engine.function_caches import keep_closures, replace_caches
-from microtome.engine.module_index import refuse_script
-from microtome.engine.placement import stand_for
+from microtome.engine.function_caches import preserve_closures, replace_caches
+from microtome.engine.module_index import reject_script
+from microtome.engine.placement import simulate_device
 from microtome.engine.pytree import accelerators_in, tensors_in
-from microtome.engine.random_states import keep_random_states
-from microtome.engine.selectors import named
+from microtome.engine.random_states import preserve_random_states
+from microtome.engine.selectors import named_modules
 from microtome.engine.session import Session
-from microtome.engine.signals import Modes, uninterrupted
+from microtome.engine.signals import Modes, signal_safe
 from microtome.engine.snapshot import (
     WriteBackups,
     preserve_state,
@@ -34,19 +34,19 @@ from microtome.engine.snapshot import (
     restore_gradients,
     user_classes,
 )
-from microtome.engine.thread_stacks import runs_elsewhere
+from microtome.engine.thread_stacks import runs_in_other_thread
 from microtome.engine.torch_internals import FAKE_TENSOR_LOGGER, fake_tensor_types
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 from microtome.results.trace import TensorMode
 
 #: Held while a model has stand-ins: two threads that look at one model would take the other's for what it holds.
-LOOKING = threading.RLock()
+SUBSTITUTION_LOCK = threading.RLock()
 
 
-@uninterrupted
-def stand_in(
-    model: nn.Module, inputs: Inputs, stand: TensorMode, originals: WriteBackups | None = None
+@signal_safe
+def substitute_tensors(
+    model: nn.Module, inputs: Inputs, tensor_mode: TensorMode, backups: WriteBackups | None = None
 ) -> Iterator[Inputs]:
     """For the time of the block, give the model stand-ins for weights and buffers; yield such inputs as go with them.
 
@@ -57,15 +57,15 @@ def stand_in(
         originals: What is told before a tensor is written to in a real run; without it, all are copied first.
     """
     self_test.CALLS.ensure()
-    refuse_script(named(model))
+    reject_script(named_modules(model))
     _refuse_lazy(model)
-    if stand != "real":
+    if tensor_mode != "real":
         self_test.SHAPES.ensure()
-    with LOOKING, ExitStack() as stack:
+    with SUBSTITUTION_LOCK, ExitStack() as stack:
         stack.push(Modes().restore_after)
-        found = [module for _, module in named(model)] + modules_in(inputs)
+        found = [module for _, module in named_modules(model)] + modules_in(inputs)
         modules = list({id(module): module for module in found}.values())
-        if stand != "real":
+        if tensor_mode != "real":
             stack.enter_context(exclude_other_threads(model, modules))
         if gc.isenabled():  # so many small objects would set it off, with little for it to free
             gc.disable()
@@ -73,28 +73,28 @@ def stand_in(
         classes = user_classes(modules)
         given = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
         # Code that names its device draws there in a run on meta tensors, too.
-        stack.enter_context(keep_random_states(classes, accelerators_in(given)))
-        if stand == "meta":
-            stack.enter_context(stand_for(given))
+        stack.enter_context(preserve_random_states(classes, accelerators_in(given)))
+        if tensor_mode == "meta":
+            stack.enter_context(simulate_device(given))
         tensors = preserve_state(modules, classes, stack)
-        if stand == "real":
-            preserve_tensors(tensors, stack, originals)
+        if tensor_mode == "real":
+            preserve_tensors(tensors, stack, backups)
         else:  # what is no parameter or buffer has no stand-in, and autograd writes its gradient
             leaves = [tensor for tensor in tensors if tensor.is_leaf and not tensor.is_inference()]
             stack.callback(restore_gradients, [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves])
             references = references_of(classes)
             replace_caches(references.caches, stack)
-            keep_closures(references.functions, stack)
-        make = stack.enter_context(_maker(stand))
+            preserve_closures(references.functions, stack)
+        make = stack.enter_context(_tensor_factory(tensor_mode))
         for module in modules:
             spaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for space in spaces:
                 for name, tensor in list(space.items()):
-                    if tensor is not None and (stand != "real" or space is module._buffers):
+                    if tensor is not None and (tensor_mode != "real" or space is module._buffers):
                         space[name] = make(tensor)
-        standing = copy_arguments(inputs, make, modules)
+        substitute_inputs = copy_arguments(inputs, make, modules)
         stack.push(Modes().restore_after)
-        yield standing
+        yield substitute_inputs
 
 
 def _enable_collector() -> None:
@@ -120,13 +120,15 @@ def copy_inputs(inputs: Inputs, model: nn.Module | None = None, shared: Iterable
     storages = Counter(id(tensor.untyped_storage()) for tensor in given)
     for tensor in given:
         if id(tensor) not in made and storages[id(tensor.untyped_storage())] == 1:
-            made[id(tensor)] = _dressed(_clone_span(tensor), tensor)
-    with _maker("real") as make:
+            made[id(tensor)] = _with_metadata(_clone_span(tensor), tensor)
+    with _tensor_factory("real") as make:
 
         def copy_tensor(tensor: Tensor) -> Tensor:
             return made[id(tensor)] if id(tensor) in made else make(tensor)
 
-        return copy_arguments(inputs, copy_tensor, [] if model is None else [module for _, module in named(model)])
+        return copy_arguments(
+            inputs, copy_tensor, [] if model is None else [module for _, module in named_modules(model)]
+        )
 
 
 def _clone_span(tensor: Tensor) -> Tensor:
@@ -141,7 +143,7 @@ def _clone_span(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _maker(stand: TensorMode) -> Iterator[Callable[[Tensor], Tensor]]:
+def _tensor_factory(tensor_mode: TensorMode) -> Iterator[Callable[[Tensor], Tensor]]:
     """What makes one stand-in for each tensor; those of tensors that share memory share theirs."""
     made: dict[int, Tensor] = {}
     memories: dict[int, torch.UntypedStorage] = {}
@@ -150,29 +152,29 @@ def _maker(stand: TensorMode) -> Iterator[Callable[[Tensor], Tensor]]:
         def maker(tensor: Tensor) -> Tensor:
             if tensor.is_nested:
                 raise Unsupported("a nested tensor cannot be traced: expected one shape and one memory; pad it")
-            if stand != "real" and type(tensor) not in _PLAIN:
-                raise CannotStand(f"a {type(tensor).__name__} may act otherwise than a tensor")
+            if tensor_mode != "real" and type(tensor) not in _PLAIN:
+                raise CannotSubstitute(f"a {type(tensor).__name__} may act otherwise than a tensor")
             if id(tensor) not in made:
-                made[id(tensor)] = _dressed(make(tensor), tensor)
+                made[id(tensor)] = _with_metadata(make(tensor), tensor)
             return made[id(tensor)]
 
         return maker
 
     def copy(tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided or type(tensor) not in _PLAIN:
-            if stand == "meta":
-                raise CannotStand(f"a tensor of layout {tensor.layout} does not lie in one place")
+            if tensor_mode == "meta":
+                raise CannotSubstitute(f"a tensor of layout {tensor.layout} does not lie in one place")
             return tensor.detach().clone()
         storage = tensor.untyped_storage()
         if id(storage) not in memories:
-            new = torch.UntypedStorage(storage.nbytes(), device="meta") if stand == "meta" else storage.clone()
+            new = torch.UntypedStorage(storage.nbytes(), device="meta") if tensor_mode == "meta" else storage.clone()
             memories[id(storage)] = new
-            if stand == "meta" and tensor.dtype in integer_values.DTYPES and not tensor.is_meta:
-                integer_values.remember(new, storage)
+            if tensor_mode == "meta" and tensor.dtype in integer_values.DTYPES and not tensor.is_meta:
+                integer_values.copy_values(new, storage)
         empty = torch.empty(0, dtype=tensor.dtype, device=memories[id(storage)].device)
         return empty.set_(memories[id(storage)], tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    if stand != "fake":
+    if tensor_mode != "fake":
         yield once(copy)
         return
     self_test.FAKE.ensure()
@@ -191,12 +193,12 @@ def _maker(stand: TensorMode) -> Iterator[Callable[[Tensor], Tensor]]:
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
-def _dressed(made: Tensor, original: Tensor) -> Tensor:
+def _with_metadata(made: Tensor, original: Tensor) -> Tensor:
     """The stand-in as a parameter if the original is one, with whatever was attached to it."""
     if isinstance(original, nn.Parameter):
         made = nn.Parameter(made.detach(), requires_grad=original.requires_grad)
     elif original.requires_grad and not original.is_leaf:
-        made = as_result(made.detach())  # a leaf could not be written in place
+        made = as_non_leaf(made.detach())  # a leaf could not be written in place
     elif made.is_leaf:
         made.requires_grad_(original.requires_grad)
     made.__dict__.update(original.__dict__)
@@ -206,7 +208,7 @@ def _dressed(made: Tensor, original: Tensor) -> Tensor:
 
 
 def _refuse_lazy(model: nn.Module) -> None:
-    for path, module in named(model):
+    for path, module in named_modules(model):
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if isinstance(tensor, UninitializedTensorMixin):
                 raise Unsupported(
@@ -219,7 +221,7 @@ def _refuse_lazy(model: nn.Module) -> None:
 PATIENCE_S = 5.0
 
 
-@uninterrupted
+@signal_safe
 def exclude_other_threads(model: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
     """Refuse calls of the model in other threads; those that began before the block end before it begins.
 
@@ -228,11 +230,11 @@ def exclude_other_threads(model: nn.Module, modules: list[nn.Module]) -> Iterato
     """
     with Session(model, fast_paths=True, other_threads="refused") as session:
         deadline = time.monotonic() + PATIENCE_S
-        session.lets_finish = True
-        while session.lets_finish:
-            if not runs_elsewhere(modules):
-                session.lets_finish = False
-                session.lets_finish = runs_elsewhere(modules)  # one that began in between
+        session.admits_running_calls = True
+        while session.admits_running_calls:
+            if not runs_in_other_thread(modules):
+                session.admits_running_calls = False
+                session.admits_running_calls = runs_in_other_thread(modules)  # one that began in between
             elif time.monotonic() > deadline:
                 raise Unsupported(
                     f"expected a model that no other thread runs, got a {type(model).__name__} that is still inside a "

@@ -28,7 +28,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 from torch import nn
 
-from microtome.engine.thread_stacks import stacks, walk
+from microtome.engine.thread_stacks import outer_frames, thread_frames
 from microtome.engine.torch_internals import (
     MODULE_CALL,
     RUN_BACKWARD,
@@ -46,13 +46,13 @@ class Interceptor(Protocol):
     """A session as the chain sees it."""
 
     changes_runs: bool
-    feeds: bool
+    replaces_inputs: bool
     fast_paths: bool
 
     @property
-    def others(self) -> Container[int]: ...
+    def ignored(self) -> Container[int]: ...
     def wrap_call(self, inner: AnyCall | None) -> AnyCall: ...
-    def wrap_change(self, inner: AnyCall | None) -> AnyCall: ...
+    def wrap_output(self, inner: AnyCall | None) -> AnyCall: ...
     def wrap_backward(self, inner: AnyCall) -> AnyCall: ...
 
 
@@ -68,18 +68,18 @@ class CallbackChain:
         self._open: list[Interceptor] = []
         self._undo: list[Callable[[], object]] = []
         self._eager = False
-        self._slow = False
+        self._fast_paths_disabled = False
         self._backward: AnyCall = vars(torch.autograd)[RUN_BACKWARD]
 
     def add(self, session: Interceptor) -> None:
         with self._lock:
-            self.run_eagerly()
-            if not session.fast_paths and not self._slow:
-                self._fast_paths_off()
+            self.force_eager()
+            if not session.fast_paths and not self._fast_paths_disabled:
+                self._disable_fast_paths()
             if not self._open:
                 self._backward = vars(torch.autograd)[RUN_BACKWARD]
                 self._undo.append(partial(setattr, torch.autograd, RUN_BACKWARD, self._backward))
-                self._undo.append(partial(_leave, _found()))
+                self._undo.append(partial(_uninstall, _original_attribute()))
             self._open.append(session)
             self._rebuild()
 
@@ -92,11 +92,11 @@ class CallbackChain:
             missed = not self._eager and is_dynamo_imported()
             while self._undo:
                 self._undo.pop()()
-            self._eager = self._slow = False
+            self._eager = self._fast_paths_disabled = False
             if missed:
                 self._warn_of_compiled()
 
-    def run_unseen_backward(self, *args: Any, **kwargs: Any) -> Any:
+    def run_untracked_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run autograd's engine without telling the open sessions."""
         return self._backward(*args, **kwargs)
 
@@ -105,23 +105,23 @@ class CallbackChain:
         backward = self._backward
         inside_out = sorted(self._open, key=lambda session: not session.changes_runs)
         for session in inside_out:
-            call = session.wrap_change(call) if session.feeds else session.wrap_call(call)
+            call = session.wrap_output(call) if session.replaces_inputs else session.wrap_call(call)
             backward = session.wrap_backward(backward)
         for session in inside_out:
-            if session.feeds:
+            if session.replaces_inputs:
                 call = session.wrap_call(call)
         assert call is not None
-        setattr(nn.Module, MODULE_CALL, _CallSlot(call, self._open[0].others if len(self._open) == 1 else ()))
+        setattr(nn.Module, MODULE_CALL, _CallSlot(call, self._open[0].ignored if len(self._open) == 1 else ()))
         setattr(torch.autograd, RUN_BACKWARD, backward)
 
-    def _fast_paths_off(self) -> None:
+    def _disable_fast_paths(self) -> None:
         """Keep TransformerEncoderLayer and MultiheadAttention from running their children inside one fused operator."""
         before = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        self._slow = True
+        self._fast_paths_disabled = True
         self._undo.append(partial(torch.backends.mha.set_fastpath_enabled, before))
 
-    def run_eagerly(self) -> None:
+    def force_eager(self) -> None:
         """Have compiled code run as Python, for it calls no modules. Nothing is compiled before dynamo is imported."""
         if self._eager or not is_dynamo_imported():
             return
@@ -150,15 +150,15 @@ class CallbackChain:
 class _CallSlot:
     """Stands for every module's `_compiled_call_impl`; what a module stores under that name waits until it is gone."""
 
-    def __init__(self, call: AnyCall, others: Container[int]) -> None:
+    def __init__(self, call: AnyCall, ignored: Container[int]) -> None:
         self._call = call
-        self._others = others
+        self._ignored = ignored
 
     def __get__(self, module: nn.Module | None, kind: type) -> AnyCall | None:
         if module is None:
             return None
         # What nobody looks at runs faster this way than through the sessions.
-        return module._call_impl if id(module) in self._others else MethodType(self._call, module)
+        return module._call_impl if id(module) in self._ignored else MethodType(self._call, module)
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         module.__dict__[MODULE_CALL] = value
@@ -193,13 +193,13 @@ class _PassThrough(_CallSlot):
                 setattr(nn.Module, MODULE_CALL, None)
 
 
-def _found() -> Any:
+def _original_attribute() -> Any:
     """The attribute as torch or somebody else set it."""
     held = vars(nn.Module)[MODULE_CALL]
     return None if isinstance(held, _PassThrough) else held
 
 
-def _leave(found: Any) -> None:
+def _uninstall(found: Any) -> None:
     """Give the attribute back what it held, at once if no thread is about to call what it read as not None."""
     if found is None and _is_installed():
         passing = _PassThrough()
@@ -232,7 +232,11 @@ def _is_at(frame: FrameType, offsets: range) -> bool:
 
 def _is_read_anywhere(*, but: FrameType | None = None) -> bool:
     """Whether any thread is at one of the two reads or between them; in the midst of it, other code may run."""
-    return any(frame is not but and _is_at(frame, _BOTH_READS) for top in stacks().values() for frame in walk(top))
+    return any(
+        frame is not but and _is_at(frame, _BOTH_READS)
+        for top in thread_frames().values()
+        for frame in outer_frames(top)
+    )
 
 
 chain = CallbackChain()

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from microtome.addresses import no_path
-from microtome.engine.call import Site
-from microtome.engine.selectors import Selector, check_model, named, names, select
+from microtome.engine.call import ModuleEntry
+from microtome.engine.selectors import Selector, check_model, named_modules, named_modules_with_aliases, select
 from microtome.engine.torch_internals import MODULE_CALL
 from microtome.errors import BadSelector, NoMatch, Unsupported
 
 _Children = tuple[tuple[str, ...], tuple[int, ...]]
-_Seen = tuple[weakref.ref[nn.Module], _Children]
+_KnownChildren = tuple[weakref.ref[nn.Module], _Children]
 
 
 class ModuleIndex(ABC):
@@ -28,89 +28,99 @@ class ModuleIndex(ABC):
     `by_id` knows most of them. `find` is asked about the others, and `begin` before each run.
 
     Attributes:
-        others: Modules that were found not to be of the session, by id.
-        looks: How often the modules were looked through because they had changed.
+        ignored: Modules that were found not to be of the session, by id.
+        version: How often the modules were looked through because they had changed.
     """
 
     def __init__(self) -> None:
-        self.by_id: dict[int, Site] = {}
-        self.looks = 0
+        self.by_id: dict[int, ModuleEntry] = {}
+        self.version = 0
         self._lock = threading.RLock()
-        self._registered = False
+        self._is_stale = False
         # The children of each module when last looked at; and for modules that began a run, of all from it down.
-        self._seen: dict[int, _Seen] = {}
-        self._shapes: dict[int, list[_Seen]] = {}
+        self._children_of: dict[int, _KnownChildren] = {}
+        self._subtrees: dict[int, list[_KnownChildren]] = {}
         # Like the sites, these are forgotten when they are gone: an id may come again.
-        self.others: dict[int, weakref.ref[nn.Module]] = {}
+        self.ignored: dict[int, weakref.ref[nn.Module]] = {}
         # Which sites hold which parameter, as of one graph task.
-        self._holders: dict[int, list[Site]] = {}
+        self._holders: dict[int, list[ModuleEntry]] = {}
         self._holders_task: int | None = None
 
-    def registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    def on_registration(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         """Told by torch whenever a module gets a child."""
-        if id(parent) in self._seen:
-            self._registered = True
-            self.others.clear()
+        if id(parent) in self._children_of:
+            self._is_stale = True
+            self.ignored.clear()
 
-    def find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
+    def find(self, module: nn.Module, caller: nn.Module | None) -> ModuleEntry | None:
         """The site of a module that `by_id` does not know, called by another or by nobody; None if it is not ours."""
         with self._lock:
             if _is_replica(module):
-                return next((site for site in list(self.by_id.values()) if _same_hooks(site, module)), None)
-            site = self._find(module, caller)
-            if site is None:
-                self.others[id(module)] = weakref.ref(module, _forget(id(module), self.others))
-            return site
+                return next((entry for entry in list(self.by_id.values()) if _same_hooks(entry, module)), None)
+            entry = self._find(module, caller)
+            if entry is None:
+                self.ignored[id(module)] = weakref.ref(module, _remover(id(module), self.ignored))
+            return entry
 
-    def begin(self, module: nn.Module, site: Site) -> Site | None:
+    def begin(self, module: nn.Module, entry: ModuleEntry) -> ModuleEntry | None:
         """The site of a module that begins a run, after a look at what is below it."""
-        if _is_replica(module) or (not self._registered and self._resolves(module, site) and not self._changed(module)):
-            return site
+        if _is_replica(module) or (
+            not self._is_stale and self._is_at_path(module, entry) and not self._changed(module)
+        ):
+            return entry
         with self._lock:
-            self._look(module)
+            self._scan(module)
             return self.by_id.get(id(module))
 
     def _changed(self, module: nn.Module) -> bool:
         """Whether any module from this one down has gained, lost or moved a child since the last look."""
-        shape = self._shapes.get(id(module))
+        shape = self._subtrees.get(id(module))
         if shape is None:
             below = [id(module)]
             reached = set(below)
             for key in below:
-                fresh = [child for child in self._seen[key][1][1] if child in self._seen and child not in reached]
+                fresh = [
+                    child
+                    for child in self._children_of[key][1][1]
+                    if child in self._children_of and child not in reached
+                ]
                 below.extend(fresh)
                 reached.update(fresh)
             # One that had no children can get one only through torch's own functions, which tell us.
-            shape = self._shapes[id(module)] = [self._seen[key] for key in below if self._seen[key][1][0]]
+            shape = self._subtrees[id(module)] = [
+                self._children_of[key] for key in below if self._children_of[key][1][0]
+            ]
         return any((parent := ref()) is None or _children(parent) != before for ref, before in shape)
 
     def _add(self, path: str, module: nn.Module) -> None:
-        self.by_id[id(module)] = Site(path, module, _forget(id(module), self.by_id, self._seen, self._shapes))
+        self.by_id[id(module)] = ModuleEntry(
+            path, module, _remover(id(module), self.by_id, self._children_of, self._subtrees)
+        )
 
-    def _looked(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self._seen.update((id(module), (weakref.ref(module), _children(module))) for _, module in modules)
-        self.looks += 1
-        self._registered = False
-        self._shapes.clear()
-        self.others.clear()
+    def _mark_scanned(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._children_of.update((id(module), (weakref.ref(module), _children(module))) for _, module in modules)
+        self.version += 1
+        self._is_stale = False
+        self._subtrees.clear()
+        self.ignored.clear()
         self._holders_task = None
 
-    def holding(self, parameter: Tensor, task: int) -> list[str]:
+    def paths_holding(self, parameter: Tensor, task: int) -> list[str]:
         """The paths of the modules that hold a parameter as their own: several, where it is tied."""
         if self._holders_task != task:
             self._holders_task, self._holders = task, {}
-            for site in list(self.by_id.values()):
-                module = site.ref()
+            for entry in list(self.by_id.values()):
+                module = entry.ref()
                 for held in () if module is None else module._parameters.values():
-                    self._holders.setdefault(id(held), []).append(site)
-        return [site.path for site in self._holders.get(id(parameter), ())]
+                    self._holders.setdefault(id(held), []).append(entry)
+        return [entry.path for entry in self._holders.get(id(parameter), ())]
 
     @abstractmethod
-    def _find(self, module: nn.Module, caller: nn.Module | None) -> Site | None: ...
+    def _find(self, module: nn.Module, caller: nn.Module | None) -> ModuleEntry | None: ...
     @abstractmethod
-    def _resolves(self, module: nn.Module, site: Site) -> bool: ...
+    def _is_at_path(self, module: nn.Module, entry: ModuleEntry) -> bool: ...
     @abstractmethod
-    def _look(self, module: nn.Module) -> None: ...
+    def _scan(self, module: nn.Module) -> None: ...
     @abstractmethod
     def module_of(self, path: str) -> nn.Module: ...
     @abstractmethod
@@ -124,12 +134,12 @@ class ModelIndex(ModuleIndex):
         super().__init__()
         self._model = model
         self._at = at
-        self._look(model)
+        self._scan(model)
 
-    def _look(self, module: nn.Module) -> None:
-        modules = dict(named(self._model))
-        refuse_script(modules.items())
-        chosen = modules if self._at is None else {"": self._model, **self._chosen()}
+    def _scan(self, module: nn.Module) -> None:
+        modules = dict(named_modules(self._model))
+        reject_script(modules.items())
+        chosen = modules if self._at is None else {"": self._model, **self._select()}
         gone = self.by_id.keys() - {id(module) for module in chosen.values()}
         for path, module in chosen.items():
             if id(module) in self.by_id:
@@ -138,34 +148,34 @@ class ModelIndex(ModuleIndex):
                 self._add(path, module)
         for key in gone:
             self.by_id.pop(key, None)
-        self._looked(modules.items())
+        self._mark_scanned(modules.items())
         for path in modules.keys() - chosen.keys():
             key = id(modules[path])
-            self.others[key] = weakref.ref(modules[path], _forget(key, self.others, self._seen))
+            self.ignored[key] = weakref.ref(modules[path], _remover(key, self.ignored, self._children_of))
 
-    def _chosen(self) -> dict[str, nn.Module]:
+    def _select(self) -> dict[str, nn.Module]:
         try:
             return select(self._model, self._at or ())
         except NoMatch:
-            if not self.looks:
+            if not self.version:
                 raise
             return {}  # they have left the model
 
-    def _find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
-        ours = self._model if self._registered else caller
-        if ours is not None and any(module is other for _, other in named(ours)):
-            self._look(module)
+    def _find(self, module: nn.Module, caller: nn.Module | None) -> ModuleEntry | None:
+        ours = self._model if self._is_stale else caller
+        if ours is not None and any(module is other for _, other in named_modules(ours)):
+            self._scan(module)
         return self.by_id.get(id(module))
 
-    def _resolves(self, module: nn.Module, site: Site) -> bool:
-        return _descend(self._model, site.path) is module
+    def _is_at_path(self, module: nn.Module, entry: ModuleEntry) -> bool:
+        return _module_below(self._model, entry.path) is module
 
     def module_of(self, path: str) -> nn.Module:
         return _module_at(self._model, path, path)
 
     def paths_of(self, module: nn.Module) -> tuple[str, ...]:
         check_model(module)
-        paths = tuple(path for path, other in names(self._model) if other is module)
+        paths = tuple(path for path, other in named_modules_with_aliases(self._model) if other is module)
         if not paths:
             raise NoMatch(f"the {type(module).__name__} is not part of the model; was the model copied?")
         return paths
@@ -183,19 +193,19 @@ class ProcessIndex(ModuleIndex):
         self._roots: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
         self._counts: Counter[str] = Counter()
 
-    def _find(self, module: nn.Module, caller: nn.Module | None) -> Site | None:
-        site = None if caller is None else self.by_id.get(id(caller))
-        if site is not None and caller is not None and any(module is other for _, other in named(caller)):
-            self._name(_root(site.path))
+    def _find(self, module: nn.Module, caller: nn.Module | None) -> ModuleEntry | None:
+        entry = None if caller is None else self.by_id.get(id(caller))
+        if entry is not None and caller is not None and any(module is other for _, other in named_modules(caller)):
+            self._name(_root(entry.path))
         if id(module) not in self.by_id:
-            self._look(module)
+            self._scan(module)
         return self.by_id[id(module)]
 
-    def _look(self, module: nn.Module) -> None:
-        site = self.by_id.get(id(module))
-        root = None if site is None else self._roots.get(_root(site.path))
-        if site is not None and root is not None and any(module is other for _, other in named(root)):
-            self._name(_root(site.path))
+    def _scan(self, module: nn.Module) -> None:
+        entry = self.by_id.get(id(module))
+        root = None if entry is None else self._roots.get(_root(entry.path))
+        if entry is not None and root is not None and any(module is other for _, other in named_modules(root)):
+            self._name(_root(entry.path))
             return
         name = type(module).__name__
         if name in self._roots:
@@ -208,29 +218,29 @@ class ProcessIndex(ModuleIndex):
     def _name(self, root: str) -> None:
         """Give their path to the modules below the root, but for those that another root had before."""
         top = self._roots[root]
-        modules = [(f"{root}.{path}" if path else root, module) for path, module in named(top)]
-        refuse_script(modules)
-        sites = [self.by_id.get(id(module)) for _, module in modules]
-        absorbed = {site.path for site in sites[1:] if site is not None and site.path in self._roots}
-        for (path, module), site in zip(modules, sites, strict=True):
-            if site is None:
+        modules = [(f"{root}.{path}" if path else root, module) for path, module in named_modules(top)]
+        reject_script(modules)
+        entries = [self.by_id.get(id(module)) for _, module in modules]
+        absorbed = {entry.path for entry in entries[1:] if entry is not None and entry.path in self._roots}
+        for (path, module), entry in zip(modules, entries, strict=True):
+            if entry is None:
                 self._add(path, module)
-            elif (other := _root(site.path)) == root or other in absorbed or other not in self._roots:
-                site.path = path
+            elif (other := _root(entry.path)) == root or other in absorbed or other not in self._roots:
+                entry.path = path
         for name in absorbed:
             del self._roots[name]
-        self._looked(modules)
+        self._mark_scanned(modules)
 
-    def _resolves(self, module: nn.Module, site: Site) -> bool:
-        root, _, rest = site.path.partition(".")
+    def _is_at_path(self, module: nn.Module, entry: ModuleEntry) -> bool:
+        root, _, rest = entry.path.partition(".")
         top = self._roots.get(root)
-        return top is not None and _descend(top, rest) is module
+        return top is not None and _module_below(top, rest) is module
 
     def module_of(self, path: str) -> nn.Module:
         root, _, rest = str(path).partition(".")
         top = self._roots.get(root.partition("#")[0])
         if top is None:
-            raise no_path(path, [site.path for site in self.by_id.values()])
+            raise no_path(path, [entry.path for entry in self.by_id.values()])
         return _module_at(top, rest, path)
 
     def paths_of(self, module: nn.Module) -> tuple[str, ...]:
@@ -238,7 +248,7 @@ class ProcessIndex(ModuleIndex):
         paths = tuple(
             f"{root}.{path}" if path else root
             for root, top in list(self._roots.items())
-            for path, other in names(top)
+            for path, other in named_modules_with_aliases(top)
             if other is module
         )
         if not paths:
@@ -246,7 +256,7 @@ class ProcessIndex(ModuleIndex):
         return paths
 
 
-def _forget(key: int, *places: dict[int, Any]) -> Callable[[object], None]:
+def _remover(key: int, *places: dict[int, Any]) -> Callable[[object], None]:
     """What to do when a module is gone: its id may come again."""
 
     def forget(_: object) -> None:
@@ -270,13 +280,13 @@ def _is_replica(module: nn.Module) -> bool:
     return bool(module.__dict__.get("_is_replica"))
 
 
-def _same_hooks(site: Site, replica: nn.Module) -> bool:
+def _same_hooks(entry: ModuleEntry, replica: nn.Module) -> bool:
     """Whether the replica is one of this module: they share the dict of hooks."""
-    original = site.ref()
+    original = entry.ref()
     return original is not None and original._forward_hooks is replica._forward_hooks
 
 
-def _descend(top: nn.Module, path: str) -> nn.Module | None:
+def _module_below(top: nn.Module, path: str) -> nn.Module | None:
     module: nn.Module | None = top
     for name in path.split(".") if path else ():
         module = None if module is None else module._modules.get(name)
@@ -286,13 +296,13 @@ def _descend(top: nn.Module, path: str) -> nn.Module | None:
 def _module_at(top: nn.Module, path: str, given: str) -> nn.Module:
     if not isinstance(given, str):
         raise BadSelector(f"a path is a text such as 'layer1.0', got {given!r}")
-    module = _descend(top, path) or _descend(top, path.partition("#")[0])  # an address will do
+    module = _module_below(top, path) or _module_below(top, path.partition("#")[0])  # an address will do
     if module is None:
-        raise no_path(given, [name for name, _ in names(top)])
+        raise no_path(given, [name for name, _ in named_modules_with_aliases(top)])
     return module
 
 
-def unseen_root(kind: type[nn.Module]) -> Unsupported:
+def untraced_root_error(kind: type[nn.Module]) -> Unsupported:
     """The error for a model of a class whose calls no session sees."""
     overrides = "__call__" if kind.__call__ is not nn.Module.__call__ else MODULE_CALL
     return Unsupported(
@@ -302,7 +312,7 @@ def unseen_root(kind: type[nn.Module]) -> Unsupported:
     )
 
 
-def refuse_script(modules: Iterable[tuple[str, nn.Module]]) -> None:
+def reject_script(modules: Iterable[tuple[str, nn.Module]]) -> None:
     for path, module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             where = f"the module at {path!r}" if path else "the model"

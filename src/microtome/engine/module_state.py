@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from microtome.engine.signals import uninterrupted
+from microtome.engine.signals import signal_safe
 from microtome.engine.snapshot import CONTAINERS, copy_container, restore_containers, restore_dict
 
 #: The names that torch itself keeps in the `__dict__` of every module.
@@ -67,7 +67,7 @@ def restore_attributes(module: nn.Module, before: Attributes, *, where: Callable
             restore_containers([(held, contents)])
 
 
-@uninterrupted
+@signal_safe
 def without_attributes(modules: Iterable[tuple[nn.Module, Iterable[str]]]) -> Iterator[None]:
     """Have modules lack these attributes in the block; one that is set meanwhile keeps its new value."""
     modules = list(modules)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from microtome.engine import integer_values
 from microtome.engine.pytree import map_tensors, tensors_in
-from microtome.engine.random_states import note_draw, see_operators
+from microtome.engine.random_states import mark_operators_observed, record_draw
 from microtome.engine.torch_internals import (
     OpOverload,
     TorchDispatchMode,
@@ -21,7 +21,7 @@ from microtome.engine.torch_internals import (
 )
 
 #: Takes where it runs, the operator, its arguments and, when it ran, its output.
-Tell = Callable[..., None]
+OpCallback = Callable[..., None]
 
 #: What an operator on meta tensors gave, by its signature: (size, stride, dtype) of each output. For all sessions.
 _memo: dict[Any, tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...] | None] = {}
@@ -36,7 +36,7 @@ class OpMode(TorchDispatchMode):
 
     Attributes:
         silent: Whether nothing is told now.
-        ran: Whether an operator ran since this was last set to False.
+        has_run: Whether an operator ran since this was last set to False.
     """
 
     supports_higher_order_operators = True
@@ -50,18 +50,18 @@ class OpMode(TorchDispatchMode):
     def __init__(
         self,
         where: Callable[[], Any],
-        begins: list[Tell],
-        ends: list[Tell],
+        begins: list[OpCallback],
+        ends: list[OpCallback],
         replaces: Sequence[Callable[..., Any]] = (),
     ) -> None:
         super().__init__()
-        see_operators()
+        mark_operators_observed()
         self._where = where
         self._begins = begins
         self._ends = ends
         self._replaces = replaces
         self.silent = False
-        self.ran = False
+        self.has_run = False
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,29 +69,29 @@ class OpMode(TorchDispatchMode):
         kwargs = kwargs or {}
         kind = _kinds.get(id(func)) or _kind_of(func)
         if self.silent:
-            self.ran = True
+            self.has_run = True
             output = _compute(kind, func, args, kwargs)
-            if kind.draws:
-                note_draw(output, (*args, *kwargs.values()))
+            if kind.is_random:
+                record_draw(output, (*args, *kwargs.values()))
             return output
-        if kind is _QUERY:
+        if kind is _METADATA_QUERY:
             return func(*args, **kwargs)
         if kind.__class__ is _Composite and not _has_kernels_of_its_own(types, args, kwargs):
             with self:  # it reaches us whole in inference mode
                 return func.decompose(*args, **kwargs)
         where = self._where()
-        for tell in self._begins:
-            tell(where, func, args, kwargs)
+        for callback in self._begins:
+            callback(where, func, args, kwargs)
         output = NotImplemented
         for replace in self._replaces:
             if output is NotImplemented:
                 output = replace(where, func, args, kwargs)
         if output is NotImplemented:
             output = _compute(kind, func, args, kwargs)
-        if kind.draws:
-            note_draw(output, (*args, *kwargs.values()))
-        for tell in self._ends:
-            tell(where, func, args, kwargs, output)
+        if kind.is_random:
+            record_draw(output, (*args, *kwargs.values()))
+        for callback in self._ends:
+            callback(where, func, args, kwargs, output)
         return output
 
 
@@ -99,14 +99,14 @@ class _OpKind:
     """How an operator is to be run. It holds the operator, since kinds are found by its identity.
 
     Attributes:
-        draws: Whether it draws random numbers.
+        is_random: Whether it draws random numbers.
     """
 
-    __slots__ = ("draws", "func")
+    __slots__ = ("func", "is_random")
 
     def __init__(self, func: Any = None) -> None:
         self.func = func
-        self.draws = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
+        self.is_random = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
 
 
 class _GroupedProduct(_OpKind):
@@ -141,7 +141,7 @@ class _Composite(_OpKind):
 
 #: Asks a tensor for its metadata. Torch may ask in the middle of C++ code that cannot pass an exception on, so running
 #: one must not raise: the process would abort.
-_QUERY = _OpKind()
+_METADATA_QUERY = _OpKind()
 _QUERIES = frozenset(
     f"aten::{name}"
     for name in (
@@ -166,13 +166,13 @@ def _find_kind(func: Any) -> _OpKind:
     if func is torch.ops.aten._grouped_mm.default:
         return _GroupedProduct(func)
     if func._schema.name in _QUERIES or not has_kernel(func.name()):
-        return _QUERY
+        return _METADATA_QUERY
     composed = "CompositeImplicitAutograd"
     if func._can_decompose() and has_kernel_for_key(func.name(), composed):
         return _Composite(func)
     if func is torch.ops.aten._to_copy.default:
         return _Copy(func)
-    if not integer_values.READING.isdisjoint(func.tags):
+    if not integer_values.READING_TAGS.isdisjoint(func.tags):
         return _ReadOp(func)
     schema = func._schema
     aliases = any(item.alias_info is not None for item in (*schema.arguments, *schema.returns))
@@ -202,16 +202,16 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any
 
 def _compute(kind: _OpKind, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator; in a run on meta tensors, also on the values of integers that are known."""
-    output = integer_values.read(func, args, kwargs) if kind.__class__ in _READERS else NotImplemented
+    output = integer_values.compute_read(func, args, kwargs) if kind.__class__ in _READERS else NotImplemented
     if output is NotImplemented:
-        output = _shape(kind, func, args, kwargs)
+        output = _run_memoized(kind, func, args, kwargs)
         made = output if output.__class__ is Tensor else output[-1] if output.__class__ is tuple and output else None
         if made.__class__ is Tensor and made.is_meta and made.dtype in integer_values.DTYPES:
-            integer_values.follow(func, args, kwargs, output)
+            integer_values.propagate(func, args, kwargs, output)
     return output
 
 
-def _shape(kind: _OpKind, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_memoized(kind: _OpKind, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator; on meta tensors, give what it gave for the same signature."""
     first = args[0] if args else None
     if first.__class__ is list and first:

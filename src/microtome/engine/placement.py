@@ -42,7 +42,7 @@ class Placement:
             **{getter: kind == device.type for getter, kind in _FLAGS.items()},
         }
 
-    def answer(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def query(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Answer code that asks a meta tensor for its device; NotImplemented for any other function.
 
         Called by a function mode. Code of torch's own that asks is told that the tensor is on meta.
@@ -54,8 +54,8 @@ class Placement:
         asking = sys._getframe(2).f_globals.get("__name__", "")
         return self._answers[func] if args[0].is_meta and _is_of_model(asking) else NotImplemented
 
-    def on_meta(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a function with the meta device in place of the one that `answer` gave."""
+    def redirect_to_meta(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a function with the meta device in place of the one that `query` gave."""
         for value in args:  # there are few, and `any` would take longer
             if value is self._device:
                 args = tuple(_META if value is self._device else value for value in args)
@@ -86,7 +86,7 @@ def current() -> Placement | None:
 
 
 @contextmanager
-def stand_for(tensors: Iterable[Tensor]) -> Iterator[None]:
+def simulate_device(tensors: Iterable[Tensor]) -> Iterator[None]:
     """For the time of the block, have meta tensors of this thread stand for tensors on the one device of these."""
     devices = {tensor.device for tensor in tensors} - {_META}
     before, _here.placement = _here.placement, Placement(devices.pop()) if len(devices) == 1 else None

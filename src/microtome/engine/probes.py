@@ -35,7 +35,7 @@ class Where(NamedTuple):
     phase: Phase
     function: Function | None = None
     autocast: bool = False
-    whole: CompositeOp | None = None
+    composite: CompositeOp | None = None
     part_of: CompositeOp | None = None
 
 
@@ -142,17 +142,17 @@ class Stopped(BaseException):
 # -- notification ------------------------------------------------------------------------------------------------------
 
 
-def methods_of(probes: Iterable[Probe], name: str, *, unseen: bool = False) -> list[Callable[..., None]]:
+def overridden_methods(probes: Iterable[Probe], name: str, *, skip_root: bool = False) -> list[Callable[..., None]]:
     """The probes' methods of this name, without those that only inherit the empty one.
 
     Args:
-        unseen: Whether the model itself is not looked at; it is in the session, since its call is the run.
+        skip_root: Whether the model itself is not looked at; it is in the session, since its call is the run.
     """
     methods = [getattr(probe, name) for probe in probes if getattr(type(probe), name) is not getattr(Probe, name)]
-    return [_but_the_root(method) for method in methods] if unseen else methods
+    return [_except_root(method) for method in methods] if skip_root else methods
 
 
-def _but_the_root(method: Callable[..., None]) -> Callable[..., None]:
+def _except_root(method: Callable[..., None]) -> Callable[..., None]:
     @wraps(method)
     def told(call: Call, *details: Any) -> None:
         if call.path:
@@ -161,7 +161,7 @@ def _but_the_root(method: Callable[..., None]) -> Callable[..., None]:
     return told
 
 
-def tell(methods: Iterable[Callable[..., None]], event: str, call: Call, *details: Any) -> None:
+def notify(methods: Iterable[Callable[..., None]], event: str, call: Call, *details: Any) -> None:
     """Tell every probe; then raise what the first of them raised, if any did."""
     failed: MicrotomeError | None = None
     for method in methods:
@@ -172,19 +172,19 @@ def tell(methods: Iterable[Callable[..., None]], event: str, call: Call, *detail
         except Exception as error:  # noqa: BLE001  whatever a probe raises, the user must learn at which call
             name = getattr(method, "__qualname__", repr(method))
             message = f"{name} raised {type(error).__name__} at {event} of {call.address!r}: {error}"
-            failed = failed or _because(ProbeError(message, call.address), error)
+            failed = failed or _with_cause(ProbeError(message, call.address), error)
     if failed is not None:
         raise failed
 
 
-def tell_moves(methods: Iterable[Callable[..., None]], call: Call | None) -> None:
+def notify_backward_step(methods: Iterable[Callable[..., None]], call: Call | None) -> None:
     if call is not None:
-        tell(methods, "the backward", call)
+        notify(methods, "the backward", call)
         return
     for method in methods:
         method(None)
 
 
-def _because(error: ProbeError, cause: Exception) -> ProbeError:
+def _with_cause(error: ProbeError, cause: Exception) -> ProbeError:
     error.__cause__ = cause
     return error

@@ -23,25 +23,25 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield value
         return
     seen: set[int] = set()
-    pending = parts_of(value)[::-1]
+    pending = children_of(value)[::-1]
     while pending:
         item = pending.pop()
         if isinstance(item, Tensor):
             if id(item) not in seen:
                 seen.add(id(item))
                 yield item
-        elif (parts := parts_of(item)) and id(item) not in seen:  # a structure may hold itself
+        elif (parts := children_of(item)) and id(item) not in seen:  # a structure may hold itself
             seen.add(id(item))
             pending.extend(reversed(parts))
 
 
-def occurrences_in(value: Any, above: tuple[int, ...] = ()) -> Iterator[Tensor]:
+def tensor_occurrences(value: Any, ancestors: tuple[int, ...] = ()) -> Iterator[Tensor]:
     """Every tensor in a value, as often as it is there, in the order in which `map_tensors` changes them."""
     if isinstance(value, Tensor):
         yield value
-    elif id(value) not in above:
-        for part in parts_of(value):
-            yield from occurrences_in(part, (*above, id(value)))
+    elif id(value) not in ancestors:
+        for part in children_of(value):
+            yield from tensor_occurrences(part, (*ancestors, id(value)))
 
 
 def accelerators_in(value: Any) -> list[device]:
@@ -49,7 +49,7 @@ def accelerators_in(value: Any) -> list[device]:
     return accelerators_of(tensors_in(value))
 
 
-def parts_of(value: Any) -> list[Any]:
+def children_of(value: Any) -> list[Any]:
     """What a tuple, list, set, mapping, dataclass or record holds; of anything else, nothing."""
     if value is None or isinstance(value, int | float | str | Size):
         return []
@@ -62,7 +62,7 @@ def parts_of(value: Any) -> list[Any]:
     return list(attributes_of(value).values()) if is_record(value) else []
 
 
-def is_record(value: Any, above: tuple[int, ...] = ()) -> bool:
+def is_record(value: Any, ancestors: tuple[int, ...] = ()) -> bool:
     """Whether all that an object of a plain Python class holds are tensors, numbers, strings and structures of these.
 
     >>> from types import SimpleNamespace
@@ -73,23 +73,23 @@ def is_record(value: Any, above: tuple[int, ...] = ()) -> bool:
     (True, False, False)
     """
     kind: Any = type(value)
-    if not _is_plain_class(kind) or id(value) in above:
+    if not _is_plain_class(kind) or id(value) in ancestors:
         return False
     held = attributes_of(value)  # one that holds nothing is known by its identity
-    return bool(held) and all(_is_data(item, (*above, id(value))) for item in held.values())
+    return bool(held) and all(_is_data(item, (*ancestors, id(value))) for item in held.values())
 
 
-def _is_data(value: Any, above: tuple[int, ...]) -> bool:
+def _is_data(value: Any, ancestors: tuple[int, ...]) -> bool:
     if value is None or isinstance(value, _DATA):
         return True
-    if id(value) in above:
+    if id(value) in ancestors:
         return False
     if isinstance(value, list | tuple | set | frozenset | Mapping) or is_dataclass(value):
-        return all(_is_data(item, (*above, id(value))) for item in parts_of(value))
-    return is_record(value, above)
+        return all(_is_data(item, (*ancestors, id(value))) for item in children_of(value))
+    return is_record(value, ancestors)
 
 
-def find_foreign(value: Any, above: tuple[int, ...] = ()) -> tuple[str, Any] | None:
+def find_unsupported(value: Any, ancestors: tuple[int, ...] = ()) -> tuple[str, Any] | None:
     """The path inside a value to the first item for which an object is no record, and the item; None: there is none.
 
     >>> class Boxes:
@@ -99,9 +99,9 @@ def find_foreign(value: Any, above: tuple[int, ...] = ()) -> tuple[str, Any] | N
     ((".held['at'][1]", <built-in function open>), None)
     """
     kind: Any = type(value)
-    if _is_data(value, above):
+    if _is_data(value, ancestors):
         return None
-    if id(value) in above:  # it holds itself
+    if id(value) in ancestors:  # it holds itself
         return "", value
     if isinstance(value, Mapping):
         items = [(f"[{key!r}]", item) for key, item in value.items()]
@@ -112,7 +112,7 @@ def find_foreign(value: Any, above: tuple[int, ...] = ()) -> tuple[str, Any] | N
     else:
         return "", value
     for name, item in items:
-        if (found := find_foreign(item, (*above, id(value)))) is not None:
+        if (found := find_unsupported(item, (*ancestors, id(value)))) is not None:
             return name + found[0], found[1]
     return "", value
 
@@ -160,7 +160,7 @@ def dict_of(value: Any) -> dict[str, Any]:
     return found
 
 
-def read(value: Any, name: str) -> Any:
+def read_attribute(value: Any, name: str) -> Any:
     """An attribute of any object, read without running code of its class; None if that is not possible."""
     asked = ("__getattribute__", "__getattr__", name)
     if any(isinstance(vars(base).get(hook), FunctionType | property) for base in type(value).__mro__ for hook in asked):
@@ -200,36 +200,36 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any, other: Callable[[An
     Raises:
         Unsupported: The structure holds itself.
     """
-    return change(value) if isinstance(value, Tensor) else _mapped(change, value, other, ())
+    return change(value) if isinstance(value, Tensor) else _map(change, value, other, ())
 
 
-def _mapped(
-    change: Callable[[Tensor], Any], value: Any, other: Callable[[Any], Any] | None, above: tuple[int, ...]
+def _map(
+    change: Callable[[Tensor], Any], value: Any, other: Callable[[Any], Any] | None, ancestors: tuple[int, ...]
 ) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if value is None or isinstance(value, int | float | str | Size):
         return value if other is None else other(value)
-    inside = _inside(value, above)
+    inside = _extend_ancestors(value, ancestors)
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
         # Past its `__new__`, which may look at what it is given: that of a PackedSequence does.
         named: Any = type(value)
-        return named._make(_mapped(change, item, other, inside) for item in value)
+        return named._make(_map(change, item, other, inside) for item in value)
     if isinstance(value, list | tuple | set | frozenset):
-        return _with_parts(value, [_mapped(change, item, other, inside) for item in value])
+        return _rebuild_sequence(value, [_map(change, item, other, inside) for item in value])
     if isinstance(value, dict):
         mapping = copy.copy(value)
         for key, item in value.items():  # not by `update`, which outputs of transformers refuse
-            mapping[key] = _mapped(change, item, other, inside)
+            mapping[key] = _map(change, item, other, inside)
         return mapping
     if is_dataclass(value) and not isinstance(value, type):
         held = attributes_of(value)
         names = [field.name for field in fields(value) if field.name in held]  # in the order of `tensors_in`
-        changed = {name: _mapped(change, held[name], other, inside) for name in names}
+        changed = {name: _map(change, held[name], other, inside) for name in names}
         return _rebuild(value, changed, copy.copy(value))
     if is_record(value):
         held = attributes_of(value)
-        return _rebuild(value, {name: _mapped(change, item, other, inside) for name, item in held.items()})
+        return _rebuild(value, {name: _map(change, item, other, inside) for name, item in held.items()})
     return value if other is None else other(value)
 
 
@@ -259,7 +259,7 @@ def clone_tensors(value: Any) -> Any:
     return map_tensors(once, value)
 
 
-def _with_parts(value: Any, parts: list[Any]) -> Any:
+def _rebuild_sequence(value: Any, parts: list[Any]) -> Any:
     """A list, tuple or set of the same type with these parts; not by its constructor, which may be of its own."""
     if isinstance(value, list | set) and type(value) not in (list, set):
         made: Any = copy.copy(value)
@@ -269,13 +269,13 @@ def _with_parts(value: Any, parts: list[Any]) -> Any:
     return tuple.__new__(type(value), parts) if isinstance(value, tuple) else type(value)(parts)
 
 
-def _inside(value: Any, above: tuple[int, ...]) -> tuple[int, ...]:
-    if id(value) in above:
+def _extend_ancestors(value: Any, ancestors: tuple[int, ...]) -> tuple[int, ...]:
+    if id(value) in ancestors:
         raise Unsupported(f"a {type(value).__name__} holds itself, so that there is no end to what it holds")
-    return (*above, id(value))
+    return (*ancestors, id(value))
 
 
-def places_in(value: Any, place: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(value: Any, place: str = "", ancestors: tuple[int, ...] = ()) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in a value with its place, such as `[0][key]`: a lone one has none.
 
     A place depends on what is around the tensor, not on how many others there are. Sets are not looked into, since they
@@ -294,6 +294,6 @@ def places_in(value: Any, place: str = "", above: tuple[int, ...] = ()) -> Itera
         items = attributes_of(value).items()
     else:
         return
-    inside = _inside(value, above)
+    inside = _extend_ancestors(value, ancestors)
     for key, item in items:
-        yield from places_in(item, f"{place}[{key}]", inside)
+        yield from named_tensors(item, f"{place}[{key}]", inside)

@@ -14,45 +14,45 @@ from torch import Tensor
 
 from microtome.devices.base import default_generators
 from microtome.engine.code_references import globals_of
-from microtome.engine.pytree import read
+from microtome.engine.pytree import read_attribute
 
 
-class Draws:
+class RandomUse:
     """Where the run of a thread drew random numbers, as far as operators tell.
 
     Attributes:
-        are_seen: Whether operators of the thread were shown to us since this began.
+        operators_observed: Whether operators of the thread were shown to us since this began.
         devices: The devices whose default generators were drawn from.
     """
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.are_seen = False
+        self.operators_observed = False
         self.devices: set[torch.device] = set()
 
 
-_open: list[Draws] = []
+_open: list[RandomUse] = []
 
 
-def see_operators() -> None:
+def mark_operators_observed() -> None:
     """Note that from here on operators of this thread are shown to us."""
-    for draws in _open:
-        draws.are_seen |= draws.thread == threading.get_ident()
+    for use in _open:
+        use.operators_observed |= use.thread == threading.get_ident()
 
 
-def note_draw(output: Any, arguments: Iterable[Any]) -> None:
+def record_draw(output: Any, arguments: Iterable[Any]) -> None:
     """Note that an operator drew from a default generator, unless it was given another or computed nothing."""
     if not _open or any(isinstance(one, torch.Generator) for one in arguments):
         return
     made = [one for one in (output if isinstance(output, tuple | list) else (output,)) if isinstance(one, Tensor)]
     real = {one.device for one in made if not one.is_meta and type(one).__name__ != "FakeTensor"}
-    for draws in _open:
-        if draws.thread == threading.get_ident():
-            draws.devices |= real
+    for use in _open:
+        if use.thread == threading.get_ident():
+            use.devices |= real
 
 
 @contextmanager
-def keep_random_states(classes: Iterable[type], devices: Iterable[torch.device]) -> Iterator[None]:
+def preserve_random_states(classes: Iterable[type], devices: Iterable[torch.device]) -> Iterator[None]:
     """Restore, after the block, the states of torch, `random` and numpy that the run in the block drew from.
 
     Without other threads, every state that changed is restored. With others, a state of torch is restored if an
@@ -64,21 +64,26 @@ def keep_random_states(classes: Iterable[type], devices: Iterable[torch.device])
     python = random.getstate()
     numpy = sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state(legacy=False)
-    draws = Draws()
-    _open.append(draws)
+    use = RandomUse()
+    _open.append(use)
     try:
         yield
     finally:
-        _open.remove(draws)
+        _open.remove(use)
         alone = threading.active_count() == 1
         for generator, state, seed in before:
-            drew = alone or not draws.are_seen or generator.device in draws.devices or generator.initial_seed() != seed
+            drew = (
+                alone
+                or not use.operators_observed
+                or generator.device in use.devices
+                or generator.initial_seed() != seed
+            )
             if drew and not generator.get_state().equal(state):
                 generator.set_state(state)
-        if random.getstate() != python and (alone or refer_to(classes, "random")):
+        if random.getstate() != python and (alone or code_refers_to(classes, "random")):
             random.setstate(python)
         changed = numpy is not None and _text(numpy.random.get_state(legacy=False)) != _text(of_numpy)
-        if numpy is not None and changed and (alone or refer_to(classes, "numpy")):
+        if numpy is not None and changed and (alone or code_refers_to(classes, "numpy")):
             numpy.random.set_state(of_numpy)
 
 
@@ -91,11 +96,15 @@ def _plain(part: Any) -> Any:
     return part.tolist() if hasattr(part, "tolist") else part
 
 
-def refer_to(classes: Iterable[type], package: str) -> bool:
+def code_refers_to(classes: Iterable[type], package: str) -> bool:
     """Whether the code of a model refers to a package, one of its functions, or a method of an object of it."""
     for one in globals_of(classes):
         value = one.namespace.get(one.name)
-        places = (read(value, "__name__"), read(value, "__module__"), type(read(value, "__self__")).__module__)
+        places = (
+            read_attribute(value, "__name__"),
+            read_attribute(value, "__module__"),
+            type(read_attribute(value, "__self__")).__module__,
+        )
         if any(isinstance(place, str) and place.partition(".")[0] == package for place in places):
             return True
     return False

@@ -23,7 +23,7 @@ def check_model(model: object) -> nn.Module:
     raise NotAModule(f"expected a torch.nn.Module, got {_describe(model)}{hint}")
 
 
-def named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`named_modules()`, for modules that cannot be hashed too."""
     seen = {id(model)}
 
@@ -37,7 +37,7 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return walk("", model)
 
 
-def names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_modules_with_aliases(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every name of every module, root first: as `named_modules()`, but a shared module comes under all its names."""
 
     def walk(path: str, module: nn.Module, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
@@ -61,7 +61,7 @@ def select(model: nn.Module, selector: Selector) -> dict[str, nn.Module]:
     (['0', '1'], ['0', '1.1'], ['1', '1.0', '1.1'])
     """
     chosen = _match(check_model(model), selector)
-    return {path: module for path, module in named(model) if id(module) in chosen}
+    return {path: module for path, module in named_modules(model) if id(module) in chosen}
 
 
 def _match(model: nn.Module, selector: Selector) -> set[int]:
@@ -71,11 +71,13 @@ def _match(model: nn.Module, selector: Selector) -> set[int]:
             raise NoMatch("the selector is empty: name at least one path, glob, regex, module type, module or callable")
         if all(isinstance(part, nn.Module) for part in selector):  # one look for all, since there may be many
             parts = {id(part) for part in selector}
-            if parts <= {id(module) for _, module in named(model)}:
+            if parts <= {id(module) for _, module in named_modules(model)}:
                 return parts
         return set().union(*(_match(model, part) for part in selector))
     # Only a path can be another name of a shared module; all else sees each module once.
-    everything = list(names(model) if isinstance(selector, str | re.Pattern) else named(model))
+    everything = list(
+        named_modules_with_aliases(model) if isinstance(selector, str | re.Pattern) else named_modules(model)
+    )
     test = _test(selector, everything)
     found = {id(module) for path, module in everything if test(path, module)}
     if not found:

@@ -96,12 +96,12 @@ class _Outer(nn.Module):
         return self.inner(x, times=2)
 
 
-class _Watch:
+class _RecordingSession:
     """Notes the calls and backwards of this thread as a session would, and runs no backward of it."""
 
-    changes_runs = feeds = False
+    changes_runs = replaces_inputs = False
     fast_paths = True
-    others: Container[int] = ()
+    ignored: Container[int] = ()
 
     def __init__(self) -> None:
         self.calls: list[tuple[type, dict[str, Any]]] = []
@@ -116,7 +116,7 @@ class _Watch:
 
         return call
 
-    wrap_change = wrap_call
+    wrap_output = wrap_call
 
     def wrap_backward(self, inner: AnyCall) -> AnyCall:
         def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,14 +129,14 @@ class _Watch:
 
 
 def _sees_calls() -> bool:
-    watch, model, x = _Watch(), _Outer(), torch.ones(1)
-    chain.add(watch)
+    session, model, x = _RecordingSession(), _Outer(), torch.ones(1)
+    chain.add(session)
     try:
         output = model(x)
     finally:
-        chain.remove(watch)
+        chain.remove(session)
     model(x)
-    return watch.calls == [(_Outer, {}), (_Inner, {"times": 2})] and output.item() == 2
+    return session.calls == [(_Outer, {}), (_Inner, {"times": 2})] and output.item() == 2
 
 
 def _runs_calls() -> bool:
@@ -175,17 +175,17 @@ def _holds(space: str, name: str) -> Callable[[], bool]:
 
 def _sees_backward() -> bool:
     """Without running one: the first in a process starts autograd's threads."""
-    watch = _Watch()
+    session = _RecordingSession()
     x = torch.ones(1, requires_grad=True)
     y = x * 2
-    chain.add(watch)
+    chain.add(session)
     try:
         y.backward()
         with suppress(TypeError, IndexError):  # there are no gradients
             torch.autograd.grad(y, x, create_graph=True)
     finally:
-        chain.remove(watch)
-    return [(roots[0] is y, flag) for roots, flag in watch.backwards] == [(True, False), (True, True)]
+        chain.remove(session)
+    return [(roots[0] is y, flag) for roots, flag in session.backwards] == [(True, False), (True, True)]
 
 
 def _numbers_nodes() -> bool:
@@ -214,7 +214,7 @@ def _in_backward(ask: Callable[[], Any]) -> tuple[Any, Any, Any]:
     answers: list[Any] = []
     node.register_prehook(lambda _: answers.append(ask()))
     before = ask()
-    chain.run_unseen_backward((y,), (torch.ones(1),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    chain.run_untracked_backward((y,), (torch.ones(1),), False, False, (), allow_unreachable=True, accumulate_grad=True)
     return before, answers[0], ask()
 
 

@@ -4,7 +4,7 @@ Python runs the handler of a signal in the main thread, between any two bytecode
 Ctrl-C raises KeyboardInterrupt. Raised while a session is opened or closed, or while weights are put back, it would
 leave the rest undone. So, while anything of the engine is open, a handler of its own is installed in front of the
 user's. It calls the user's at once, unless the main thread is inside the `__enter__` or `__exit__` of an
-`Uninterrupted`; then the signal waits for their end. The block inside, such as a forward, is interrupted as ever.
+`SignalSafe`; then the signal waits for their end. The block inside, such as a forward, is interrupted as ever.
 
 Inside an operator that Python implements (a dispatch mode, a fake or meta tensor) a signal waits too: torch's C++ code
 cannot always pass on an exception from there, and the process would end. So it does where torch pushes and pops modes:
@@ -29,7 +29,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from microtome.engine.thread_stacks import walk
+from microtome.engine.thread_stacks import outer_frames
 from microtome.engine.torch_internals import (
     OPERATOR_FILES,
     dispatch_modes,
@@ -59,7 +59,7 @@ class _Signals:
     def __init__(self) -> None:
         self._found: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._uses = 0
-        self.waiting: list[int] = []
+        self.pending: list[int] = []
 
     def acquire(self) -> bool:
         """Install the handler; False in other threads than the main one, where no signals are handled."""
@@ -93,18 +93,18 @@ class _Signals:
             raise
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if _is_held(frame):
-            if number not in self.waiting:  # the system, too, keeps one of each
-                self.waiting.append(number)
+        if _is_deferred(frame):
+            if number not in self.pending:  # the system, too, keeps one of each
+                self.pending.append(number)
             return
         self._found[number](number, frame)
         self.deliver(frame)
 
     def deliver(self, frame: FrameType | None) -> None:
         """Call the handlers of the signals that wait, all of them, whatever they raise."""
-        if not self.waiting:
+        if not self.pending:
             return
-        number = self.waiting.pop(0)
+        number = self.pending.pop(0)
         try:
             self._found[number](number, frame)
         finally:
@@ -114,7 +114,7 @@ class _Signals:
 _signals = _Signals()
 
 
-class Uninterrupted(Generic[T]):
+class SignalSafe(Generic[T]):
     """A context manager that is entered and exited whole: signals that come meanwhile wait.
 
     Subclasses define `_set_up` and `_tear_down` in the place of `__enter__` and `__exit__`.
@@ -137,7 +137,7 @@ class Uninterrupted(Generic[T]):
         except BaseException:
             self._leave(acquired)
             raise
-        while _signals.waiting and acquired and not _is_held(sys._getframe(1)):
+        while _signals.pending and acquired and not _is_deferred(sys._getframe(1)):
             try:
                 _signals.deliver(sys._getframe(1))
             except BaseException as error:
@@ -164,11 +164,11 @@ class Uninterrupted(Generic[T]):
     def _leave(self, acquired: bool) -> None:
         if acquired:
             _signals.release()
-            if _signals.waiting and not _is_held(sys._getframe(2)):
+            if _signals.pending and not _is_deferred(sys._getframe(2)):
                 _signals.deliver(sys._getframe(2))
 
 
-_HELD = {Uninterrupted.__enter__.__code__, Uninterrupted.__exit__.__code__}
+_DEFERRING = {SignalSafe.__enter__.__code__, SignalSafe.__exit__.__code__}
 
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -176,27 +176,27 @@ _TORCH = os.path.dirname(torch.__file__)
 _OPERATORS = tuple(os.path.join(_TORCH, *name.split("/")) for name in OPERATOR_FILES)
 
 
-def _is_held(frame: FrameType | None) -> bool:
+def _is_deferred(frame: FrameType | None) -> bool:
     return any(
-        outer.f_code in _HELD
+        outer.f_code in _DEFERRING
         or outer.f_code.co_name == "__torch_dispatch__"
         or outer.f_code.co_filename.startswith(_OPERATORS)
-        for outer in walk(frame)
+        for outer in outer_frames(frame)
     )
 
 
 #: The signals that wait; empty nearly always.
-waiting = _signals.waiting
+pending_signals = _signals.pending
 
 
-def deliver() -> None:
+def deliver_signals() -> None:
     """Call the handlers of the signals that wait, unless the main thread is still in the midst of something."""
     caller = sys._getframe(1)
-    if threading.get_ident() == threading.main_thread().ident and not _is_held(caller):
+    if threading.get_ident() == threading.main_thread().ident and not _is_deferred(caller):
         _signals.deliver(caller)
 
 
-class _Block(Uninterrupted[T]):
+class _Block(SignalSafe[T]):
     def __init__(self, block: AbstractContextManager[T]) -> None:
         self._block = block
 
@@ -209,25 +209,25 @@ class _Block(Uninterrupted[T]):
         return self._block.__exit__(kind, error, trace)
 
 
-def uninterrupted(function: Callable[P, Iterator[T]]) -> Callable[P, Uninterrupted[T]]:
-    """Make an `Uninterrupted` of a generator, as `contextlib.contextmanager` makes a context manager."""
+def signal_safe(function: Callable[P, Iterator[T]]) -> Callable[P, SignalSafe[T]]:
+    """Make an `SignalSafe` of a generator, as `contextlib.contextmanager` makes a context manager."""
     make = contextmanager(function)
 
     @wraps(function)
-    def enter(*args: P.args, **kwargs: P.kwargs) -> Uninterrupted[T]:
+    def enter(*args: P.args, **kwargs: P.kwargs) -> SignalSafe[T]:
         return _Block(make(*args, **kwargs))
 
     return enter
 
 
-@uninterrupted
+@signal_safe
 def grad_mode(enabled: bool) -> Iterator[None]:
     """Set whether gradients are recorded for the time of the block."""
     with torch.set_grad_enabled(enabled):
         yield
 
 
-def finish(step: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+def complete_step(step: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
     """Repeat a step that puts something back until it ends, then raise what interrupted it.
 
     C code may send an exception to any thread. The step must be one that can be repeated.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from microtome.engine.code_references import Global, references_of
 from microtome.engine.pytree import attributes_of, dict_of
-from microtome.engine.signals import finish, uninterrupted
+from microtome.engine.signals import complete_step, signal_safe
 
 _SCALARS = (str, int, float, bool, type(None), type)
 
@@ -34,9 +34,9 @@ def copy_container(held: Any) -> Any:
     return held.copy()
 
 
-def restore_containers(kept: list[tuple[Any, Any]]) -> None:
+def restore_containers(states: list[tuple[Any, Any]]) -> None:
     """Put back what was kept without emptying anything on the way, since other threads may read it."""
-    for held, before in kept:
+    for held, before in states:
         if isinstance(held, dict):
             restore_dict(held, before or {})
         elif isinstance(held, list):
@@ -94,8 +94,8 @@ class WriteBackups:
             self._copies.append((whole, whole.to("cpu", copy=True)))
 
     def copy_all(self) -> None:
-        for originals in list(self._by_storage.values()):
-            self.before_write(originals[0])
+        for backups in list(self._by_storage.values()):
+            self.before_write(backups[0])
 
     def restore(self) -> None:
         for original, before in self._copies:
@@ -111,7 +111,7 @@ def user_classes(modules: Iterable[nn.Module]) -> set[type]:
     return {cls for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))}
 
 
-class _Kept(NamedTuple):
+class _TensorState(NamedTuple):
     """A tensor as it was: another tensor in its memory, a copy of its values, and its gradient."""
 
     tensor: Tensor
@@ -129,7 +129,7 @@ class Snapshot:
     def __init__(self, model: nn.Module, written: Collection[str] = ()) -> None:
         wanted = {id(parameter) for name, parameter in model.named_parameters() if name in written}
         self._holders: list[tuple[Any, Any]] = []
-        self._tensors: list[_Kept] = []
+        self._tensors: list[_TensorState] = []
         modules = list(model.modules())
         self._classes = [(cls, dict(vars(cls))) for cls in user_classes(modules)]
         pending: list[Any] = [vars(module) for module in modules]
@@ -140,7 +140,7 @@ class Snapshot:
                 continue
             seen.add(id(item))
             if isinstance(item, Tensor):
-                self._keep(item, copies=not isinstance(item, nn.Parameter) or id(item) in wanted)
+                self._add_tensor(item, copies=not isinstance(item, nn.Parameter) or id(item) in wanted)
             elif isinstance(item, CONTAINERS):
                 before = copy_container(item)
                 self._holders.append((item, before))
@@ -150,34 +150,36 @@ class Snapshot:
             elif isinstance(item, nn.Module) or is_dataclass(item):
                 pending.append(dict_of(item))
 
-    def _keep(self, tensor: Tensor, *, copies: bool) -> None:
+    def _add_tensor(self, tensor: Tensor, *, copies: bool) -> None:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
             return
         values = tensor.detach().clone() if copies else None
         grad = tensor.grad if tensor.is_leaf else None
-        self._tensors.append(_Kept(tensor, tensor.detach(), values, grad))
+        self._tensors.append(_TensorState(tensor, tensor.detach(), values, grad))
 
     def restore(self) -> None:
         """Have the model hold what it held; again, if it was interrupted."""
         restore_containers(self._holders)
         _restore_classes(self._classes)
-        for kept in self._tensors:
-            _restore_tensor(kept)
+        for states in self._tensors:
+            _restore_tensor(states)
 
 
-def _restore_tensor(kept: _Kept) -> None:
-    tensor = kept.tensor
-    if tensor.data_ptr() != kept.alias.data_ptr():  # another was set as its `data`
-        tensor.data = kept.alias
-    if kept.values is not None and not torch.equal(tensor, kept.values):  # batch norms write without torch counting it
+def _restore_tensor(states: _TensorState) -> None:
+    tensor = states.tensor
+    if tensor.data_ptr() != states.alias.data_ptr():  # another was set as its `data`
+        tensor.data = states.alias
+    if states.values is not None and not torch.equal(
+        tensor, states.values
+    ):  # batch norms write without torch counting it
         with torch.inference_mode(tensor.is_inference()):
-            tensor.detach().copy_(kept.values)
-    if tensor.is_leaf and tensor.grad is not kept.grad:
-        tensor.grad = kept.grad
+            tensor.detach().copy_(states.values)
+    if tensor.is_leaf and tensor.grad is not states.grad:
+        tensor.grad = states.grad
 
 
-@uninterrupted
-def restored(model: nn.Module, written: Collection[str] = ()) -> Iterator[Snapshot]:
+@signal_safe
+def restore_afterwards(model: nn.Module, written: Collection[str] = ()) -> Iterator[Snapshot]:
     """Have the model hold after the block what it held before, also if the block raises."""
     snapshot = Snapshot(model, written)
     try:
@@ -202,7 +204,7 @@ def preserve_state(modules: list[nn.Module], classes: set[type], stack: ExitStac
     pending += [value for _, attributes in own for value in attributes.values()]
     pending += [value for _, value in found]
     seen: set[int] = set()
-    kept: list[tuple[Any, Any]] = []
+    states: list[tuple[Any, Any]] = []
     slotted: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = []
     tensors: list[Tensor] = []
     while pending:
@@ -215,7 +217,7 @@ def preserve_state(modules: list[nn.Module], classes: set[type], stack: ExitStac
             kind: Any = type(item)
             if isinstance(item, CONTAINERS):
                 before = copy_container(item) if item else ()
-                kept.append((item, before))
+                states.append((item, before))
                 if before:
                     pending.extend(before.values() if isinstance(before, dict) else before)
             elif isinstance(item, Tensor):
@@ -231,10 +233,10 @@ def preserve_state(modules: list[nn.Module], classes: set[type], stack: ExitStac
                     before = [(name, held[name]) for name in slots if name in held]
                     slotted.append((item, slots, dict(before)))
                     pending.extend(value for _, value in before)
-    stack.callback(finish, restore_containers, kept)
-    stack.callback(finish, _restore_slots, slotted)
-    stack.callback(finish, _restore_classes, own)
-    stack.callback(finish, _restore_globals, [(one, value) for one, value in found if one.is_assigned])
+    stack.callback(complete_step, restore_containers, states)
+    stack.callback(complete_step, _restore_slots, slotted)
+    stack.callback(complete_step, _restore_classes, own)
+    stack.callback(complete_step, _restore_globals, [(one, value) for one, value in found if one.is_assigned])
     return tensors
 
 
@@ -255,8 +257,8 @@ def _slots_of(kind: Any) -> tuple[str, ...]:
     return tuple(name for cls in kind.__mro__ for name, slot in vars(cls).items() if type(slot) is MemberDescriptorType)
 
 
-def _restore_slots(kept: list[tuple[Any, tuple[str, ...], dict[str, Any]]]) -> None:
-    for item, slots, before in kept:
+def _restore_slots(states: list[tuple[Any, tuple[str, ...], dict[str, Any]]]) -> None:
+    for item, slots, before in states:
         held = attributes_of(item)
         for name in slots:
             if name in before:
@@ -265,8 +267,8 @@ def _restore_slots(kept: list[tuple[Any, tuple[str, ...], dict[str, Any]]]) -> N
                 object.__delattr__(item, name)
 
 
-def _restore_classes(kept: list[tuple[type, dict[str, Any]]]) -> None:
-    for cls, before in kept:
+def _restore_classes(states: list[tuple[type, dict[str, Any]]]) -> None:
+    for cls, before in states:
         for name, value in list(vars(cls).items()):
             if name not in before:
                 delattr(cls, name)
@@ -274,27 +276,27 @@ def _restore_classes(kept: list[tuple[type, dict[str, Any]]]) -> None:
                 setattr(cls, name, before[name])
 
 
-def _restore_globals(kept: list[tuple[Global, Any]]) -> None:
-    for one, before in kept:
+def _restore_globals(states: list[tuple[Global, Any]]) -> None:
+    for one, before in states:
         if before is _MISSING:
             one.namespace.pop(one.name, None)
         else:
             one.namespace[one.name] = before
 
 
-def preserve_tensors(tensors: list[Tensor], stack: ExitStack, originals: WriteBackups | None) -> None:
+def preserve_tensors(tensors: list[Tensor], stack: ExitStack, backups: WriteBackups | None) -> None:
     """Put back the values of tensors that a real run may write to, and gradients, which start as None."""
-    watched = originals or WriteBackups()
+    backups = backups or WriteBackups()
     found = [t for t in tensors if t.layout is torch.strided and not t.is_nested and not t.is_meta]
     before = [(t, t.detach(), t.grad if t.is_leaf else None, t.requires_grad) for t in found]
     for tensor in found:
-        watched.watch(tensor)
+        backups.watch(tensor)
         if tensor.is_leaf:
             tensor.grad = None
-    if originals is None:
-        watched.copy_all()
-    stack.callback(finish, watched.restore)
-    stack.callback(finish, _restore_storages, before)
+    if backups is None:
+        backups.copy_all()
+    stack.callback(complete_step, backups.restore)
+    stack.callback(complete_step, _restore_storages, before)
 
 
 def _restore_storages(before: list[tuple[Tensor, Tensor, Tensor | None, bool]]) -> None:

@@ -15,7 +15,7 @@ from microtome.engine.torch_internals import CALL
 _lock = threading.RLock()
 
 
-def stacks() -> dict[int, FrameType]:
+def thread_frames() -> dict[int, FrameType]:
     """The innermost frame of each thread; of this one, the caller's.
 
     `sys._current_frames` allocates while it holds a lock of the interpreter. A garbage collection that this starts may
@@ -33,20 +33,20 @@ def stacks() -> dict[int, FrameType]:
     return frames
 
 
-def walk(frame: FrameType | None) -> Iterator[FrameType]:
+def outer_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """A frame and those outside it."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def is_in_module(frame: FrameType) -> bool:
+def is_in_module_call(frame: FrameType) -> bool:
     """Whether a stack is inside the call of a module."""
-    return any(outer.f_code is CALL for outer in walk(frame))
+    return any(outer.f_code is CALL for outer in outer_frames(frame))
 
 
-def runs_elsewhere(modules: Iterable[nn.Module]) -> bool:
+def runs_in_other_thread(modules: Iterable[nn.Module]) -> bool:
     """Whether another thread is inside a call of one of these modules."""
     wanted, here = set(map(id, modules)), threading.get_ident()
-    outside = [frame for thread, top in stacks().items() if thread != here for frame in walk(top)]
+    outside = [frame for thread, top in thread_frames().items() if thread != here for frame in outer_frames(top)]
     return any(frame.f_code is CALL and id(frame.f_locals["self"]) in wanted for frame in outside)

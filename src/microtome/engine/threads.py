@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from microtome.engine.call import Call, Run, Site
+from microtome.engine.call import Call, ModuleEntry, Run
 from microtome.engine.composite_ops import CompositeOp
 from microtome.engine.interventions import CallInterventions
-from microtome.engine.thread_stacks import is_in_module
+from microtome.engine.thread_stacks import is_in_module_call
 from microtome.engine.torch_internals import current_graph_task
 
 _keys = itertools.count()
@@ -33,25 +33,25 @@ class Thread:
         tags: Whether runs of the thread tag the autograd nodes they make; see `Owners`.
         run: The run now open in the thread, or None.
         in_backward: The calls whose backward the probes were told is open in the thread, outermost first.
-        told: The call that probes are being told of in a backward, or None.
-        changing: In a session that feeds, a module whose arguments were fed and whose output is to be changed yet, with
-            its call and the change.
-        wholes: In the order they began, the runs of functions shown whole that made autograd nodes.
+        notified_call: The call that probes are being told of in a backward, or None.
+        pending_change: In a session that replaces inputs, the module whose output is still to be replaced, its call
+            and the interventions.
+        composites: In the order they began, the runs of functions shown whole that made autograd nodes.
     """
 
     __slots__ = (
         "__weakref__",
-        "_enough",
         "_lock",
+        "_prune_at",
         "_recent",
         "_runs",
-        "changing",
+        "composites",
         "in_backward",
         "key",
+        "notified_call",
+        "pending_change",
         "run",
         "tags",
-        "told",
-        "wholes",
     )
 
     def __init__(self, *, tags: bool) -> None:
@@ -59,14 +59,14 @@ class Thread:
         self.tags = tags
         self.run: Run | None = None
         self.in_backward: tuple[Call, ...] = ()
-        self.told: Call | None = None
-        self.changing: tuple[nn.Module, Call, CallInterventions] | None = None
-        self.wholes: list[CompositeOp] = []
+        self.notified_call: Call | None = None
+        self.pending_change: tuple[nn.Module, Call, CallInterventions] | None = None
+        self.composites: list[CompositeOp] = []
         # A run lives as long as a node that it tagged; the latest live on, for graphs that their output is not part of.
         self._recent: deque[Run] = deque(maxlen=16)
         # Those that ended, by where they began. Other threads read it too.
         self._runs: list[tuple[int, weakref.ref[Run]]] = []
-        self._enough = 64
+        self._prune_at = 64
         self._lock = threading.Lock()
 
     def end(self, run: Run) -> None:
@@ -76,9 +76,9 @@ class Thread:
         if run.phase == "forward":
             self._recent.append(run)
         with self._lock:
-            if len(self._runs) > self._enough:
+            if len(self._runs) > self._prune_at:
                 self._runs = [(start, ref) for start, ref in self._runs if ref() is not None]
-                self._enough = 2 * len(self._runs) + 64
+                self._prune_at = 2 * len(self._runs) + 64
             insort(self._runs, (run.start, weakref.ref(run)), key=_start)
 
     def run_that_made(self, number: int) -> Run | None:
@@ -91,10 +91,10 @@ class Thread:
             run = run.outer
         return run
 
-    def whole_that_made(self, number: int) -> CompositeOp | None:
+    def composite_that_made(self, number: int) -> CompositeOp | None:
         """The function shown whole that made the node with this number, if the node was made in this thread."""
-        at = bisect_right(self.wholes, number, key=attrgetter("start")) - 1
-        return self.wholes[at] if at >= 0 and number < self.wholes[at].end else None
+        at = bisect_right(self.composites, number, key=attrgetter("start")) - 1
+        return self.composites[at] if at >= 0 and number < self.composites[at].end else None
 
     def _latest(self, number: int) -> Run | None:
         """Of the runs that ended and live, the last that began before the node with this number was made."""
@@ -122,13 +122,13 @@ class Threads:
         self._everywhere = everywhere
         self.local = threading.local()
         #: By key.
-        self.living: weakref.WeakValueDictionary[int, Thread] = weakref.WeakValueDictionary()
+        self.alive: weakref.WeakValueDictionary[int, Thread] = weakref.WeakValueDictionary()
         #: Of the thread that opens the session.
         self.opener = self.local.state = self._new(tags=False)
         # How many backwards run that it called.
         self._backwards = 0
 
-    def here(self) -> Thread:
+    def current(self) -> Thread:
         """This thread's share."""
         try:
             state: Thread = self.local.state
@@ -140,28 +140,28 @@ class Threads:
 
     def _new(self, *, tags: bool) -> Thread:
         thread = Thread(tags=tags)
-        self.living[thread.key] = thread
+        self.alive[thread.key] = thread
         return thread
 
     # -- sessions that are for one thread ------------------------------------------------------------------------------
 
-    def joins(self, site: Site) -> bool:
+    def is_worker_call(self, entry: ModuleEntry) -> bool:
         """Whether a call of this module, in another thread than the opener's, is part of what the opener runs.
 
         A call of a module below the one that the opener runs at the moment is: a forward that has workers call its
         submodules, as DataParallel's does, waits for them. Unless it is inside a call that the other thread made before
         the session was opened. And so is a recomputation in a backward that the opener called.
         """
-        if getattr(self.local, "apart", False):
+        if getattr(self.local, "is_excluded", False):
             return False
         if current_graph_task() != -1:
             return self._backwards > 0
         run = self.opener.run
         calls = [] if run is None else run.open[-1:]
-        return any(call._site.contains(site) for call in calls) and not is_in_module(sys._getframe())
+        return any(call._entry.contains(entry) for call in calls) and not is_in_module_call(sys._getframe())
 
     @contextmanager
-    def joined(self) -> Iterator[None]:
+    def join(self) -> Iterator[None]:
         """Have this thread be one of the session's while a call of it runs."""
         self.local.state = self._new(tags=True)
         try:
@@ -170,21 +170,21 @@ class Threads:
             del self.local.state
 
     @contextmanager
-    def set_apart(self) -> Iterator[None]:
+    def exclude_thread(self) -> Iterator[None]:
         """Have this thread be none of the session's while a call of it runs, with all calls inside."""
-        before, self.local.apart = getattr(self.local, "apart", False), True
+        before, self.local.is_excluded = getattr(self.local, "is_excluded", False), True
         try:
             yield
         finally:
-            self.local.apart = before
+            self.local.is_excluded = before
 
     def watch_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A function that runs a backward, and for whom: autograd has threads of its own, which do not tell."""
 
-        def run_watched(*args: Any, **kwargs: Any) -> Any:
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
             thread = getattr(self.local, "state", None)
             if thread is None:
-                with self.set_apart():
+                with self.exclude_thread():
                     return run(*args, **kwargs)
             if thread is not self.opener:
                 return run(*args, **kwargs)
@@ -194,4 +194,4 @@ class Threads:
             finally:
                 self._backwards -= 1
 
-        return run_watched
+        return run_backward

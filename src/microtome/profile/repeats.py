@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from microtome.devices.base import Backend, accelerators_of, backend_of
 from microtome.engine import Call, Probe, Session, tensors_in
-from microtome.engine.backward import keep_gradients
-from microtome.engine.meta_run import copy_inputs, stand_in
+from microtome.engine.backward import preserve_gradients
+from microtome.engine.meta_run import copy_inputs, substitute_tensors
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.signals import grad_mode, uninterrupted
+from microtome.engine.signals import grad_mode, signal_safe
 from microtome.engine.torch_internals import version_of
 from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs
@@ -160,7 +160,7 @@ class Passes:
             forward = perf_counter()
             on_phase("none")
             roots, seeds = self._seeds(output) if self.backward else ([], [])
-            with keep_gradients(roots):
+            with preserve_gradients(roots):
                 on_phase("backward")
                 middle = perf_counter()
                 if roots:
@@ -219,7 +219,7 @@ class Passes:
             output = self.inputs.run(self.model)
             if self.backward:
                 roots, seeds = self._seeds(output)
-                with keep_gradients(roots):
+                with preserve_gradients(roots):
                     torch.autograd.backward(roots, seeds)
         self._clear_gradients()
 
@@ -254,12 +254,12 @@ class Passes:
         return roots, [torch.ones_like(tensor) for tensor in roots]
 
 
-@uninterrupted
+@signal_safe
 def passes(model: nn.Module, inputs: Inputs, *, backward: bool) -> Iterator[Passes]:
     """Yield the passes of a model, without garbage collection; the model is restored afterwards."""
     _check_devices(model, inputs)
     gc.collect()
-    with stand_in(model, inputs, "real") as run:  # which turns garbage collection off
+    with substitute_tensors(model, inputs, "real") as run:  # which turns garbage collection off
         yield Passes(model, run, backward=backward)
 
 

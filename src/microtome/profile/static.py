@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from microtome.engine.selectors import named
+from microtome.engine.selectors import named_modules
 from microtome.engine.torch_internals import own_buffers, own_parameters
 from microtome.flops.conventions.base import Convention
 from microtome.profile.memory import timeline
@@ -186,7 +186,7 @@ class _ParameterOwners:
         self._buffers: dict[int, list[torch.Tensor]] = {}
         self._inside: dict[int, tuple[dict[int, int], set[int]]] = {}
         seen: set[int] = set()
-        for path, module in named(model):
+        for path, module in named_modules(model):
             owner = path
             while owner and owner not in first:  # at the latest the root ran: a trace begins with it
                 owner = owner.rpartition(".")[0]
@@ -261,7 +261,7 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _never_ran(model: nn.Module, ran: set[str]) -> Iterator[str]:
     skipped: str | None = None
-    for path, module in named(model):
+    for path, module in named_modules(model):
         if skipped is not None and path.startswith(skipped + "."):
             continue
         runs: Any = type(module).forward is not nn.Module.forward

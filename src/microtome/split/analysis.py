@@ -349,16 +349,16 @@ def study(model: nn.Module, inputs: Any) -> Analysis:
     watches: list[tuple[_AnalysisProbe, StateProbe, PythonDraws, CallOrder, TraceRecorder]] = []
     state = State()
 
-    def beside(recorder: TraceRecorder) -> tuple[Probe, ...]:
+    def make_probes(recorder: TraceRecorder) -> tuple[Probe, ...]:
         watches.append((_AnalysisProbe(recorder), StateProbe(), PythonDraws(model), CallOrder(), recorder))
         return watches[-1][:-1]
 
-    def after(again: Callable[[Probe], None]) -> None:
+    def after_run(again: Callable[[Probe], None]) -> None:
         nonlocal state
         _, probe, _, _, recorder = watches[-1]
         state = study_state(model, probe, again, recorder.value_of)
 
-    trace, _ = record(model, example, beside=beside, after=after, values=True)
+    trace, _ = record(model, example, make_probes=make_probes, after_run=after_run, values=True)
     watch, _, drawn, tree, _ = watches[-1]
     is_chance = bool(drawn.found or (watch.draws and tree.reads))
     arrays: list[Any] = []
@@ -391,7 +391,7 @@ def _find_varying(model: nn.Module, example: Inputs, tree: CallOrder, watch: _An
             attempts.append(CallOrder())
             return [attempts[-1]]
 
-        record(model, example, beside=observe, values=True)
+        record(model, example, make_probes=observe, values=True)
         return attempts[-1]
 
     tensors = (*model.parameters(), *model.buffers(), *tensors_in((example.args, example.kwargs)))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
-from microtome.engine.pytree import dict_of, is_record, occurrences_in, parts_of
+from microtome.engine.pytree import children_of, dict_of, is_record, tensor_occurrences
 from microtome.engine.torch_internals import version_of
 from microtome.split.arrays import is_array
 from microtome.split.structure_spec import strange_in
@@ -54,7 +54,7 @@ def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
     """What a call is given, as it is now."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # by far the most frequent
         return CallArguments([args[0]], [version_of(args[0])], [], [], [], [])
-    tensors = list(occurrences_in((args, kwargs)))
+    tensors = list(tensor_occurrences((args, kwargs)))
     holders = holders_in((args, tuple(kwargs.values())))
     objects = strange_in((args, kwargs))
     return CallArguments(
@@ -78,12 +78,12 @@ def holders_in(value: Any) -> list[Any]:
             if id(item) in found:
                 continue
             found[id(item)] = item
-        pending += parts_of(item)[::-1]
+        pending += children_of(item)[::-1]
     return list(found.values())
 
 
 def _held(holder: Any) -> list[Any]:
-    return [*holder, *holder.values()] if isinstance(holder, Mapping) else parts_of(holder)
+    return [*holder, *holder.values()] if isinstance(holder, Mapping) else children_of(holder)
 
 
 def _differ(before: list[Any], after: list[Any]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine.module_state import replace_tensors, set_attribute, set_buffer
-from microtome.engine.selectors import check_model, named
+from microtome.engine.selectors import check_model, named_modules
 from microtome.engine.torch_internals import own_buffers, own_parameters
 from microtome.errors import BadFile, BadQuery, BadWeights, Unsupported, said
 from microtome.files.reading import File, damage, read_json
@@ -197,7 +197,7 @@ def _attributes(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Tensors that modules keep as plain attributes, of which `state_dict` does not know."""
     return [
         (f"{path}.{name}" if path else name, value)
-        for path, module in named(model)
+        for path, module in named_modules(model)
         for name, value in module.__dict__.items()
         if isinstance(value, Tensor)
     ]
@@ -242,7 +242,7 @@ def _built(make: Callable[[], nn.Module], weights: dict[str, Tensor]) -> nn.Modu
 
 def _hidden_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     found = _attributes(model)
-    for path, module in named(model):
+    for path, module in named_modules(model):
         for name, value in module.__dict__.items():
             if isinstance(value, list | tuple) and not name.startswith("_"):
                 found += [(f"{path}.{name}[]", item) for item in value if isinstance(item, Tensor)]

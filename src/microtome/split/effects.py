@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microtome.engine.arguments import as_result
+from microtome.engine.arguments import as_non_leaf
 from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadBoundary, Unsupported, said
 from microtome.split.boundary import Boundary
@@ -88,7 +88,7 @@ def with_grad(tensor: Tensor, facts: Any, name: str = "requires_grad") -> Tensor
     """
     wanted = isinstance(facts, dict) and facts.get(name) is True and torch.is_grad_enabled()
     is_continuous = tensor.is_floating_point() or tensor.is_complex()
-    return as_result(tensor.detach()) if wanted and is_continuous else tensor
+    return as_non_leaf(tensor.detach()) if wanted and is_continuous else tensor
 
 
 def check_entry(step: SkippedCall, entry: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from microtome.engine.torch_internals import (
     schema_of,
 )
 from microtome.errors import Unsupported, said
-from microtome.trace.op_schema import facts_of
+from microtome.trace.op_schema import op_schema
 
 _as_tensors: Any = disabled_torch_function
 #: Operators that take of their first argument its shape alone.
@@ -119,7 +119,7 @@ class Placeholder(Tensor):
             args = (args[0], _without_masks(args[1]))
         if reads_values(func):
             raise PlaceholderRead(f"{func} reads values of {first.of}, which did not cross the cut", first)
-        written = facts_of(func).written(args, kwargs)
+        written = op_schema(func).written(args, kwargs)
         real = [tensor for tensor in written if not isinstance(tensor, Placeholder)]
         if real:
             message = f"{func} would write {first.of}, which did not cross the cut, into a tensor that did"

@@ -14,7 +14,7 @@ from torch import nn
 from microtome.devices.base import default_generators
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.random_states import refer_to
+from microtome.engine.random_states import code_refers_to
 from microtome.split.random_ops import random_state
 
 #: So many more runs are compared where code reads elements of tensors and random numbers are drawn. What all of them
@@ -44,7 +44,7 @@ class PythonDraws(Probe):
         self._begun = self._ended = 0
         alone = threading.active_count() == 1  # or another thread may draw meanwhile
         classes = {cls for module in model.modules() for cls in type(module).__mro__}
-        self._packages = [name for name in ("random", "numpy") if alone or refer_to(classes, name)]
+        self._packages = [name for name in ("random", "numpy") if alone or code_refers_to(classes, name)]
         self._last = self._states()
         self.found: list[PythonDraw] = []
 

@@ -17,7 +17,7 @@ from microtome.split.effects import as_ghost, draws_of, is_entry, revive
 from microtome.split.random_ops import is_random, name_of
 from microtome.split.replay import StageRun
 from microtome.split.schedule import Schedule, ScheduleFollower, SkippedDraw
-from microtome.trace.op_schema import facts_of
+from microtome.trace.op_schema import op_schema
 
 
 class DrawingRun(StageRun):
@@ -41,7 +41,7 @@ class DrawingRun(StageRun):
         self._replayed += 1
         of = f"what {step.name} draws in {step.path or 'the model'!r}"
         made = [self._tensor(item, of, ValueLocation(None, at, draw=step.op)) for at, item in enumerate(entry["t"])]
-        if written := facts_of(func).written(args, kwargs):
+        if written := op_schema(func).written(args, kwargs):
             for target, tensor in zip(written, made, strict=True):
                 revive(target, tensor)
             made = written

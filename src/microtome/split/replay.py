@@ -11,7 +11,7 @@ from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import Call, Probe
 from microtome.engine.module_state import has_forward_hooks, run_forward_hooks
-from microtome.engine.pytree import map_tensors, occurrences_in
+from microtome.engine.pytree import map_tensors, tensor_occurrences
 from microtome.engine.torch_internals import storage_id, version_of
 from microtome.errors import BadBoundary, Unsupported, said
 from microtome.inputs import Inputs
@@ -127,7 +127,7 @@ class StageRun(Probe):
         assert self._replay is not None
         step = self._skip[1]
         entry = self._entry(step, call, args, kwargs)
-        arguments = list(occurrences_in((args, kwargs))) if step.uses_arguments else []
+        arguments = list(tensor_occurrences((args, kwargs))) if step.uses_arguments else []
         for at, item in entry["a"].items():
             place = ValueLocation(step.call, step.taken[int(at)], is_argument=True)
             revive(arguments[int(at)], self._tensor(item, step.address, place))

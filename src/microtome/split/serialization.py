@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
-from microtome.engine.composite_ops import is_stand_in
+from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.errors import BadBoundary, said
 from microtome.split.codecs import PACKERS, Codec, codec_of
 from microtome.split.tensor_bytes import copy_hashed, dense, new_bytes, offset_of, on_cpu, view_of
@@ -107,7 +107,7 @@ def _described(name: str, tensor: Tensor, steps: Codec) -> tuple[dict[str, Any],
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
         raise BadBoundary(f"tensor {name!r} is {kind} and cannot be sent: only strided ones with values can")
-    if is_stand_in(tensor):  # it has a device, and no memory
+    if is_meta_or_fake(tensor):  # it has a device, and no memory
         raise BadBoundary(
             f"tensor {name!r} is a {type(tensor).__name__} and cannot be sent: expected one with values. The model's "
             "code has it from a cache that was filled as the model was traced: run the model once before"

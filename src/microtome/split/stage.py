@@ -12,8 +12,8 @@ from torch import nn
 from microtome.engine import Probe, ReplaceOp, Session, Skip, Stop, Stopped
 from microtome.engine.module_state import copy_attributes, restore_attributes
 from microtome.engine.pytree import tensors_in
-from microtome.engine.selectors import named
-from microtome.engine.signals import uninterrupted
+from microtome.engine.selectors import named_modules
+from microtome.engine.signals import signal_safe
 from microtome.errors import BadBoundary, BadInputs, MicrotomeError, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
@@ -59,7 +59,7 @@ class Stage:
         self.state = state
         self._needed = tuple(needed)
         self._free: list[tuple[Session, StageRun]] = []
-        modules = dict(named(model))
+        modules = dict(named_modules(model))
         self._seen = [modules[path] for trail in (begins, ends) if trail is not None for path in trail.paths]
         self._skipped = (
             [] if begins is None else list({step.path: modules[step.path] for step in begins.steps}.values())
@@ -118,7 +118,7 @@ class Stage:
             with session:
                 return self._run(run, given)
 
-    @uninterrupted
+    @signal_safe
     def _as_found(self, session: Session, run: StageRun, *, kept: bool) -> Iterator[None]:
         """Afterwards, have the run hold nothing and the modules around the cut no ghosts, and keep the session."""
         had = [(module, copy_attributes(module)) for module in self._around]

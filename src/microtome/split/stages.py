@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, overload
 
 from torch import Tensor, nn
 
-from microtome.engine.meta_run import LOOKING, copy_inputs
+from microtome.engine.meta_run import SUBSTITUTION_LOCK, copy_inputs
 from microtome.engine.pytree import map_tensors, tensors_in
 from microtome.engine.selectors import check_model
-from microtome.engine.snapshot import Snapshot, restored
+from microtome.engine.snapshot import Snapshot, restore_afterwards
 from microtome.errors import BadQuery, Unsupported
 from microtome.files.reading import File
 from microtome.inputs import Inputs, device_of
@@ -167,7 +167,7 @@ class Splitter:
 
     def __init__(self, model: nn.Module, inputs: Any, fingerprint: str | None = None) -> None:
         self.model = check_model(model)
-        with LOOKING:
+        with SUBSTITUTION_LOCK:
             given = Inputs.of(inputs, device=device_of(model))
             self.given = copy_inputs(given, model)  # whoever gave them may write into them
             self._seen: Analysis = study(model, self.given)
@@ -217,9 +217,9 @@ class Splitter:
         kept = None if load is None else stage_index(load, len(chosen) + 1)
         more: list[set[ValueLocation]] = [set() for _ in chosen]
         verified = "not verified: it was not asked for"
-        with LOOKING:  # or another thread may have put stand-ins into the model
+        with SUBSTITUTION_LOCK:  # or another thread may have put stand-ins into the model
             if verify and _is_whole(self.model):
-                with restored(self.model, self._seen.written_parameters) as before:
+                with restore_afterwards(self.model, self._seen.written_parameters) as before:
                     verified = self._verify(chosen, more, before)
             elif verify:
                 verified = "not verified: some of the weights are not here"

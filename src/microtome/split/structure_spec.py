@@ -16,12 +16,12 @@ from torch import Tensor
 
 from microtome.engine.pytree import (
     attributes_of,
+    children_of,
     dict_of,
     fields_of,
-    find_foreign,
+    find_unsupported,
     is_record,
     map_tensors,
-    parts_of,
 )
 from microtome.errors import BadInputs
 from microtome.split.arrays import is_array, overlap
@@ -210,7 +210,7 @@ def _with_attributes(value: Any) -> Any:
         held = dict_of(value)
         if any(name not in items or items[name] is not item for name, item in held.items()):
             return value
-    found = (_with_attributes(part) for part in parts_of(value))
+    found = (_with_attributes(part) for part in children_of(value))
     return next((one for one in found if one is not None), None)
 
 
@@ -269,7 +269,7 @@ def _kind_of(value: Any) -> str:
         return f"{kind} {value.__qualname__}"
     if kind == "ndarray" and not is_array(value):
         return "ndarray that is not a writable array of plain numbers"
-    path, item = find_foreign(value) or ("", value)
+    path, item = find_unsupported(value) or ("", value)
     return f"{kind} ({path} is a {type(item).__name__})" if path else kind
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from microtome.engine.module_state import without_attributes
-from microtome.engine.signals import uninterrupted
+from microtome.engine.signals import signal_safe
 from microtome.errors import MicrotomeError, Unsupported, said
 from microtome.results.cuts import Cut
 
@@ -27,7 +27,7 @@ def refuse_errors(model: nn.Module, cut: Cut) -> Iterator[None]:
         ) from error
 
 
-@uninterrupted
+@signal_safe
 def hide_attributes(model: nn.Module, kept: dict[str, set[str]]) -> Iterator[None]:
     """Have modules lack what they keep of their runs in the head: where the head runs elsewhere, the tail has none."""
     modules = [(model.get_submodule(path), names) for path, names in kept.items()]

@@ -61,11 +61,11 @@ class OpSchema:
 _known: dict[int, OpSchema] = {}
 
 
-def facts_of(func: AnyOp) -> OpSchema:
-    facts = _known.get(id(func))
-    if facts is None:
-        facts = _known[id(func)] = OpSchema(func)
-    return facts
+def op_schema(func: AnyOp) -> OpSchema:
+    schema = _known.get(id(func))
+    if schema is None:
+        schema = _known[id(func)] = OpSchema(func)
+    return schema
 
 
 def tensors(argument: Any) -> list[Tensor]:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from microtome.addresses import number_calls
 from microtome.engine import Call, Probe, tensors_in
-from microtome.engine.arguments import CannotStand
-from microtome.engine.composite_ops import CompositeOp, is_stand_in, plain
-from microtome.engine.module_index import unseen_root
+from microtome.engine.arguments import CannotSubstitute
+from microtome.engine.composite_ops import CompositeOp, is_meta_or_fake, plain
+from microtome.engine.module_index import untraced_root_error
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.snapshot import WriteBackups
 from microtome.engine.torch_internals import is_autocast_enabled
@@ -24,8 +24,8 @@ from microtome.flops.registry import NOTHING, OpCost, cost_of
 from microtome.inputs import Inputs
 from microtome.results.trace import How, Op, Read, TensorMode, Trace, TracedCall
 from microtome.trace.costs import TraceCosts
-from microtome.trace.op_schema import OpSchema, facts_of, tensors
-from microtome.trace.storages import SeenValue, Storages
+from microtome.trace.op_schema import OpSchema, op_schema, tensors
+from microtome.trace.storages import Storages, ValueRecord
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _Fold:
     """Operators in a row that are part of the backward of one function, and become one operator."""
 
     where: Where
-    read: list[SeenValue]
+    read: list[ValueRecord]
     made: list[weakref.ref[Tensor]]
 
 
@@ -65,38 +65,38 @@ class TraceRecorder(Probe):
 
     Attributes:
         costs: What any convention needs to price the run.
-        originals: What is told before a tensor is written to.
+        backups: What is told before a tensor is written to.
     """
 
-    def __init__(self, stand: TensorMode, device: str | None, *, digest_constants: bool = False) -> None:
+    def __init__(self, tensor_mode: TensorMode, device: str | None, *, digest_constants: bool = False) -> None:
         self._model: type[nn.Module] = nn.Module
         self.costs = TraceCosts()
-        self.originals = WriteBackups()
-        self._stand: TensorMode = stand
+        self.backups = WriteBackups()
+        self._tensor_mode: TensorMode = tensor_mode
         self._device = device
-        self._operands: tuple[list[SeenValue], list[SeenValue]] = [], []
+        self._operands: tuple[list[ValueRecord], list[ValueRecord]] = [], []
         self._paused = False
-        self._begun: AnyOp | None = None
+        self._running_op: AnyOp | None = None
         self._calls: dict[Call, _OpenCall] = {}
         self._ops: list[Op] = []
         self._reads: list[Read] = []
-        self._values = Storages(device if stand == "meta" else None, digest_constants=digest_constants)
+        self._values = Storages(device if tensor_mode == "meta" else None, digest_constants=digest_constants)
         self._failed = False
         self._functions: dict[CompositeOp, _Function] = {}
         self._fold: _Fold | None = None
 
     def value_of(self, tensor: Tensor) -> int | None:
         """The index of the value that a tensor is; None: it was not seen so far."""
-        value = self._values.known(tensor)
+        value = self._values.find(tensor)
         return None if value is None else value.index
 
-    def another(self) -> TraceRecorder:
+    def fork(self) -> TraceRecorder:
         """A recorder of one more run on the same stand-ins."""
-        other = TraceRecorder(self._stand, self._device)
-        other.originals = self.originals
+        other = TraceRecorder(self._tensor_mode, self._device)
+        other.backups = self.backups
         return other
 
-    def name(self, model: nn.Module, inputs: Inputs) -> None:
+    def register_tensors(self, model: nn.Module, inputs: Inputs) -> None:
         """Know the tensors that are there before the run begins."""
         self._model = type(model)
         for name, parameter in model.named_parameters():
@@ -111,15 +111,15 @@ class TraceRecorder(Probe):
     # -- what the session tells ----------------------------------------------------------------------------------------
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._stand == "meta" and is_autocast_enabled():
-            raise CannotStand("autocast chooses dtypes by the device")
+        if self._tensor_mode == "meta" and is_autocast_enabled():
+            raise CannotSubstitute("autocast chooses dtypes by the device")
         if call.parent is None and call.phase == "forward":
             self._check_root(call)
         with plain():
             parent = None if call.parent is None else self._calls[call.parent]
             index = None if parent is None else parent.index
             record = _OpenCall(
-                len(self._calls), call, index, type(call.module).__name__, self._values.within((args, kwargs))
+                len(self._calls), call, index, type(call.module).__name__, self._values.indices_in((args, kwargs))
             )
         record.begins = len(self._ops)
         self._calls[call] = record
@@ -129,7 +129,7 @@ class TraceRecorder(Probe):
     def _check_root(self, call: Call) -> None:
         """Raise if a call that is inside no other is not the one run of the model."""
         if call.path and not self._calls:
-            raise unseen_root(self._model)
+            raise untraced_root_error(self._model)
         if self._calls and not call.path:
             raise Unsupported(
                 f"expected one run of the model, got a second: {self._model.__name__}.__call__ runs it again. Run it "
@@ -141,7 +141,7 @@ class TraceRecorder(Probe):
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         record = self._calls[call]
         with plain():
-            record.outputs = self._values.within(output)
+            record.outputs = self._values.indices_in(output)
             record.ends = len(self._ops)
             record.done = True
             if call.module is not None:
@@ -164,36 +164,36 @@ class TraceRecorder(Probe):
         finally:
             self._paused = False
 
-    def begun(self) -> tuple[int, str] | None:
+    def unfinished_op(self) -> tuple[int, str] | None:
         """The operator that began and did not end: its index, and its name."""
-        return None if self._begun is None else (len(self._ops), facts_of(self._begun).name)
+        return None if self._running_op is None else (len(self._ops), op_schema(self._running_op).name)
 
-    def ran(self, index: int, name: str) -> bool:
+    def has_op(self, index: int, name: str) -> bool:
         """Whether the operator with this index has this name."""
         return index < len(self._ops) and self._ops[index].name == name
 
     def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._begun = func
-        if where.autocast and self._stand == "meta":
-            raise CannotStand("autocast chooses dtypes by the device")
-        if (where.part_of is not None or self._fold is not None) and self._folds(where, args, kwargs):
+        self._running_op = func
+        if where.autocast and self._tensor_mode == "meta":
+            raise CannotSubstitute("autocast chooses dtypes by the device")
+        if (where.part_of is not None or self._fold is not None) and self._fold_backward_op(where, args, kwargs):
             return
-        facts = facts_of(func)
-        if not facts.may_write:  # what it reads is afterwards as it was
+        schema = op_schema(func)
+        if not schema.may_write:  # what it reads is afterwards as it was
             return
         with plain():
-            written = facts.written(args, kwargs)
+            written = schema.written(args, kwargs)
             for tensor in written:
-                if self._stand == "real":
-                    self.originals.before_write(tensor)
-                    if self._values.is_from_outside(tensor):
-                        self.originals.before_write_outside(tensor)
-                elif not is_stand_in(tensor):
-                    raise CannotStand(f"{facts.name} would write into a tensor that the model keeps")
-            self._operands = self._values.among(args, kwargs), [self._values.of(tensor) for tensor in written]
+                if self._tensor_mode == "real":
+                    self.backups.before_write(tensor)
+                    if self._values.is_external(tensor):
+                        self.backups.before_write_outside(tensor)
+                elif not is_meta_or_fake(tensor):
+                    raise CannotSubstitute(f"{schema.name} would write into a tensor that the model keeps")
+            self._operands = self._values.operands_of(args, kwargs), [self._values.of(tensor) for tensor in written]
 
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._begun = None
+        self._running_op = None
         if self._paused:
             return
         if where.phase == "forward":  # then torch's functions do not ask our mode, which slows down everything
@@ -212,35 +212,35 @@ class TraceRecorder(Probe):
         if self._fold is not None:
             self._fold.made.extend(map(weakref.ref, tensors(output)))
             return
-        facts = facts_of(func)
-        read, written = self._operands if facts.may_write else (self._values.among(args, kwargs), [])
-        if facts.is_product and self._stand != "real":
-            _check_dtypes(facts, read)
+        schema = op_schema(func)
+        read, written = self._operands if schema.may_write else (self._values.operands_of(args, kwargs), [])
+        if schema.is_product and self._tensor_mode != "real":
+            _check_dtypes(schema, read)
         index = len(self._ops)
         if output.__class__ is Tensor:
             made = [self._values.of(output, "op", None, index)]
         else:
             made = list(dict.fromkeys([self._values.of(tensor, "op", None, index) for tensor in tensors(output)]))
-        if where.whole is not None:
+        if where.composite is not None:
             cost, backward = composite_costs(func, args, kwargs, output)
-            self._functions[where.whole] = _Function(index, backward)
+            self._functions[where.composite] = _Function(index, backward)
         else:
             cost = cost_of(func, args, kwargs, output)
             if cost is not None and where.phase == "forward":
                 self.costs.count(index, where.function, func, args, output, cost)
-        self._write(where, facts.name, read, written, made, cost, facts)
+        self._write(where, schema.name, read, written, made, cost, schema)
 
     def _write(
         self,
         where: Where,
         name: str,
-        read: list[SeenValue],
-        written: list[SeenValue],
-        made: list[SeenValue],
+        read: list[ValueRecord],
+        written: list[ValueRecord],
+        made: list[ValueRecord],
         cost: OpCost | None,
-        facts: OpSchema | None = None,
+        schema: OpSchema | None = None,
     ) -> None:
-        is_view = facts is not None and facts.is_view
+        is_view = schema is not None and schema.is_view
         index = len(self._ops)
         memories = []
         in_bytes = out_bytes = 0
@@ -257,7 +257,7 @@ class TraceRecorder(Probe):
                 moves = not is_view
             if value not in read:
                 out_bytes += value.nbytes if value.nbytes < memory.nbytes else memory.nbytes
-        if facts is not None and facts.is_gather and read:
+        if schema is not None and schema.is_gather and read:
             in_bytes -= max(min(read[0].nbytes, read[0].memory.nbytes) - out_bytes, 0)
         for value in written:
             value.mutated_by.append(index)
@@ -293,20 +293,20 @@ class TraceRecorder(Probe):
 
     # -- the backward of a function shown whole ------------------------------------------------------------------------
 
-    def _folds(self, where: Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _fold_backward_op(self, where: Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the operator that begins is part of such a backward, and goes into one operator with its like."""
         with plain():
             if self._fold is not None and self._fold.where.part_of is not where.part_of:
-                self._unfold()
+                self._write_fold()
             if where.part_of is None or where.part_of not in self._functions:
                 return False
             if self._fold is None:
                 self._fold = _Fold(where, [], [])
-            known = map(self._values.known, tensors_in((args, kwargs)))
+            known = map(self._values.find, tensors_in((args, kwargs)))
             self._fold.read += [value for value in known if value is not None]
         return True
 
-    def _unfold(self) -> None:
+    def _write_fold(self) -> None:
         """Write the operators down as one, which reads what the function read and made, and makes what is left."""
         assert self._fold is not None
         fold, self._fold = self._fold, None
@@ -329,9 +329,9 @@ class TraceRecorder(Probe):
 
     def trace(self, how: How) -> Trace:
         if not self._calls:
-            raise unseen_root(self._model)
+            raise untraced_root_error(self._model)
         if self._fold is not None:
-            self._unfold()
+            self._write_fold()
         addresses = number_calls(record.call.address for record in self._calls.values())
         calls = (
             TracedCall(
@@ -354,7 +354,7 @@ class TraceRecorder(Probe):
         return Trace(how, tuple(calls), tuple(self._ops), *self._values.as_data(), tuple(self._reads))
 
 
-def _check_dtypes(facts: OpSchema, read: list[SeenValue]) -> None:
+def _check_dtypes(schema: OpSchema, read: list[ValueRecord]) -> None:
     dtypes = dict.fromkeys(value.dtype for value in read)
     if len(dtypes) > 1:
-        raise CannotStand(f"{facts.name} takes one dtype, and got {' and '.join(map(str, dtypes))}")
+        raise CannotSubstitute(f"{schema.name} takes one dtype, and got {' and '.join(map(str, dtypes))}")

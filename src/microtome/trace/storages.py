@@ -12,7 +12,7 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import tensors_in
-from microtome.engine.composite_ops import is_stand_in, unseen
+from microtome.engine.composite_ops import is_meta_or_fake, suspend_tracing
 from microtome.engine.integer_values import value_of
 from microtome.engine.torch_internals import is_functorch_wrapped
 from microtome.errors import Unsupported
@@ -21,20 +21,20 @@ from microtome.trace.op_schema import tensors
 
 
 @dataclass(slots=True, eq=False)
-class SeenMemory:
+class StorageRecord:
     """A memory while the run goes on."""
 
     index: int
     nbytes: int
     begins: int
     ends: int | None = None
-    values: dict[Any, SeenValue] = field(default_factory=dict)
-    first: SeenValue | None = None
+    values: dict[Any, ValueRecord] = field(default_factory=dict)
+    first: ValueRecord | None = None
     alive: Any = None
 
 
 @dataclass(slots=True, eq=False)
-class SeenValue:
+class ValueRecord:
     """A value while the run goes on."""
 
     index: int
@@ -45,7 +45,7 @@ class SeenValue:
     device: str
     nbytes: int
     producer: int | None
-    memory: SeenMemory
+    memory: StorageRecord
     alias_of: int | None
     content: str | None = None
     consumers: list[int] = field(default_factory=list)
@@ -62,25 +62,25 @@ class Storages:
     def __init__(self, device: str | None, *, digest_constants: bool = False) -> None:
         self._device = device
         self._digest_constants = digest_constants
-        self._by_storage: dict[int, SeenMemory] = {}
-        self._memories: list[SeenMemory] = []
-        self._seen: list[SeenValue] = []
+        self._by_storage: dict[int, StorageRecord] = {}
+        self._memories: list[StorageRecord] = []
+        self._values: list[ValueRecord] = []
         self.clock = 0
 
-    def __getitem__(self, index: int) -> SeenValue:
-        return self._seen[index]
+    def __getitem__(self, index: int) -> ValueRecord:
+        return self._values[index]
 
     def of(
         self, tensor: Tensor, origin: str = "constant", name: str | None = None, producer: int | None = None
-    ) -> SeenValue:
+    ) -> ValueRecord:
         """The value that a tensor is; what else is given holds if it is seen for the first time."""
         memory = self._by_storage.get(id(_storage_of(tensor))) or self._memory(tensor)
         key = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
         value = memory.values.get(key)
         if value is None:
             first = memory.first
-            value = memory.values[key] = SeenValue(
-                len(self._seen),
+            value = memory.values[key] = ValueRecord(
+                len(self._values),
                 origin,
                 name,
                 tuple(key[0]),
@@ -92,31 +92,31 @@ class Storages:
                 None if first is None else first.index,
                 _content_of(tensor) if origin == "constant" and self._digest_constants else None,
             )
-            self._seen.append(value)
+            self._values.append(value)
             if first is None:
                 memory.first = value
             else:
                 memory.nbytes = max(memory.nbytes, _storage_of(tensor).nbytes())  # it may have been resized
         return value
 
-    def known(self, tensor: Tensor) -> SeenValue | None:
+    def find(self, tensor: Tensor) -> ValueRecord | None:
         """The value that a tensor is, if it was seen before."""
         memory = self._by_storage.get(id(_storage_of(tensor)))
         key = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
         return None if memory is None else memory.values.get(key)
 
-    def is_from_outside(self, tensor: Tensor) -> bool:
+    def is_external(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in memory that was there before the run, and is of no parameter, buffer or input."""
         memory = self._by_storage.get(id(_storage_of(tensor)))
         return memory is None or (memory.first is not None and memory.first.origin == "constant")
 
-    def within(self, structure: Any) -> tuple[int, ...]:
+    def indices_in(self, structure: Any) -> tuple[int, ...]:
         """The indices of the values in what a module takes or returns."""
         return tuple(self.of(tensor).index for tensor in tensors_in(structure))
 
-    def among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[SeenValue]:
+    def operands_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ValueRecord]:
         """The values among the arguments of an operator, each once."""
-        found: list[SeenValue] = []
+        found: list[ValueRecord] = []
         for argument in (*args, *kwargs.values()) if kwargs else args:
             if argument.__class__ in _NO_TENSORS:
                 continue
@@ -143,22 +143,22 @@ class Storages:
                 v.memory.index,
                 v.content,
             )
-            for v in self._seen
+            for v in self._values
         )
         return tuple(values), tuple(Memory(memory.nbytes, memory.begins, memory.ends) for memory in self._memories)
 
-    def _memory(self, tensor: Tensor) -> SeenMemory:
+    def _memory(self, tensor: Tensor) -> StorageRecord:
         if tensor.is_nested:
-            raise _lies_apart("nested")
+            raise _no_single_storage("nested")
         storage = _storage_of(tensor)
         key = id(storage)
-        memory = SeenMemory(len(self._memories), storage.nbytes(), self.clock)
-        memory.alive = weakref.ref(storage, lambda _: self._gone(key))
+        memory = StorageRecord(len(self._memories), storage.nbytes(), self.clock)
+        memory.alive = weakref.ref(storage, lambda _: self._end_lifetime(key))
         self._by_storage[key] = memory
         self._memories.append(memory)
         return memory
 
-    def _gone(self, key: int) -> None:
+    def _end_lifetime(self, key: int) -> None:
         self._by_storage.pop(key).ends = self.clock
 
 
@@ -168,15 +168,15 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
     except NotImplementedError as error:
         if is_functorch_wrapped(tensor):
             raise Unsupported("a module runs inside a transform of torch.func (vmap, grad, jvp)") from error
-        raise _lies_apart(str(tensor.layout)) from error
+        raise _no_single_storage(str(tensor.layout)) from error
 
 
 def _content_of(tensor: Tensor) -> str | None:
     """A digest of the elements of a tensor; None if there are none to read."""
     if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return None
-    with unseen(tensor.device):
-        known = value_of(tensor) if is_stand_in(tensor) else tensor
+    with suspend_tracing(tensor.device):
+        known = value_of(tensor) if is_meta_or_fake(tensor) else tensor
         if known is None:
             return None
         plain = known.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -184,7 +184,7 @@ def _content_of(tensor: Tensor) -> str | None:
         return str(xxh3_64_hexdigest(data))
 
 
-def _lies_apart(kind: str) -> Unsupported:
+def _no_single_storage(kind: str) -> Unsupported:
     return Unsupported(f"the run has a tensor whose parts lie apart in memory ({kind}): it cannot be traced yet")
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from microtome.engine import Probe, Session, tensors_in
-from microtome.engine.arguments import CannotStand
-from microtome.engine.backward import keep_gradients
-from microtome.engine.meta_run import LOOKING, stand_in
+from microtome.engine.arguments import CannotSubstitute
+from microtome.engine.backward import preserve_gradients
+from microtome.engine.meta_run import SUBSTITUTION_LOCK, substitute_tensors
 from microtome.engine.pytree import clone_tensors
 from microtome.engine.selectors import check_model
 from microtome.engine.signals import grad_mode
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from microtome.trace.costs import TraceCosts
     from microtome.trace.recorder import TraceRecorder
 
-_STANDS: tuple[TensorMode, ...] = ("meta", "fake", "real")
+_TENSOR_MODES: tuple[TensorMode, ...] = ("meta", "fake", "real")
 
 
 def trace(model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool | None = None) -> Trace:
@@ -59,16 +59,17 @@ def record(
     *,
     backward: bool = False,
     fake: bool | None = None,
-    beside: Callable[[TraceRecorder], Iterable[Probe]] | None = None,
-    after: Callable[[Callable[[Probe], None]], None] | None = None,
+    make_probes: Callable[[TraceRecorder], Iterable[Probe]] | None = None,
+    after_run: Callable[[Callable[[Probe], None]], None] | None = None,
     values: bool = False,
 ) -> tuple[Trace, TraceCosts]:
     """Record a trace, and the costs from which any convention prices it.
 
     Args:
-        beside: Makes probes that look at a run, given its recorder; the last ones made saw the run that is returned.
-        after: Called when the run has ended, while the model holds what it left, with a function that runs the model
-            once more under a probe.
+        make_probes: Returns probes to attach beside a recorder. Called once per attempted run; the probes of the last
+            attempt observed the trace that is returned.
+        after_run: Called after the run, before the model's state is restored, with a function that runs the model
+            again under a probe.
         values: Run on real tensors where meta tensors will not do, if all are there: code that asks whether a tensor is
             fake would do something else than in a run. Also digest the elements of constants.
     """
@@ -79,39 +80,41 @@ def record(
         raise BadInputs(f"fake is True, False or None, got {fake!r}")
     check_model(model)
     inputs = Inputs.of(inputs)
-    with LOOKING:  # while another thread looks at it, its weights are on meta
+    with SUBSTITUTION_LOCK:  # while another thread looks at it, its weights are on meta
         device, empty = _devices(model, inputs)
-    stands: tuple[TensorMode, ...] = (
-        ("real",) if fake is False else ("fake",) if fake else _STANDS[:2] if empty else _STANDS
+    tensor_modes: tuple[TensorMode, ...] = (
+        ("real",) if fake is False else ("fake",) if fake else _TENSOR_MODES[:2] if empty else _TENSOR_MODES
     )
     if values and not empty and fake is None:
-        stands = ("meta", "real")
+        tensor_modes = ("meta", "real")
     why: list[str] = []
     stopped: tuple[int, str] | None = None
-    for stand in stands:
-        if stand == "meta" and device is None:
+    for tensor_mode in tensor_modes:
+        if tensor_mode == "meta" and device is None:
             why.append("not on meta tensors: weights and inputs lie on several devices")
             continue
         try:
-            recorder = TraceRecorder(stand, device, digest_constants=values)
-            probes = [recorder] if beside is None else [recorder, *beside(recorder)]
-            made = _run(model, inputs, How(stand, "; ".join(why)), probes, backward=backward, after=after)
-            if stand == "fake" and stopped is not None and not recorder.ran(*stopped):
+            recorder = TraceRecorder(tensor_mode, device, digest_constants=values)
+            probes = [recorder] if make_probes is None else [recorder, *make_probes(recorder)]
+            made = _run(model, inputs, How(tensor_mode, "; ".join(why)), probes, backward=backward, after_run=after_run)
+            if tensor_mode == "fake" and stopped is not None and not recorder.has_op(*stopped):
                 # Where the operator failed on meta tensors, none ran: the code asks whether its tensors have values.
-                if stand != stands[-1]:
-                    raise CannotStand(f"its code does without {stopped[1]} there")
-                made = replace(made, how=How(stand, "; ".join([*why, f"a real run has {stopped[1]}, and may differ"])))
+                if tensor_mode != tensor_modes[-1]:
+                    raise CannotSubstitute(f"its code does without {stopped[1]} there")
+                made = replace(
+                    made, how=How(tensor_mode, "; ".join([*why, f"a real run has {stopped[1]}, and may differ"]))
+                )
             return made, recorder.costs
         except Exception as error:  # whatever a model raises on stand-ins, it may run on dearer ones
-            cause = error.__cause__ if isinstance(error.__cause__, CannotStand) else error
+            cause = error.__cause__ if isinstance(error.__cause__, CannotSubstitute) else error
             if isinstance(cause, MicrotomeError):
                 raise
-            if stand == stands[-1]:
-                if stand != "real":
+            if tensor_mode == tensor_modes[-1]:
+                if tensor_mode != "real":
                     raise Unsupported(f"the model cannot be traced without computing: {_brief(cause)}") from error
                 raise
-            why.append(f"not on {stand} tensors: {_brief(cause)}")
-            stopped = None if isinstance(cause, CannotStand) else recorder.begun()
+            why.append(f"not on {tensor_mode} tensors: {_brief(cause)}")
+            stopped = None if isinstance(cause, CannotSubstitute) else recorder.unfinished_op()
     raise AssertionError
 
 
@@ -124,7 +127,7 @@ def _devices(model: nn.Module, inputs: Inputs) -> tuple[str | None, bool]:
 
 
 def _brief(error: BaseException) -> str:
-    return str(error) if isinstance(error, CannotStand) else said(error)
+    return str(error) if isinstance(error, CannotSubstitute) else said(error)
 
 
 def _run(
@@ -134,30 +137,32 @@ def _run(
     probes: list[Any],
     *,
     backward: bool,
-    after: Callable[[Callable[[Probe], None]], None] | None,
+    after_run: Callable[[Callable[[Probe], None]], None] | None,
 ) -> Trace:
     from microtome.flops.fused import WHOLE
 
     recorder: TraceRecorder = probes[0]
 
-    with stand_in(model, inputs, how.tensor_mode, recorder.originals) as standing:
-        recorder.name(model, standing)
+    with substitute_tensors(model, inputs, how.tensor_mode, recorder.backups) as substitute_inputs:
+        recorder.register_tensors(model, substitute_inputs)
         grad = torch.is_grad_enabled() or backward
-        session = Session(model, probes, backward=backward, whole=WHOLE, other_threads="refused")
+        session = Session(model, probes, backward=backward, composite=WHOLE, other_threads="refused")
         with session, grad_mode(grad):
-            output = standing.run(model)
+            output = substitute_inputs.run(model)
             if backward:
                 _backward(recorder, output)
         traced = recorder.trace(how)  # while the output is there: it outlives the run
 
-        def again(probe: Probe) -> None:
-            more = Session(model, [recorder.another(), probe], whole=WHOLE, other_threads="refused")
-            args, kwargs = clone_tensors((standing.args, standing.kwargs))  # others than what the last run has left
+        def run_again(probe: Probe) -> None:
+            more = Session(model, [recorder.fork(), probe], composite=WHOLE, other_threads="refused")
+            args, kwargs = clone_tensors(
+                (substitute_inputs.args, substitute_inputs.kwargs)
+            )  # others than what the last run has left
             with more, grad_mode(grad):
                 Inputs(*args, **kwargs).run(model)
 
-        if after is not None:
-            after(again)
+        if after_run is not None:
+            after_run(run_again)
         return traced
 
 
@@ -168,5 +173,5 @@ def _backward(recorder: TraceRecorder, output: Any) -> None:
         raise Unsupported(f"there is no backward to run: no output of the model requires a gradient; {hint}")
     with recorder.paused():
         ones = [torch.ones_like(tensor) for tensor in outputs]  # the gradient of their sum
-    with keep_gradients(outputs):
+    with preserve_gradients(outputs):
         torch.autograd.backward(outputs, ones)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from microtome.engine import Call, Probe, Session
-from microtome.engine.signals import Uninterrupted
+from microtome.engine.signals import SignalSafe
 from microtome.results.trace import Phase
 
 Callback = Callable[[Call, Phase], object]
 
 
-class Tracker(Uninterrupted[Any]):
+class Tracker(SignalSafe[Any]):
     """Knows, at any moment inside its `with` block, which modules run. Made by `track`."""
 
     def __init__(self, session: Session) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from microtome.capture.attention.probe import AttentionProbe, WeightSource, split_heads
 from microtome.engine import Call, Probe
-from microtome.engine.composite_ops import unseen
+from microtome.engine.composite_ops import suspend_tracing
 from microtome.engine.torch_internals import count_dispatch_modes
 
 
@@ -43,7 +43,7 @@ class CachedAttention(Probe):
         self._calls.append(call.address)
         source = self._sources.get(call.address)
         if source is not None and source.is_selected:
-            with unseen(output.device) if count_dispatch_modes() else torch.no_grad():
+            with suspend_tracing(output.device) if count_dispatch_modes() else torch.no_grad():
                 self._capture(source.address, split_heads(output, source.layer).clone())
 
     def matches(self) -> bool:

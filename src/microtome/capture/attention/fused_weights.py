@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from microtome.engine.composite_ops import unseen
+from microtome.engine.composite_ops import suspend_tracing
 from microtome.engine.torch_internals import safe_softmax
 from microtome.errors import BadQuery, Unsupported
 from microtome.flops.fused import AttentionArguments
@@ -91,7 +91,7 @@ def fused_weights(arguments: AttentionArguments, output: Tensor, selected: Weigh
     mask: Any = arguments.attn_mask
     if hasattr(mask, "_materialize"):  # torch's causal biases are classes without values
         mask = mask._materialize(arguments.query.device)
-    with unseen(output.device):
+    with suspend_tracing(output.device):
         scores = _Scores(arguments, mask, output, selected)
         weights: Tensor | None = None
         for start, block in scores.blocks():

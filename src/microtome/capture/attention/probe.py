@@ -13,7 +13,7 @@ from microtome.capture.attention.fused_weights import WeightRange, fused_weights
 from microtome.capture.attention.scores import Origins, Role, ScoreKind, role_of
 from microtome.engine import Call, Probe
 from microtome.engine.call_selection import CallSelection
-from microtome.engine.composite_ops import plain, unseen
+from microtome.engine.composite_ops import plain, suspend_tracing
 from microtome.engine.probes import AnyOp, Where
 from microtome.flops.fused import AttentionArguments
 
@@ -112,7 +112,7 @@ class AttentionProbe(Probe):
         self._add(layer, call, lambda: self._select(output, layer))
 
     def _select(self, output: Tensor, layer: Call) -> Tensor:
-        with unseen(output.device):
+        with suspend_tracing(output.device):
             return self._selected.select(split_heads(output, layer.module))
 
     def _add(self, layer: Call, call: Call, compute: Callable[[], Tensor]) -> None:
@@ -130,7 +130,7 @@ class AttentionProbe(Probe):
         self.sources[call.address] = None if source is None or call.address in self.sources else source
         if is_selected:
             weights = compute()
-            with unseen(weights.device):
+            with suspend_tracing(weights.device):
                 self._capture(address, weights)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from microtome.compat.subclass_checks import refuse_overrides
 from microtome.compat.torchstat.kinds import Misuse, first, warn_caller
 from microtome.engine import Call, Probe, Session, tensors_in
-from microtome.engine.meta_run import stand_in
-from microtome.engine.selectors import check_model, named
+from microtome.engine.meta_run import substitute_tensors
+from microtome.engine.selectors import check_model, named_modules
 from microtome.engine.torch_internals import own_parameters
 from microtome.flops.conventions import torchstat
 from microtome.inputs import Inputs
@@ -92,7 +92,7 @@ class ModelHook:
         self._input_size = input_size
         image = _image(check_model(model), input_size)
         counter, clock = _Counter(), _Clock(image.args[0].device)
-        with stand_in(model, image, "real") as given, torch.no_grad():
+        with substitute_tensors(model, image, "real") as given, torch.no_grad():
             model.eval()
             # On meta tensors nothing is computed, so there is no time to take.
             for probe in (counter,) if clock.device.type == "meta" else (counter, clock):
@@ -128,7 +128,7 @@ def _modules(
 ) -> OrderedDict[str, ModuleStat]:
     seen: set[int] = set()
     modules: OrderedDict[str, ModuleStat] = OrderedDict()
-    for path, module in named(model):
+    for path, module in named_modules(model):
         own = {id(p): p for p in own_parameters(module).values() if p is not None and id(p) not in seen}
         seen.update(own)
         did = runs.get(path, [])

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from microtome.engine.pytree import map_tensors, places_in, tensors_in
+from microtome.engine.pytree import map_tensors, named_tensors, tensors_in
 from microtome.errors import BadBoundary, BadInputs
 from microtome.split.boundary import Boundary
 
@@ -48,7 +48,7 @@ class EarlyOutput:
         ours, theirs = (map_tensors(_description, one.inner_dict) for one in (self, other))
         if ours != theirs:
             return False
-        pairs = zip(places_in(self.inner_dict), places_in(other.inner_dict), strict=True)
+        pairs = zip(named_tensors(self.inner_dict), named_tensors(other.inner_dict), strict=True)
         return all(one.equal(another) for (_, one), (_, another) in pairs)
 
     @property
