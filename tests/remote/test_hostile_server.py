@@ -345,7 +345,7 @@ def test_a_server_that_says_too_much_of_itself_is_refused(resnet: tuple[nn.Modul
             r"expected a profile of at most .* calls of the model, got 2.00 MiB",
         ),
         ("[" * 1000, BadFile, "is not JSON"),
-        ('{"kind": "profile", "schema": 99}', BadFile, "has version 99 of a profile"),
+        ('{"kind": "profile", "schema": 99}', BadFile, "expected version 2 of a profile, got 99"),
         ('{"kind": "run", "schema": 1}', BadFile, "is damaged"),
     ],
 )

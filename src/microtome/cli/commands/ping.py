@@ -1,4 +1,4 @@
-"""`microtome ping`: who answers at an address, and how fast the way there is."""
+"""`microtome ping`: identify a server and measure the link to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from contextlib import closing
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import torch
@@ -18,59 +18,62 @@ from microtome.cli.options.outputs import put, refuse_same
 from microtome.errors import printable
 from microtome.units import rate, seconds, size
 
-#: How many cuts are named.
+if TYPE_CHECKING:
+    from microtome.remote.channel import Security
+
+#: The most cuts to list by name.
 _FEW = 5
-#: Bytes of the longest message that speed is measured with.
+#: Bytes of the longest message of a bandwidth measurement.
 _LONGEST = 8 << 20
 
 
 @click.command()
 @click.argument("server", metavar="HOST:PORT")
-@click.option("--json", "json_file", metavar="F", help="Write it as JSON, with every cut; - for the terminal.")
+@click.option("--json", "json_file", metavar="F", help="Write JSON, with every cut; - for stdout.")
 @connection_options
-def ping(server: str, json_file: str | None, reach: dict[str, Any]) -> None:
-    """Say who answers at an address, what it serves, and how fast the way there is.
+def ping(server: str, json_file: str | None, security: Security, timeout: float) -> None:
+    """Show what a server serves, and the latency and bandwidth of the link to it.
 
-    No model is needed on this side.
+    Needs no model on this machine.
     """
     outputs = {"--json": json_file}
     refuse_same(outputs)
     with working(f"asking {server}"):
-        found = _ask(server, **reach)
+        found = _ask(server, security, timeout)
     put(outputs, {"--json": lambda: json.dumps(found, indent=1) + "\n"}, partial(_text, found))
 
 
-def _ask(server: str, timeout: float, **security: Any) -> dict[str, Any]:
+def _ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
     from microtome.remote import protocol
-    from microtome.remote.connection import Connection, Security
+    from microtome.remote.connection import Connection
     from microtome.remote.link_probe import probe
 
-    with closing(Connection(server, Security(**security))) as connection:
+    with closing(Connection(server, security)) as connection:
         hello = protocol.HelloRequest(protocol=protocol.PROTOCOL, microtome=__version__, torch=torch.__version__)
         connection.ask("Hello", hello, timeout)  # which opens the connection
         start = perf_counter()
-        told = connection.ask("Hello", hello, timeout)
+        reply = connection.ask("Hello", hello, timeout)
         handshake_s = perf_counter() - start
-        measured = probe(connection, most=min(_LONGEST, told.max_message))
+        measured = probe(connection, most=min(_LONGEST, reply.max_message))
     return {
         "kind": "ping",
         "schema": 1,
         "server": server,
-        "model": told.model,
-        "fingerprint": told.fingerprint,
-        "device": told.device,
-        "protocol": told.protocol,
-        "microtome": told.microtome,
-        "torch": told.torch,
+        "model": reply.model,
+        "fingerprint": reply.fingerprint,
+        "device": reply.device,
+        "protocol": reply.protocol,
+        "microtome": reply.microtome,
+        "torch": reply.torch,
         "handshake_s": handshake_s,
         "rtt_s": measured.rtt_s,
         "rtt_median_s": measured.rtt_s + measured.jitter_s,
         "up_bytes_per_s": measured.up_bytes_per_s,
         "down_bytes_per_s": measured.down_bytes_per_s,
-        "max_message": told.max_message,
-        "batch": told.batch,
-        "codecs": list(told.codecs),
-        "cuts": list(told.cuts),
+        "max_message": reply.max_message,
+        "batch": reply.batch,
+        "codecs": list(reply.codecs),
+        "cuts": list(reply.cuts),
     }
 
 
@@ -86,10 +89,10 @@ def _text(found: dict[str, Any]) -> str:
         "model": found["fingerprint"],
     }
     head = f"{found['server']} serves {found['model']} on {found['device']}"
-    told = [head, *(f"  {name:<11} {value}" for name, value in lines.items())]
+    text = [head, *(f"  {name:<11} {value}" for name, value in lines.items())]
     if found["torch"].partition("+")[0] != torch.__version__.partition("+")[0]:
-        told.append(f"Note: here is torch {torch.__version__}: a client is refused unless it allows another version")
-    return "\n".join(map(printable, told))
+        text.append(f"Note: here is torch {torch.__version__}: a client is refused unless it allows another version")
+    return "\n".join(map(printable, text))
 
 
 def _cuts(cuts: list[str]) -> str:

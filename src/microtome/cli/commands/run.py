@@ -1,9 +1,10 @@
-"""`microtome run`: data through a model of which a server runs the rest."""
+"""`microtome run`: run a model on data, split between this machine and a server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from itertools import repeat as again
 from time import perf_counter
@@ -22,33 +23,36 @@ from microtome.errors import BadInputs, MicrotomeError, RemoteError, SensorFaile
 from microtome.inputs import Inputs
 
 if TYPE_CHECKING:
+    from microtome.remote.channel import Security
     from microtome.remote.client import Remote
     from microtome.results.requests import RequestRecord
 
-_DATA = ".npy of (samples, …), or a folder of .npy or images; else the model's example inputs, --repeat times."
-_DEADLINE = "Seconds that a request may take; then it ends here."
-_AT = "Where to cut: an address of `microtome cuts`; auto: where it is the fastest; '': the inputs are sent."
+_DATA = ".npy of (samples, …), or a folder of .npy or images (default: the example inputs, --repeat times)."
+_DEADLINE = "Seconds that a request may take; after that, this machine computes the output."
+_AT = "Cut: an address of `microtome cuts`; auto: the fastest; '': send the inputs."
 
 
 @click.command()
 @model_options
-@click.option("--server", required=True, metavar="HOST:PORT", help="Who runs the rest.")
+@click.option("--server", required=True, metavar="HOST:PORT", help="Address of the server.")
 @click.option("--data", metavar="FOLDER_OR_NPY", help=_DATA)
-@click.option("--repeat", type=click.IntRange(min=1), metavar="N", help="Without --data, so many requests: else 100.")
-@click.option("--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Samples of the data in a request.")
-@click.option("--at", default="auto", metavar="ADDRESS", help=_AT)
-@click.option("--codec", default="auto", metavar="NAME", help="How what crosses is encoded, such as raw, zstd or fp16.")
-@click.option("--deadline", type=click.FloatRange(min=0, min_open=True), metavar="S", help=_DEADLINE)
 @click.option(
-    "--max-reply", metavar="SIZE", help="The most bytes of a reply, such as 256MB, if values decide its size."
+    "--repeat", type=click.IntRange(min=1), metavar="N", help="Number of requests without --data (default: 100)."
 )
-@click.option("--window", type=click.IntRange(min=1), default=8, metavar="N", help="Requests on their way at most.")
-@click.option("--warmup", type=click.IntRange(min=0), default=1, metavar="N", help="Requests before, not counted.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Samples per request.")
+@click.option("--at", default="auto", metavar="ADDRESS", help=_AT)
+@click.option("--codec", default="auto", metavar="NAME", help="Codec of the boundary, such as raw, zstd or fp16.")
+@click.option("--deadline", type=click.FloatRange(min=0, min_open=True), metavar="S", help=_DEADLINE)
+@click.option("--max-reply", metavar="SIZE", help="Maximum size of a reply, such as 256MB, if it depends on values.")
+@click.option(
+    "--window", type=click.IntRange(min=1), default=8, metavar="N", help="Maximum number of requests in flight."
+)
+@click.option("--warmup", type=click.IntRange(min=0), default=1, metavar="N", help="Warm-up requests, not counted.")
 @click.option("--stages", metavar="FOLDER", help="Run the first stage that `microtome split` wrote there.")
-@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load these weights.")
+@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load weights from this file.")
 @click.option("--device", metavar="D", help="Compute the head on this device, such as cuda.")
-@click.option("--perfetto", metavar="F", help="Write every request for https://ui.perfetto.dev.")
-@click.option("--to", metavar="FOLDER", help="Write what the model returns: a file a request, or one F.safetensors.")
+@click.option("--perfetto", metavar="F", help="Write a trace of every request for https://ui.perfetto.dev.")
+@click.option("--to", metavar="FOLDER", help="Write the outputs: one file per request, or one F.safetensors.")
 @output_options
 @connection_options
 def run(
@@ -72,11 +76,12 @@ def run(
     to: str | None,
     perfetto: str | None,
     outputs: dict[str, str | None],
-    reach: dict[str, Any],
+    security: Security,
+    timeout: float,
 ) -> None:
-    """Run a model on data, its head here and the rest on a server; say what each part of a request takes.
+    """Run a model on data, the head here and the tail on a server, and time each phase of a request.
 
-    MODEL is as for `microtome profile`, and the one that the server has. JSON and CSV have every request.
+    MODEL is as for `microtome profile`, and must be the model that the server has. JSON and CSV list every request.
     """
     from microtome.remote.client import connect
     from microtome.results.requests import RequestLog, moved
@@ -88,7 +93,17 @@ def run(
     target, example = part_of(model, inputs, args, weights=weights, stages=stages, device=device)
     items, whole = _items(data, repeat or 100, batch, example)
     with working(f"connecting to {server}"):
-        remote = connect(target, example, server, at, deadline=deadline, codec=codec, max_reply=max_reply, **reach)
+        remote = connect(
+            target,
+            example,
+            server,
+            at,
+            deadline=deadline,
+            codec=codec,
+            max_reply=max_reply,
+            timeout=timeout,
+            **asdict(security),
+        )
     with remote, open_tensors(to) as keep, working(f"running {model}") as tell:
         _warm(remote, example, warmup)
         began = len(remote.history)
@@ -112,7 +127,7 @@ def run(
 
 
 def _items(data: str | None, repeat: int, batch: int, example: Inputs) -> tuple[Iterator[Inputs], int]:
-    """What is sent, and how many requests that is."""
+    """The inputs of each request, and the number of requests."""
     if data is None:
         return again(example, repeat), repeat
     like = lone_tensor(example, "run others from Python, with mt.connect")
@@ -121,7 +136,7 @@ def _items(data: str | None, repeat: int, batch: int, example: Inputs) -> tuple[
 
 
 def _warm(remote: Remote, example: Inputs, times: int) -> None:
-    """Have both sides make what they keep."""
+    """Send warm-up requests; those that exceed the deadline count too."""
     for _ in range(times):
         try:
             remote(*example.args, **example.kwargs)
@@ -137,7 +152,7 @@ def _streamed(
     keep: Callable[[Any], None],
     tell: Callable[[int], None],
 ) -> tuple[list[RequestRecord], int]:
-    """What became of each request, and how many samples there were."""
+    """Run all requests; return their records and the number of samples."""
     requests: list[RequestRecord] = []
     counts: list[int] = []
     last: list[Inputs] = []
@@ -171,7 +186,7 @@ def _tell(tell: Callable[[str, int, int], None], whole: int, start: float, done:
 
 @contextmanager
 def _measured(example: Inputs) -> Iterator[dict[str, Any]]:
-    """What `RequestLog` says of the energy of this device, once the block has ended."""
+    """Measure the energy of this device, as the energy fields of `RequestLog`, filled in when the block ends."""
     from microtome.devices.meters import Window, pick
 
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""`microtome serve`: the tails of a model as a service."""
+"""`microtome serve`: serve the tails of a model over gRPC."""
 
 from __future__ import annotations
 
@@ -22,24 +22,33 @@ _KEPT, _LARGE = 64 << 20, 32 << 20
 
 @click.command()
 @model_options
-@click.option("--listen", default="127.0.0.1:7070", metavar="HOST:PORT", help="Where; port 0 takes a free one.")
-@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load these weights.")
-@click.option("--stages", metavar="FOLDER", help="Serve the last stage that `microtome split` wrote there, alone.")
-@click.option("--device", metavar="D", help="Compute on this device, such as cuda.")
-@click.option("--tls-cert", metavar="F", help="The server's certificate, PEM.")
-@click.option("--tls-key", metavar="F", help="The key of that.")
-@click.option("--client-ca", metavar="F", help="Who signs the certificates that clients must show.")
-@click.option("--token-file", metavar="F", help="Clients must know the token in this file.")
-@click.option("--max-message", default="256MB", metavar="SIZE", help="The most bytes of a request.")
-@click.option("--concurrency", type=click.IntRange(min=1), default=1, metavar="N", help="Requests computed at once.")
 @click.option(
-    "--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Compute up to N at the same cut together."
+    "--listen", default="127.0.0.1:7070", metavar="HOST:PORT", help="Address to listen on; port 0 picks a free port."
 )
-@click.option("--batch-window", default="2ms", metavar="T", help="How long the first of these waits for others.")
-@click.option("--metrics", metavar=":PORT", help="Answer Prometheus there.")
+@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load weights from this file.")
+@click.option("--stages", metavar="FOLDER", help="Serve only the last stage that `microtome split` wrote there.")
+@click.option("--device", metavar="D", help="Compute on this device, such as cuda.")
+@click.option("--tls-cert", metavar="F", help="Server certificate, PEM.")
+@click.option("--tls-key", metavar="F", help="Private key of --tls-cert, PEM.")
+@click.option("--client-ca", metavar="F", help="Require client certificates signed by this authority, PEM.")
+@click.option("--token-file", metavar="F", help="Require the token in this file from clients.")
+@click.option("--max-message", default="256MB", metavar="SIZE", help="Maximum size of a request.")
+@click.option(
+    "--concurrency", type=click.IntRange(min=1), default=1, metavar="N", help="Requests computed concurrently."
+)
+@click.option(
+    "--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Batch up to N requests at the same cut."
+)
+@click.option(
+    "--batch-window", default="2ms", metavar="T", help="How long the first request of a batch waits for others."
+)
+@click.option("--metrics", metavar=":PORT", help="Serve Prometheus metrics on this port.")
 @click.option("--grace", type=click.FloatRange(min=0), default=10.0, metavar="S", help="Seconds to drain on SIGTERM.")
 @click.option(
-    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="warning", help="Say more or less."
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="warning",
+    help="Minimum level of log messages.",
 )
 def serve(
     model: str,
@@ -55,10 +64,10 @@ def serve(
     log_level: str,
     **options: Any,
 ) -> None:
-    """Serve every cut of a model: a client runs the head, and this the rest.
+    """Serve every cut of a model: clients run the head, the server runs the tail.
 
-    MODEL is as for `microtome profile`. It listens on loopback unless told otherwise, until SIGTERM or ctrl-C; then it
-    answers what it has been asked, and ends.
+    MODEL is as for `microtome profile`. Listens on loopback by default, until SIGTERM or Ctrl-C; then it answers the
+    requests it has received, and exits.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else it writes what strangers send between the lines of the log
     from microtome.remote.credentials import read_token

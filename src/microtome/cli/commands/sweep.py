@@ -1,8 +1,8 @@
-"""`microtome sweep`: what each cut takes, measured on a server."""
+"""`microtome sweep`: measure the latency of each cut with a server."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,19 +11,22 @@ from microtome.cli.options.model import model_options, working
 from microtome.cli.options.outputs import output_options, put_result, refuse_same
 from microtome.cli.options.stage import part_of
 
-_CUTS = "all; dominating: those that send less than all before them; or addresses with commas between."
+if TYPE_CHECKING:
+    from microtome.remote.channel import Security
+
+_CUTS = "all; dominating: cuts that send fewer bytes than every earlier one; or comma-separated addresses."
 
 
 @click.command()
 @model_options
-@click.option("--server", required=True, metavar="HOST:PORT", help="Who runs the rest.")
+@click.option("--server", required=True, metavar="HOST:PORT", help="Address of the server.")
 @click.option("--cuts", default="dominating", metavar="WHICH", help=_CUTS)
-@click.option("--repeat", type=click.IntRange(min=1), default=10, metavar="N", help="Requests that count at each cut.")
-@click.option("--codec", default="raw", metavar="NAME", help="How what crosses is encoded, such as raw, zstd or fp16.")
-@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load these weights.")
+@click.option("--repeat", type=click.IntRange(min=1), default=10, metavar="N", help="Timed requests per cut.")
+@click.option("--codec", default="raw", metavar="NAME", help="Codec of the boundary, such as raw, zstd or fp16.")
+@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load weights from this file.")
 @click.option("--device", metavar="D", help="Compute the heads on this device, such as cuda.")
-@click.option("--perfetto", metavar="F", help="Write a request at each cut for https://ui.perfetto.dev.")
-@click.option("--html", "html_file", metavar="F", help="Write a page with bars and a table; - for the terminal.")
+@click.option("--perfetto", metavar="F", help="Write a trace of one request per cut for https://ui.perfetto.dev.")
+@click.option("--html", "html_file", metavar="F", help="Write an HTML page with a bar chart and a table; - for stdout.")
 @output_options
 @connection_options
 def sweep(
@@ -40,18 +43,17 @@ def sweep(
     html_file: str | None,
     perfetto: str | None,
     outputs: dict[str, str | None],
-    reach: dict[str, Any],
+    security: Security,
+    timeout: float,
 ) -> None:
-    """Measure what each cut takes with a server, and no cut at all; say which is the best, and which the plan takes.
+    """Measure the latency of each cut, and of no cut, with a server; compare the best with the planned cut.
 
-    MODEL is as for `microtome profile`, and the one that the server has. JSON, CSV and the page have every cut.
+    MODEL is as for `microtome profile`, and must be the model that the server has. JSON, CSV and HTML list every cut.
     """
-    from microtome.remote.connection import Security
     from microtome.remote.sweep import sweep as measure
 
     outputs = outputs | {"--html": html_file, "--perfetto": perfetto}
     refuse_same(outputs)
-    timeout = reach.pop("timeout")
     which = cuts if cuts in ("all", "dominating") else [word.strip() for word in cuts.split(",")]
     target, example = part_of(model, inputs, args, weights=weights, device=device)
     with working(f"sweeping {model}") as tell:
@@ -62,7 +64,7 @@ def sweep(
             which,
             repeat=repeat,
             codec=codec,
-            security=Security(**reach),
+            security=security,
             timeout=timeout,
             progress=tell,
         )

@@ -1,4 +1,4 @@
-"""How a command is told to speak with a server: `--tls`, `--ca`, `--cert`, `--key`, `--token-file` and the like."""
+"""The options of commands that connect to a server: `--tls`, `--ca`, `--cert`, `--key`, `--token-file` and others."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 
 import click
 
-_SECONDS = click.FloatRange(min=0, min_open=True)
-_TIMEOUT = "Seconds to wait for the server at first."
-_CA = "Who signs the server's certificate, PEM; else whom the system believes."
+_CA = "PEM file of the authority that signed the server's certificate (default: the system's authorities)."
+_SERVER_NAME = "Name to expect in the server's certificate, if it differs from the host."
 
 
 def connection_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of a client, and as its argument `reach` what `mt.connect` takes of them."""
+    """Add the connection options to a command, which receives them as `security` and `timeout`."""
 
     @wraps(command)
-    def told(
+    def wrapper(
         *args: Any,
         tls: bool,
         ca: str | None,
@@ -26,36 +25,34 @@ def connection_options(command: Callable[..., None]) -> Callable[..., None]:
         key: str | None,
         token_file: str | None,
         server_name: str | None,
-        timeout: float,
         **options: Any,
     ) -> None:
-        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before it is imported: errors are said once, and by us
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before the import: errors are printed once, by microtome
         if (cert is None) != (key is None):
             raise click.UsageError("--cert and --key go together: a certificate, and its key")
         encrypted = tls or ca is not None or cert is not None
         if server_name is not None and not encrypted:
             raise click.UsageError("--server-name is compared with a certificate: give --tls or --ca too")
-        reach = {"tls": encrypted, "ca": ca, "cert": cert, "key": key, "server_name": server_name}
-        command(*args, reach=reach | {"token": _token(token_file), "timeout": timeout}, **options)
+        from microtome.remote.channel import Security
+        from microtome.remote.credentials import read_token
+
+        token = None if token_file is None else read_token(token_file)
+        command(*args, security=Security(encrypted, ca, cert, key, token, server_name), **options)
 
     for option in (
         click.option(
-            "--timeout", type=click.FloatRange(min=0, min_open=True), default=10.0, metavar="S", help=_TIMEOUT
+            "--timeout",
+            type=click.FloatRange(min=0, min_open=True),
+            default=10.0,
+            metavar="S",
+            help="Seconds to wait for the server when connecting.",
         ),
-        click.option("--server-name", metavar="NAME", help="The name in the server's certificate, if another."),
-        click.option("--token-file", metavar="F", help="Show the token in this file."),
-        click.option("--key", metavar="F", help="The key of --cert."),
-        click.option("--cert", metavar="F", help="This client's certificate, PEM, if the server wants one."),
+        click.option("--server-name", metavar="NAME", help=_SERVER_NAME),
+        click.option("--token-file", metavar="F", help="Authenticate with the token in this file."),
+        click.option("--key", metavar="F", help="Private key of --cert, PEM."),
+        click.option("--cert", metavar="F", help="Client certificate, PEM, if the server requires one."),
         click.option("--ca", metavar="F", help=_CA),
-        click.option("--tls", is_flag=True, help="Encrypt the connection; --ca and --cert do so too."),
+        click.option("--tls", is_flag=True, help="Encrypt the connection; implied by --ca and --cert."),
     ):
-        told = option(told)
-    return told
-
-
-def _token(file: str | None) -> str | None:
-    if file is None:
-        return None
-    from microtome.remote.credentials import read_token
-
-    return read_token(file)
+        wrapper = option(wrapper)
+    return wrapper
