@@ -95,7 +95,7 @@ def find_unsupported(value: Any, ancestors: tuple[int, ...] = ()) -> tuple[str, 
     >>> class Boxes:
     ...     def __init__(self, held):
     ...         self.held = held
-    >>> find_foreign(Boxes({"at": [1, open]})), find_foreign(Boxes(1))
+    >>> find_unsupported(Boxes({"at": [1, open]})), find_unsupported(Boxes(1))
     ((".held['at'][1]", <built-in function open>), None)
     """
     kind: Any = type(value)

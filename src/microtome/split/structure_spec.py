@@ -6,7 +6,7 @@ import enum
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple, Self
@@ -196,7 +196,9 @@ def take_apart(
     made = map_tensors(slot, value, other)
     if (holder := _with_attributes([value, made])) is not None:  # which would be those of the example
         made = None
-        strange.append(f"{type(holder).__name__} with the attribute {next(iter(vars(holder)))!r}")
+        names = {field.name for field in fields(holder)} if is_dataclass(holder) else ()
+        extra = next(name for name in vars(holder) if name not in names)
+        strange.append(f"{type(holder).__name__} with the attribute {extra!r}")
     if arrays and overlap(arrays, tensors):
         strange.append("ndarray that overlaps another input in memory")
     found = StructureSpec(made, len(tensors), len(plain), strange[0] if strange else None, len(arrays or ()))
@@ -204,11 +206,15 @@ def take_apart(
 
 
 def _with_attributes(value: Any) -> Any:
-    """The first tuple, list, set or dict in a value that has attributes which are no items; None: there is none."""
+    """The first container in a value with attributes that are no items, or dataclass with some that are no fields."""
     if isinstance(value, list | tuple | set | frozenset | dict) and not is_dataclass(value):
         items = value if isinstance(value, dict) else {}
         held = dict_of(value)
         if any(name not in items or items[name] is not item for name, item in held.items()):
+            return value
+    elif is_dataclass(value) and not isinstance(value, type):
+        names = {field.name for field in fields(value)}
+        if any(name not in names and type(item) not in _PLAIN for name, item in dict_of(value).items()):
             return value
     found = (_with_attributes(part) for part in children_of(value))
     return next((one for one in found if one is not None), None)
