@@ -33,6 +33,14 @@ from tests.marks import slow
 # -- what is compared --------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def handle_interrupts() -> Iterator[None]:
+    """Have SIGINT raise KeyboardInterrupt: a shell starts what runs in its background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def is_free(lock: Any) -> bool:
     """Whether another thread can take a lock."""
     taken: list[bool] = []
