@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH_VENV := .venv-torch-$(VERSION)$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
-UNITS := $(addprefix tests/,capture count engine files measure plan profile report split trace track test_inputs.py test_layers.py test_public.py)
+UNITS := $(addprefix tests/,capture devices engine files flops plan profile report results split trace track test_inputs.py test_layers.py test_public.py)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .PHONY: demo test test-all test-fast test-torch test-gpu zoo soak lint format bench bench-gpu bench-remote lock sbom docs pictures clean

@@ -58,3 +58,9 @@ def test_commands_for_tests_are_documented() -> None:
 
 def test_ci_runs_all_tests() -> None:
     assert "test-all" in (ROOT / ".ci" / "run").read_text().split()
+
+
+def test_folders_of_the_edit_loop_are_there() -> None:
+    found = re.search(r"^UNITS := \$\(addprefix tests/,(.*)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found is not None
+    assert [name for name in found[1].split() if not (TESTS / name).exists()] == []
