@@ -58,7 +58,7 @@ class NoMatch(MicrotomeError, LookupError):
 
 
 class BadFormula(MicrotomeError, TypeError):
-    """What was registered as the cost of an operator cannot be that."""
+    """A formula registered for an operator is invalid."""
 
 
 class BadFile(MicrotomeError, ValueError):

@@ -35,7 +35,7 @@ class Inputs:
 
     @classmethod
     def of(cls, inputs: Any, *, device: str = "cpu") -> Inputs:
-        """What the user gave, as arguments. The tensors of a text lie on the device; on `meta` they have no values."""
+        """Turn what the user gave into arguments. Tensors of a string are on the device, on `meta` without values."""
         if isinstance(inputs, Inputs):
             return inputs
         if isinstance(inputs, str):
@@ -128,5 +128,5 @@ def _describe(value: Any) -> str:
 
 
 def device_of(model: nn.Module) -> str:
-    """Where the first tensor of a model lies; the CPU if it has none."""
+    """Return the device of the model's first tensor; the CPU if it has none."""
     return next((str(tensor.device) for tensor in chain(model.parameters(), model.buffers())), "cpu")

@@ -44,7 +44,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def line_of(error: BaseException, file: str | None) -> str:
-    """Where in a file an exception arose, in words; nothing where it did not arise there."""
+    """Name the line of a file in which an exception arose; empty where it did not arise there."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if isinstance(error, SyntaxError) and error.filename == file:
         lines.append(error.lineno)

@@ -32,7 +32,7 @@ def lone_tensor(inputs: Inputs, instead: str) -> Tensor:
 
 
 def count_of(data: str) -> int:
-    """How many samples there are."""
+    """Count the samples."""
     path = Path(data)
     return len(_files(path)) if path.is_dir() else len(_Array(path))
 

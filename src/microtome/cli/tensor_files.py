@@ -1,4 +1,4 @@
-"""What models return, written to a folder or a file."""
+"""Write the outputs of models to a folder or a file."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _KEEP_PARENTS = ("_fw_pre_hook", "_fw_post_hook", "_get_append_fn", "_get_pop_fn
 
 
 class ModuleTracker(SignalSafe[Any], module_tracker.ModuleTracker):
-    """Which modules run now, as a set of names: the root's class name and the attribute path, and always `"Global"`.
+    """The names of the modules that run now: the root's class name and the attribute path, and always `"Global"`.
 
     A subclass of torch's. Unlike torch's, it is exact for keyword arguments, for inputs that need no gradient, in
     `autograd.grad`, after an exception and with threads; and `FlopCounterMode` can use it:
@@ -109,7 +109,7 @@ class ModuleTracker(SignalSafe[Any], module_tracker.ModuleTracker):
 
 
 class _HookOrder(Probe):
-    """Which calls run hooks that torch's tracker does not enclose.
+    """Calls that run hooks which torch's tracker does not enclose.
 
     torch's tracker enters a module after the global hooks that were registered before it, and leaves the module before
     the module's own forward hooks.

@@ -36,7 +36,7 @@ class LayerNotFound(NoMatch, AssertionError):
     """The layer is not in the model; vit-pytorch raises an AssertionError."""
 
 
-class _Wrapper(nn.Module):
+class _ModelWrapper(nn.Module):
     """A model that is looked at whenever it is called, until it is ejected.
 
     Attributes:
@@ -85,7 +85,7 @@ class _Wrapper(nn.Module):
         return next((tensor.device for tensor in tensors_in((inputs.args, inputs.kwargs))), None)
 
 
-class Extractor(_Wrapper):
+class Extractor(_ModelWrapper):
     """Returns `(prediction, latents)` when it is called: what the model returns, and what one of its layers does.
 
     It is called as the model is, with any arguments, and `return_embeddings_only=True` to have the latents alone. That
@@ -174,14 +174,14 @@ class Extractor(_Wrapper):
 
 
 class _Known(NamedTuple):
-    """Where a model computes attention."""
+    """The calls in which a model computes attention."""
 
     probe: CachedAttention
     session: Session
     modules: list[nn.Module]
 
 
-class Recorder(_Wrapper):
+class Recorder(_ModelWrapper):
     """Returns `(prediction, attentions)` when it is called: what the model returns, and its attention weights.
 
     They are of after the softmax and before dropout, cut from the graph, as one tensor (batch, layers, heads, i, j);

@@ -1,4 +1,4 @@
-"""Whose backward runs: which call made which autograd node."""
+"""Owners of autograd nodes: the call that made each, so that a backward can be attributed."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class AutogradOwners:
     # -- whose graph ---------------------------------------------------------------------------------------------------
 
     def _graph_of_backward(self) -> tuple[Thread, Run | None]:
-        """Whose graph the backward runs through that runs now in this thread."""
+        """Return the graph that the backward of this thread runs through."""
         return self._graphs.get(current_graph_task()) or (self._threads.current(), None)
 
     @signal_safe

@@ -21,7 +21,7 @@ from microtome.errors import ProbeError, Unsupported
 
 @dataclass(frozen=True)
 class BackwardProbes:
-    """What is to be told of a backward, as long as the session is open."""
+    """The probes that are notified of a backward while the session is open."""
 
     enter: Callable[[Call], None]
     leave: Callable[[Call], None]

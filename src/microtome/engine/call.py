@@ -74,7 +74,7 @@ class Call:
 
     @property
     def depth(self) -> int:
-        """How many calls contain this one."""
+        """The number of calls that contain this one."""
         return len(self.stack) - 1
 
     @property

@@ -1,4 +1,4 @@
-"""Which globals, closures and function caches the code of a model refers to."""
+"""Globals, closures and function caches that the code of a model refers to."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Holder(NamedTuple):
 
 
 class References(NamedTuple):
-    """What the code of some classes refers to.
+    """Globals, closures and caches that the code of some classes refers to.
 
     Attributes:
         functions: The functions that it may call; they may keep state in closures, defaults and attributes.

@@ -124,7 +124,7 @@ _MEMO_LIMIT = 10_000
 
 
 def meta_output(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function gives, as meta tensors."""
+    """Compute the output of a function as meta tensors."""
     try:
         tensors: list[Tensor] = []
         key = (function, signature(args, tensors), signature(tuple(kwargs.items()), tensors))
@@ -152,7 +152,7 @@ def _empty(device: str | torch.device, like: Tensor) -> Tensor:
 
 
 def _in_query_layout(output: Tensor, query: Tensor) -> Tensor:
-    """What attention returns, in the layout that fused kernels give it: that of the query."""
+    """Return the output of attention in the layout of fused kernels: that of the query."""
     order = sorted(range(output.dim()), key=query.stride, reverse=True)
     back = [order.index(dim) for dim in range(output.dim())]
     return output.permute(order).contiguous().permute(back)

@@ -302,6 +302,6 @@ def _is_inexact(tensor: Tensor) -> bool:
 
 
 def _differ(one: Tensor, other: Tensor) -> Tensor:
-    """Where two tensors differ; NaNs compare equal."""
+    """Compare two tensors by element; NaNs compare equal."""
     differ = one != other
     return differ & ~(one.isnan() & other.isnan()) if _is_inexact(one) else differ

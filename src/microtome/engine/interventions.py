@@ -1,4 +1,4 @@
-"""What the interventions of a session do to the calls of a module."""
+"""Apply the interventions of a session to the calls of a module."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CallInterventions:
         return args, kwargs
 
     def run(self, call: Call, inner: AnyCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What comes in the place of the output; the arguments were fed before."""
+        """Return the replacement of the output; the arguments were replaced before."""
         skip = self.skip
         if skip is None or (skip.when is not None and not _do(skip.when, call)):
             output = inner(module, *args, **kwargs)

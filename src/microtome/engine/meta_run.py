@@ -144,7 +144,7 @@ def _clone_span(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _tensor_factory(tensor_mode: TensorMode) -> Iterator[Callable[[Tensor], Tensor]]:
-    """What makes one stand-in for each tensor; those of tensors that share memory share theirs."""
+    """Return a function that makes one substitute for each tensor; substitutes share memory where the tensors do."""
     made: dict[int, Tensor] = {}
     memories: dict[int, torch.UntypedStorage] = {}
 

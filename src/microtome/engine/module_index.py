@@ -1,4 +1,4 @@
-"""Which modules a session looks at, and what they are called."""
+"""The modules that a session observes, and their paths."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ class ProcessIndex(ModuleIndex):
 
 
 def _remover(key: int, *places: dict[int, Any]) -> Callable[[object], None]:
-    """What to do when a module is gone: its id may come again."""
+    """Return a callback for when a module is freed: its id may be reused."""
 
     def forget(_: object) -> None:
         for place in places:

@@ -96,7 +96,7 @@ class OpMode(TorchDispatchMode):
 
 
 class _OpKind:
-    """How an operator is to be run. It holds the operator, since kinds are found by its identity.
+    """The way to run an operator. It holds the operator, since kinds are found by its identity.
 
     Attributes:
         is_random: Whether it draws random numbers.
@@ -251,7 +251,7 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def signature(value: Any, tensors: list[Tensor]) -> Any:
-    """What shapes depend on; raises TypeError for what is not known to be enough. The tensors go into the list."""
+    """Collect the arguments that shapes depend on, tensors into the list; raise TypeError for others."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return value.shape, value.stride(), value.dtype
@@ -268,7 +268,7 @@ def _shadow(shadows: list[Tensor], tensor: Tensor) -> Tensor:
 
 
 def _layout(output: Any, inputs: list[Tensor]) -> Any:
-    """How to make the output again; None where it is not a fresh meta tensor."""
+    """Describe how to make the output again; None where it is not a fresh meta tensor."""
     outputs = output if isinstance(output, tuple | list) else (output,)
     memory = {id(tensor.untyped_storage()) for tensor in inputs}
     for tensor in outputs:

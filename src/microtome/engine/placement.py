@@ -81,7 +81,7 @@ _here = _Here()
 
 
 def current() -> Placement | None:
-    """What answers in this thread; None: it has no meta tensors that stand for others."""
+    """Return the placement of this thread; None: it has no meta tensors that stand for others."""
     return _here.placement
 
 

@@ -1,4 +1,4 @@
-"""What may be attached to a session: probes, which only look, and interventions, which change the run and say so."""
+"""Probes, which only observe a session, and interventions, which change the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AnyOp = OpOverload | Function
 
 
 class Where(NamedTuple):
-    """Where an operator runs.
+    """The place where an operator runs.
 
     Attributes:
         call: The call whose code ran it, or whose backward it is part of; None outside any.

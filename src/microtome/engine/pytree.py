@@ -50,7 +50,7 @@ def accelerators_in(value: Any) -> list[device]:
 
 
 def children_of(value: Any) -> list[Any]:
-    """What a tuple, list, set, mapping, dataclass or record holds; of anything else, nothing."""
+    """Return the parts of a tuple, list, set, mapping, dataclass or record; of anything else, nothing."""
     if value is None or isinstance(value, int | float | str | Size):
         return []
     if isinstance(value, list | tuple | set | frozenset):

@@ -18,7 +18,7 @@ from microtome.engine.pytree import read_attribute
 
 
 class RandomUse:
-    """Where the run of a thread drew random numbers, as far as operators tell.
+    """The generators that the run of a thread drew from, as far as operators tell.
 
     Attributes:
         operators_observed: Whether operators of the thread were shown to us since this began.

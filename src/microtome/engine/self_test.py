@@ -206,7 +206,7 @@ def _knows_leaves() -> bool:
 
 
 def _in_backward(ask: Callable[[], Any]) -> tuple[Any, Any, Any]:
-    """What is answered before, in and after a backward through one node; past open sessions, which would see it."""
+    """Ask before, in and after a backward through one node; past open sessions, which would see it."""
     x = torch.ones(1, requires_grad=True)
     y = x * 2
     node: Any = y.grad_fn

@@ -133,7 +133,7 @@ def counts_writes() -> bool:
     return internals.version_of(x) == before + 1
 
 
-class _Wrapper(Tensor):
+class _TensorWrapper(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         raise NotImplementedError(func)
@@ -141,8 +141,8 @@ class _Wrapper(Tensor):
 
 def wraps() -> bool:
     """Without an operator on it: the first that a subclass handles has torch import its compiler."""
-    made = internals.make_wrapper_subclass(_Wrapper, torch.ones(2, 3).t(), torch.device("cpu"))
-    return type(made) is _Wrapper and made.shape == (3, 2) and made.stride() == (1, 3)
+    made = internals.make_wrapper_subclass(_TensorWrapper, torch.ones(2, 3).t(), torch.device("cpu"))
+    return type(made) is _TensorWrapper and made.shape == (3, 2) and made.stride() == (1, 3)
 
 
 def computes_shapes() -> bool:

@@ -28,7 +28,7 @@ _MISSING = object()
 
 
 def copy_container(held: Any) -> Any:
-    """What a container holds, past methods that a subclass overrides: a dict may make what it gives when asked."""
+    """Copy the contents of a container, past methods that a subclass overrides."""
     if isinstance(held, dict):
         return dict(OrderedDict.items(held) if isinstance(held, OrderedDict) else dict.items(held))
     return held.copy()

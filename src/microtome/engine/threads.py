@@ -1,4 +1,4 @@
-"""What a session keeps for each thread: the run that is open there, and the runs whose graphs still live."""
+"""Per-thread state of a session: the open run, and the runs whose graphs still live."""
 
 from __future__ import annotations
 

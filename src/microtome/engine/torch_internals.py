@@ -142,7 +142,7 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor or a view of it was written into; 0 for an inference tensor, of which torch does not count."""
+    """Return the version counter of a tensor and its views; 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -220,7 +220,7 @@ def is_dynamo_imported() -> bool:
 
 
 def count_compiled_graphs() -> int:
-    """How many graphs dynamo has compiled in this process; it must have been imported."""
+    """Count the graphs that dynamo has compiled in this process; it must have been imported."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 

@@ -54,7 +54,7 @@ _HEADER_BYTES = 100_000_000
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor is in a file, from its first byte to the one after its last."""
+    """The byte range of a tensor in a file."""
 
     begin: int
     end: int

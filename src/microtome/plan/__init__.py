@@ -1,4 +1,4 @@
-"""Where to cut a model, from what it costs on each device and the link between them."""
+"""Choose where to cut a model, from its costs on each device and the link between them."""
 
 from microtome.plan.plan import plan
 

@@ -1,4 +1,4 @@
-"""What codecs cost on a machine: measured, value by value of those that cross cuts."""
+"""Measure the costs of codecs on this machine, for each value that crosses a cut."""
 
 from __future__ import annotations
 

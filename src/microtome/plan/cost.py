@@ -1,4 +1,4 @@
-"""What it costs to place a model on a chain of devices in one way."""
+"""Costs of placing a model on a chain of devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from microtome.units import size
 
 
 class LinkCrossing(NamedTuple):
-    """Where a link is crossed, and how.
+    """A cut at which a link is crossed, and the codec used there.
 
     Attributes:
         place: The index of the place: 0 before anything ran.
@@ -65,7 +65,7 @@ class DeviceChain:
         return first + [LinkCrossing(place, codec) for codec in self.codecs for place in range(1, self.end)]
 
     def code(self, device: int, crossing: LinkCrossing) -> CodecCost:
-        """What encoding and decoding take there."""
+        """Return the costs of encoding and decoding there."""
         return self._code[device, crossing]
 
     @cached_property
@@ -142,7 +142,7 @@ class DeviceChain:
         return nbytes * per_byte if per_byte is not None and self.sides[device].name in self.energy_of else 0.0
 
     def busy_s(self, device: int, crossing: LinkCrossing) -> float:
-        """What a link is busy for: it goes both ways at once, and while a message is under way the next can begin."""
+        """Seconds that a link is busy: it goes both ways at once, and latency does not keep it busy."""
         return max(self.sent_bytes(crossing), self.output_bytes) / self.links[device].bytes_per_s
 
     def _slowest(self, placement: Placement, steps: Sequence[LatencyTerm]) -> float:

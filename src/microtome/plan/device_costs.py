@@ -20,7 +20,7 @@ from microtome.results.rows import Row
 
 @dataclass(frozen=True, slots=True)
 class CutPoint:
-    """Where one device may hand over to the next: before the first layer, at a cut, or at the end.
+    """A point where one device may hand over to the next: before the first layer, at a cut, or at the end.
 
     Attributes:
         at: The address of the cut; None at both ends.
@@ -101,7 +101,7 @@ class DeviceCosts:
 
     @property
     def energy_name(self) -> str | None:
-        """Which joules are known: those above idle where they are, so that a device that waits takes none."""
+        """The kind of energy that is known: net of idle power where possible, so that waiting costs nothing."""
         total = self.profile.total
         known = [name for name in ("net_energy_j", "energy_j") if getattr(total, name) is not None]
         return known[0] if known else None
@@ -120,7 +120,7 @@ class DeviceCosts:
         return [0.0, *until, sums[-1]]
 
     def _open_j(self, cut: Row, own: Sequence[float]) -> float:
-        """What the calls around a cut themselves have taken until then: the part of their time that was over."""
+        """Energy that the calls around a cut have taken themselves until then, by the share of their time."""
         joules, above = 0.0, cut.parent
         while above is not None:
             at = self._addresses[above]

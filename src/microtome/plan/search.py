@@ -92,7 +92,7 @@ class _Placement:
         )
 
     def _first(self) -> _BestPlacements:
-        """What the first device does until each crossing, and until the end."""
+        """Costs of the first device until each crossing, and until the end."""
         encode = torch.cat([self._code(0, "encode_s"), torch.zeros(1, dtype=torch.float64)])
         seconds = self._chain.run_s[0][0, self._ends] + encode
         allowed = self._allowed(0, torch.zeros(1, dtype=torch.int64), seconds[None])[0]
@@ -101,7 +101,7 @@ class _Placement:
         return _BestPlacements(cost.masked_fill(~allowed, inf), seconds.masked_fill(~allowed, inf), None)
 
     def _next(self, device: int, ways: _BestPlacements) -> _BestPlacements:
-        """What comes of the link before, in slices of the crossings after the device."""
+        """Costs after the previous link, in slices of the crossings after the device."""
         sent, sent_second = self._sent(device - 1, ways)
         parts = []
         step = max(_AT_ONCE // max(len(self._places), 1), 1)
@@ -161,7 +161,7 @@ class _Placement:
         return torch.zeros(len(begins), len(ends), dtype=torch.float64) if table is None else table[begins][:, ends]
 
     def _allowed(self, device: int, begins: Tensor, seconds: Tensor, to: slice = slice(None)) -> Tensor:
-        """Where there is room for the part on the device, and it is not too slow."""
+        """Mark the crossings whose part fits on the device and is not too slow."""
         chain = self._chain
         ends = self._ends[to]
         limit = chain.limits.get(chain.sides[device].name, inf)

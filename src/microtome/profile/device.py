@@ -12,7 +12,7 @@ from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.errors import Unsupported
 from microtome.profile.call_tree import CallTree
-from microtome.profile.repeats import Passes, Schedule
+from microtome.profile.repeats import Passes, PassSchedule
 
 DeviceTimeMethod = Literal["kernels", "graph"]
 METHODS: dict[DeviceTimeMethod, str] = {
@@ -85,7 +85,7 @@ class _BackwardMarks(_CallMarks):
         mark(self._open[-1])
 
 
-def kernel_times(runs: Passes, tree: CallTree, schedule: Schedule) -> DeviceTimes:
+def kernel_times(runs: Passes, tree: CallTree, schedule: PassSchedule) -> DeviceTimes:
     """Sum the durations of kernels, copies and fills by the call that launched them."""
     tables: list[DeviceTimes] = []
     passes = 0
@@ -232,7 +232,7 @@ class _GraphEvents(Probe):
         self._ran = False
 
 
-def graph_times(runs: Passes, tree: CallTree, schedule: Schedule) -> DeviceTimes:
+def graph_times(runs: Passes, tree: CallTree, schedule: PassSchedule) -> DeviceTimes:
     """Measure the times between events that are recorded in a graph of the forward, which the host cannot delay.
 
     They include the device's work for an event, and its gaps between kernels.

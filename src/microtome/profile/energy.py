@@ -21,7 +21,7 @@ from microtome.engine.pytree import clone_tensors
 from microtome.errors import BadQuery, SensorFailed, Unsupported, said
 from microtome.inputs import Inputs
 from microtome.profile.call_tree import CallTree
-from microtome.profile.repeats import Passes, Schedule
+from microtome.profile.repeats import Passes, PassSchedule
 from microtome.results.methods import EnergyUse
 from microtome.results.rows import Row
 from microtome.results.spread import Spread
@@ -108,7 +108,7 @@ class _LoopEnergy:
         return median((part.joules - self.idle_w * part.seconds) / part.runs for part in self.parts)
 
 
-def share(runs: Passes, tree: CallTree, meter: Meter, schedule: Schedule, own_s: Sequence[float]) -> Energies:
+def share(runs: Passes, tree: CallTree, meter: Meter, schedule: PassSchedule, own_s: Sequence[float]) -> Energies:
     """Measure the energy of the model in a loop, and share it by the own time of each call."""
     whole = _measure_model(runs, meter, schedule)
     spread = whole.spread(METHODS["share"])
@@ -170,7 +170,7 @@ class _ReplayInputs(Probe):
             self.layers[kind] = (call.module, *copied)
 
 
-def replay(runs: Passes, tree: CallTree, meter: Meter, schedule: Schedule, own_s: Sequence[float]) -> Energies:
+def replay(runs: Passes, tree: CallTree, meter: Meter, schedule: PassSchedule, own_s: Sequence[float]) -> Energies:
     """Measure the energy of each layer on its own, once for layers of the same type, configuration and shapes.
 
     Layers that take the most time come first; the budget may not suffice for all.
@@ -247,7 +247,7 @@ def _collect_layers(
 # -- the whole model ---------------------------------------------------------------------------------------------------
 
 
-def _measure_model(runs: Passes, meter: Meter, schedule: Schedule) -> _LoopEnergy:
+def _measure_model(runs: Passes, meter: Meter, schedule: PassSchedule) -> _LoopEnergy:
     """Measure the idle power, then the energy of the model in a loop."""
     schedule.report("measuring idle power", 0, 2)
     runs.synchronize()

@@ -13,7 +13,7 @@ from microtome.devices.meters import Log, Meter, pick
 from microtome.devices.meters.base import finite
 from microtome.errors import SensorFailed, said
 from microtome.profile.call_tree import CallTree
-from microtome.profile.repeats import Passes, Schedule
+from microtome.profile.repeats import Passes, PassSchedule
 from microtome.profile.timing import Stopwatch
 from microtome.results.methods import Load, Sampling
 
@@ -22,7 +22,7 @@ _MIN_S = 1.0
 
 
 def sample_load(
-    runs: Passes, tree: CallTree, schedule: Schedule, meter: Meter | str | None
+    runs: Passes, tree: CallTree, schedule: PassSchedule, meter: Meter | str | None
 ) -> tuple[list[Load], Sampling]:
     """Return the load of each call, and how it was sampled.
 

@@ -20,7 +20,7 @@ from microtome.profile import device, energy, timing
 from microtome.profile.call_tree import CallTree
 from microtome.profile.energy import Energies, EnergyModel
 from microtome.profile.load import sample_load
-from microtome.profile.repeats import Passes, Schedule, check_calls, passes, to_integer
+from microtome.profile.repeats import Passes, PassSchedule, check_calls, passes, to_integer
 from microtome.results.methods import EnergyUse, MemoryUse, Sampling, Timing
 from microtome.results.rows import Row
 from microtome.results.spread import Spread
@@ -43,7 +43,7 @@ class MeasurementSpec:
     """
 
     measure: frozenset[str]
-    schedule: Schedule
+    schedule: PassSchedule
     depth: int | None = None
     device_time: device.DeviceTimeMethod = "kernels"
     energy: str | EnergyModel = "share"
@@ -51,7 +51,7 @@ class MeasurementSpec:
     backward: bool = False
 
     @classmethod
-    def parse(cls, measure: Collection[str], schedule: Schedule, **options: Any) -> MeasurementSpec | None:
+    def parse(cls, measure: Collection[str], schedule: PassSchedule, **options: Any) -> MeasurementSpec | None:
         """Create one from the arguments of `profile`; None if there is nothing to measure."""
         try:
             quantities = frozenset((measure,) if isinstance(measure, str) else measure)

@@ -82,11 +82,11 @@ def profile(
     spec: MeasurementSpec | None = None
     if not isinstance(measure, tuple) or measure:
         from microtome.profile.measurement import MeasurementSpec
-        from microtome.profile.repeats import Schedule
+        from microtome.profile.repeats import PassSchedule
 
         spec = MeasurementSpec.parse(
             measure,
-            Schedule(repeat, budget_s, warmup, progress),
+            PassSchedule(repeat, budget_s, warmup, progress),
             depth=depth,
             device_time=device_time,
             energy=energy,

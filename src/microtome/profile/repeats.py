@@ -40,7 +40,7 @@ def to_integer(value: Any, name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PassSchedule:
     """The number of passes.
 
     Attributes:
@@ -232,7 +232,7 @@ class Passes:
         for leaf in self._leaves:
             leaf.grad = None
 
-    def warm_up(self, schedule: Schedule) -> int:
+    def warm_up(self, schedule: PassSchedule) -> int:
         """Run passes before measuring, by default until two in a row take about the same time; return their number."""
         if schedule.warmup is not None:
             for done in range(schedule.warmup):

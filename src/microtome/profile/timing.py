@@ -16,7 +16,7 @@ from microtome.devices.statistics import spreads
 from microtome.engine import Call, Probe, Session
 from microtome.inputs import Inputs
 from microtome.profile.call_tree import CallTree
-from microtome.profile.repeats import Passes, Schedule, check_calls
+from microtome.profile.repeats import Passes, PassSchedule, check_calls
 from microtome.results.methods import Timing
 
 METHOD = "two time stamps per call; the minimum cost of the stamps is subtracted"
@@ -121,7 +121,7 @@ class HostTimes(NamedTuple):
     elapsed: torch.Tensor
 
 
-def time_forward(runs: Passes, tree: CallTree, schedule: Schedule) -> tuple[HostTimes, Timing]:
+def time_forward(runs: Passes, tree: CallTree, schedule: PassSchedule) -> tuple[HostTimes, Timing]:
     """Measure the times of calls; return them with the overhead of the measurement."""
     warmups = runs.warm_up(schedule)
     bare: list[float] = []
@@ -156,7 +156,7 @@ def time_forward(runs: Passes, tree: CallTree, schedule: Schedule) -> tuple[Host
     return HostTimes(inclusive, ends), timing
 
 
-def time_backward(runs: Passes, tree: CallTree, schedule: Schedule, timing: Timing) -> tuple[torch.Tensor, Timing]:
+def time_backward(runs: Passes, tree: CallTree, schedule: PassSchedule, timing: Timing) -> tuple[torch.Tensor, Timing]:
     """Measure the seconds of each call's own backward, a row for each pass; return them with the overhead."""
     stamp_s = _backward_stamp_cost()
     table: list[list[float]] = []

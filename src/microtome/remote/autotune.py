@@ -44,7 +44,7 @@ LOSSLESS = ("raw", "lz4", "zstd")
 
 
 class Route(NamedTuple):
-    """How requests go: where the model is cut, and how what crosses is encoded.
+    """The route of requests: the cut, and the codec.
 
     Attributes:
         at: None: it is not cut, and runs here. `""`: the inputs are sent.
@@ -268,7 +268,7 @@ def best_codec(splitter: Splitter, at: str, connection: Connection, codecs: Sequ
 
 
 def way_of(candidate: Candidate) -> Route:
-    """How requests go for a candidate of a plan over two devices."""
+    """Return the route for a candidate of a plan over two devices."""
     if not candidate.at:
         return Route(None, "raw")
     return Route(candidate.at[0] or INPUTS, candidate.codecs[0])

@@ -45,7 +45,7 @@ class CannotBatch(MicrotomeError, ValueError):
 
 @dataclass(frozen=True)
 class Batcher:
-    """How requests at one cut are joined, and their results taken apart.
+    """Join requests at one cut, and split their results.
 
     Attributes:
         grows: The tensors that grow with the batch, by name, and how many rows of each the example has.
@@ -298,7 +298,7 @@ def _map(given: Inputs, change: Any) -> Inputs:
 
 
 def _adding(one: Any, twice: Any, path: tuple[Any, ...] = ()) -> frozenset[tuple[Any, ...]] | None:
-    """Where numbers double; None: something else differs."""
+    """Return the dimensions that double; None: something else differs."""
     if isinstance(one, dict | list) and type(one) is type(twice) and len(one) == len(twice):
         keys = list(one) if isinstance(one, dict) else range(len(one))
         found = [_adding(one[key], twice[key], (*path, key)) for key in keys]

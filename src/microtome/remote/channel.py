@@ -18,7 +18,7 @@ _SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")
 
 @dataclass(frozen=True)
 class Security:
-    """How a client shows who it is, as files, and whom it believes.
+    """Credentials of a client, as files, and the authorities it trusts.
 
     Attributes:
         tls: Whether the connection is encrypted; it is, too, where a file or a name of the server is given.

@@ -71,12 +71,12 @@ class Remote:
 
     @property
     def way(self) -> Route:
-        """Where requests are cut now, and with which codec they go."""
+        """The current cut and codec."""
         return self._way if isinstance(self._way, Route) else self._way.way
 
     @property
     def history(self) -> list[RouteChange]:
-        """When the cut moved, and why; empty if it was not to be found."""
+        """The moves of the cut with their reasons; empty with a fixed cut."""
         return [] if isinstance(self._way, Route) else list(self._way.history)
 
     @property
@@ -86,7 +86,7 @@ class Remote:
 
     @property
     def at(self) -> str | None:
-        """Where requests are cut now; None: nowhere, all runs here."""
+        """The current cut; None: all runs here."""
         return self.way.at
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Who may speak: certificates and tokens."""
+"""Certificates and tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the way to a server is, measured."""
+"""Measure the link to a server."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def raise_open_files() -> None:
 
 
 def _limit() -> int:
-    """How many files this process can open."""
+    """Return the limit of open files of this process."""
     if sys.platform == "win32":
         return 1 << 20
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -169,7 +169,7 @@ def apart(kind: Any, data: bytes) -> tuple[Any, memoryview]:
 
 
 def _long_at(data: bytes) -> int | None:
-    """Where field 15 begins, if it reaches to the end of the message."""
+    """Return the offset of field 15, if it reaches to the end of the message."""
     at = 0
     try:
         while data[at] != _LONG[0]:

@@ -74,7 +74,7 @@ def _bytes_of(several: Sequence[TensorSpec]) -> int:
 
 
 def _growth(now: Sequence[TensorSpec], example: Sequence[TensorSpec]) -> float:
-    """How much larger an output may be: by the bytes of the inputs and, for the square of a length, by the longest."""
+    """Bound the growth of an output: by the bytes of the inputs and, for squares of a length, by the longest."""
     before = _bytes_of(example)
     more = max(_bytes_of(now) / before, 1.0) if before else 1.0
     if not _have_same_ranks(now, example):

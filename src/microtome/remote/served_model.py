@@ -148,7 +148,7 @@ class ServedModel:
             return self._made[at]
 
     def _joiner(self, at: str) -> Batcher | None:
-        """How requests at a cut are computed together; learned when it is first asked for."""
+        """Return the batcher of a cut; made when it is first asked for."""
         if at in self._joiners or self._splitter is None:
             return self._joiners.get(at)
         head: Callable[..., Boundary]

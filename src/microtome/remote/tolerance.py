@@ -49,7 +49,7 @@ def is_near(joined: Any, alone: Any, allowed: Sequence[Tensor]) -> bool:
 
 
 def _are_close(one: Tensor, other: Tensor, allowed: Tensor) -> Tensor:
-    """Where two tensors are equal, both NaN, or finite and no further apart than is allowed."""
+    """Compare two tensors by element: equal, both NaN, or finite and within the tolerance."""
     apart = (one.to(torch.float64) - other.to(torch.float64)).abs()
     near = one.isfinite() & other.isfinite() & (apart <= allowed) & one.is_floating_point()
     return (one == other) | (one.isnan() & other.isnan()) | near

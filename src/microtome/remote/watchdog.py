@@ -101,7 +101,7 @@ class Watchdog:
         log.warning("disconnected", extra={"peer": call.peer, "reason": "it does not take its replies"})
 
     def _end_slow_upload(self, now: float) -> None:
-        """Where requests wait for room, end the slowest one of those that come in parts and take long."""
+        """End the slowest upload in parts while other requests wait for room."""
         slow = [
             (call.upload.rate(now), id(call), call)
             for call in self._service.calls

@@ -30,7 +30,7 @@ _CALLS = 16, 256
 
 
 class Limits(NamedTuple):
-    """How much a server takes.
+    """Limits of a server.
 
     Attributes:
         max_message: Bytes of a request.
@@ -59,7 +59,7 @@ class Limits(NamedTuple):
 
     @property
     def calls(self) -> int:
-        """How many may be open: as many as have room for a message on its way."""
+        """The most calls that may be open: as many as have room for a message in flight."""
         return min(max(self.share // PART, _CALLS[0]), _CALLS[1])
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CallStructure:
-    """What a call took and gave.
+    """The structure of the arguments and the output of a call.
 
     Attributes:
         output: The structure of what it returned.
@@ -103,7 +103,7 @@ class Analysis:
 
     @cached_property
     def dataflow(self) -> Dataflow:
-        """How the arguments and outputs of each call were computed."""
+        """Digests of the computation of each call's arguments and outputs."""
         given = [() if shape.called is None else shape.called.plain for shape in self.shapes]
         return Dataflow(self.trace, given, self.scalars, self.draws)
 
@@ -230,7 +230,7 @@ class Analysis:
 
 
 class _Before(NamedTuple):
-    """What is compared when a call ends with what was when it began: its arguments, and its module's attributes."""
+    """State at the beginning of a call, compared at its end: its arguments, and its module's attributes."""
 
     given: CallArguments
     own: dict[str, Any]

@@ -173,7 +173,7 @@ class BackwardSlice:
         )
 
     def _begin(self) -> None:
-        """What is needed of the model's arguments."""
+        """Return the arguments of the model that are needed."""
         for at, value in enumerate(self._trace.calls[0].inputs):
             memory = self._liveness.memory[value]
             if value in self._needs.get(memory, ()):

@@ -1,4 +1,4 @@
-"""What crosses between two halves of a split model."""
+"""The boundary between two stages of a split model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _bytes_of = lru_cache(parse_size)  # nearly always the same
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Boundary:
-    """What the head of a split model made and its tail needs.
+    """The values that cross from the head of a split model to its tail.
 
     >>> boundary = Boundary("layer2", "8d1f", {"layer2": torch.ones(2, 3)}, {"batch": 2})
     >>> boundary
@@ -52,12 +52,12 @@ class Boundary:
 
     @property
     def nbytes(self) -> int:
-        """What the tensors take."""
+        """The bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def about(self) -> dict[str, JSON]:
-        """What it says beside its tensors."""
+        """The metadata beside the tensors."""
         return {"at": self.at, "fingerprint": self.fingerprint, "facts": self.facts}
 
     def to(self, device: torch.device | str) -> Self:
@@ -80,7 +80,7 @@ class Boundary:
     def from_bytes(
         cls, data: bytes | bytearray | memoryview, *, limit: int | str = "4GB", most: int | None = None
     ) -> Self:
-        """What `to_bytes` made bytes of.
+        """Read the bytes of `to_bytes`.
 
         The tensors are on the CPU, in memory of their own, with the strides and the alignment they had: kernels round
         by these. No code is run for what the bytes say, and damage is found out; who can forge bytes can forge a

@@ -1,4 +1,4 @@
-"""What a call is given, and what became of that when the call ends."""
+"""The arguments of a call, and their mutations when it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from microtome.split.structure_spec import strange_in
 
 
 class CallArguments(NamedTuple):
-    """What a call is given, as it was when the call began.
+    """The arguments of a call when it began.
 
     Attributes:
         tensors: The tensors, each as often as it is given.
@@ -36,12 +36,12 @@ class CallArguments(NamedTuple):
     states: list[Any]
 
     def written(self) -> Iterator[int]:
-        """Which tensors were written into since; none under inference mode, where torch does not count that."""
+        """Tensors that were mutated since; none under inference mode, where torch has no version counters."""
         pairs = zip(self.tensors, self.versions, strict=True)
         return (at for at, (tensor, version) in enumerate(pairs) if version_of(tensor) != version)
 
     def refilled(self) -> Iterator[int]:
-        """Which holders hold something else now."""
+        """Containers whose contents changed since."""
         pairs = zip(self.holders, self.held, strict=True)
         return (at for at, (holder, held) in enumerate(pairs) if _differ(held, _held(holder)))
 
@@ -51,7 +51,7 @@ class CallArguments(NamedTuple):
 
 
 def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-    """What a call is given, as it is now."""
+    """Record the arguments of a call."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # by far the most frequent
         return CallArguments([args[0]], [version_of(args[0])], [], [], [], [])
     tensors = list(tensor_occurrences((args, kwargs)))

@@ -32,7 +32,7 @@ _SCHEMA = 2  # since calls are numbered by rank
 
 @dataclass(frozen=True)
 class _SavedStage:
-    """What a folder says of a stage.
+    """A stage as described in a folder.
 
     Attributes:
         file: Its weights.
@@ -49,7 +49,7 @@ class _SavedStage:
 
 @dataclass(frozen=True)
 class _SavedSplit:
-    """What a folder says of a split model.
+    """A split model as described in a folder.
 
     Attributes:
         at: The addresses of the cuts.

@@ -1,4 +1,4 @@
-"""How tensors are made smaller to travel: a lossy step, then a compressing one, each of which may be missing.
+"""Codecs of tensors that cross: an optional lossy step, then an optional compression.
 
 =================  ===========================================================  ======================================
 name               what becomes of a tensor                                     error of an element x

@@ -15,7 +15,7 @@ _DEEPEST = 12
 
 
 class Difference(NamedTuple):
-    """Where two values differ.
+    """A difference between two values, and its place.
 
     Attributes:
         place: Where in the value, such as `[0].logits`; empty for the value itself.
@@ -29,7 +29,7 @@ class Difference(NamedTuple):
 
 
 def differences(one: Any, other: Any, place: str = "", depth: int = 0) -> Iterator[Difference]:
-    """Where two values differ. Objects are looked into, such as a cache of keys."""
+    """Find the differences between two values, inside objects such as a KV cache, too."""
     if depth > _DEEPEST or one is other:
         return
     if isinstance(one, Tensor) and isinstance(other, Tensor):

@@ -12,7 +12,7 @@ Needs = dict[int, dict[int, bool]]
 
 
 class ValueLocation(NamedTuple):
-    """Where a value is found in a run of the head.
+    """The location of a value in a run of the head.
 
     Attributes:
         call: The call that returned it, or that wrote into it, as an index; None: an input of the model, or drawn.

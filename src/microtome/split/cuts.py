@@ -21,7 +21,7 @@ from microtome.split.liveness import Liveness
 
 
 def cuts(model: nn.Module, inputs: Any) -> Cuts:
-    """Where the model can be cut so that head and tail give together exactly what the model gives.
+    """List every cut at which head and tail give together exactly what the model gives.
 
     The model is run once, on tensors without values where it allows that. A cut is at the exit of a call: of every
     module that runs, however deep.
@@ -81,7 +81,7 @@ def list_cuts(model: nn.Module, seen: Analysis) -> Cuts:
 
 
 def _everywhere(seen: Analysis) -> str | None:
-    """Why no cut at all is exact."""
+    """Return the reason why no cut at all is exact."""
     if seen.draws and len(seen.scalars) != len(seen.trace.ops):  # in a backward that the forward runs
         return "the model draws random numbers, and it is not known in which of its operators"
     if seen.inputs.strange is not None:
@@ -90,7 +90,7 @@ def _everywhere(seen: Analysis) -> str | None:
 
 
 def _memory_refusal(seen: Analysis, crossing: Crossing) -> str | None:
-    """Why a tensor that the model keeps, and writes into as it runs, would differ between the sides."""
+    """Return the reason why a tensor that the model keeps and mutates would differ between the sides."""
     trace, around = seen.trace, {level.call.index for level in crossing.levels}
 
     def side(op: Op) -> str:
@@ -137,7 +137,7 @@ def _refusal(seen: Analysis, call: TracedCall) -> str | None:
 
 
 def crossing_refusal(seen: Analysis, crossing: Crossing) -> str | None:
-    """Why what the head does cannot be told to the tail."""
+    """Return the reason why an effect of the head cannot be replayed in the tail."""
     trace = seen.trace
     again: set[str] | None = None
     for level in crossing.levels:
@@ -160,7 +160,7 @@ def crossing_refusal(seen: Analysis, crossing: Crossing) -> str | None:
 
 
 def _chance(seen: Analysis, crossing: Crossing) -> str | None:
-    """Why the two sides may not draw the same, or make other calls than this run did."""
+    """Return the reason why the two sides may draw other random numbers, or make other calls than this run."""
     if not seen.varying and not seen.python_draws:
         return None
     calls, position = seen.trace.calls, seen.ending.index(crossing.cut)
@@ -184,7 +184,7 @@ def _chance(seen: Analysis, crossing: Crossing) -> str | None:
 
 
 def _hooked(seen: Analysis, crossing: Crossing, call: TracedCall) -> str | None:
-    """Why the tail would miss a forward hook: it runs those of calls that are left out, not those of calls inside."""
+    """Return the reason why the tail would miss a forward hook: it runs those of skipped calls, not of calls inside."""
     around = {level.call.path for level in crossing.levels}
     for inside in seen.trace.below(call):
         for path, names in seen.shapes[inside.index].hooked if inside is not call else ():
@@ -232,7 +232,7 @@ def _when(seen: Analysis, place: ValueLocation) -> tuple[int, int]:
 
 
 def place_name(seen: Analysis, place: ValueLocation) -> str:
-    """What a value that crosses is called: by the call that gave it, with its place where that gave several."""
+    """Name a value that crosses by the call that returned it, with its index where there are several."""
     if place.draw is not None:
         op = seen.trace.ops[place.draw]
         number = list(seen.draws).index(place.draw)
@@ -296,7 +296,7 @@ class _Counts:
 
 
 class _Sums:
-    """How many parameters there are before a time, and their bytes."""
+    """The number of parameters before a time, and their bytes."""
 
     def __init__(self, timed: list[tuple[int, Value]]) -> None:
         self._times = [time for time, _ in timed]

@@ -80,7 +80,7 @@ class Entry:
 
     @property
     def needs_bytes(self) -> int:
-        """What reading it takes at most."""
+        """The most memory that reading it takes."""
         need = sum(piece.nbytes for piece in self.pieces)
         if not self.values.elements:  # its other dimensions cost nothing to send, and a model may allocate by them
             need += math.prod(max(extent, 1) for extent in self.values.shape) * self.dtype.itemsize
@@ -94,7 +94,7 @@ class Entry:
 
 
 def decode(data: Any, limit: int, most: int | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What is said of a boundary, and its tensors.
+    """Decode the metadata and the tensors of a boundary.
 
     Raises:
         BadBoundary: If it is none, is damaged, needs more than `limit` bytes, or has tensors of more than `most`.
@@ -172,7 +172,7 @@ def _read_json(text: bytes) -> dict[str, Any]:
 
 
 def _entry(number: int, fields: Any) -> Entry:
-    """What the header says of a tensor, checked."""
+    """Check and return the header's entry of a tensor."""
     try:
         return _read_entry(**fields)
     except (TypeError, ValueError, RecursionError) as error:

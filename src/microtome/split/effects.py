@@ -1,4 +1,4 @@
-"""What a boundary says of the calls before a cut, and how what they did is done again without them."""
+"""Replay the side effects of skipped calls from what a boundary recorded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def draws_of(boundary: Boundary) -> list[Any]:
 
 
 def uses(entries: Iterable[Any]) -> Counter[str]:
-    """How often each tensor is asked for."""
+    """Count the uses of each tensor."""
     known = [entry for entry in entries if is_entry(entry)]
     items = [item for entry in known for item in (*entry["t"], *entry.get("a", {}).values())]
     names = [item[0] if isinstance(item, list) and item else item for item in items]
@@ -75,7 +75,7 @@ def sharing(tensors: dict[str, Tensor]) -> list[str]:
 
 
 def shared(boundary: Boundary) -> frozenset[str]:
-    """What `sharing` said of a boundary; all of it, where nothing was said."""
+    """Return what `sharing` recorded in a boundary; all of it, where nothing was recorded."""
     said_ = boundary.facts.get("shared")
     known = isinstance(said_, list) and all(isinstance(name, str) for name in said_)
     return frozenset(said_ if known and isinstance(said_, list) else boundary.tensors)
@@ -122,7 +122,7 @@ def first_places(tensors: list[Tensor]) -> list[int]:
 
 
 def choose_sent(sent: dict[int, SentValue], firsts: list[int], at: int, of: str) -> SentValue | None:
-    """How a tensor crosses that may be at several places, though it was not on the example; None: it does not."""
+    """Choose how a tensor crosses that may be at several places, though not on the example; None: it does not."""
     wanted = [sent[other] for other, first in enumerate(firsts) if first == firsts[at] and other in sent]
     if len({(one.copied, one.joined) for one in wanted}) > 1:
         names = " and ".join(dict.fromkeys(repr(one.name) for one in wanted))
@@ -153,7 +153,7 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def view(of: Tensor, item: Any, step: SkippedCall, sizes: SizeBudget) -> Tensor:
-    """What a call that is left out made of an argument: the same memory in another shape."""
+    """Return the view that a skipped call made of an argument: the same memory in another shape."""
     of = awake(of)
     try:
         strides, shape, new_strides, offset = item
@@ -202,7 +202,7 @@ def is_argument(step: SkippedCall, at: int, tensor: Tensor, arguments: list[Tens
 
 
 def as_other(step: SkippedCall, at: int, tensor: Tensor, arguments: list[Tensor]) -> dict[str, Any]:
-    """What is said of a tensor that is not sent: which argument it is, if that was the same tensor on the example."""
+    """Describe a tensor that is not sent by the argument that it was on the example."""
     of = step.same[at]
     for other, argument in enumerate(arguments[: len(step.taken)]):
         if of is not None and step.taken[other] == step.taken[of] and awake(argument) is awake(tensor):
@@ -225,14 +225,14 @@ def _share(tensor: Tensor, others: list[Tensor]) -> bool | None:
 
 
 def as_ghost(tensor: Tensor) -> dict[str, Any]:
-    """What is said of a tensor that is not sent."""
+    """Describe a tensor that is not sent."""
     strides = None if tensor.is_contiguous() else list(tensor.stride())
     item = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "strides": strides}
     return {**item, "requires_grad": True} if tensor.requires_grad and torch.is_grad_enabled() else item
 
 
 def contents(step: SkippedCall, holder: Any, tensors: list[Tensor], arguments: list[Tensor]) -> list[Any]:
-    """What a call has put into a list or a dict: texts and numbers, what it returns or was given, ghosts of others."""
+    """Describe what a call has put into a list or a dict: plain values, its outputs or arguments, placeholders."""
     keys = list(holder) if isinstance(holder, dict) else None
     items: list[Any] = []
     for item in holder.values() if isinstance(holder, dict) else holder:

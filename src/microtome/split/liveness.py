@@ -1,4 +1,4 @@
-"""What a tail needs of its head: walked back from what the tail reads."""
+"""Liveness: the values that a tail needs of its head, found backwards from what the tail reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INDEX = "aten.index.Tensor"
 
 
 class Liveness:
-    """What is needed at each cut of one run."""
+    """The values that are live at each cut of one run."""
 
     def __init__(self, study: Analysis) -> None:
         self.study = study
@@ -31,7 +31,7 @@ class Liveness:
         self._live: dict[frozenset[int], list[Needs]] = {}
 
     def crossing(self, cut: TracedCall, more: Iterable[ValueLocation] = ()) -> Crossing:
-        """What crosses a cut at the exit of this call, and what was found to be wanted beside that."""
+        """Compute the values that cross at the exit of this call, and those that were found to be needed, too."""
         crossing = Crossing(cut, self._levels(cut))
         left = self.study.state.left_by_tail(crossing, self._trace.calls)
         forced: set[int] = set()
@@ -107,7 +107,7 @@ class Liveness:
         return self._live[left]
 
     def _walk_back(self, left: frozenset[int]) -> list[Needs]:
-        """What the operators from each on, the output, and what is left to the next run, need."""
+        """Compute the needs of the operators from each on, of the output, and of the next run."""
         needs: Needs = {}
         for at in (*self._trace.calls[0].outputs, *self.study.held, *left):
             self.need(needs, at)
@@ -133,7 +133,7 @@ class Liveness:
         return tuple(reversed(levels))
 
     def reads_until(self, cut: TracedCall, skipped: Container[int]) -> list[Read]:
-        """What Python code reads until a cut, or right after it, in calls that are not left out."""
+        """Return the reads of Python code until a cut, or right after it, in calls that are not skipped."""
         found = (read for at, reads in self._reads.items() if at <= cut.ends for read in reads)
         return [read for read in found if not self._is_inside(read.call, skipped)]
 

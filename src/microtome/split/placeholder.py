@@ -93,7 +93,7 @@ class Placeholder(Tensor):
         return f"<Ghost of {self.of}, {tuple(self.shape)}>"
 
     def _living(self, how: str) -> Tensor:
-        """What it has become, for what torch does without an operator."""
+        """Return the tensor that it has become, for what torch does without an operator."""
         if self.alive is None:
             raise PlaceholderRead(f"{how} reads values of {self.of}, which did not cross the cut", self)
         return self.alive
@@ -153,7 +153,7 @@ def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def awake(tensor: Tensor) -> Tensor:
-    """What a tensor has become, if it was a ghost."""
+    """Return the tensor that a placeholder has become; any other tensor as it is."""
     return tensor.alive if isinstance(tensor, Placeholder) and tensor.alive is not None else tensor
 
 

@@ -99,7 +99,7 @@ def _check_count(count: int, trail: Schedule) -> None:
 
 
 def _checked(boundary: Boundary, trail: Schedule | None) -> list[dict[str, Any]]:
-    """What the boundary says of each draw; checked, since it comes from elsewhere."""
+    """Return the boundary's entry of each draw, checked, since it comes from elsewhere."""
     assert trail is not None
     entries = draws_of(boundary)
     got = [(entry.get("name"), len(entry["t"])) for entry in entries if is_entry(entry)]

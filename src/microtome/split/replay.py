@@ -122,7 +122,7 @@ class StageRun(Probe):
         return self._skip is not None and self._skip[0] is call and get_ident() == self._thread
 
     def output(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call that is left out gives: what was sent of it, and ghosts for the rest."""
+        """Return the output of a skipped call: what was sent, and placeholders for the rest."""
         assert self._skip is not None
         assert self._replay is not None
         step = self._skip[1]

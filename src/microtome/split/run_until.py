@@ -16,7 +16,7 @@ from microtome.split.stages import Splitter
 
 
 class Until(NamedTuple):
-    """What `run_until` gives.
+    """The result of `run_until`.
 
     Attributes:
         boundary: What the rest of the model needs.

@@ -1,4 +1,4 @@
-"""What crosses a cut as bytes: how they lie, and that nothing else is taken for them.
+"""The wire format of a boundary.
 
 ::
 
@@ -174,5 +174,5 @@ def _check_json(value: object, where: str) -> None:
 
 
 def gap(end: int) -> int:
-    """How far it is to where the next part may begin."""
+    """Return the padding before the next part."""
     return -end % ALIGN

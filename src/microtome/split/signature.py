@@ -96,7 +96,7 @@ class _Description(NamedTuple):
         return f"{type(value).__name__}({inside})"
 
     def _items(self, value: Any) -> list[tuple[str, Any]] | None:
-        """What a structure holds, by name; None: it is no structure."""
+        """Return the items of a structure by name; None: it is no structure."""
         if isinstance(value, set | frozenset):
             known = all(isinstance(item, bool | int | float | str | bytes | None) for item in value)
             return [("" if known else UNKNOWN, item) for item in sorted(value, key=repr)]
@@ -117,7 +117,7 @@ def _key_of(key: Any) -> str:
 
 
 def _text_of(value: Any, model: nn.Module | None) -> str:
-    """What tells a value that is no structure apart from others, in any process."""
+    """Describe a value that is no structure, the same in any process."""
     kind = type(value).__name__
     if isinstance(value, Enum):
         return f"{kind}.{value.name}"

@@ -62,7 +62,7 @@ def stated_bytes(shape: Sequence[int], strides: Sequence[int] | None, dtype: tor
 
 
 class SizeBudget:
-    """What a boundary may still state. One that was made in this process may state anything."""
+    """The sizes that a boundary may still state. One that was made in this process may state anything."""
 
     def __init__(self, boundary: Boundary | None = None, example: Volume | None = None) -> None:
         self._left: int | None = None

@@ -83,7 +83,7 @@ class Stage:
 
     @property
     def device(self) -> torch.device | None:
-        """Where it computes: where the first of its weights lies, or of the model's if it reads none; None: unknown."""
+        """The device of its first weight, or of the model's if it has none; None: unknown."""
         own = (tensor_at(self.model, name) for name in self._needed)
         for tensor in chain(own, self.model.parameters(), self.model.buffers()):
             if tensor is not None and not tensor.is_meta:

@@ -43,7 +43,7 @@ _NO_LIMIT = 1 << 62  # the example is the user's own
 
 
 class CodecTrial(NamedTuple):
-    """What a codec did to what crosses on the example, and so to the model's output.
+    """The effect of a codec on the example: bytes that cross, and the change of the model's output.
 
     Attributes:
         nbytes: What was sent, over all cuts.
@@ -179,7 +179,7 @@ class Splitter:
 
     @property
     def state(self) -> str | None:
-        """What the model reads that earlier runs of it wrote, in words; None: nothing."""
+        """A description of the state that the model carries between runs; None: it has none."""
         return self._seen.carried
 
     @property
@@ -256,7 +256,7 @@ class Splitter:
         ]
 
     def places(self, chosen: Sequence[Cut], more: Sequence[set[ValueLocation]]) -> list[set[ValueLocation]]:
-        """Where all is found that crosses each of these cuts."""
+        """Return the locations of all values that cross each of these cuts."""
         ending = self._seen.ending
         pairs = zip(chosen, more, strict=True)
         return [set(self._liveness.crossing(ending[cut.index], places).values) for cut, places in pairs]
@@ -321,7 +321,7 @@ class Splitter:
         return f"{worst.what}; two runs of the whole model differ so too"
 
     def _kept_before(self, cut: Cut) -> dict[str, set[str]]:
-        """What calls before a cut keep as attributes of their modules, by the path of each."""
+        """Return the attributes that calls before a cut set on their modules, by path."""
         seen, kept = self._seen, dict[str, set[str]]()
         levels = self._liveness.crossing(seen.ending[cut.index]).levels if seen.is_noisy else ()
         for skipped in (call for level in levels for call in level.skipped):

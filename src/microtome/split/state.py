@@ -64,7 +64,7 @@ class State:
         return None
 
     def refusal(self, crossing: Crossing, calls: tuple[TracedCall, ...]) -> str | None:
-        """Why a cut would part state from who reads it; None: it does not."""
+        """Return the reason why a cut would separate state from its reader; None: it does not."""
         if not self.writes:
             return None
         for location, written, read in self._sides(crossing, calls):
@@ -106,7 +106,7 @@ def _told(sides: set[str]) -> str:
 
 
 class _Sides:
-    """Which side of a cut does something."""
+    """The sides of a cut on which something happens."""
 
     def __init__(self, crossing: Crossing, calls: tuple[TracedCall, ...]) -> None:
         self._calls = calls
@@ -292,7 +292,7 @@ def _tensors_of(value: Any, depth: int) -> Iterator[Tensor]:
 
 
 def compare_runs(one: StateProbe, other: StateProbe) -> set[Access]:
-    """Where two runs that make the same calls differ in operators, or in arguments that are no tensors."""
+    """Find where two runs with the same calls differ in operators, or in arguments that are no tensors."""
     return {access for access in one.told.keys() | other.told.keys() if one.told.get(access) != other.told.get(access)}
 
 

@@ -1,4 +1,4 @@
-"""What modules take and return, taken apart into tensors, plain values and the structure around them."""
+"""Structures of arguments and outputs: flatten them into tensors and plain values, and rebuild them."""
 
 from __future__ import annotations
 

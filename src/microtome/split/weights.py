@@ -1,4 +1,4 @@
-"""Which weights a part of a model reads, and what tells two models apart."""
+"""The weights of a stage, and the fingerprint of a model."""
 
 from __future__ import annotations
 

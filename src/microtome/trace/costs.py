@@ -15,7 +15,7 @@ from microtome.results.trace import Trace
 
 @dataclass
 class TraceCosts:
-    """What formulas say of a run, independent of a convention.
+    """Costs of the operators of a run, independent of a convention.
 
     Attributes:
         ops: The cost of each operator; None where no formula is known.

@@ -1,4 +1,4 @@
-"""What is asked of an operator each time that it runs, found out once."""
+"""Facts about an operator that do not change between its calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which module runs now, in the forward and in the backward."""
+"""The module that runs now, in the forward and in the backward."""
 
 from microtome.track.tracker import Tracker, track
 

@@ -39,7 +39,7 @@ def names() -> tuple[str, ...]:
 
 
 def parts(name: str) -> tuple[Callable[..., nn.Module], Callable[[], Inputs]]:
-    """What makes the model, and what makes inputs for it."""
+    """Return the functions that make the model and its inputs."""
     if name not in _MODELS:
         near = difflib.get_close_matches(name, _MODELS, n=1, cutoff=0.4)
         hint = f"Did you mean {near[0]!r}? " if near else ""

@@ -29,7 +29,7 @@ def import_torchvision() -> ModuleType:
 
 
 def operators_note() -> tuple[str, ...]:
-    """What was done to let torchvision be imported; nothing where it imported by itself."""
+    """Notes on how torchvision was made to import; empty where it imported by itself."""
     if not _declared:
         return ()
     return (

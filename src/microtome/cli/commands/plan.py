@@ -106,7 +106,7 @@ def plan(
 
 
 def _cuts(found: Resolved, codecs: tuple[str, ...]) -> tuple[Any, Any]:
-    """Where the model can be cut; and, if codecs are named, what they cost here, those of the inputs included."""
+    """List the cuts; if codecs are named, also measure their costs here, those of the inputs included."""
     with running(found), torch.no_grad():
         cuts = find_cuts(found.model, found.inputs)
         if not codecs:

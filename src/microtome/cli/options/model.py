@@ -1,4 +1,4 @@
-"""How a command is told which model to open: MODEL, `--input`, `--arg`."""
+"""Options that name the model and its inputs: MODEL, `--input`, `--arg`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def resolve(model: str, inputs: str | None, args: dict[str, Any], **options: Any
 
 
 def run(found: Resolved) -> Any:
-    """What the model returns for its inputs."""
+    """Run the model on its inputs."""
     with running(found):
         return found.inputs.run(found.model)
 

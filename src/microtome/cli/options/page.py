@@ -35,7 +35,7 @@ def refuse_unseen(file: str | None, *, is_opened: bool) -> None:
 
 
 def page_cuts(found: Resolved, device: str | None) -> Cuts | None:
-    """Where the model can be cut, which the page weighs by times; None, with a note, where that cannot be said."""
+    """List the cuts of the model for the page; print a note and return None where that fails."""
     found = placed(found, device)
     try:
         with working(f"cutting {found.name}"), torch.no_grad():

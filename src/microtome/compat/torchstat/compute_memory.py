@@ -24,7 +24,7 @@ def compute_memory(module: nn.Module, inp: Any, out: Any) -> tuple[int, int]:
 
 
 def num_params(module: nn.Module) -> int:
-    """How many trainable parameters a module has."""
+    """Count the trainable parameters of a module."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 

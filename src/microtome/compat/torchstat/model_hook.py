@@ -28,7 +28,7 @@ _NOT_RUN = (0, 0, 0)
 
 
 class _ModelRun(NamedTuple):
-    """What one call of a module did. Of one that has children, only the shapes."""
+    """Shapes and costs of one call of a module; of one with children, the shapes alone."""
 
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class _ModelRun(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleStat:
-    """What a module did in a forward of one image, all its runs together.
+    """Costs of a module in a forward of one image, all its runs together.
 
     Attributes:
         leaf: Whether it has no children. What a module with children costs is what they cost.

@@ -94,7 +94,7 @@ class StatNode:
         return 1 + max((child.depth for child in self.children), default=0)
 
     def find_child_index(self, child_name: str) -> int:
-        """Where in `children` the child of this name is; -1 if there is none."""
+        """Return the index in `children` of the child of this name; -1 if there is none."""
         return next((at for at, child in enumerate(self.children) if child.name == child_name), -1)
 
     def add_child(self, node: StatNode) -> None:

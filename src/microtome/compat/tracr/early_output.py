@@ -24,7 +24,7 @@ class HookExitException(Exception):
 
 @dataclass(eq=False)
 class EarlyOutput:
-    """What an edge gives a cloud; called, the banked outputs: those of the layer where it stopped and of `save_layers`.
+    """The output of an edge for a cloud; called, the banked outputs of the last layer and of `save_layers`.
 
     Two are equal if their banked outputs are, tensor by tensor.
 
@@ -57,13 +57,13 @@ class EarlyOutput:
         return getattr(self.inner_dict, "shape", None)
 
     def to_bytes(self, codec: str = "raw") -> bytes:
-        """What a cloud needs, as bytes; see `Boundary.to_bytes`."""
+        """Serialize for a cloud; see `Boundary.to_bytes`."""
         boundary = self.known_boundary()
         return replace(boundary, facts={**boundary.facts, "layer": self.layer}).to_bytes(codec)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, *, limit: int | str = "4GB") -> Self:
-        """What `to_bytes` made bytes of. Of the banked outputs, it holds that of the last layer if the cloud needs it.
+        """Read the bytes of `to_bytes`. Of the banked outputs, it holds that of the last layer if the cloud needs it.
 
         Args:
             limit: The most memory that reading may take; see `Boundary.from_bytes`.

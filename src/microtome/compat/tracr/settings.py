@@ -1,4 +1,4 @@
-"""What a wrapped model is told: by its arguments, or by tracr's configuration."""
+"""Settings of a wrapped model: its arguments, or tracr's configuration."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def training_of(mode: str) -> bool:
 
 
 def quantities(collect: bool | Collection[str]) -> tuple[str, ...]:
-    """What to measure, by name; True for time, energy and load."""
+    """The quantities to measure, by name; True for time, energy and load."""
     if isinstance(collect, bool):
         return ("time", "energy", "load") if collect else ()
     names = (collect,) if isinstance(collect, str) else tuple(collect)

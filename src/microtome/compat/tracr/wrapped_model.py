@@ -198,7 +198,7 @@ class WrappedModel(nn.Module):
 
     @property
     def device(self) -> str:
-        """Where the model lies."""
+        """The device of the model."""
         return device_of(self.model)
 
     @property

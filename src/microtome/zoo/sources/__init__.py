@@ -1,4 +1,4 @@
-"""Where models come from: one file a source, each with `names`, what it can build, and `find`."""
+"""Sources of models: one file for each, with `names`, which it can build, and `find`."""
 
 from __future__ import annotations
 

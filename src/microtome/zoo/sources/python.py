@@ -94,7 +94,7 @@ def _check_arguments(name: str, target: Callable[..., Any], args: dict[str, Any]
 
 
 def _example(model: nn.Module, module: ModuleType) -> Any:
-    """What the model's class, or else the module, calls `example_inputs`."""
+    """Return `example_inputs` of the model's class, or else of the module."""
     example = getattr(model, "example_inputs", None)
     if example is None:
         example = getattr(module, "example_inputs", None)

@@ -1,4 +1,4 @@
-"""What a source says about a model before it is built."""
+"""A model as its source describes it before it is built."""
 
 from __future__ import annotations
 
