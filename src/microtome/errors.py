@@ -26,27 +26,27 @@ Each also derives from the builtin a caller would expect (`TypeError`, `LookupEr
 from __future__ import annotations
 
 
-def printable(text: str, keep: str = "") -> str:
-    """Text without what would move the cursor, change colours, break the line or reverse the direction of writing.
+def sanitize_text(text: str, keep: str = "") -> str:
+    """Replace unprintable characters, such as terminal escapes, line breaks and bidirectional overrides.
 
-    Whatever a peer, a file or a model named passes here before it is shown: in errors, logs and tables.
+    Text from a peer, a file or a model passes through here before it is shown in errors, logs or tables.
 
     Args:
-        keep: Characters that stay as they are.
+        keep: Unprintable characters to leave in place.
 
-    >>> printable("new\\nline, \\x1b[31mred, r\\u202etl")
+    >>> sanitize_text("new\\nline, \\x1b[31mred, r\\u202etl")
     'new�line, �[31mred, r�tl'
     """
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() or one in keep else "\N{REPLACEMENT CHARACTER}" for one in text)
+    return "".join(char if char.isprintable() or char in keep else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 class MicrotomeError(Exception):
     """Base of every error that microtome raises on purpose. Its message can be printed, whatever it quotes."""
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(printable(message, keep="\n"))
+        super().__init__(sanitize_text(message, keep="\n"))
 
 
 class NotAModule(MicrotomeError, TypeError):
@@ -129,10 +129,10 @@ class ProbeError(MicrotomeError, RuntimeError):
         self.address = address
 
 
-def said(error: BaseException) -> str:
-    """An exception of somebody else's code in one line."""
-    # A SyntaxError's text says the line too, which is said beside it.
+def describe_error(error: BaseException) -> str:
+    """Format an exception as one sanitized line: its type, then the first line of its message."""
+    # str() of a SyntaxError also names the file and line, which its callers report themselves.
     lines = str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines()
     text = lines[0] if lines else ""
-    text = printable(text[:300]) + ("…" if len(text) > 300 else "")
+    text = sanitize_text(text[:300]) + ("…" if len(text) > 300 else "")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -10,7 +10,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from microtome.errors import BuildFailed, NoMatch, said
+from microtome.errors import BuildFailed, NoMatch, describe_error
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise BuildFailed(f"{path} cannot be imported: {said(error)}{line_of(error, file)}") from error
+        raise BuildFailed(f"{path} cannot be imported: {describe_error(error)}{line_of(error, file)}") from error
     return module
 
 

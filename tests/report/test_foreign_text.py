@@ -16,7 +16,7 @@ import pytest
 
 import microtome as mt
 from microtome import zoo
-from microtome.errors import BadFile, MicrotomeError, RemoteError, printable, said
+from microtome.errors import BadFile, MicrotomeError, RemoteError, describe_error, sanitize_text
 from microtome.remote.logs import JsonLines
 from microtome.report.formats import csv_text
 from microtome.results.base import Result, parse
@@ -108,20 +108,20 @@ def test_no_text_of_a_result_reaches_terminal_table_or_spreadsheet_as_anything_e
         except (MicrotomeError, KeyError, ValueError):  # a name that something else refers to
             continue
         found += 1
-        assert printable(text, keep="\n") == text
+        assert sanitize_text(text, keep="\n") == text
         with monkeypatch.context() as terminal:
             terminal.setattr(sys.stdout, "isatty", lambda: True)
             terminal.delenv("NO_COLOR", raising=False)
             terminal.setenv("TERM", "xterm-256color")
             coloured = COLOURS.sub("", str(result))
-        assert printable(coloured, keep="\n") == coloured
+        assert sanitize_text(coloured, keep="\n") == coloured
         check_markdown(result.to_markdown())
         check_csv(result.to_csv())
     assert found > 2
 
 
 def check_markdown(text: str) -> None:
-    assert printable(text, keep="\n\N{NO-BREAK SPACE}") == text
+    assert sanitize_text(text, keep="\n\N{NO-BREAK SPACE}") == text
     outside = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text)
     assert "<img" not in outside
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
@@ -149,12 +149,12 @@ def test_numbers_stay_numbers() -> None:
 def test_the_message_of_an_error_can_be_printed(kind: Any) -> None:
     second = ("x",) if kind.__init__ is not MicrotomeError.__init__ else ()
     error = kind(f"quoted: {HOSTILE}\nin two lines", *second)
-    assert printable(str(error), keep="\n") == str(error)
+    assert sanitize_text(str(error), keep="\n") == str(error)
     assert str(error).endswith("\nin two lines")
 
 
 def test_what_others_raise_is_said_in_printable_text() -> None:
-    assert said(ValueError("a\x1b[31m")) == "ValueError: a\N{REPLACEMENT CHARACTER}[31m"
+    assert describe_error(ValueError("a\x1b[31m")) == "ValueError: a\N{REPLACEMENT CHARACTER}[31m"
 
 
 def test_a_line_of_the_log_is_one_line_of_printable_text() -> None:

@@ -13,7 +13,7 @@ from microtome.engine import Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.pytree import map_tensors, tensors_in
 from microtome.engine.torch_internals import storage_id
-from microtome.errors import BadQuery, said
+from microtome.errors import BadQuery, describe_error
 from microtome.trace.op_schema import op_schema
 
 Clone = Literal["auto"] | bool
@@ -43,7 +43,7 @@ class Retention:
         try:
             torch.device(self.device or "cpu")
         except (RuntimeError, TypeError) as error:
-            raise BadQuery(f"expected a device, got {self.device!r}: {said(error)}") from error
+            raise BadQuery(f"expected a device, got {self.device!r}: {describe_error(error)}") from error
 
     def apply(self, value: Any) -> Any:
         """Return the value to retain."""

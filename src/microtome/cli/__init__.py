@@ -23,7 +23,7 @@ from microtome.cli.commands.split import split
 from microtome.cli.commands.sweep import sweep
 from microtome.cli.commands.top import top
 from microtome.cli.commands.track import track
-from microtome.errors import MicrotomeError, printable
+from microtome.errors import MicrotomeError, sanitize_text
 
 
 class _CommandError(click.ClickException):
@@ -37,9 +37,9 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except click.FileError as error:
-            raise _CommandError(printable(error.format_message(), keep="\n")) from error
+            raise _CommandError(sanitize_text(error.format_message(), keep="\n")) from error
         except (MicrotomeError, OSError) as error:
-            raise _CommandError(printable(str(error), keep="\n")) from error
+            raise _CommandError(sanitize_text(str(error), keep="\n")) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from microtome.errors import BadFile, BadInputs, said
+from microtome.errors import BadFile, BadInputs, describe_error
 from microtome.files.reading import damage, opened
 from microtome.inputs import Inputs
 from microtome.zoo.packages import need
@@ -82,7 +82,7 @@ class _Array:
                 self.shape, self._is_fortran, self._dtype = read[version](stream)
                 self._begin, there = stream.tell(), os.fstat(stream.fileno()).st_size
         except Exception as error:  # numpy's parser raises all kinds
-            raise BadFile(f"cannot read {str(path)!r} as .npy: {said(error)}") from error
+            raise BadFile(f"cannot read {str(path)!r} as .npy: {describe_error(error)}") from error
         if not self.shape or not self.shape[0]:
             raise BadFile(f"{str(path)!r} is no array of samples")
         if self._dtype.kind not in "fiub":
@@ -124,7 +124,7 @@ def _sample(file: Path, like: Tensor) -> Tensor:
                 raise BadFile(f"expected at most {_PIXELS} pixels, got {width} x {height}")
             data = found.convert("RGB").tobytes()
     except Exception as error:  # each decoder has errors of its own
-        raise BadFile(f"cannot read the image {str(file)!r}: {said(error)}") from error
+        raise BadFile(f"cannot read the image {str(file)!r}: {describe_error(error)}") from error
     pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, height, width, 3).permute(0, 3, 1, 2) / 255
     sized = F.interpolate(pixels, like.shape[-2:], mode="bilinear", antialias=True) if like.ndim == 4 else pixels
     return sized[0].to(like.dtype)

@@ -11,7 +11,7 @@ import torch
 from microtome.devices.activity import Activity, watch
 from microtome.devices.base import Backend
 from microtome.devices.nvidia import Gpu
-from microtome.errors import SensorFailed, Unsupported, said
+from microtome.errors import SensorFailed, Unsupported, describe_error
 
 #: The caching allocator allocates whole blocks of this many bytes.
 _BLOCK_BYTES = 512
@@ -55,7 +55,7 @@ class Cuda(Backend):
             torch.cuda.synchronize(device)
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 torch.zeros(1, device=device)
-            raise Unsupported(f"the model cannot be captured in a CUDA graph: {said(error)}") from error
+            raise Unsupported(f"the model cannot be captured in a CUDA graph: {describe_error(error)}") from error
         return graph
 
     def watch_activity(self, *, memory: bool = False) -> AbstractContextManager[Activity]:

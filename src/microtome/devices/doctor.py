@@ -13,7 +13,7 @@ import torch
 
 from microtome.devices.base import backend_of
 from microtome.devices.meters import Meter, Missing, find
-from microtome.errors import SensorFailed, Unsupported, said
+from microtome.errors import SensorFailed, Unsupported, describe_error
 
 #: How long a sensor is observed to find its period.
 _WATCH_S = 0.6
@@ -48,7 +48,7 @@ def check_sources(found: list[Meter], missing: list[Missing]) -> tuple[list[Chec
             read = _joules_or_watts(source)
             checked.append(Checkup(source.name, f"{source.what} ({source.kind})", *_try(read, _WATCH_S)))
         except Exception as error:  # noqa: BLE001  a user's meter may raise anything
-            reason = str(error) if isinstance(error, SensorFailed) else said(error)
+            reason = str(error) if isinstance(error, SensorFailed) else describe_error(error)
             failed.append(Missing(source.name, reason, "see whether another program can read it"))
         finally:
             source.close()
@@ -67,7 +67,7 @@ def describe_device_time(device: torch.device) -> str:
         with backend_of(device).watch_activity() as activity:
             torch.zeros(1, device=device)
     except (Unsupported, RuntimeError) as error:
-        return f"not from kernels: {said(error)}"
+        return f"not from kernels: {describe_error(error)}"
     if not activity.launches:
         return "not from kernels: torch's profiler sees none; measure with --device-time graph"
     return "durations of kernels, from torch's profiler"

@@ -13,7 +13,7 @@ import torch
 
 from microtome.devices.base import backend_of
 from microtome.devices.nvidia import Gpu
-from microtome.errors import SensorFailed, said
+from microtome.errors import SensorFailed, describe_error
 
 #: The sampling period. The system counts CPU times in hundredths of a second, so a shorter one would be noise.
 EVERY_S = 0.05
@@ -107,5 +107,5 @@ class LoadSampler:
         try:
             return read()
         except Exception as error:  # noqa: BLE001  in a thread it would be lost; drivers raise all kinds
-            self.missing |= dict.fromkeys(names, said(error))
+            self.missing |= dict.fromkeys(names, describe_error(error))
             return None

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from microtome.errors import SensorFailed, said
+from microtome.errors import SensorFailed, describe_error
 
 #: Descriptions of NVML's throttling reasons.
 _REASONS = {
@@ -41,7 +41,7 @@ class Gpu:
             self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
         except Exception as error:
             self.close()
-            raise SensorFailed(f"cannot query GPU {index}: {said(error)}") from error
+            raise SensorFailed(f"cannot query GPU {index}: {describe_error(error)}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -58,7 +58,7 @@ class Gpu:
         try:
             return getattr(self._nvml, function)(self._handle, *args)
         except (self._nvml.NVMLError, AttributeError) as error:
-            raise SensorFailed(f"{function} of the GPU failed: {said(error)}") from error
+            raise SensorFailed(f"{function} of the GPU failed: {describe_error(error)}") from error
 
     def utilization(self) -> tuple[float, float]:
         """Return the fraction of time in which kernels ran, in the driver's last period, and of memory in use."""

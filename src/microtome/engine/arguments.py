@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from microtome.engine.pytree import children_of
 from microtome.engine.selectors import named_modules
 from microtome.engine.torch_internals import disable_current_modes
-from microtome.errors import Unsupported, said
+from microtome.errors import Unsupported, describe_error
 from microtome.inputs import Inputs
 
 #: Types whose instances a run cannot change, so that they are passed on.
@@ -102,9 +102,9 @@ class _ArgumentCopier:
         except Exception as error:  # `__deepcopy__` and the like are somebody else's code
             kind = type(value).__name__
             raise Unsupported(
-                f"expected arguments that can be copied, got a {kind} in {place} that cannot be: {said(error)}. The "
-                f"run may change it, and what the caller passes must stay as it is: define {kind}.__deepcopy__, or "
-                "pass what the model needs of it"
+                f"expected arguments that can be copied, got a {kind} in {place} that cannot be: "
+                f"{describe_error(error)}. The run may change it, and what the caller passes must stay as it is: "
+                f"define {kind}.__deepcopy__, or pass what the model needs of it"
             ) from error
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from microtome.engine import self_test_ops
 from microtome.engine import torch_internals as internals
 from microtome.engine.module_calls import AnyCall, chain
-from microtome.errors import MicrotomeError, said
+from microtome.errors import MicrotomeError, describe_error
 
 _local = threading.local()
 
@@ -71,7 +71,7 @@ class SelfTest:
             except MicrotomeError:
                 raise
             except Exception as error:  # noqa: BLE001  whatever another torch raises
-                return symbol, f"does not do what it did ({said(error)})"
+                return symbol, f"does not do what it did ({describe_error(error)})"
             if not works:
                 return symbol, "does not do what it did"
         return None

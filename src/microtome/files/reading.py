@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any, BinaryIO
 
-from microtome.errors import BadFile, said
+from microtome.errors import BadFile, describe_error
 from microtome.units import size
 
 File = str | PathLike[str]
@@ -47,9 +47,9 @@ def damage(what: str) -> Iterator[None]:
     except BadFile:
         raise
     except OSError as error:
-        raise BadFile(f"cannot read {what}: {error.strerror or said(error)}") from error
+        raise BadFile(f"cannot read {what}: {error.strerror or describe_error(error)}") from error
     except _DAMAGE as error:
-        raise BadFile(f"{what} is damaged: {said(error)}") from error
+        raise BadFile(f"{what} is damaged: {describe_error(error)}") from error
 
 
 def check_regular(mode: int, what: str) -> None:
@@ -108,7 +108,7 @@ def parse_json(text: str | bytes, what: str, limit: int = JSON_LIMIT, *, finite:
     try:
         return json.loads(text, parse_constant=str if finite else float)
     except (ValueError, RecursionError) as error:
-        raise BadFile(f"{what} is not JSON: {said(error)}") from error
+        raise BadFile(f"{what} is not JSON: {describe_error(error)}") from error
 
 
 def json_cost(text: str | bytes) -> int:

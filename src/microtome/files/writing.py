@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from microtome.errors import BadFile, said
+from microtome.errors import BadFile, describe_error
 
 #: The most buffers that the system takes in one call.
 _BUFFERS = 1024
@@ -34,7 +34,7 @@ def failure(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BadFile(f"cannot write {what}: {error.strerror or said(error)}") from error
+        raise BadFile(f"cannot write {what}: {error.strerror or describe_error(error)}") from error
 
 
 def open_own(file: Path, flags: int) -> int:

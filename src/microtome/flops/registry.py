@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from microtome.engine.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
-from microtome.errors import BadFormula, NoMatch, said
+from microtome.errors import BadFormula, NoMatch, describe_error
 
 
 class OpCost(NamedTuple):
@@ -105,7 +105,7 @@ def evaluate(formula: Formula, func: Any, args: tuple[Any, ...], kwargs: dict[st
     except Exception as error:
         if func not in _registered and registered(func) is None:
             return None  # so that the operator is listed as unknown
-        raise BadFormula(f"the formula of {func} failed: {said(error)}") from error
+        raise BadFormula(f"the formula of {func} failed: {describe_error(error)}") from error
     if cost.__class__ is OpCost:
         return cost
     if cost.__class__ is not int or cost < 0:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from microtome.errors import BadQuery, NotInstalled, said
+from microtome.errors import BadQuery, NotInstalled, describe_error
 from microtome.results.base import load_result
 from microtome.units import parse_size
 
@@ -276,7 +276,7 @@ def _choose(candidates: Sequence[Candidate], strategy: Strategy | None) -> int:
     try:
         choice = strategy(able)
     except Exception as error:
-        raise BadQuery(f"the strategy raised {said(error)}") from error
+        raise BadQuery(f"the strategy raised {describe_error(error)}") from error
     if choice not in able:
         raise BadQuery(f"a strategy returns one of the candidates that it was given, got {choice!r:.200}")
     return candidates.index(choice)

@@ -18,7 +18,7 @@ from microtome.devices.meters import Meter, RepeatedWork, metered
 from microtome.devices.statistics import spreads
 from microtome.engine import Call, Probe
 from microtome.engine.pytree import clone_tensors
-from microtome.errors import BadQuery, SensorFailed, Unsupported, said
+from microtome.errors import BadQuery, SensorFailed, Unsupported, describe_error
 from microtome.inputs import Inputs
 from microtome.profile.call_tree import CallTree
 from microtome.profile.repeats import Passes, PassSchedule
@@ -223,7 +223,7 @@ def _measure_layer(
     except SensorFailed:
         raise
     except Exception as error:  # noqa: BLE001  a layer that cannot run on its own may raise anything
-        return f"it does not run on its own: {said(error)}"
+        return f"it does not run on its own: {describe_error(error)}"
     loop = _LoopEnergy(parts, idle_w)
     return _LayerEnergy(loop.spread(METHODS["replay"]), loop.net())
 

@@ -11,7 +11,7 @@ import torch
 from microtome.devices.load import QUANTITIES, LoadSampler, Sample
 from microtome.devices.meters import Log, Meter, pick
 from microtome.devices.meters.base import finite
-from microtome.errors import SensorFailed, said
+from microtome.errors import SensorFailed, describe_error
 from microtome.profile.call_tree import CallTree
 from microtome.profile.repeats import Passes, PassSchedule
 from microtome.profile.timing import Stopwatch
@@ -74,7 +74,7 @@ class _PowerReader:
                 return None, f"{meter.what} can be read only afterwards"
             return cls(meter), ""
         except Exception as error:  # noqa: BLE001  a user's meter may raise anything
-            return None, str(error) if isinstance(error, SensorFailed) else said(error)
+            return None, str(error) if isinstance(error, SensorFailed) else describe_error(error)
 
     def __call__(self) -> float:
         now, last = self._meter.read(), self._last

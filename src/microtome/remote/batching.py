@@ -25,7 +25,7 @@ from torch import Tensor
 from microtome.engine.dependence import Dependence
 from microtome.engine.meta_run import copy_inputs
 from microtome.engine.pytree import map_tensors
-from microtome.errors import MicrotomeError, said
+from microtome.errors import MicrotomeError, describe_error
 from microtome.inputs import Inputs
 from microtome.remote.tolerance import is_near, tolerances
 from microtome.split.boundary import Boundary
@@ -145,7 +145,7 @@ class Batcher:
             try:
                 _check_rows(self, tail, rows // self.unit)
             except (MicrotomeError, RuntimeError, IndexError) as error:  # it is not tried again
-                self.sizes[rows] = str(error) if isinstance(error, CannotBatch) else said(error)
+                self.sizes[rows] = str(error) if isinstance(error, CannotBatch) else describe_error(error)
             else:
                 self.sizes[rows] = None
         if self.sizes[rows] is not None:
@@ -158,7 +158,7 @@ def learn(head: Head, tail: Tail, given: Inputs) -> Batcher | None:
         with torch.no_grad():
             return _learn(head, tail, given)
     except (MicrotomeError, RuntimeError, IndexError, StopIteration) as error:  # or other shapes than the model takes
-        log.info("requests are computed one by one: %s", said(error))
+        log.info("requests are computed one by one: %s", describe_error(error))
         return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from microtome.errors import BadBoundary, MicrotomeError, NoMatch, RemoteError, said
+from microtome.errors import BadBoundary, MicrotomeError, NoMatch, RemoteError, describe_error
 from microtome.remote import protocol
 from microtome.remote.optional_packages import grpc
 
@@ -63,7 +63,7 @@ def kind_of(error: BaseException) -> str:
 def as_message(error: BaseException) -> tuple[str, protocol.Error]:
     """The kind of an error, and the message that tells it."""
     try:
-        kind, text = kind_of(error), str(error) if isinstance(error, MicrotomeError) else said(error)
+        kind, text = kind_of(error), str(error) if isinstance(error, MicrotomeError) else describe_error(error)
     except Exception:  # noqa: BLE001  the model's own, which cannot be shown
         kind, text = "MODEL_FAILED", type(error).__name__
     return kind, protocol.Error(kind=protocol.KINDS.index(kind), message=_sendable(text))

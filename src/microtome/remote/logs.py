@@ -6,7 +6,7 @@ import json
 import logging
 from datetime import UTC, datetime
 
-from microtome.errors import printable
+from microtome.errors import sanitize_text
 
 LEVELS = ("debug", "info", "warning", "error")
 #: How much of a request's id, which a client chooses, is logged.
@@ -23,7 +23,7 @@ class JsonLines(logging.Formatter):
         if record.exc_info and record.exc_info[1] is not None:
             beside["error"] = repr(record.exc_info[1])
         line = {"time": when, "level": record.levelname.lower(), "event": record.getMessage(), **beside}
-        return printable(json.dumps(line, default=str))
+        return sanitize_text(json.dumps(line, default=str))
 
 
 def log_to_stderr(level: str) -> None:

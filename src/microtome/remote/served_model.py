@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from microtome.devices.base import backend_of
-from microtome.errors import BadQuery, NoMatch, Unsupported, said
+from microtome.errors import BadQuery, NoMatch, Unsupported, describe_error
 from microtome.inputs import Inputs
 from microtome.profile import profile
 from microtome.remote.batching import Batcher, learn
@@ -77,7 +77,7 @@ class ServedModel:
             if self.device is not None:
                 backend_of(self.device).synchronize(self.device)
         except RuntimeError as error:
-            return said(error)
+            return describe_error(error)
         return None
 
     def profile(self) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from microtome import __version__
-from microtome.errors import said
+from microtome.errors import describe_error
 from microtome.remote import protocol
 from microtome.remote.budget import BytePool, ReplyBudget
 from microtome.remote.call_limiter import CallLimiter, OpenCall, Upload
@@ -118,7 +118,9 @@ class Service:
         try:
             text = await self._loop.run_in_executor(self._aside, self._profiled)
         except Exception as error:
-            await self._refuse(call, grpc.StatusCode.FAILED_PRECONDITION, f"it cannot be profiled: {said(error)}")
+            await self._refuse(
+                call, grpc.StatusCode.FAILED_PRECONDITION, f"it cannot be profiled: {describe_error(error)}"
+            )
             raise
         finally:
             call.requests -= 1
@@ -313,7 +315,7 @@ class Service:
             raise
 
     async def _refuse_bytes(self, call: OpenCall, name: str, error: Exception) -> None:
-        await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, f"the bytes are no {name}: {said(error)}")
+        await self._refuse(call, grpc.StatusCode.INVALID_ARGUMENT, f"the bytes are no {name}: {describe_error(error)}")
 
     async def _refuse(self, call: OpenCall, status: grpc.StatusCode, why: str) -> None:
         """Close the call with a reason."""

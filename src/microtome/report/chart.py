@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from microtome.errors import printable
+from microtome.errors import sanitize_text
 from microtome.report.table import shorten
 from microtome.units import seconds
 
@@ -37,7 +37,7 @@ def stacked_bars(bars: Sequence[StackedBar], longest_s: float, width: int) -> li
     room = width - names - marks - 11
     whole = min(max(bar.total_s for bar in bars), longest_s) or 1.0
     return [
-        f"{bar.mark:<{marks}}{shorten(printable(bar.name), names):<{names}} {seconds(bar.total_s):>8} "
+        f"{bar.mark:<{marks}}{shorten(sanitize_text(bar.name), names):<{names}} {seconds(bar.total_s):>8} "
         f"{_draw(bar, whole, room)}".rstrip()
         for bar in bars
     ]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from microtome.errors import printable
+from microtome.errors import sanitize_text
 from microtome.report import find_renderer, table
 from microtome.report.notebook_html import page
 from microtome.report.table import Cell, Column, Line, Medium, Names, Report, Table, notes_of, plain
@@ -74,7 +74,7 @@ def escape_markdown(text: str) -> str:
     >>> escape_markdown("a<b>&amp; *c* | d")
     'a&lt;b&gt;&amp;amp; \\\\*c\\\\* \\\\| d'
     """
-    safe = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    safe = sanitize_text(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|])", r"\\\1", safe)
 
 
@@ -86,7 +86,7 @@ def code_span(name: str) -> str:
     """
     if not name:
         return ""
-    safe = printable(name).replace("|", "\\|")
+    safe = sanitize_text(name).replace("|", "\\|")
     fence = "`" * (1 + max(map(len, re.findall("`+", safe)), default=0))
     return f"{fence} {safe} {fence}" if len(fence) > 1 else f"`{safe}`"
 

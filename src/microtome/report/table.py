@@ -19,7 +19,7 @@ from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from microtome.errors import printable
+from microtome.errors import sanitize_text
 
 #: The width of text that goes to a file or a pipe.
 _WIDTH = 140
@@ -167,11 +167,11 @@ class Report:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for part in self._parts(options.max_width):
             for text, style, control in console.render(part, options):
-                yield Segment(printable(text, keep="\n"), style, control)
+                yield Segment(sanitize_text(text, keep="\n"), style, control)
 
     def _parts(self, width: int) -> Iterator[Any]:
         layouts = [_Layout(table, width) for table in self.tables]
-        yield Text(printable(self.title), style="italic")
+        yield Text(sanitize_text(self.title), style="italic")
         for at, layout in enumerate(layouts):
             if at:
                 yield Text("")
@@ -184,7 +184,7 @@ class Report:
         if left_out:
             notes.append(f"no room for: {', '.join(left_out)}")
         if notes:
-            yield Text("\n".join(map(printable, notes)), style="dim")
+            yield Text("\n".join(map(sanitize_text, notes)), style="dim")
 
 
 def text(report: Report) -> str:
@@ -271,11 +271,11 @@ class _Layout:
         """A cell in the width that its column has."""
         column, cell = self._table.columns[at], line.cells[at]
         if isinstance(cell, Names):
-            return Text(_names([printable(name) for name in cell.names], self._widths[at]))
+            return Text(_names([sanitize_text(name) for name in cell.names], self._widths[at]))
         if isinstance(cell, Bar) and column.bar_width:
             drawn = bar(cell.fraction, 1, column.bar_width)
             return Text.assemble((drawn, cell.style), f" {cell.text:>{_FIGURE}}" if cell.text else "")
-        shown = printable(_figure(cell, column))
+        shown = sanitize_text(_figure(cell, column))
         if at == 0 and line.kind != "section":
             mark = f"{line.mark:<{self._marks}}" if self._marks else ""
             return Text(mark + (shown if column.wraps else shorten(shown, self._widths[0] - self._marks)))

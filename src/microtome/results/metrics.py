@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from microtome.errors import BadQuery, said
+from microtome.errors import BadQuery, describe_error
 from microtome.results.metric import (
     BACKWARD,
     BACKWARD_DEVICE,
@@ -381,7 +381,7 @@ def register_column(name: str, value: Callable[[Row], Any], header: str | None =
         try:
             return value(row)
         except Exception as error:
-            raise BadQuery(f"the column {name!r} raised {said(error)} at {row.address!r}") from error
+            raise BadQuery(f"the column {name!r} raised {describe_error(error)} at {row.address!r}") from error
 
     register_metric(Metric(name, header or name, None, "", "none", known_of="calls", shown="named", value=cell))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from microtome.engine.module_state import replace_tensors, set_attribute, set_buffer
 from microtome.engine.selectors import check_model, named_modules
 from microtome.engine.torch_internals import own_buffers, own_parameters
-from microtome.errors import BadFile, BadQuery, BadWeights, Unsupported, said
+from microtome.errors import BadFile, BadQuery, BadWeights, Unsupported, describe_error
 from microtome.files.reading import File, damage, read_json
 from microtome.files.tensors import CODES, read_tensors, write_tensors
 from microtome.files.types import mismatch
@@ -166,7 +166,7 @@ def _split_again(model: nn.Module, plan: _SavedSplit, file: Path) -> list[Stage]
     except Unsupported:  # the model cannot be run without weights, whatever the file says
         raise
     except Exception as error:  # the model's own code runs, on an example that is described in the file
-        raise BadFile(f"{str(file)!r} does not fit the {plan.model} that was made: {said(error)}") from error
+        raise BadFile(f"{str(file)!r} does not fit the {plan.model} that was made: {describe_error(error)}") from error
     return stages
 
 
@@ -254,7 +254,7 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
     try:
         module = model.get_submodule(path)
     except AttributeError as error:
-        raise BadWeights(f"the model that was made has no module {path!r}: {said(error)}") from error
+        raise BadWeights(f"the model that was made has no module {path!r}: {describe_error(error)}") from error
     if last in own_parameters(module):
         held = own_parameters(module)[last]
         _check(name, held, tensor)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
-from microtome.errors import BadBoundary, NotInstalled, said
+from microtome.errors import BadBoundary, NotInstalled, describe_error
 from microtome.split.codecs import PACKERS, Coded, can_be, restore, scale_dtype
 from microtome.split.serialization import CHECKSUM_BYTES, DTYPES, HEADER_AT, MAGIC, PREFIX, VERSION, gap
 from microtome.split.tensor_bytes import ALIGNED, copy_hashed, hashed, is_dense, lay_out, span_of, view_of
@@ -161,7 +161,7 @@ def _read_json(text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text.decode("ascii"))
     except (ValueError, RecursionError) as error:
-        raise BadBoundary(f"the header cannot be read as JSON: {said(error)}") from error
+        raise BadBoundary(f"the header cannot be read as JSON: {describe_error(error)}") from error
     kinds = {"at": str, "fingerprint": str, "facts": dict, "tensors": list}
     if type(header) is not dict or header.keys() != kinds.keys():
         raise BadBoundary(f"the header does not hold just {', '.join(kinds)}")
@@ -176,7 +176,7 @@ def _entry(number: int, fields: Any) -> Entry:
     try:
         return _read_entry(**fields)
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadBoundary(f"what the header says of tensor {number} makes no sense: {said(error)}") from error
+        raise BadBoundary(f"what the header says of tensor {number} makes no sense: {describe_error(error)}") from error
 
 
 def _read_entry(
@@ -291,7 +291,7 @@ def _unpack(piece: DecodedTensor, stored: memoryview) -> None:
     except NotInstalled:
         raise
     except Exception as error:  # each package has errors of its own
-        raise BadBoundary(f"what {piece.packer} compressed cannot be read: {said(error)}") from error
+        raise BadBoundary(f"what {piece.packer} compressed cannot be read: {describe_error(error)}") from error
 
 
 def _restored(entry: Entry) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from microtome.engine.arguments import as_non_leaf
 from microtome.engine.torch_internals import storage_id
-from microtome.errors import BadBoundary, Unsupported, said
+from microtome.errors import BadBoundary, Unsupported, describe_error
 from microtome.split.boundary import Boundary
 from microtome.split.call_arguments import CallArguments
 from microtome.split.placeholder import Placeholder, awake
@@ -166,7 +166,9 @@ def view(of: Tensor, item: Any, step: SkippedCall, sizes: SizeBudget) -> Tensor:
     except BadBoundary:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadBoundary(f"what the boundary says of {step.address!r} makes no view: {said(error)}") from error
+        raise BadBoundary(
+            f"what the boundary says of {step.address!r} makes no view: {describe_error(error)}"
+        ) from error
     raise Unsupported(f"{step.address!r} returns a view of an argument that lies otherwise in memory on this side")
 
 

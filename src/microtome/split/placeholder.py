@@ -17,7 +17,7 @@ from microtome.engine.torch_internals import (
     make_wrapper_subclass,
     schema_of,
 )
-from microtome.errors import Unsupported, said
+from microtome.errors import Unsupported, describe_error
 from microtome.trace.op_schema import op_schema
 
 _as_tensors: Any = disabled_torch_function
@@ -134,10 +134,8 @@ class Placeholder(Tensor):
             try:
                 output = func(*meta_args, **meta_kwargs)
             except (RuntimeError, NotImplementedError) as error:  # it may want what meta tensors are not
-                message = (
-                    f"{func} cannot do without the values of {first.of}, which did not cross the cut: {said(error)}"
-                )
-                raise PlaceholderRead(message, first) from error
+                message = f"{func} cannot do without the values of {first.of}, which did not cross the cut"
+                raise PlaceholderRead(f"{message}: {describe_error(error)}", first) from error
         return map_tensors(lambda tensor: Placeholder(tensor, torch.device(device), first.of, first.source), output)
 
 

@@ -13,7 +13,7 @@ from microtome.engine import Call, Probe
 from microtome.engine.module_state import has_forward_hooks, run_forward_hooks
 from microtome.engine.pytree import map_tensors, tensor_occurrences
 from microtome.engine.torch_internals import storage_id, version_of
-from microtome.errors import BadBoundary, Unsupported, said
+from microtome.errors import BadBoundary, Unsupported, describe_error
 from microtome.inputs import Inputs
 from microtome.split.arrays import array_name, to_array, to_tensor
 from microtome.split.boundary import Boundary
@@ -324,7 +324,7 @@ class StageRun(Probe):
         except BadBoundary:
             raise
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
-            raise BadBoundary(f"what the boundary says of {of!r} makes no tensor: {said(error)}") from error
+            raise BadBoundary(f"what the boundary says of {of!r} makes no tensor: {describe_error(error)}") from error
 
     def _refill(
         self, step: SkippedCall, told: list[Any], lists: list[Any], tensors: list[Tensor], arguments: list[Tensor]
@@ -342,7 +342,8 @@ class StageRun(Probe):
                     lists[at].update(zip(keys, held, strict=True))
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise BadBoundary(
-                f"what the boundary says of the lists that {step.address!r} changes does not fit them: {said(error)}"
+                f"what the boundary says of the lists that {step.address!r} changes does not fit them: "
+                f"{describe_error(error)}"
             ) from error
 
     def _held(self, item: dict[str, Any], step: SkippedCall, tensors: list[Tensor], arguments: list[Tensor]) -> Any:

@@ -33,7 +33,7 @@ from torch import Tensor
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from microtome.engine.composite_ops import is_meta_or_fake
-from microtome.errors import BadBoundary, said
+from microtome.errors import BadBoundary, describe_error
 from microtome.split.codecs import PACKERS, Codec, codec_of
 from microtome.split.tensor_bytes import copy_hashed, dense, new_bytes, offset_of, on_cpu, view_of
 
@@ -152,7 +152,7 @@ def _as_json(header: dict[str, Any]) -> bytes:
     except BadBoundary:
         raise
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadBoundary(f"what is said of the boundary cannot be JSON: {said(error)}") from error
+        raise BadBoundary(f"what is said of the boundary cannot be JSON: {describe_error(error)}") from error
 
 
 def _check_json(value: object, where: str) -> None:

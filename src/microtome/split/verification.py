@@ -9,7 +9,7 @@ from torch import nn
 
 from microtome.engine.module_state import without_attributes
 from microtome.engine.signals import signal_safe
-from microtome.errors import MicrotomeError, Unsupported, said
+from microtome.errors import MicrotomeError, Unsupported, describe_error
 from microtome.results.cuts import Cut
 
 
@@ -22,8 +22,9 @@ def refuse_errors(model: nn.Module, cut: Cut) -> Iterator[None]:
         raise
     except Exception as error:
         raise Unsupported(
-            f"the {type(model).__name__} cannot be cut at {cut.at!r}: its code raised {said(error)} in the tail, not "
-            "in a run of the whole model. It needs what crosses in no tensor: cut before that is made, or after its use"
+            f"the {type(model).__name__} cannot be cut at {cut.at!r}: its code raised {describe_error(error)} in the "
+            "tail, not in a run of the whole model. It needs what crosses in no tensor: cut before that is made, "
+            "or after its use"
         ) from error
 
 

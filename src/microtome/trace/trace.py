@@ -16,7 +16,7 @@ from microtome.engine.meta_run import SUBSTITUTION_LOCK, substitute_tensors
 from microtome.engine.pytree import clone_tensors
 from microtome.engine.selectors import check_model
 from microtome.engine.signals import grad_mode
-from microtome.errors import BadInputs, MicrotomeError, Unsupported, said
+from microtome.errors import BadInputs, MicrotomeError, Unsupported, describe_error
 from microtome.inputs import Inputs
 from microtome.results.trace import TensorMode
 
@@ -127,7 +127,7 @@ def _devices(model: nn.Module, inputs: Inputs) -> tuple[str | None, bool]:
 
 
 def _brief(error: BaseException) -> str:
-    return str(error) if isinstance(error, CannotSubstitute) else said(error)
+    return str(error) if isinstance(error, CannotSubstitute) else describe_error(error)
 
 
 def _run(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from types import ModuleType
 
-from microtome.errors import BuildFailed, MicrotomeError, NotInstalled, said
+from microtome.errors import BuildFailed, MicrotomeError, NotInstalled, describe_error
 
 
 def installed(package: str) -> bool:
@@ -26,4 +26,4 @@ def need(package: str, load: Callable[[], ModuleType] | None = None) -> ModuleTy
     except MicrotomeError:
         raise
     except Exception as error:
-        raise BuildFailed(f"{package} is installed but cannot be imported: {said(error)}") from error
+        raise BuildFailed(f"{package} is installed but cannot be imported: {describe_error(error)}") from error

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from microtome.engine.pytree import map_tensors
-from microtome.errors import BadInputs, BuildFailed, MicrotomeError, NoMatch, NotAModule, Unsupported, said
+from microtome.errors import BadInputs, BuildFailed, MicrotomeError, NoMatch, NotAModule, Unsupported, describe_error
 from microtome.inputs import Inputs
 from microtome.user_code import line_of
 from microtome.zoo.catalogue import listing
@@ -112,7 +112,7 @@ def _build(text: str, found: FoundModel, *, meta: bool) -> nn.Module:
     except MicrotomeError:
         raise
     except (Exception, SystemExit) as error:
-        what = f"{said(error)}{line_of(error, found.file)}"
+        what = f"{describe_error(error)}{line_of(error, found.file)}"
         if meta:
             raise Unsupported(f"{text} cannot be built on the meta device: {what}. Try it without meta") from error
         raise BuildFailed(f"{text} cannot be built: {what}") from error
@@ -126,7 +126,7 @@ def _guess(text: str, found: FoundModel, model: nn.Module) -> Inputs:
         with torch.device("cpu"):
             example = found.example(model)
     except (Exception, SystemExit) as error:
-        raise BadInputs(f"the inputs of {text} cannot be guessed: {said(error)}. {_HOW}") from error
+        raise BadInputs(f"the inputs of {text} cannot be guessed: {describe_error(error)}. {_HOW}") from error
     if example is None:
         raise BadInputs(f"nothing tells what inputs {text} takes. {_HOW}")
     return Inputs.of(example)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from microtome.errors import BadFile, BadWeights, Unsupported, said
+from microtome.errors import BadFile, BadWeights, Unsupported, describe_error
 from microtome.files.tensors import read_tensors
 
 _PICKLED = (".pt", ".pth")
@@ -37,7 +37,7 @@ def _read(file: Path) -> dict[str, Tensor]:
     try:
         return read_tensors(file)[0]
     except BadFile as error:
-        raise BadWeights(f"{file} cannot be read: {said(error)}") from error
+        raise BadWeights(f"{file} cannot be read: {describe_error(error)}") from error
 
 
 def _read_pickled(file: Path) -> dict[str, Tensor]:
@@ -46,8 +46,8 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises all kinds
         raise BadWeights(
-            f"{file} cannot be read as tensors alone ({said(error).splitlines()[0]}): where you trust it, load it with "
-            f"torch and write torch.save(model.state_dict(), {str(file)!r})"
+            f"{file} cannot be read as tensors alone ({describe_error(error)}): where you trust it, "
+            f"load it with torch and write torch.save(model.state_dict(), {str(file)!r})"
         ) from error
     if isinstance(state, Mapping) and all(isinstance(value, Tensor) for value in state.values()):
         return dict(state)

@@ -18,7 +18,7 @@ from microtome.capture.store.index import tensor_key
 from microtome.capture.store.series import unknown_name_error
 from microtome.capture.store.stats import Histogram, Stats
 from microtome.capture.store.writer import Writer
-from microtome.errors import BadFile, BadQuery, said
+from microtome.errors import BadFile, BadQuery, describe_error
 from microtome.files.tensors import CODES
 from microtome.units import size
 
@@ -222,7 +222,7 @@ class DiskStore:
         error = self._writer.error
         if error is not None:
             self._is_error_raised = True
-            cause = (error.strerror if isinstance(error, OSError) else None) or said(error)
+            cause = (error.strerror if isinstance(error, OSError) else None) or describe_error(error)
             raise BadFile(
                 f"cannot write to the recording {str(self.folder)!r}: {cause}; {self.written} records "
                 f"({size(self._totals.nbytes)}) are safely written and can be read, later ones are lost"

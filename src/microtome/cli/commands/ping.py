@@ -15,7 +15,7 @@ from microtome import __version__
 from microtome.cli.options.connection import connection_options
 from microtome.cli.options.model import working
 from microtome.cli.options.outputs import put, refuse_same
-from microtome.errors import printable
+from microtome.errors import sanitize_text
 from microtome.units import rate, seconds, size
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _text(found: dict[str, Any]) -> str:
     text = [head, *(f"  {name:<11} {value}" for name, value in lines.items())]
     if found["torch"].partition("+")[0] != torch.__version__.partition("+")[0]:
         text.append(f"Note: here is torch {torch.__version__}: a client is refused unless it allows another version")
-    return "\n".join(map(printable, text))
+    return "\n".join(map(sanitize_text, text))
 
 
 def _cuts(cuts: list[str]) -> str:

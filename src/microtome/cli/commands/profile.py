@@ -11,7 +11,7 @@ import torch
 from microtome.cli.options.model import describe, model_options, placed, resolve, working
 from microtome.cli.options.outputs import output_options, put_result, refuse_same
 from microtome.cli.options.page import open_page, page_cuts, page_options, refuse_unseen
-from microtome.errors import BadInputs, MicrotomeError, said
+from microtome.errors import BadInputs, MicrotomeError, describe_error
 from microtome.flops.conventions.base import CONVENTIONS
 from microtome.profile import profile as profile_model
 from microtome.profile.device import METHODS, DeviceTimeMethod
@@ -154,5 +154,5 @@ def _run(found: Resolved, device: str | None, **options: Any) -> Profile:
     except MicrotomeError:
         raise
     except Exception as error:
-        where = "\n  ".join([f"{said(error)}. Give others with --input", *getattr(error, "__notes__", [])])
+        where = "\n  ".join([f"{describe_error(error)}. Give others with --input", *getattr(error, "__notes__", [])])
         raise BadInputs(f"{found.name} does not run on {describe(found)}: {where}") from error

@@ -14,7 +14,7 @@ from microtome.capture.options import Reduction
 from microtome.capture.record import Recorder, RecordTotals
 from microtome.cli.options.model import model_options, placed, resolve, working
 from microtome.cli.samples import batches, count_of, lone_tensor
-from microtome.errors import BadFile, BadInputs, MicrotomeError, Unsupported, said
+from microtome.errors import BadFile, BadInputs, MicrotomeError, Unsupported, describe_error
 from microtome.units import seconds, size
 
 
@@ -102,4 +102,4 @@ def _run(model: torch.nn.Module, x: torch.Tensor, name: str) -> None:
     except MicrotomeError:
         raise
     except Exception as error:
-        raise BadInputs(f"{name} does not run on {tuple(x.shape)}: {said(error)}") from error
+        raise BadInputs(f"{name} does not run on {tuple(x.shape)}: {describe_error(error)}") from error

@@ -19,7 +19,7 @@ from microtome.cli.options.stage import part_of
 from microtome.cli.samples import batches, count_of, lone_tensor
 from microtome.cli.tensor_files import open_tensors
 from microtome.engine.pytree import accelerators_in, tensors_in
-from microtome.errors import BadInputs, MicrotomeError, RemoteError, SensorFailed, said
+from microtome.errors import BadInputs, MicrotomeError, RemoteError, SensorFailed, describe_error
 from microtome.inputs import Inputs
 
 if TYPE_CHECKING:
@@ -171,7 +171,9 @@ def _streamed(
     except MicrotomeError:
         raise
     except Exception as error:
-        raise BadInputs(f"the model does not run on {last[0] if last else 'the data'!r}: {said(error)}") from error
+        raise BadInputs(
+            f"the model does not run on {last[0] if last else 'the data'!r}: {describe_error(error)}"
+        ) from error
     return requests, sum(counts)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from microtome import zoo
-from microtome.errors import BadInputs, MicrotomeError, printable, said
+from microtome.errors import BadInputs, MicrotomeError, describe_error, sanitize_text
 from microtome.zoo import Resolved
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -53,7 +53,7 @@ def running(found: Resolved) -> Iterator[None]:
         raise
     except Exception as error:
         raise BadInputs(
-            f"{found.name} does not run on {describe(found)}: {said(error)}. Give others with --input"
+            f"{found.name} does not run on {describe(found)}: {describe_error(error)}. Give others with --input"
         ) from error
 
 
@@ -64,7 +64,7 @@ def placed(found: Resolved, device: str | None) -> Resolved:
     try:
         return replace(found, model=found.model.to(device), inputs=found.inputs.to(device))
     except Exception as error:
-        raise BadInputs(f"--device {device}: {said(error)}") from error
+        raise BadInputs(f"--device {device}: {describe_error(error)}") from error
 
 
 def describe(found: Resolved) -> str:
@@ -93,7 +93,7 @@ def working(what: str) -> Iterator[Callable[[str, int, int], None]]:
 
 def say(notes: tuple[str, ...]) -> None:
     for note in notes:
-        click.echo(printable(f"Note: {note}"), err=True)
+        click.echo(sanitize_text(f"Note: {note}"), err=True)
 
 
 def _read(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, Any]:

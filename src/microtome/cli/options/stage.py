@@ -10,7 +10,7 @@ import click
 from torch import nn
 
 from microtome.cli.options.model import resolve
-from microtome.errors import BadInputs, MicrotomeError, said
+from microtome.errors import BadInputs, MicrotomeError, describe_error
 from microtome.inputs import Inputs
 from microtome.split.checkpoint import load_stage
 from microtome.split.stage import Stage
@@ -60,4 +60,4 @@ def _on(device: str | None) -> Iterator[None]:
     except Exception as error:
         if device is None:
             raise
-        raise BadInputs(f"--device {device}: {said(error)}") from error
+        raise BadInputs(f"--device {device}: {describe_error(error)}") from error

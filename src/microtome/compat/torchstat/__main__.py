@@ -11,7 +11,7 @@ from torch import nn
 
 from microtome.compat.torchstat import stat
 from microtome.engine.selectors import check_model
-from microtome.errors import MicrotomeError, NoMatch, said
+from microtome.errors import MicrotomeError, NoMatch, describe_error
 from microtome.user_code import import_file, on_path
 
 
@@ -60,7 +60,7 @@ def _refusing(what: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        text = str(error) if isinstance(error, MicrotomeError) else said(error)
+        text = str(error) if isinstance(error, MicrotomeError) else describe_error(error)
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
         raise _UsageError(f"{what}: {text}{notes}") from error
 

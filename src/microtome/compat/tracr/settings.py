@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from microtome.devices.base import available_accelerators
-from microtome.errors import BadFile, BadInputs, BadQuery, Unsupported, said
+from microtome.errors import BadFile, BadInputs, BadQuery, Unsupported, describe_error
 from microtome.files.reading import read_bytes
 from microtome.profile.measurement import QUANTITIES
 from microtome.zoo.packages import need
@@ -149,7 +149,7 @@ def _read(file: Path) -> Any:
         _check_events(yaml, text)
         return yaml.safe_load(text)
     except (BadFile, UnicodeDecodeError, RecursionError, ValueError, yaml.YAMLError) as error:
-        raise BadFile(f"{file} cannot be read as a configuration: {said(error)}") from error
+        raise BadFile(f"{file} cannot be read as a configuration: {describe_error(error)}") from error
 
 
 def _check_events(yaml: Any, text: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Literal, Self
 
-from microtome.errors import BadFile, SensorFailed, said
+from microtome.errors import BadFile, SensorFailed, describe_error
 from microtome.files.reading import read_bytes
 
 Kind = Literal["counter", "power", "log"]
@@ -123,7 +123,7 @@ def read_raw(path: Path) -> str:
             raise SensorFailed(f"{path} cannot be read: permission denied") from error.__cause__
         raise SensorFailed(str(error)) from error
     except UnicodeDecodeError as error:
-        raise SensorFailed(f"{path} cannot be read: {said(error)}") from error
+        raise SensorFailed(f"{path} cannot be read: {describe_error(error)}") from error
 
 
 def read_whole(path: Path, *, signed: bool = False) -> int:

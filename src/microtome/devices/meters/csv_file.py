@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from microtome.devices.meters.base import Log, MeterReading, finite, read_raw
-from microtome.errors import SensorFailed, said
+from microtome.errors import SensorFailed, describe_error
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class CsvMeter(Log):
         try:
             yield from self._rows()
         except csv.Error as error:
-            raise SensorFailed(f"{self._path} cannot be read as CSV: {said(error)}") from error
+            raise SensorFailed(f"{self._path} cannot be read as CSV: {describe_error(error)}") from error
 
     def _rows(self) -> Iterator[LogPoint]:
         rows = csv.reader(self._lines())

@@ -12,7 +12,7 @@ from microtome.devices.base import backend_of
 from microtome.devices.meters import jetson, nvml, pi, rapl
 from microtome.devices.meters.base import Meter, Missing
 from microtome.devices.meters.csv_file import CsvMeter
-from microtome.errors import BadQuery, SensorFailed, said
+from microtome.errors import BadQuery, SensorFailed, describe_error
 
 Found = tuple[list[Meter], list[Missing]]
 
@@ -131,7 +131,10 @@ def find(*, csv: str | Path | None = None, powercap: Path = rapl.ROOT, ina3221: 
         try:
             found, not_found = find_some()
         except Exception as error:  # noqa: BLE001  a driver or its bindings may raise anything
-            found, not_found = [], [Missing(name, f"looking for it failed: {said(error)}", "report it with this text")]
+            found, not_found = (
+                [],
+                [Missing(name, f"looking for it failed: {describe_error(error)}", "report it with this text")],
+            )
         meters += found
         missing += not_found
     return meters, missing

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from microtome.devices.meters.base import Meter, MeterReading, Missing, finite
-from microtome.errors import SensorFailed, said
+from microtome.errors import SensorFailed, describe_error
 
 
 class Nvml(Meter):
@@ -73,7 +73,7 @@ class Nvml(Meter):
         try:
             answer = getattr(self._pynvml, function)(self._handle)
         except self._pynvml.NVMLError as error:
-            raise SensorFailed(f"{function} of {self.what}: {said(error)}") from error
+            raise SensorFailed(f"{function} of {self.what}: {describe_error(error)}") from error
         if not isinstance(answer, int):
             raise SensorFailed(f"{function} of {self.what}: expected a number, got {answer!r}")
         return finite(answer, f"{function} of {self.what}")
@@ -85,12 +85,12 @@ def find() -> tuple[list[Meter], list[Missing]]:
         pynvml: Any = import_module("pynvml")
     except ImportError as error:
         fix = "with an NVIDIA GPU, pip install 'microtome[nvidia]'"
-        return [], [Missing(Nvml.name, f"the package nvidia-ml-py is not installed ({said(error)})", fix)]
+        return [], [Missing(Nvml.name, f"the package nvidia-ml-py is not installed ({describe_error(error)})", fix)]
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         fix = "it needs an NVIDIA GPU and its driver; see whether `nvidia-smi` works"
-        return [], [Missing(Nvml.name, f"NVML does not start: {said(error)}", fix)]
+        return [], [Missing(Nvml.name, f"NVML does not start: {describe_error(error)}", fix)]
     try:
         return _gpus(pynvml)
     finally:
@@ -103,12 +103,14 @@ def _gpus(pynvml: Any) -> tuple[list[Meter], list[Missing]]:
     try:
         number = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError as error:
-        return [], [Missing(Nvml.name, f"NVML cannot count the GPUs: {said(error)}", "see whether `nvidia-smi` works")]
+        return [], [
+            Missing(Nvml.name, f"NVML cannot count the GPUs: {describe_error(error)}", "see whether `nvidia-smi` works")
+        ]
     for index in range(number):
         try:
             sources.append(Nvml(pynvml, index))
         except (SensorFailed, pynvml.NVMLError) as error:
-            reason = str(error) if isinstance(error, SensorFailed) else f"GPU {index}: {said(error)}"
+            reason = str(error) if isinstance(error, SensorFailed) else f"GPU {index}: {describe_error(error)}"
             missing.append(Missing(Nvml.name, reason, "see what `nvidia-smi -q -d POWER` says"))
     if not sources and not missing:
         missing.append(Missing(Nvml.name, "NVML sees no GPU", "see whether `nvidia-smi` lists one"))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from microtome.devices.meters.base import Meter, MeterReading, Missing, finite
-from microtome.errors import SensorFailed, said
+from microtome.errors import SensorFailed, describe_error
 
 COMMAND = ("vcgencmd", "pmic_read_adc")
 LINE = re.compile(r"(\w+)_([AV])\s+(?:current|volt)\(\d+\)=(\S+)([AV])")
@@ -25,7 +25,7 @@ def run_command() -> str:
     except FileNotFoundError as error:
         raise SensorFailed("there is no command vcgencmd: this is no Raspberry Pi") from error
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
-        raise SensorFailed(f"vcgencmd cannot be run: {said(error)}") from error
+        raise SensorFailed(f"vcgencmd cannot be run: {describe_error(error)}") from error
     if done.returncode:
         text = (done.stderr or done.stdout).strip()
         raise SensorFailed(f"vcgencmd ended with {done.returncode}: {text[:200]}")

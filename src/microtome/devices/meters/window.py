@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from microtome.devices.meters.base import Log, Meter, MeterReading, finite
-from microtome.errors import SensorFailed, SessionError, said
+from microtome.errors import SensorFailed, SessionError, describe_error
 
 METHOD = {"counter": "counter, end minus start", "power": "power, sampled and integrated", "log": "log, interpolated"}
 
@@ -127,7 +127,7 @@ class Window:
         except SensorFailed as error:
             self.reason = str(error)
         except Exception as error:  # noqa: BLE001  in a thread it would be lost, and the sum would be a guess
-            self.reason = f"reading {self._source.what} failed: {said(error)}"
+            self.reason = f"reading {self._source.what} failed: {describe_error(error)}"
 
     def _add(self, now: MeterReading) -> None:
         step = 0.0

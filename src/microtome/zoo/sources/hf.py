@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from microtome.errors import BadFile, BuildFailed, NoMatch, said
+from microtome.errors import BadFile, BuildFailed, NoMatch, describe_error
 from microtome.files.reading import read_json
 from microtome.zoo.packages import installed, need
 from microtome.zoo.sources.hf_inputs import example
@@ -82,7 +82,7 @@ def _config(transformers: ModuleType, name: str, args: dict[str, Any]) -> Any:
     except BuildFailed:
         raise
     except Exception as error:
-        raise BuildFailed(f"the configuration of hf:{name} cannot be made: {said(error)}") from error
+        raise BuildFailed(f"the configuration of hf:{name} cannot be made: {describe_error(error)}") from error
 
 
 def _read(transformers: ModuleType, name: str) -> dict[str, Any]:
@@ -118,5 +118,5 @@ def _model_class(transformers: ModuleType, name: str, config: Any) -> Any:
             f"transformers has no plain model for hf:{name}: name its class with --arg \"architectures=['…']\""
         ) from error
     except Exception as error:
-        raise BuildFailed(f"the code of hf:{name} cannot be imported: {said(error)}") from error
+        raise BuildFailed(f"the code of hf:{name} cannot be imported: {describe_error(error)}") from error
     return found[0] if isinstance(found, list | tuple) else found

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from microtome.errors import BuildFailed, NoMatch, NotAModule, Unsupported, said
+from microtome.errors import BuildFailed, NoMatch, NotAModule, Unsupported, describe_error
 from microtome.user_code import import_file, line_of, on_path
 from microtome.zoo.packages import installed
 from microtome.zoo.sources.source import FoundModel
@@ -61,10 +61,10 @@ def _import_module(place: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (place + ".").startswith(error.name + "."):
             raise NoMatch(f"there is no module {error.name!r} to import {place} from") from error
-        raise BuildFailed(f"{place} cannot be imported: {said(error)}") from error
+        raise BuildFailed(f"{place} cannot be imported: {describe_error(error)}") from error
     except (Exception, SystemExit) as error:
         last = traceback.extract_tb(error.__traceback__)[-1].filename
-        raise BuildFailed(f"{place} cannot be imported: {said(error)}{line_of(error, last)}") from error
+        raise BuildFailed(f"{place} cannot be imported: {describe_error(error)}{line_of(error, last)}") from error
 
 
 def _look_up(place: str, module: ModuleType, name: str) -> Any:
