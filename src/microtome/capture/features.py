@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from microtome.addresses import Addresses, no_path
 from microtome.errors import BadQuery, NoMatch
@@ -76,33 +76,23 @@ class Features(Mapping[str, Any]):
         return self._output[0]
 
     def plot(self, name: str, **options: Any) -> Any:
-        """Return the image that `to_png` writes, with its options, for display in a notebook."""
-        return render("activation.plot", self[name], name, **options)
-
-    def to_png(
-        self,
-        file: File,
-        name: str,
-        *,
-        sample: int = 0,
-        channels: int = 64,
-        grid: tuple[int, int] | None = None,
-        scale: Literal["each", "all"] = "each",
-        part: int | None = None,
-    ) -> None:
-        """Write an activation as an image: its channels side by side, larger values lighter.
+        """Draw an activation for display in a notebook: its channels side by side, larger values lighter.
 
         (batch, channels, height, width): a map for each channel. (batch, tokens, channels): a map for each channel
         with `grid`, else one map with a row for each token. (batch, channels): one row.
 
         Args:
             sample: The index in the batch.
-            channels: The maximum number of channels, starting from the first.
+            channels: The maximum number of channels, starting from the first; by default 64.
             grid: The height and width of the image in patches, which are the last tokens.
-            scale: Scale each channel by its own minimum and maximum, or all channels by common ones.
+            scale: `"each"` scales each channel by its own minimum and maximum, `"all"` by common ones.
             part: The index of the tensor, if the module returns several.
         """
-        self.plot(name, sample=sample, channels=channels, grid=grid, scale=scale, part=part).save(file)
+        return render("activation.plot", self[name], name, **options)
+
+    def to_png(self, file: File, name: str, **options: Any) -> None:
+        """Write the image that `plot` returns, with its options."""
+        self.plot(name, **options).save(file)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the output of that name, or the default."""

@@ -63,7 +63,7 @@ class RecordTotals(NamedTuple):
         return self.nbytes / self.seconds if self.seconds else 0.0
 
 
-class Recorder(SignalSafe[Any], Mapping[str, Series]):
+class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
     """Records the outputs of selected modules during a `with` block; a mapping from addresses to series afterwards.
 
     Args:
@@ -85,7 +85,7 @@ class Recorder(SignalSafe[Any], Mapping[str, Series]):
     >>> import torch
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-    >>> with Recorder(net, "1", reduce="mean") as rec:
+    >>> with ActivationRecorder(net, "1", reduce="mean") as rec:
     ...     for _ in range(4):
     ...         _ = net(torch.ones(5, 2))
     >>> rec["1"].cat().shape, rec.stats("1").count
@@ -309,11 +309,11 @@ class Recorder(SignalSafe[Any], Mapping[str, Series]):
 
     def __repr__(self) -> str:
         where = "memory" if self._folder is None else str(self._folder)
-        return f"<Recorder of {self._records} records in {self._runs} runs, in {where}>"
+        return f"<ActivationRecorder of {self._records} records in {self._runs} runs, in {where}>"
 
 
 #: `with mt.record(…) as rec`.
-record = Recorder
+record = ActivationRecorder
 
 
 def _owns_its_memory(result: Tensor, tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.errors import BadQuery, Unsupported
 
 if TYPE_CHECKING:
-    from microtome.capture.record import Recorder
+    from microtome.capture.record import ActivationRecorder
 
 
 class RunNumbers(threading.local):
@@ -40,7 +40,7 @@ class RunNumbers(threading.local):
 class OutputProbe(Probe):
     """Adds the outputs of selected calls to a recorder."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ActivationRecorder) -> None:
         assert recorder._targets is not None
         self._targets = recorder._targets
         self._recorder = recorder
@@ -67,7 +67,7 @@ class OutputProbe(Probe):
 class RunProbe(Probe):
     """Begins and ends the runs of a recorder."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ActivationRecorder) -> None:
         self._recorder = recorder
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from microtome.report.table import Bar, Column, Line, Report, Table
 from microtome.units import UNKNOWN, count, seconds, shape, size
 
 if TYPE_CHECKING:
-    from microtome.capture.record import Recorder
+    from microtome.capture.record import ActivationRecorder
     from microtome.capture.store import Recording
     from microtome.results.trace import Trace, TracedCall
 
@@ -51,14 +51,14 @@ def recording(result: Recording) -> str:
     return _recorded(result, f"Recording{f' of {of}' if of else ''} in {result.folder}", figures)
 
 
-def recorder(result: Recorder) -> str:
+def recorder(result: ActivationRecorder) -> str:
     """The records of a `with` block."""
     runs, records, nbytes, spent = result.totals
     figures = [("runs", count(runs)), ("records", count(records)), ("bytes", size(nbytes)), ("time", seconds(spent))]
     return _recorded(result, "Recorder", figures)
 
 
-def _recorded(result: Recording | Recorder, title: str, figures: list[tuple[str, str]]) -> str:
+def _recorded(result: Recording | ActivationRecorder, title: str, figures: list[tuple[str, str]]) -> str:
     """The names with how many tensors there are of each, their shapes and statistics."""
     most = max((result[name].nbytes for name in result), default=0) or 1
     lines = []

@@ -155,34 +155,23 @@ class Attention(Sequence[Tensor]):
         return rollout(self, residual=residual, heads=heads, discard=discard)
 
     def plot(self, image: Any = None, **options: Any) -> Any:
-        """Return the image that `to_png` writes, with its options, for display in a notebook."""
-        return render("attention.plot", self, image, **options)
-
-    def to_png(
-        self,
-        file: File,
-        image: Any = None,
-        *,
-        layer: int | str = -1,
-        head: int | Literal["all"] | None = None,
-        row: int = 0,
-        grid: tuple[int, int] | None = None,
-        sample: int = 0,
-        alpha: float = 0.6,
-    ) -> None:
-        """Write the attention of one query as an image, overlaid on the input image if one is passed.
+        """Draw the attention of one query for display in a notebook, overlaid on the input image if one is passed.
 
         Args:
             image: (3, H, W), (H, W, 3) or (H, W), or a batch of the first; integers from 0 to 255, or other numbers,
                 which are scaled; or a PIL image.
-            layer: The address or position of the layer.
+            layer: The address or position of the layer, by default the last.
             head: The position among the captured heads; `"all"`: each, side by side; None: their mean.
             row: The position among the captured query rows: the first is the class token's, if the model has one.
             grid: The height and width of the image in patches. None: the largest square of the last keys.
             sample: The index in the batch.
-            alpha: The opacity of the map over the image.
+            alpha: The opacity of the map over the image, by default 0.6.
         """
-        self.plot(image, layer=layer, head=head, row=row, grid=grid, sample=sample, alpha=alpha).save(file)
+        return render("attention.plot", self, image, **options)
+
+    def to_png(self, file: File, image: Any = None, **options: Any) -> None:
+        """Write the image that `plot` returns, with its options."""
+        self.plot(image, **options).save(file)
 
     def __repr__(self) -> str:
         kinds = dict.fromkeys(map(_properties, self.by_layer))

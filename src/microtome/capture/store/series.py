@@ -96,7 +96,7 @@ class Series(Sequence[Tensor]):
         return torch.stack(list(self))
 
     def plot(self, index: int = 0, **options: Any) -> Any:
-        """Return an image of one tensor for display in a notebook; the options are those of `Features.to_png`."""
+        """Return an image of one tensor for display in a notebook; the options are those of `Features.plot`."""
         return render("activation.plot", self[index], self.name, **options)
 
     def _check_dtypes_and_dims(self, verb: str) -> None:

@@ -11,7 +11,7 @@ import click
 import torch
 
 from microtome.capture.options import Reduction
-from microtome.capture.record import Recorder, RecordTotals
+from microtome.capture.record import ActivationRecorder, RecordTotals
 from microtome.cli.options.model import model_options, placed, resolve, working
 from microtome.cli.samples import batches, count_of, lone_tensor
 from microtome.errors import BadFile, BadInputs, MicrotomeError, Unsupported, describe_error
@@ -64,7 +64,7 @@ def record(
         def tell(totals: RecordTotals) -> None:
             progress(f"{size(totals.nbytes)}, {_rate(totals)}", totals.runs, whole)
 
-        recorder = Recorder(
+        recorder = ActivationRecorder(
             target, list(select), to=to, reduce=reduce, limit=limit, keep=keep, append=append, progress=tell
         )
         with _as_options(), recorder, torch.no_grad():

@@ -29,7 +29,7 @@ def plot(
     scale: Literal["each", "all"] = "each",
     part: int | None = None,
 ) -> Picture:
-    """Draw the output of a layer for one sample. `Features.to_png` describes the options."""
+    """Draw the output of a layer for one sample. `Features.plot` describes the options."""
     if scale not in ("each", "all"):
         raise BadQuery(f"channels are scaled 'each' by itself or 'all' together, got {scale!r}")
     if not isinstance(channels, int) or channels < 1:

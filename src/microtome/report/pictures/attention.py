@@ -29,7 +29,7 @@ def plot(
     sample: int = 0,
     alpha: float = 0.6,
 ) -> Picture:
-    """Draw the weights of one query. `Attention.to_png` describes the options."""
+    """Draw the weights of one query. `Attention.plot` describes the options."""
     chosen = attention[layer] if isinstance(layer, str) else _pick(attention.by_layer, layer, "layer")
     weights = _pick(chosen, sample, "sample")
     under = _of_sample(image, sample)
