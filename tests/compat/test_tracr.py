@@ -765,5 +765,5 @@ def test_configurations_that_make_no_sense(change: dict[str, Any], error: type[E
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(NotAModule, match="made a dict, not an nn.Module"):
+    with pytest.raises(NotAModule, match="returned a dict, expected an nn.Module"):
         WrappedModel({"model": CONFIG["model"] | {"model_name": "builtins:dict", "num_classes": None}})

@@ -272,8 +272,8 @@ class RunsCode:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (nn.Linear(3, 2), r"w.pt cannot be read as tensors alone \(.*write torch.save\(model.state_dict\(\), "),
-        (RunsCode(), r"w.pt cannot be read as tensors alone \("),
+        (nn.Linear(3, 2), r"w.pt cannot be read with weights_only=True \(.*write torch.save\(model.state_dict\(\), "),
+        (RunsCode(), r"w.pt cannot be read with weights_only=True \("),
         (
             {"epoch": 3, "state_dict": {}},
             "expected a dict of tensors in .*, got a dict of 'epoch', 'state_dict'",
@@ -286,7 +286,7 @@ def test_a_pt_file_that_is_no_state_dict(net: str, tmp_path: Path, content: Any,
     with pytest.raises(BadWeights, match=message):
         zoo.resolve(f"{net}:Net", weights=tmp_path / "w.pt")
     (tmp_path / "w.pt").write_bytes((tmp_path / "w.pt").read_bytes()[:40])
-    with pytest.raises(BadWeights, match="w.pt cannot be read as tensors alone"):
+    with pytest.raises(BadWeights, match="w.pt cannot be read with weights_only=True"):
         zoo.resolve(f"{net}:Net", weights=tmp_path / "w.pt")
 
 
@@ -308,9 +308,9 @@ def test_a_buffer_that_no_file_holds_would_have_no_values_on_meta(tmp_path: Path
         ("timm:hf-hub:timm/resnet18", "timm has no model 'hf-hub:timm/resnet18'"),
         ("hf:bart-large", "a model type or a folder with a config.json, and downloads nothing. Did you mean hf:bart"),
         ("hf:", r"'hf:' lacks the name of a model: microtome models 'hf:\*' lists them"),
-        ("resnet50", "such as 'torchvision:resnet50' or 'timm:resnet50'"),
-        ("nowhere.at.all:Net", r"there is no source, and no module that can be imported from here, 'nowhere.at.all'"),
-        ("torch.nowhere:Net", "there is no module 'torch.nowhere' to import torch.nowhere from"),
+        ("resnet50", "such as 'timm:resnet50' or 'torchvision:resnet50'"),
+        ("nowhere.at.all:Net", "'nowhere.at.all' is neither a source nor a module that can be imported"),
+        ("torch.nowhere:Net", "cannot import torch.nowhere: there is no module 'torch.nowhere'"),
         ("torch.nn:Linaer", "torch.nn has no 'Linaer'. Did you mean torch.nn:Linear"),
         ("./nowhere.py:Net", "there is no file nowhere.py"),
     ],
@@ -323,7 +323,7 @@ def test_a_name_that_is_not_there(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("needs", r"missing a required argument: 'width'. It takes \(width, depth=2\): give arguments as --arg"),
+        ("needs", r"missing a required argument: 'width'. Its parameters are \(width, depth=2\): pass them as --arg"),
         ("breaks", r"net.py:breaks cannot be built: ZeroDivisionError: division by zero \(line 19 of net.py\)"),
         ("quits", "cannot be built: SystemExit: bye"),
     ],
@@ -334,9 +334,9 @@ def test_a_factory_that_fails(net: str, name: str, message: str) -> None:
 
 
 def test_what_takes_no_such_argument(net: str) -> None:
-    with pytest.raises(BuildFailed, match="got an unexpected keyword argument 'depth'. It takes .width=2.:"):
+    with pytest.raises(BuildFailed, match="got an unexpected keyword argument 'depth'. Its parameters are .width=2.:"):
         zoo.resolve(f"{net}:Net", args={"depth": 1})
-    with pytest.raises(BuildFailed, match="built is a built Net: it takes no arguments"):
+    with pytest.raises(BuildFailed, match="built is a Net instance: it takes no arguments"):
         zoo.resolve(f"{net}:built", args={"width": 1})
     with pytest.raises(BuildFailed, match="torchvision:resnet18 cannot be built: TypeError: .*'classes'"):
         zoo.resolve("torchvision:resnet18", args={"classes": 1})
@@ -345,16 +345,16 @@ def test_what_takes_no_such_argument(net: str) -> None:
 
 
 def test_what_is_no_module(net: str) -> None:
-    with pytest.raises(NotAModule, match="net.py:gives_a_list made a list, not an nn.Module"):
+    with pytest.raises(NotAModule, match="net.py:gives_a_list returned a list, expected an nn.Module"):
         zoo.resolve(f"{net}:gives_a_list")
-    with pytest.raises(NotAModule, match="net.py:number is a int: name an nn.Module class, or what returns one"):
+    with pytest.raises(NotAModule, match="net.py:number: expected an nn.Module, a class or a factory of one, got int"):
         zoo.resolve(f"{net}:number")
 
 
 def test_what_needs_weights_on_meta(net: str) -> None:
     with pytest.raises(Unsupported, match="reads cannot be built on the meta device: RuntimeError.*Try it without"):
         zoo.resolve(f"{net}:reads", meta=True)
-    with pytest.raises(Unsupported, match="built is a built Net, weights included: leave out meta"):
+    with pytest.raises(Unsupported, match="built is a Net instance with weights: leave out meta"):
         zoo.resolve(f"{net}:built", meta=True)
 
 
@@ -381,9 +381,9 @@ def test_a_file_that_cannot_be_imported(
 
 
 def test_inputs_that_nothing_tells(net: str) -> None:
-    with pytest.raises(BadInputs, match=r"nothing tells what inputs .*:Mute takes. Say it: --input 1x3x224x224"):
+    with pytest.raises(BadInputs, match=r":Mute has no example inputs. Pass them: --input 1x3x224x224"):
         zoo.resolve(f"{net}:Mute")
-    with pytest.raises(BadInputs, match="nothing tells what inputs hf:patchtst takes"):
+    with pytest.raises(BadInputs, match="hf:patchtst has no example inputs"):
         zoo.resolve("hf:patchtst", meta=True)
 
 
@@ -416,7 +416,7 @@ def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
 
 
 def test_a_type_without_a_plain_model() -> None:
-    with pytest.raises(NoMatch, match="transformers has no plain model for hf:depth_anything: name its class with"):
+    with pytest.raises(NoMatch, match="transformers has no base model for hf:depth_anything: name a class with"):
         zoo.resolve("hf:depth_anything")
 
 
@@ -450,7 +450,7 @@ def test_operators_that_torchvision_misses_are_declared_once_and_said(tmp_path: 
     (tmp_path / "torchvision" / "part.py").write_text("")
     script = (
         "from microtome import zoo\n"
-        "from microtome.zoo.torchvision_import import operators_note\n"
+        "from microtome.zoo.packages import operators_note\n"
         "assert operators_note() == ()\n"
         "first = zoo.import_torchvision()\n"
         "assert zoo.import_torchvision() is first\n"
@@ -467,7 +467,7 @@ def test_a_torchvision_that_fits_is_left_alone(tmp_path: Path) -> None:
     script = (
         "import torch\n"
         "from microtome import zoo\n"
-        "from microtome.zoo.torchvision_import import operators_note\n"
+        "from microtome.zoo.packages import operators_note\n"
         "print(zoo.import_torchvision().whole, operators_note(), hasattr(torch.ops.torchvision, 'nms'))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)

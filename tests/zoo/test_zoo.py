@@ -54,5 +54,5 @@ def test_an_unknown_name_lists_what_there_is() -> None:
 
 @pytest.mark.parametrize("text", ["tiny-vit", "zo:tiny-vit", "tiny-vits"])
 def test_a_name_without_its_source(text: str) -> None:
-    with pytest.raises(NoMatch, match="does not name a model: write the source and the name, such as 'zoo:tiny-vit'"):
+    with pytest.raises(NoMatch, match="is not the name of a model: expected SOURCE:NAME, such as 'zoo:tiny-vit'"):
         zoo.resolve(text)

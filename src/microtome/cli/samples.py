@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from microtome.errors import BadFile, BadInputs, describe_error
 from microtome.files.reading import damage, opened
 from microtome.inputs import Inputs
-from microtome.zoo.packages import need
+from microtome.zoo.packages import import_package
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 #: What is looked for in an image, whatever its name ends in, and the most pixels that one may have.
@@ -73,7 +73,7 @@ class _Array:
     """
 
     def __init__(self, path: Path) -> None:
-        numpy: Any = need("numpy")
+        numpy: Any = import_package("numpy")
         self._path = path
         try:
             with opened(path) as stream:
@@ -97,7 +97,7 @@ class _Array:
 
     def read(self, begin: int, end: int, like: Tensor) -> Tensor:
         """Samples, of the dtype of a tensor like this one."""
-        numpy: Any = need("numpy")
+        numpy: Any = import_package("numpy")
         end = min(end, len(self))
         row = math.prod(self.shape[1:]) * self._dtype.itemsize
         shape = (end - begin, *self.shape[1:])
@@ -116,7 +116,7 @@ def _sample(file: Path, like: Tensor) -> Tensor:
     if file.suffix.lower() == ".npy":
         array = _Array(file)
         return array.read(0, len(array), like)
-    image: Any = need("PIL", lambda: import_module("PIL.Image"))
+    image: Any = import_package("PIL", lambda: import_module("PIL.Image"))
     try:
         with opened(file) as stream, image.open(stream, formats=_FORMATS) as found:
             width, height = found.size

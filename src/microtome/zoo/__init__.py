@@ -1,23 +1,23 @@
-"""Models by name: small built-in ones, and those of torchvision, timm, transformers and of any Python code.
+"""Models by name: small built-in models, and those of torchvision, timm, transformers and any Python code.
 
-The built-in models need torch alone and have the same weights on every machine: what the demo, the examples and the
-tests run on. The other packages are imported only when one of their models is asked for.
+The built-in models need only torch and have the same weights on every machine; the demo, the examples and the tests
+use them. Other packages are imported only when one of their models is requested.
 
 >>> names()
 ('tiny-decoder', 'tiny-lstm', 'tiny-resnet', 'tiny-unet', 'tiny-vit')
 >>> model, inputs = build("tiny-resnet")
 >>> model(inputs).shape
 torch.Size([2, 10])
->>> found = resolve("zoo:tiny-resnet", inputs="1x3x64x64", args={"classes": 4})
->>> found.inputs.run(found.model).shape
+>>> resolved = resolve("zoo:tiny-resnet", inputs="1x3x64x64", args={"classes": 4})
+>>> resolved.inputs.run(resolved.model).shape
 torch.Size([1, 4])
 """
 
 from __future__ import annotations
 
-from microtome.zoo.builtin import Inputs, build, names
 from microtome.zoo.catalogue import Listing, listing
+from microtome.zoo.packages import import_torchvision
 from microtome.zoo.resolver import Resolved, resolve
-from microtome.zoo.torchvision_import import import_torchvision
+from microtome.zoo.sources.builtin import Inputs, build, names
 
 __all__ = ["Inputs", "Listing", "Resolved", "build", "import_torchvision", "listing", "names", "resolve"]

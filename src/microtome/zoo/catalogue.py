@@ -1,4 +1,4 @@
-"""Everything that can be named here."""
+"""List the models of all sources."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from microtome.errors import MicrotomeError, NoMatch
+from microtome.zoo.packages import operators_note
 from microtome.zoo.sources import SOURCES
-from microtome.zoo.torchvision_import import operators_note
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Names that `resolve` takes.
+    """Names that `resolve` accepts.
 
     Attributes:
         names: Each with its source, such as `zoo:tiny-vit`.
-        notes: Which sources are missing, and why.
+        notes: Which sources are unavailable, and why.
     """
 
     names: tuple[str, ...]
@@ -25,17 +25,18 @@ class Listing:
 
 
 def listing(pattern: str | None = None) -> Listing:
-    """The models that can be named here; with a pattern such as `torchvision:resnet*`, those whose full name fits it.
+    """List the available models, or those whose full names match a pattern such as `torchvision:resnet*`.
 
-    Python code of your own can be named too and is not listed. Only the sources that the pattern may mean are imported.
+    Models in your own Python code are not listed. Only sources that the pattern can match are imported.
 
     >>> listing("zoo:*-vit").names
     ('zoo:tiny-vit',)
     """
     names: list[str] = []
     notes: list[str] = []
+    prefix, colon, _ = (pattern or "").partition(":")
     for source, module in SOURCES.items():
-        if pattern is not None and not _may_mean(pattern, source):
+        if colon and not fnmatchcase(source, prefix):
             continue
         try:
             names += [f"{source}:{name}" for name in module.names()]
@@ -43,22 +44,17 @@ def listing(pattern: str | None = None) -> Listing:
             notes.append(f"{source}: {error}")
     notes += operators_note()
     if pattern is not None and not any(sign in pattern for sign in "*?[:"):
-        pattern = f"*{pattern}*"  # a word, wherever it is in the name
-    fitting = tuple(names) if pattern is None else tuple(name for name in names if fnmatchcase(name, pattern))
-    if not fitting:
-        raise NoMatch(_nothing(pattern or "", names, notes))
-    return Listing(fitting, tuple(notes))
+        pattern = f"*{pattern}*"  # a plain word matches anywhere in the name
+    matching = tuple(names) if pattern is None else tuple(name for name in names if fnmatchcase(name, pattern))
+    if not matching:
+        raise NoMatch(_explain_no_match(pattern or "", names, notes))
+    return Listing(matching, tuple(notes))
 
 
-def _may_mean(pattern: str, source: str) -> bool:
-    wanted, colon, _ = pattern.partition(":")
-    return not colon or fnmatchcase(source, wanted)
-
-
-def _nothing(pattern: str, names: list[str], notes: list[str]) -> str:
+def _explain_no_match(pattern: str, names: list[str], notes: list[str]) -> str:
     bare = pattern.strip("*?").rpartition(":")[2].strip("*?")
     near = difflib.get_close_matches(pattern.strip("*?"), names, n=3, cutoff=0.5)
     near += [name for name in names if bare and bare in name][: 3 - len(near)]
     hint = f" Near: {', '.join(dict.fromkeys(near))}." if near else ""
-    why = f" {'. '.join(notes)}." if notes and not names else ""
-    return f"no model fits {pattern!r}: a pattern is matched against the whole name, such as 'zoo:*'.{hint}{why}"
+    reasons = f" {'. '.join(notes)}." if notes and not names else ""
+    return f"no model matches {pattern!r}: a pattern must match the whole name, such as 'zoo:*'.{hint}{reasons}"

@@ -1,4 +1,4 @@
-"""The models of the zoo. Each is the smallest that still has the traits of its family."""
+"""The built-in models, each the smallest with the characteristic traits of its family."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions around a skip connection; an in-place ReLU, used twice; a functional addition."""
+    """Two convolutions with a skip connection, an in-place ReLU called twice, and a functional addition."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class DoubleConv(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Long skip connections: what the way down makes is read again on the way up."""
+    """An encoder and a decoder with long skip connections."""
 
     def __init__(self, width: int = 8, classes: int = 2) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""From a name such as `torchvision:resnet50` to a model and inputs for it."""
+"""Build a model and its inputs from a name such as `torchvision:resnet50`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from microtome.errors import BadInputs, BuildFailed, MicrotomeError, NoMatch, No
 from microtome.inputs import Inputs
 from microtome.user_code import line_of
 from microtome.zoo.catalogue import listing
-from microtome.zoo.seed import seeded
 from microtome.zoo.sources import SOURCES, python
-from microtome.zoo.sources.source import FoundModel
+from microtome.zoo.sources.base import ModelSpec, seeded
 from microtome.zoo.weights import load_weights
+
+_INPUT_HINT = (
+    'Pass them: --input 1x3x224x224 on the command line, inputs="1x3x224x224" in Python; '
+    "'1x77:int64' for tokens, 'input_ids=1x77:int64' by name, several separated by commas"
+)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A model by name, ready to run.
+    """A model that is ready to run.
 
     Attributes:
-        name: The name as it was given.
+        name: The name passed to `resolve`.
         model: In eval mode.
-        inputs: Those asked for, or those that the source of the model tells.
-        notes: Sentences for the user.
+        inputs: The inputs passed to `resolve`, or the example inputs of the model's source.
+        notes: Notes for the user.
     """
 
     name: str
@@ -47,37 +51,37 @@ def resolve(
     meta: bool = False,
     weights: str | Path | None = None,
 ) -> Resolved:
-    """The model that a text names, and inputs for it.
+    """Build a model and its inputs from its name.
 
-    Weights and guessed inputs depend on nothing but the name and the arguments; the random state of the process is
-    left as it was.
+    Weights and example inputs depend only on the name and the arguments. The global random state is restored.
 
     Args:
         text: `zoo:NAME`, `torchvision:NAME`, `timm:NAME`, `hf:TYPE` or `hf:FOLDER`, `pkg.mod:NAME`, `./file.py:NAME`.
-        inputs: What to run it with, anything that `Inputs.of` takes; None to take what the model's source tells.
-        args: Keyword arguments for what builds the model; for `hf`, values of its configuration.
-        meta: Build it on the meta device, and the inputs too: a model of any size, to be traced and not run.
-        weights: A .safetensors file, or a .pt file of a state_dict, with all the weights, and no others.
+        inputs: Inputs of the model, as `Inputs.of` accepts them (default: the example inputs of the model's source).
+        args: Keyword arguments of the class or factory; for `hf`, values of the configuration.
+        meta: Build the model and the inputs on the meta device: a model of any size, to trace but not to run.
+        weights: A .safetensors file, or a .pt file of a state_dict, with exactly the model's weights.
 
     >>> resolve("zoo:tiny-vit").inputs
     Inputs(2x3x32x32:float32)
     >>> resolve("torch.nn:Linear", args={"in_features": 8, "out_features": 2}, inputs="4x8").model
     Linear(in_features=8, out_features=2, bias=True)
     """
-    asked = None if inputs is None else Inputs.of(inputs, device="meta" if meta and weights is None else "cpu")
-    with seeded():  # a file may build its model when it is imported
-        found = _find(text, dict(args or {}), meta=meta)
+    passed = None if inputs is None else Inputs.of(inputs, device="meta" if meta and weights is None else "cpu")
+    with seeded():  # importing a file may build its model
+        spec = _find(text, dict(args or {}), meta=meta)
         with seeded():
-            model = _build(text, found, meta=meta)
-            given = asked or _guess(text, found, model)
+            model = _build(text, spec, meta=meta)
+            arguments = passed or _example(text, spec, model)
     if weights is not None:
         load_weights(model, weights, text, meta=meta)
-    elif meta:
-        given = _without_values(given)
-    return Resolved(text, model, given, found.notes)
+    elif meta:  # code that creates tensors on the device of its inputs must find the weights there
+        positional, keyword = map_tensors(lambda tensor: tensor.to("meta"), (arguments.args, arguments.kwargs))
+        arguments = Inputs(*positional, **keyword)
+    return Resolved(text, model, arguments, spec.notes)
 
 
-def _find(text: str, args: dict[str, Any], *, meta: bool) -> FoundModel:
+def _find(text: str, args: dict[str, Any], *, meta: bool) -> ModelSpec:
     source, _, name = text.partition(":")
     if source in SOURCES:
         if not name:
@@ -85,60 +89,48 @@ def _find(text: str, args: dict[str, Any], *, meta: bool) -> FoundModel:
         return SOURCES[source].find(name, args)
     place, _, name = text.rpartition(":")
     if text.removesuffix(":").endswith(".py"):
-        raise NoMatch(f"{text!r} names a file: say what to take from it, such as {text.removesuffix(':')}:Net")
+        raise NoMatch(f"{text!r} names a file: add a name in it, such as {text.removesuffix(':')}:Net")
     if not place or not name:
-        raise _nameless(text)
+        raise _not_a_name(text)
     if not python.exists(place):
-        raise _nameless(text, f" (there is no source, and no module that can be imported from here, {place!r})")
+        raise _not_a_name(text, f" ({place!r} is neither a source nor a module that can be imported)")
     return python.find(place, name, args, meta=meta)
 
 
-def _nameless(text: str, why: str = "") -> NoMatch:
-    """The error for a text that is no name, with names that it may stand for."""
+def _not_a_name(text: str, reason: str = "") -> NoMatch:
+    """Return the error for a text that names no model, with similar names."""
     word = text.strip(":").rpartition(":")[2]
-    known: dict[str, list[str]] = {}
+    full_names: dict[str, list[str]] = {}
     for full in listing().names:
-        known.setdefault(full.partition(":")[2], []).append(full)
-    close = [word] if word in known else difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    near = [full for bare in close for full in known[bare]]
+        full_names.setdefault(full.partition(":")[2], []).append(full)
+    close = [word] if word in full_names else difflib.get_close_matches(word, full_names, n=1, cutoff=0.6)
+    near = [full for bare in close for full in full_names[bare]]
     such = " or ".join(map(repr, near or ["zoo:tiny-resnet"]))
-    return NoMatch(f"{text!r} does not name a model: write the source and the name, such as {such}{why}")
+    return NoMatch(f"{text!r} is not the name of a model: expected SOURCE:NAME, such as {such}{reason}")
 
 
-def _build(text: str, found: FoundModel, *, meta: bool) -> nn.Module:
+def _build(text: str, spec: ModelSpec, *, meta: bool) -> nn.Module:
     try:
         with torch.device("meta" if meta else "cpu"):
-            model = found.make()
+            model = spec.build()
     except MicrotomeError:
         raise
     except (Exception, SystemExit) as error:
-        what = f"{describe_error(error)}{line_of(error, found.file)}"
+        reason = f"{describe_error(error)}{line_of(error, spec.file)}"
         if meta:
-            raise Unsupported(f"{text} cannot be built on the meta device: {what}. Try it without meta") from error
-        raise BuildFailed(f"{text} cannot be built: {what}") from error
+            raise Unsupported(f"{text} cannot be built on the meta device: {reason}. Try it without meta") from error
+        raise BuildFailed(f"{text} cannot be built: {reason}") from error
     if not isinstance(model, nn.Module):
-        raise NotAModule(f"{text} made a {type(model).__name__}, not an nn.Module")
+        raise NotAModule(f"{text} returned a {type(model).__name__}, expected an nn.Module")
     return model.eval()
 
 
-def _guess(text: str, found: FoundModel, model: nn.Module) -> Inputs:
+def _example(text: str, spec: ModelSpec, model: nn.Module) -> Inputs:
     try:
         with torch.device("cpu"):
-            example = found.example(model)
+            example = spec.example(model)
     except (Exception, SystemExit) as error:
-        raise BadInputs(f"the inputs of {text} cannot be guessed: {describe_error(error)}. {_HOW}") from error
+        raise BadInputs(f"cannot guess the inputs of {text}: {describe_error(error)}. {_INPUT_HINT}") from error
     if example is None:
-        raise BadInputs(f"nothing tells what inputs {text} takes. {_HOW}")
+        raise BadInputs(f"{text} has no example inputs. {_INPUT_HINT}")
     return Inputs.of(example)
-
-
-def _without_values(inputs: Inputs) -> Inputs:
-    """On the device of a model without weights: code that makes tensors where its inputs are finds them together."""
-    args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (inputs.args, inputs.kwargs))
-    return Inputs(*args, **kwargs)
-
-
-_HOW = (
-    'Say it: --input 1x3x224x224 on the command line, inputs="1x3x224x224" in Python; '
-    "'1x77:int64' for tokens, 'input_ids=1x77:int64' by name, commas between several"
-)

@@ -15,7 +15,7 @@ from microtome.devices.base import available_accelerators
 from microtome.errors import BadFile, BadInputs, BadQuery, Unsupported, describe_error
 from microtome.files.reading import read_bytes
 from microtome.profile.measurement import QUANTITIES
-from microtome.zoo.packages import need
+from microtome.zoo.packages import import_package
 from microtome.zoo.resolver import resolve
 
 #: The longest and the deepest configuration that is read.
@@ -143,7 +143,7 @@ def _check_device(device: str) -> None:
 
 
 def _read(file: Path) -> Any:
-    yaml = need("yaml")
+    yaml = import_package("yaml")
     try:
         text = read_bytes(file, _CONFIG_BYTES).decode()
         _check_events(yaml, text)

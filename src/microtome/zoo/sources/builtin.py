@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from microtome.zoo.builtin import names, parts
-from microtome.zoo.sources.source import FoundModel
+import torch
+from torch import Tensor, nn
 
-PACKAGE = "microtome"
+from microtome.errors import NoMatch
+from microtome.zoo.models import Decoder, LSTMClassifier, ResNet, UNet, ViT
+from microtome.zoo.sources.base import ModelSpec, seeded
 
-__all__ = ["PACKAGE", "find", "names"]
+PREFIX = "zoo"
+
+Inputs = Tensor | dict[str, Any]
 
 
-def find(name: str, args: dict[str, Any]) -> FoundModel:
-    make, inputs = parts(name)
-    return FoundModel(partial(make, **args), lambda _: inputs())
+def _image() -> Tensor:
+    return torch.randn(2, 3, 32, 32)
+
+
+def _tokens() -> Tensor:
+    return torch.randint(0, 64, (2, 12))
+
+
+_MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[[], Inputs]]] = {
+    "tiny-decoder": (Decoder, lambda: {"input_ids": _tokens()}),
+    "tiny-lstm": (LSTMClassifier, _tokens),
+    "tiny-resnet": (ResNet, _image),
+    "tiny-unet": (UNet, _image),
+    "tiny-vit": (ViT, _image),
+}
+
+
+def names() -> tuple[str, ...]:
+    """List the names that `build` accepts."""
+    return tuple(_MODELS)
+
+
+def find(name: str, args: dict[str, Any]) -> ModelSpec:
+    if name not in _MODELS:
+        near = difflib.get_close_matches(name, _MODELS, n=1, cutoff=0.4)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise NoMatch(f"the zoo has no model {name!r}. {hint}It has: {', '.join(_MODELS)}.")
+    model_class, example = _MODELS[name]
+    return ModelSpec(partial(model_class, **args), lambda _: example())
+
+
+def build(name: str, *, seed: int = 0) -> tuple[nn.Module, Inputs]:
+    """Build a model in eval mode and inputs for it: a tensor, or a dict of keyword arguments.
+
+    Weights and inputs depend only on the seed. The global random state is restored.
+    """
+    spec = find(name, {})
+    with seeded(seed), torch.device("cpu"):
+        model = spec.build().eval()
+        return model, spec.example(model)

@@ -1,6 +1,6 @@
-"""`hf:TYPE` and `hf:FOLDER`: a model of transformers from its configuration, with random weights.
+"""`hf:TYPE` and `hf:FOLDER`: models of transformers, built from a configuration with random weights.
 
-Nothing is ever downloaded, and no code of a folder is run.
+Nothing is downloaded, and no code in a folder is run.
 """
 
 from __future__ import annotations
@@ -14,45 +14,39 @@ from typing import Any
 
 from microtome.errors import BadFile, BuildFailed, NoMatch, describe_error
 from microtome.files.reading import read_json
-from microtome.zoo.packages import installed, need
+from microtome.zoo.packages import import_package, import_torchvision, is_installed, operators_note
+from microtome.zoo.sources.base import ModelSpec, no_such_model
 from microtome.zoo.sources.hf_inputs import example
-from microtome.zoo.sources.source import FoundModel, unknown
-from microtome.zoo.torchvision_import import import_torchvision, operators_note
 
-PACKAGE = "transformers"
+PREFIX = "hf"
 
 
 def names() -> list[str]:
-    """The model types that have a plain model, without a head."""
-    need("transformers")
+    """List the model types with a base model, without a task head."""
+    import_package("transformers")
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     return sorted(MODEL_MAPPING_NAMES)
 
 
-def find(name: str, args: dict[str, Any]) -> FoundModel:
-    transformers = _transformers()
+def find(name: str, args: dict[str, Any]) -> ModelSpec:
+    transformers = import_package("transformers")
+    if is_installed("torchvision"):
+        import_torchvision()  # vision models import it
     with _offline():
-        config = _config(transformers, name, args)
+        config = _make_config(transformers, name, args)
         model_class = _model_class(transformers, name, config)
 
-    def make() -> Any:
+    def build() -> Any:
         with _offline():
-            return model_class._from_config(config)  # as AutoModel.from_config does, which runs no code of a folder
+            return model_class._from_config(config)  # as AutoModel.from_config, but runs no code in a folder
 
-    return FoundModel(make, example, operators_note())
-
-
-def _transformers() -> ModuleType:
-    transformers = need("transformers")
-    if installed("torchvision"):
-        import_torchvision()  # vision models import it
-    return transformers
+    return ModelSpec(build, example, operators_note())
 
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Let no code of transformers reach the network."""
+    """Keep transformers from accessing the network."""
     import huggingface_hub.constants as constants
 
     before = constants.HF_HUB_OFFLINE
@@ -63,13 +57,13 @@ def _offline() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def _config(transformers: ModuleType, name: str, args: dict[str, Any]) -> Any:
-    """The configuration of a folder, or the default one of a type, with the arguments in place of its own values."""
+def _make_config(transformers: ModuleType, name: str, args: dict[str, Any]) -> Any:
+    """Return the configuration in a folder, or the default one of a model type, updated with the arguments."""
     if name in transformers.CONFIG_MAPPING:
         values: dict[str, Any] = {}
         config_class = transformers.CONFIG_MAPPING[name]
     else:
-        values = _read(transformers, name)
+        values = _read_config(transformers, name)
         config_class = transformers.CONFIG_MAPPING[values["model_type"]]
     try:
         default = config_class.from_dict(values) if values else config_class()
@@ -82,17 +76,16 @@ def _config(transformers: ModuleType, name: str, args: dict[str, Any]) -> Any:
     except BuildFailed:
         raise
     except Exception as error:
-        raise BuildFailed(f"the configuration of hf:{name} cannot be made: {describe_error(error)}") from error
+        raise BuildFailed(f"cannot make the configuration of hf:{name}: {describe_error(error)}") from error
 
 
-def _read(transformers: ModuleType, name: str) -> dict[str, Any]:
-    """The config.json of a folder."""
-    if not Path(name).is_dir():
-        why = " It takes a model type or a folder with a config.json, and downloads nothing."
-        raise unknown("hf", name, names(), why)
-    file = Path(name) / "config.json"
+def _read_config(transformers: ModuleType, folder: str) -> dict[str, Any]:
+    if not Path(folder).is_dir():
+        reason = " It takes a model type or a folder with a config.json, and downloads nothing."
+        raise no_such_model("hf", folder, names(), reason)
+    file = Path(folder) / "config.json"
     if not file.exists():
-        raise NoMatch(f"the folder {name} has no config.json")
+        raise NoMatch(f"the folder {folder} has no config.json")
     try:
         values = read_json(file)
     except BadFile as error:
@@ -107,16 +100,16 @@ def _read(transformers: ModuleType, name: str) -> dict[str, Any]:
 
 
 def _model_class(transformers: ModuleType, name: str, config: Any) -> Any:
-    """The class that the configuration names, or else the plain model without a head."""
-    for word in getattr(config, "architectures", None) or ():
-        if hasattr(transformers, word):
-            return getattr(transformers, word)
+    """Return the class that the configuration names, or else the base model."""
+    for architecture in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, architecture):
+            return getattr(transformers, architecture)
     try:
-        found = transformers.MODEL_MAPPING[type(config)]
+        base = transformers.MODEL_MAPPING[type(config)]
     except KeyError as error:
         raise NoMatch(
-            f"transformers has no plain model for hf:{name}: name its class with --arg \"architectures=['…']\""
+            f"transformers has no base model for hf:{name}: name a class with --arg \"architectures=['…']\""
         ) from error
     except Exception as error:
-        raise BuildFailed(f"the code of hf:{name} cannot be imported: {describe_error(error)}") from error
-    return found[0] if isinstance(found, list | tuple) else found
+        raise BuildFailed(f"cannot import the code of hf:{name}: {describe_error(error)}") from error
+    return base[0] if isinstance(base, list | tuple) else base

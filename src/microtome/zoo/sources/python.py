@@ -1,4 +1,4 @@
-"""`pkg.mod:NAME` and `./file.py:NAME`: a factory, an nn.Module class or an nn.Module of any Python code."""
+"""`package.module:NAME` and `./file.py:NAME`: an nn.Module, an nn.Module class or a factory in any Python code."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import nn
 
 from microtome.errors import BuildFailed, NoMatch, NotAModule, Unsupported, describe_error
 from microtome.user_code import import_file, line_of, on_path
-from microtome.zoo.packages import installed
-from microtome.zoo.sources.source import FoundModel
+from microtome.zoo.packages import is_installed
+from microtome.zoo.sources.base import ModelSpec
 
 
-def find(place: str, name: str, args: dict[str, Any], *, meta: bool) -> FoundModel:
-    """The model that a name stands for in a file or a module that can be imported from here."""
+def find(place: str, name: str, args: dict[str, Any], *, meta: bool) -> ModelSpec:
+    """Look up a model in a file or an importable module."""
     is_file = place.endswith(".py")
     folder = Path(place).resolve().parent if is_file else Path.cwd()
     with on_path(folder, first=is_file):
@@ -29,30 +29,32 @@ def find(place: str, name: str, args: dict[str, Any], *, meta: bool) -> FoundMod
     target = _look_up(place, module, name)
     file = getattr(module, "__file__", None)
 
-    def make() -> Any:
+    def build() -> Any:
         with on_path(folder, first=is_file):
             return target(**args)
 
     if isinstance(target, nn.Module):
         if args:
-            raise BuildFailed(f"{place}:{name} is a built {type(target).__name__}: it takes no arguments")
+            raise BuildFailed(f"{place}:{name} is a {type(target).__name__} instance: it takes no arguments")
         if meta:
-            raise Unsupported(f"{place}:{name} is a built {type(target).__name__}, weights included: leave out meta")
-        built = target
+            raise Unsupported(f"{place}:{name} is a {type(target).__name__} instance with weights: leave out meta")
+        instance = target
         # A copy, since the resolver sets eval mode and loads weights.
-        return FoundModel(lambda: copy.deepcopy(built), lambda model: _example(model, module), file=file)
+        return ModelSpec(lambda: copy.deepcopy(instance), lambda model: _example(model, module), file=file)
     if not callable(target):
-        raise NotAModule(f"{place}:{name} is a {type(target).__name__}: name an nn.Module class, or what returns one")
+        raise NotAModule(
+            f"{place}:{name}: expected an nn.Module, a class or a factory of one, got {type(target).__name__}"
+        )
     _check_arguments(f"{place}:{name}", target, args)
-    return FoundModel(make, lambda model: _example(model, module), file=file)
+    return ModelSpec(build, lambda model: _example(model, module), file=file)
 
 
 def exists(place: str) -> bool:
-    """Whether there is such a file, or a package of that name to import from."""
+    """Return whether the name is that of a Python file, or starts with an installed package."""
     if place.endswith(".py"):
-        return True  # the message about a file that is missing is another one
+        return True  # `find` raises if the file is missing
     with on_path(Path.cwd(), first=False):
-        return all(word.isidentifier() for word in place.split(".")) and installed(place.partition(".")[0])
+        return all(word.isidentifier() for word in place.split(".")) and is_installed(place.partition(".")[0])
 
 
 def _import_module(place: str) -> ModuleType:
@@ -60,7 +62,7 @@ def _import_module(place: str) -> ModuleType:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is not None and (place + ".").startswith(error.name + "."):
-            raise NoMatch(f"there is no module {error.name!r} to import {place} from") from error
+            raise NoMatch(f"cannot import {place}: there is no module {error.name!r}") from error
         raise BuildFailed(f"{place} cannot be imported: {describe_error(error)}") from error
     except (Exception, SystemExit) as error:
         last = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -68,28 +70,28 @@ def _import_module(place: str) -> ModuleType:
 
 
 def _look_up(place: str, module: ModuleType, name: str) -> Any:
-    found: Any = module
+    target: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            known = [word for word in vars(found) if not word.startswith("_")]
-            near = difflib.get_close_matches(part, known, n=3, cutoff=0.5)
+        if not hasattr(target, part):
+            public = [word for word in vars(target) if not word.startswith("_")]
+            near = difflib.get_close_matches(part, public, n=3, cutoff=0.5)
             hint = f" Did you mean {' or '.join(f'{place}:{other}' for other in near)}?" if near else ""
             raise NoMatch(f"{place} has no {name!r}.{hint}")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def _check_arguments(name: str, target: Callable[..., Any], args: dict[str, Any]) -> None:
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
-        return  # compiled code need not tell
+        return  # compiled code may have no signature
     try:
         signature.bind(**args)
     except TypeError as error:
-        takes = [str(parameter) for parameter in signature.parameters.values()]
+        parameters = ", ".join(map(str, signature.parameters.values()))
         raise BuildFailed(
-            f"{name} cannot be called so: {error}. It takes ({', '.join(takes)}): give arguments as --arg NAME=VALUE"
+            f"invalid arguments for {name}: {error}. Its parameters are ({parameters}): pass them as --arg NAME=VALUE"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""`timm:NAME`: every model that timm registers; the input is that of its pretrained configuration."""
+"""`timm:NAME`: the models that timm registers, with the input size of their pretrained configuration."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from microtome.zoo.packages import need
-from microtome.zoo.sources.source import FoundModel, unknown
-from microtome.zoo.torchvision_import import import_torchvision, operators_note
+from microtome.zoo.packages import import_package, import_torchvision, operators_note
+from microtome.zoo.sources.base import ModelSpec, no_such_model
 
-PACKAGE = "timm"
+PREFIX = "timm"
 
 
 def names() -> list[str]:
-    known: list[str] = _timm().list_models()
-    return known
+    registered: list[str] = _import_timm().list_models()
+    return registered
 
 
-def find(name: str, args: dict[str, Any]) -> FoundModel:
-    timm = _timm()
-    # Of the names that timm takes, those with a prefix such as hf-hub: would download.
+def find(name: str, args: dict[str, Any]) -> ModelSpec:
+    timm = _import_timm()
+    # timm downloads models whose names have a prefix such as hf-hub:, and does not list them.
     if not timm.is_model(name):
-        raise unknown("timm", name, timm.list_models())
+        raise no_such_model("timm", name, timm.list_models())
 
     def example(model: nn.Module) -> torch.Tensor:
         return torch.randn(1, *timm.data.resolve_model_data_config(model, args=args)["input_size"])
 
-    return FoundModel(lambda: timm.create_model(name, **({"pretrained": False} | args)), example, operators_note())
+    return ModelSpec(lambda: timm.create_model(name, **({"pretrained": False} | args)), example, operators_note())
 
 
-def _timm() -> ModuleType:
-    need("timm", import_torchvision)  # timm imports torchvision
-    return need("timm")
+def _import_timm() -> ModuleType:
+    import_package("timm", import_torchvision)  # timm imports torchvision
+    return import_package("timm")
