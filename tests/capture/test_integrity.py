@@ -180,7 +180,7 @@ def test_a_damaged_tensor_is_named_and_the_others_load(tmp_path: Path) -> None:
     with open_folder(folder) as recording:
         assert len([*recording["0"]]) == 3
         with pytest.raises(
-            BadFile, match="shard-00000.safetensors' is damaged: ValueError: tensor '1:2': expected the checksum"
+            BadFile, match="shard-00000.safetensors' is corrupt: ValueError: tensor '1:2': expected the checksum"
         ):
             [*recording["1"]]
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from microtome.capture.store import DiskStore, Histogram, MemoryStore, Series, Stats, batch, open_folder, shard
 from microtome.capture.store.checks import OVERHEAD_BYTES
 from microtome.errors import BadFile, BadQuery, NoMatch
-from microtome.files.tensors import CODES
-from microtome.files.tensors import bytes_of as memory_of
+from microtome.files.tensors import DTYPE_CODES, memory_of
 
 MANIFEST = {"model": "Net", "selectors": ["blocks.*"]}
 FINITE = st.floats(-1e6, 1e6, width=32)
@@ -89,7 +88,7 @@ def test_statistics_of_a_tensor_of_many_chunks_with_a_mean_far_from_zero() -> No
     assert stats.std == pytest.approx(math.sqrt(values.var(correction=0).item()), rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize("dtype", DTYPE_CODES)
 def test_statistics_of_any_dtype(dtype: torch.dtype) -> None:
     # 0, 1, 1, 0: the mean is 1/2 and so is every distance from it. A dtype of powers of two has no 0: 1, 2, 2, 1.
     low = 1 if dtype == torch.float8_e8m0fnu else 0
@@ -359,7 +358,7 @@ def test_what_was_written_is_read(tmp_path: Path, sync: bool) -> None:
     assert not writers()
 
 
-@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize("dtype", DTYPE_CODES)
 def test_every_dtype_of_safetensors_is_written(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = [torch.tensor([[1, 0], [1, 1], [0, 1]]).to(dtype), torch.tensor(1).to(dtype), torch.empty(0, 3).to(dtype)]
     with DiskStore(tmp_path, MANIFEST) as store:
@@ -450,11 +449,11 @@ def test_what_is_borrowed_may_be_written_to_afterwards_whatever_its_size(tmp_pat
 def test_a_large_borrowed_tensor_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
 
-    def bytes_of(tensor: Tensor) -> memoryview:
+    def record_memory(tensor: Tensor) -> memoryview:
         written.append(tensor.data_ptr())
         return memory_of(tensor)
 
-    monkeypatch.setattr(shard, "bytes_of", bytes_of)
+    monkeypatch.setattr(shard, "memory_of", record_memory)
     large, small = torch.zeros(LARGE), torch.zeros(2)
     with DiskStore(tmp_path, MANIFEST) as store:
         store.add("fc", large, borrowed=True)
@@ -464,7 +463,7 @@ def test_a_large_borrowed_tensor_is_not_copied(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "shard-00000.safetensors").stat().st_size <= large.nbytes + small.nbytes + 16384
 
 
-@given(st.lists(st.tuples(st.sampled_from([*CODES]), st.integers(0, 40), st.booleans()), min_size=1, max_size=30))
+@given(st.lists(st.tuples(st.sampled_from([*DTYPE_CODES]), st.integers(0, 40), st.booleans()), min_size=1, max_size=30))
 def test_shards_written_in_parts_are_plain_safetensors_whatever_the_dtypes(added: list[Any]) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -910,7 +909,7 @@ def test_a_forked_process_does_not_write(tmp_path: Path) -> None:
     store.close()
 
 
-# -- reading what is damaged -----------------------------------------------------------------------------------------
+# -- reading what is corrupt -----------------------------------------------------------------------------------------
 
 
 def test_a_damaged_shard_is_named_and_the_others_load(tmp_path: Path) -> None:
@@ -929,7 +928,7 @@ def test_a_damaged_shard_is_named_and_the_others_load(tmp_path: Path) -> None:
             series[2]
         with pytest.raises(
             BadFile,
-            match="shard-00003.safetensors' is damaged: ValueError: its header would be 1844",
+            match="shard-00003.safetensors' is corrupt: ValueError: its header would be 1844",
         ):
             series[3]
 

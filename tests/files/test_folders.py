@@ -16,8 +16,8 @@ import torch
 import microtome as mt
 from microtome.capture.store import DiskStore
 from microtome.errors import BadFile
-from microtome.files.reading import json_cost, parse_json, read_bytes
-from microtome.files.writing import Partial, write_all, write_whole
+from microtome.files.reading import json_memory_bound, parse_json, read_bytes
+from microtome.files.writing import AtomicFile, write_atomically, write_buffers
 from tests.files.samples import Sample, net, samples
 from tests.files.test_damage import KINDS
 
@@ -123,12 +123,12 @@ def test_saving_stages_to_a_prepared_folder_leaves_what_its_links_point_to(
 
 def test_of_two_that_write_one_file_at_once_each_writes_it_whole(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    one, other = Partial(file), Partial(file)
+    one, other = AtomicFile(file), AtomicFile(file)
     for partial, data in ((one, b"one"), (other, b"other")):
-        write_all(partial.descriptor, [data])
-    one.finish(sync=False)
+        write_buffers(partial.descriptor, [data])
+    one.commit(sync=False)
     assert file.read_bytes() == b"one"
-    other.finish(sync=False)
+    other.commit(sync=False)
     assert file.read_bytes() == b"other"
     assert list(tmp_path.iterdir()) == [file]
 
@@ -153,11 +153,11 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     file.write_text("before")
 
     def fail(descriptor: int) -> None:
-        write_all(descriptor, [b"half"])
+        write_buffers(descriptor, [b"half"])
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        write_whole(file, fail)
+        write_atomically(file, fail)
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
     assert file.read_text() == "before"
 
@@ -200,7 +200,7 @@ def test_a_stage_is_read_from_its_folder_alone(tmp_path: Path, path: str) -> Non
     os.link(tmp_path / "folder" / "stage1.safetensors", tmp_path / "stage1.safetensors")
     plan = tmp_path / "folder" / "plan.json"
     plan.write_text(plan.read_text().replace('"stage1.safetensors"', f'"{path}"'))
-    with pytest.raises(BadFile, match=r"plan.json' is damaged: ValueError: expected the file 'stage1.safetensors' for"):
+    with pytest.raises(BadFile, match=r"plan.json' is corrupt: ValueError: expected the file 'stage1.safetensors' for"):
         mt.load_stage(net, tmp_path / "folder", 1)
 
 
@@ -276,7 +276,7 @@ def test_parsing_json_takes_less_memory_than_computed(piece: str) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(value) == 50_001
-    assert peak <= json_cost(text)
+    assert peak <= json_memory_bound(text)
 
 
 def test_a_file_that_would_take_too_much_memory_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import microtome as mt
 from microtome.capture.store.shard import write_shard
 from microtome.cli.tensor_files import open_tensors
 from microtome.errors import BadFile, Unsupported
-from microtome.files.tensors import CODES, bytes_of, read_tensors, write_tensors
+from microtome.files.tensors import DTYPE_CODES, memory_of, read_tensors, write_tensors
 
 
 @st.composite
@@ -51,10 +51,10 @@ def test_lazy_conjugations_and_negations_are_in_the_values_that_are_written(
 
 def test_the_memory_of_a_lazy_conjugation_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a tensor whose memory holds its values, got a lazy conjugation"):
-        bytes_of(torch.ones(2, dtype=torch.complex64).conj())
+        memory_of(torch.ones(2, dtype=torch.complex64).conj())
 
 
-@pytest.mark.parametrize("dtype", dict.fromkeys([*CODES, torch.float8_e8m0fnu]), ids=str)
+@pytest.mark.parametrize("dtype", dict.fromkeys([*DTYPE_CODES, torch.float8_e8m0fnu]), ids=str)
 def test_every_dtype_that_is_written_is_read_back_and_by_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
     width = dtype.itemsize
     values = torch.arange(4 * width, dtype=torch.uint8)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from microtome.files.types import mismatch
+from microtome.files.types import find_mismatch
 
 
 class Pair(NamedTuple):
@@ -33,4 +33,4 @@ class Pair(NamedTuple):
     ],
 )
 def test_tuples_are_compared_place_by_place(value: Any, hint: Any, words: str | None) -> None:
-    assert mismatch(value, hint) == words
+    assert find_mismatch(value, hint) == words

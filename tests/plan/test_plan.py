@@ -210,7 +210,7 @@ def test_plans_and_costs_are_written_and_read(tmp_path: Path) -> None:
     assert planned(costs={"edge": COSTS, "cloud": tmp_path / "codecs.json"}).winner == plan.winner
     broken = (tmp_path / "plan.json").read_text().replace('"chosen": 0', '"chosen": 99')
     (tmp_path / "plan.json").write_text(broken)
-    with pytest.raises(BadFile, match="plan.json. is damaged: ValueError: its winner is candidate 99"):
+    with pytest.raises(BadFile, match="plan.json. is corrupt: ValueError: its winner is candidate 99"):
         mt.load(tmp_path / "plan.json")
 
 

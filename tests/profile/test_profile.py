@@ -281,7 +281,7 @@ def test_what_is_written_as_json_is_read_again(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ("[]", "holds no result of microtome: expected a 'kind' of profile or .*, got None"),
         ('{"kind": "profile", "schema": 99}', "expected version 2 of a profile, got 99"),
-        ('{"kind": "profile", "schema": 2}', "p.json' is damaged: KeyError: 'calls'"),
+        ('{"kind": "profile", "schema": 2}', "p.json' is corrupt: KeyError: 'calls'"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -346,7 +346,7 @@ def test_a_server_that_says_too_much_of_itself_is_refused(resnet: tuple[nn.Modul
         ),
         ("[" * 1000, BadFile, "is not JSON"),
         ('{"kind": "profile", "schema": 99}', BadFile, "expected version 2 of a profile, got 99"),
-        ('{"kind": "run", "schema": 1}', BadFile, "is damaged"),
+        ('{"kind": "run", "schema": 1}', BadFile, "is corrupt"),
     ],
 )
 def test_a_profile_that_is_none_is_refused(

@@ -31,7 +31,7 @@ def test_fields_that_a_class_does_not_have_are_ignored(result: Result) -> None:
 def test_a_field_that_is_missing_is_named(result: Result) -> None:
     data = json.loads(result.to_json())
     del data["model" if "model" in data else "before"]
-    with pytest.raises(BadFile, match=r"the \w+ in it is damaged: ValueError: expected the field '\w+' of \w+"):
+    with pytest.raises(BadFile, match=r"the \w+ in it is corrupt: ValueError: expected the field '\w+' of \w+"):
         parse(json.dumps(data), "it")
 
 

@@ -235,11 +235,11 @@ def test_weights_that_cannot_be_read_are_refused(folder: Path) -> None:
     for broken in (b"", whole[:100], whole[:-10]):
         file.write_bytes(broken)
         with pytest.raises(
-            BadFile, match=r"stage1.safetensors' is damaged: ValueError|cannot read '.*stage1.safetensors'"
+            BadFile, match=r"stage1.safetensors' is corrupt: ValueError|cannot read '.*stage1.safetensors'"
         ):
             mt.load_stage(built_in("tiny-resnet"), folder, 1)
     file.unlink()
-    with pytest.raises(BadFile, match=r"stage1.safetensors' is damaged: ValueError|cannot read '.*stage1.safetensors'"):
+    with pytest.raises(BadFile, match=r"stage1.safetensors' is corrupt: ValueError|cannot read '.*stage1.safetensors'"):
         mt.load_stage(built_in("tiny-resnet"), folder, 1)
 
 

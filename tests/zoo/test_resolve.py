@@ -256,7 +256,7 @@ def test_a_file_that_is_no_weights(net: str, tmp_path: Path) -> None:
     with pytest.raises(BadWeights, match="there is no file nowhere.safetensors"):
         zoo.resolve(f"{net}:Net", weights="nowhere.safetensors")
     (tmp_path / "w.safetensors").write_bytes(b"not at all")
-    with pytest.raises(BadWeights, match="w.safetensors' is damaged: ValueError: its header would be"):
+    with pytest.raises(BadWeights, match="w.safetensors' is corrupt: ValueError: its header would be"):
         zoo.resolve(f"{net}:Net", weights=tmp_path / "w.safetensors")
 
 

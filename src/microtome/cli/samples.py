@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from microtome.errors import BadFile, BadInputs, describe_error
-from microtome.files.reading import damage, opened
+from microtome.files.reading import open_regular, translate_read_errors
 from microtome.inputs import Inputs
 from microtome.zoo.packages import import_package
 
@@ -59,7 +59,7 @@ def batches(data: str, size: int, like: Tensor) -> Iterator[Tensor]:
 
 
 def _files(path: Path) -> list[Path]:
-    with damage(repr(str(path))):
+    with translate_read_errors(repr(str(path))):
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in {".npy", *_IMAGES})
     if not files:
         raise BadFile(f"{str(path)!r} holds no .npy file and no image ({', '.join(sorted(_IMAGES))})")
@@ -76,7 +76,7 @@ class _Array:
         numpy: Any = import_package("numpy")
         self._path = path
         try:
-            with opened(path) as stream:
+            with open_regular(path) as stream:
                 version = numpy.lib.format.read_magic(stream)
                 read = {(1, 0): numpy.lib.format.read_array_header_1_0, (2, 0): numpy.lib.format.read_array_header_2_0}
                 self.shape, self._is_fortran, self._dtype = read[version](stream)
@@ -101,7 +101,7 @@ class _Array:
         end = min(end, len(self))
         row = math.prod(self.shape[1:]) * self._dtype.itemsize
         shape = (end - begin, *self.shape[1:])
-        with opened(self._path) as stream:
+        with open_regular(self._path) as stream:
             if self._is_fortran:  # the samples do not lie one after the other
                 stream.seek(self._begin)
                 whole = numpy.frombuffer(stream.read(len(self) * row), self._dtype)
@@ -118,7 +118,7 @@ def _sample(file: Path, like: Tensor) -> Tensor:
         return array.read(0, len(array), like)
     image: Any = import_package("PIL", lambda: import_module("PIL.Image"))
     try:
-        with opened(file) as stream, image.open(stream, formats=_FORMATS) as found:
+        with open_regular(file) as stream, image.open(stream, formats=_FORMATS) as found:
             width, height = found.size
             if width * height > _PIXELS:
                 raise BadFile(f"expected at most {_PIXELS} pixels, got {width} x {height}")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from microtome.engine.pytree import named_tensors
 from microtome.errors import BadFile
-from microtome.files.tensors import CODES, write_tensors
-from microtome.files.writing import failure
+from microtome.files.tensors import DTYPE_CODES, write_tensors
+from microtome.files.writing import translate_write_errors
 
 _FILE = ".safetensors"
 
@@ -34,7 +34,7 @@ def open_tensors(to: str | None) -> Iterator[Callable[[Any], None]]:
         _write(Path(to).resolve(), _joined(kept, to))
     else:
         folder = Path(to)
-        with failure(repr(to)):
+        with translate_write_errors(repr(to)):
             folder.mkdir(parents=True, exist_ok=True)
         if any(folder.glob(f"*{_FILE}")):
             raise BadFile(f"{to!r} already holds {_FILE} files: name another folder, or remove them")
@@ -44,9 +44,9 @@ def open_tensors(to: str | None) -> Iterator[Callable[[Any], None]]:
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        if tensor.dtype not in CODES:
+        if tensor.dtype not in DTYPE_CODES:
             raise BadFile(f"cannot write {name!r} to {str(file)!r}: safetensors files do not hold {tensor.dtype}")
-    with failure(repr(str(file))):
+    with translate_write_errors(repr(str(file))):
         write_tensors(file, tensors)
 
 

@@ -1,1 +1,1 @@
-"""Files that anybody may have written, and folders that anybody may have prepared."""
+"""Read and write files, none of whose content or folder is trusted."""

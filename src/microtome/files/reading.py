@@ -1,7 +1,7 @@
-"""Read regular files of bounded size, and raise BadFile for whatever is wrong with them.
+"""Read regular files of bounded size; raise BadFile for anything wrong with them.
 
-Every file that microtome reads is opened here. A pipe, a device or a folder in place of a file is refused before it is
-opened: opening one may wait forever, or have an effect.
+microtome opens no file for reading elsewhere. A pipe, device or folder is refused before it is opened, since opening
+one may block or have side effects.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from microtome.units import size
 
 File = str | PathLike[str]
 
-#: The most memory that the objects of one JSON document may take: some 40,000 calls of a profile.
+#: The maximum memory of the objects of a JSON document: a profile of about 40,000 calls.
 JSON_LIMIT = 2 << 30
 
-#: Errors that malformed content raises in code that decodes it. Not RuntimeError, but for a document that is nested
-#: too deep: torch raises it where a device is out of memory or not there, which says nothing of the file.
-_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, EOFError)
+#: Errors of decoding corrupt content. RuntimeError is not among them: torch raises it if a device is unavailable or
+#: out of memory, whatever the file. Its subclass RecursionError is: a document may be nested too deep.
+_DECODE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, EOFError)
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -36,86 +36,83 @@ _KINDS = {
 
 
 @contextmanager
-def damage(what: str) -> Iterator[None]:
-    """Raise BadFile in place of any error that damaged or forged content causes.
+def translate_read_errors(source: str) -> Iterator[None]:
+    """Raise BadFile in place of errors that corrupt or forged content causes in the block.
 
     Args:
-        what: The file, and the place in it, for the message.
+        source: The file, and the location in it, for the message.
     """
     try:
         yield
     except BadFile:
         raise
     except OSError as error:
-        raise BadFile(f"cannot read {what}: {error.strerror or describe_error(error)}") from error
-    except _DAMAGE as error:
-        raise BadFile(f"{what} is damaged: {describe_error(error)}") from error
+        raise BadFile(f"cannot read {source}: {error.strerror or describe_error(error)}") from error
+    except _DECODE_ERRORS as error:
+        raise BadFile(f"{source} is corrupt: {describe_error(error)}") from error
 
 
-def check_regular(mode: int, what: str) -> None:
-    """Raise if the mode of a file is not that of a regular one."""
+def _check_regular(mode: int, source: str) -> None:
     if not stat.S_ISREG(mode):
         got = _KINDS.get(stat.S_IFMT(mode), "something else")
-        raise BadFile(f"cannot read {what}: expected a regular file, got {got}")
+        raise BadFile(f"cannot read {source}: expected a regular file, got {got}")
 
 
 @contextmanager
-def opened(file: File) -> Iterator[BinaryIO]:
-    """A regular file, open for reading; what the block raises because of its content is a BadFile."""
-    what = repr(os.fspath(file))
-    with damage(what):
-        check_regular(os.stat(file).st_mode, what)
-        # It may have been replaced meanwhile: do not wait for the other end of a pipe, and look again.
+def open_regular(file: File) -> Iterator[BinaryIO]:
+    """Open a regular file for reading; errors that its content causes in the block become BadFile."""
+    source = repr(os.fspath(file))
+    with translate_read_errors(source):
+        _check_regular(os.stat(file).st_mode, source)
+        # It may have been replaced since: do not block on a pipe, and check what was opened.
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         with os.fdopen(os.open(file, flags), "rb") as stream:
-            check_regular(os.fstat(stream.fileno()).st_mode, what)
+            _check_regular(os.fstat(stream.fileno()).st_mode, source)
             yield stream
 
 
 def read_bytes(file: File, limit: int) -> bytes:
-    """The content of a regular file.
-
-    Args:
-        limit: The most bytes that it may have.
-    """
-    with opened(file) as stream:
-        there = os.fstat(stream.fileno()).st_size
-        data = stream.read(min(there, limit) + 1)
-        while len(data) <= limit and (more := stream.read(1 << 16)):  # files of the kernel state no size
-            data += more
-        there = max(there, len(data))
-        if there > limit:
-            raise BadFile(f"cannot read {os.fspath(file)!r}: expected at most {size(limit)}, got {size(there)}")
+    """Read a regular file of at most `limit` bytes."""
+    with open_regular(file) as stream:
+        nbytes = os.fstat(stream.fileno()).st_size
+        data = stream.read(min(nbytes, limit) + 1)
+        while len(data) <= limit and (chunk := stream.read(1 << 16)):  # files of the kernel report no size
+            data += chunk
+        nbytes = max(nbytes, len(data))
+        if nbytes > limit:
+            raise BadFile(f"cannot read {os.fspath(file)!r}: expected at most {size(limit)}, got {size(nbytes)}")
         return data
 
 
 def read_json(file: File) -> Any:
-    """The document in a file of JSON; NaN and Infinity are floats."""
+    """Read a JSON file; NaN and Infinity become floats."""
     return parse_json(read_bytes(file, JSON_LIMIT), repr(os.fspath(file)), finite=False)
 
 
-def parse_json(text: str | bytes, what: str, limit: int = JSON_LIMIT, *, finite: bool = True) -> Any:
-    """The document that a text in JSON holds.
+def parse_json(text: str | bytes, source: str, limit: int = JSON_LIMIT, *, finite: bool = True) -> Any:
+    """Parse JSON.
 
     Args:
-        what: Where the text comes from, for errors.
-        limit: The most memory that the objects may take.
-        finite: Whether NaN and Infinity, which are no numbers of JSON, become strings; else they are floats.
+        source: The origin of the text, for errors.
+        limit: The maximum memory of the objects.
+        finite: Turn NaN and Infinity, which are not JSON, into strings instead of floats.
     """
-    need = json_cost(text)
-    if need > limit:
-        raise BadFile(f"{what} is too large: reading it may take {size(need)} of memory, the limit is {size(limit)}")
+    nbytes = json_memory_bound(text)
+    if nbytes > limit:
+        raise BadFile(
+            f"{source} is too large: reading it may take {size(nbytes)} of memory, the limit is {size(limit)}"
+        )
     try:
         return json.loads(text, parse_constant=str if finite else float)
     except (ValueError, RecursionError) as error:
-        raise BadFile(f"{what} is not JSON: {describe_error(error)}") from error
+        raise BadFile(f"{source} is not JSON: {describe_error(error)}") from error
 
 
-def json_cost(text: str | bytes) -> int:
-    """An upper bound of the memory that parsing JSON takes, in bytes.
+def json_memory_bound(text: str | bytes) -> int:
+    """Return an upper bound of the bytes of memory that parsing JSON takes.
 
-    Decoded text takes up to four bytes for a byte, and so do the strings cut from it. A dict with one entry takes 184
-    bytes, and an entry with its key and its value at most 240.
+    Decoded text takes up to four bytes per byte, and so do its substrings. A dict of one entry takes 184 bytes, an
+    entry with its key and value at most 240.
     """
     comma, bracket, brace = (",", "[", "{") if isinstance(text, str) else (b",", b"[", b"{")
     entries = text.count(comma) + text.count(brace)  # type: ignore[arg-type]

@@ -1,11 +1,11 @@
-"""Files of tensors in the safetensors format, written whole and read into memory of their own.
+"""Read and write tensors in the safetensors format.
 
-The format: 8 bytes that say how long the header is, the header (JSON: dtype, shape and place of each tensor), then the
-values. Written here and not by `safetensors.torch.save_file`, which refuses tensors that share memory, needs numpy,
-follows links and tells a full disk only in the text of an error of its own.
+The format: 8 bytes with the length of the header, the header (JSON: dtype, shape and offsets of each tensor), then the
+values. `safetensors.torch.save_file` is not used: it refuses tensors that share memory, needs numpy, follows links and
+reports a full disk only in the text of an error of its own.
 
-Files are read, not mapped: reading a page of a mapped file that was truncated ends the process with SIGBUS, and values
-that were verified change with the file.
+Files are read rather than mapped: reading a mapped file that was truncated kills the process with SIGBUS, and values
+that were verified would change with the file.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from microtome.files.reading import File, opened, parse_json
-from microtome.files.writing import write_all, write_whole
+from microtome.files.reading import File, open_regular, parse_json
+from microtome.files.writing import write_atomically, write_buffers
 
 #: The code of each dtype in the header of a safetensors file.
-CODES: dict[torch.dtype, str] = {
+DTYPE_CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -47,13 +47,13 @@ CODES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-DTYPES = {code: dtype for dtype, code in CODES.items()}
+CODE_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
-#: The longest header that readers of safetensors take.
-_HEADER_BYTES = 100_000_000
+#: The maximum length of a header in safetensors.
+_MAX_HEADER_BYTES = 100_000_000
 
 
-class TensorPlace(NamedTuple):
+class TensorRange(NamedTuple):
     """The byte range of a tensor in a file."""
 
     begin: int
@@ -62,114 +62,109 @@ class TensorPlace(NamedTuple):
     shape: tuple[int, ...]
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write contiguous tensors of the CPU; returns the xxh3_128 of the file."""
-    header, ordered, _ = places(tensors, 0)
-    buffers: list[bytes | memoryview] = [head(header, 0), *map(bytes_of, ordered)]
-    write_whole(file, lambda descriptor: write_all(descriptor, buffers))
+    """Write contiguous CPU tensors, and return the xxh3_128 of the file."""
+    header, ordered, _ = layout_tensors(tensors, 0)
+    buffers: list[bytes | memoryview] = [encode_header(header, 0), *map(memory_of, ordered)]
+    write_atomically(file, lambda descriptor: write_buffers(descriptor, buffers))
     digest = xxhash.xxh3_128()
     for buffer in buffers:
         digest.update(buffer)
     return digest.hexdigest()
 
 
-def places(tensors: Mapping[str, Tensor], end: int) -> tuple[dict[str, Any], list[Tensor], int]:
-    """The header entries of tensors written after `end`, those with values in the order of the file, and their end.
+def layout_tensors(tensors: Mapping[str, Tensor], end: int) -> tuple[dict[str, Any], list[Tensor], int]:
+    """Lay out tensors from the offset `end` on.
 
-    A tensor that torch conjugates or negates lazily is resolved: its memory holds other values than it has.
+    Returns:
+        Their entries in the header; the tensors that have values, resolved, in the order of the file; and their end.
     """
     header: dict[str, Any] = {}
-    # The widest first, so that each begins at a multiple of its width.
+    # By descending item size, so that each is aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     for key, tensor in ordered:
         begin, end = end, end + tensor.nbytes
-        header[key] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    return header, [resolve(tensor) for _, tensor in ordered if tensor.nbytes], end
+        header[key] = {"dtype": DTYPE_CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    return header, [resolve_lazy_bits(tensor) for _, tensor in ordered if tensor.nbytes], end
 
 
-def resolve(tensor: Tensor) -> Tensor:
-    """The tensor without a lazy conjugation or negation, for `bytes_of`; itself if it has none."""
+def resolve_lazy_bits(tensor: Tensor) -> Tensor:
+    """Materialize a lazy conjugation or negation, which the memory of a tensor does not reflect."""
     return tensor.resolve_conj().resolve_neg()
 
 
-def head(header: dict[str, Any], room: int) -> bytes:
-    """The bytes before the values; at least `room` of them for the header."""
+def encode_header(header: dict[str, Any], min_bytes: int) -> bytes:
+    """Encode everything before the values, with the header padded to at least `min_bytes`."""
     text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(max(room, len(text) + -len(text) % 8))
+    text = text.ljust(max(min_bytes, len(text) + -len(text) % 8))
     return len(text).to_bytes(8, "little") + text
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the CPU, which the caller keeps alive.
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, which the caller must keep alive.
 
     Raises:
-        ValueError: If the memory does not hold the tensor's values.
+        ValueError: A lazy conjugation or negation is pending.
     """
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError("expected a tensor whose memory holds its values, got a lazy conjugation or negation")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
 def read_tensors(file: File, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], str]:
-    """All tensors of a file, and the xxh3_128 of the same bytes."""
-    with opened(file) as stream:
-        start, listed = read_header(stream, file)
+    """Read all tensors of a file; return them with the xxh3_128 of the file."""
+    with open_regular(file) as stream:
+        start, ranges = read_header(stream, file)
         digest = xxhash.xxh3_128(start)
-        found, end = {}, len(start)
-        for key, place in sorted(listed.items(), key=lambda item: (item[1].begin, item[1].end)):
-            if place.begin != end:
-                raise ValueError(f"expected tensor {key!r:.80} at byte {end}, got {place.begin}")
-            values = read_values(stream, key, place)
-            digest.update(bytes_of(values) if values.nbytes else b"")
-            found[key] = values.to(device)
-            end = place.end
+        tensors, end = {}, len(start)
+        for key, entry in sorted(ranges.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if entry.begin != end:
+                raise ValueError(f"expected tensor {key!r:.80} at byte {end}, got {entry.begin}")
+            values = read_values(stream, key, entry)
+            digest.update(memory_of(values) if values.nbytes else b"")
+            tensors[key] = values.to(device)
+            end = entry.end
         if end != _size(stream):
             raise ValueError(f"expected {end} bytes, got {_size(stream)}")
-        return found, digest.hexdigest()
+        return tensors, digest.hexdigest()
 
 
-def read_header(stream: BinaryIO, file: File) -> tuple[bytes, dict[str, TensorPlace]]:
-    """The bytes before the values of an open file, and where each tensor is; all places are within the file."""
+def read_header(stream: BinaryIO, file: File) -> tuple[bytes, dict[str, TensorRange]]:
+    """Read everything before the values; return it with the range of each tensor, all within the file."""
     total = _size(stream)
     start = _read(stream, 0, 8)
     length = int.from_bytes(start, "little")
-    if not 0 < length <= min(total - 8, _HEADER_BYTES):
-        raise ValueError(f"its header would be {length} bytes long")
+    if not 0 < length <= min(total - 8, _MAX_HEADER_BYTES):
+        raise ValueError(f"its header would be {length} bytes long, in a file of {total} bytes")
     text = _read(stream, 8, length)
     header = parse_json(text, f"the header of {os.fspath(file)!r}")
     if not isinstance(header, dict):
-        raise ValueError("its header is no dict")
+        raise ValueError(f"expected a dict as its header, got {type(header).__name__}")
     header.pop("__metadata__", None)
-    return start + text, {key: _place(key, fields, 8 + length, total) for key, fields in header.items()}
+    return start + text, {key: _parse_range(key, fields, 8 + length, total) for key, fields in header.items()}
 
 
-def read_values(stream: BinaryIO, key: str, place: TensorPlace) -> Tensor:
-    """A tensor whose place `read_header` gave."""
-    values = torch.empty(place.end - place.begin, dtype=torch.uint8, device="cpu")
-    view = bytes_of(values) if len(values) else memoryview(b"")
-    stream.seek(place.begin)
+def read_values(stream: BinaryIO, key: str, entry: TensorRange) -> Tensor:
+    """Read the tensor at a range from `read_header`."""
+    values = torch.empty(entry.end - entry.begin, dtype=torch.uint8, device="cpu")
+    view = memory_of(values) if len(values) else memoryview(b"")
+    stream.seek(entry.begin)
     done = 0
     while done < len(view):
         count = stream.readinto(view[done:])  # type: ignore[attr-defined]
         if not count:
-            raise ValueError(f"truncated: expected {key!r:.80} to end at byte {place.end}, got the end of the file")
+            raise ValueError(f"truncated: expected {key!r:.80} to end at byte {entry.end}, got the end of the file")
         done += count
-    if place.dtype == torch.bool and len(values) and values.max() > 1:
+    if entry.dtype == torch.bool and len(values) and values.max() > 1:
         raise ValueError(f"tensor {key!r:.80} is bool and holds other bytes than 0 and 1")
-    return values.view(place.dtype).view(place.shape)
+    return values.view(entry.dtype).view(entry.shape)
 
 
-def _place(key: str, fields: Any, start: int, total: int) -> TensorPlace:
+def _parse_range(key: str, fields: Any, start: int, total: int) -> TensorRange:
     """Decode and check the header entry of a tensor."""
-    if fields["dtype"] not in DTYPES:
+    if fields["dtype"] not in CODE_DTYPES:
         raise ValueError(f"expected a dtype that this torch has for {key!r:.80}, got {fields['dtype']!r:.20}")
-    dtype, shape, (begin, end) = DTYPES[fields["dtype"]], fields["shape"], fields["data_offsets"]
+    dtype, shape, (begin, end) = CODE_DTYPES[fields["dtype"]], fields["shape"], fields["data_offsets"]
     numbers = [*shape, begin, end]
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers) or len(shape) > 64:
         raise ValueError(f"expected sizes for tensor {key!r:.80}, got {numbers!r:.80}")
@@ -177,16 +172,16 @@ def _place(key: str, fields: Any, start: int, total: int) -> TensorPlace:
         raise ValueError(f"expected {math.prod(shape) * dtype.itemsize} bytes for {key!r:.80}, got {end - begin}")
     if start + end > total:
         raise ValueError(f"{key!r:.80} would be at {start + begin} to {start + end} of {total} bytes")
-    return TensorPlace(start + begin, start + end, dtype, tuple(shape))
+    return TensorRange(start + begin, start + end, dtype, tuple(shape))
 
 
 def _size(stream: BinaryIO) -> int:
     return os.fstat(stream.fileno()).st_size
 
 
-def _read(stream: BinaryIO, at: int, count: int) -> bytes:
-    stream.seek(at)
+def _read(stream: BinaryIO, offset: int, count: int) -> bytes:
+    stream.seek(offset)
     data = stream.read(count)
     if len(data) != count:
-        raise ValueError(f"truncated: expected {count} bytes at {at}, got {len(data)}")
+        raise ValueError(f"truncated: expected {count} bytes at {offset}, got {len(data)}")
     return data

@@ -17,19 +17,19 @@ Check = Callable[[Any], str | None]
 _MOST = 1e100
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """A value as dicts, lists, numbers and strings; dataclasses and named tuples are dicts of their fields."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if hasattr(value, "_asdict"):
-        return {name: plain(part) for name, part in value._asdict().items()}
+        return {name: to_plain(part) for name, part in value._asdict().items()}
     if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return {key: plain(part) for key, part in value.items()} if isinstance(value, dict) else value
+        return [to_plain(part) for part in value]
+    return {key: to_plain(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
-def build(data: dict[str, Any], cls: type[Any]) -> Any:
-    """The instance of a class that `plain` made the dict of; fields that the class does not have are ignored.
+def from_plain(data: dict[str, Any], cls: type[Any]) -> Any:
+    """The instance of a class that `to_plain` made the dict of; fields that the class does not have are ignored.
 
     A field whose default is None or NaN, unknown, may be missing: files of an older microtome lack it. A part that is
     not of its type is left as it is, for `mismatch` to find.
@@ -79,7 +79,7 @@ def _as_it_is(data: Any) -> Any:
     return data
 
 
-def mismatch(value: Any, hint: Any, *, finite: bool = True) -> str | None:
+def find_mismatch(value: Any, hint: Any, *, finite: bool = True) -> str | None:
     """Say where a value is not of the type that it is annotated with, and what is there; None where it is.
 
     It looks at dataclasses, named tuples, tuples of any or of a fixed length, lists, dicts, numbers, strings, booleans

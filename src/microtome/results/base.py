@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from microtome.errors import BadFile
-from microtome.files.reading import JSON_LIMIT, File, damage, parse_json, read_bytes
-from microtome.files.types import build, mismatch, plain
-from microtome.files.writing import failure
+from microtome.files.reading import JSON_LIMIT, File, parse_json, read_bytes, translate_read_errors
+from microtome.files.types import find_mismatch, from_plain, to_plain
+from microtome.files.writing import translate_write_errors
 from microtome.results.rendering import render
 
 #: The module and the class of each kind of result, imported when a file holds one.
@@ -63,13 +63,13 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields of the JSON."""
-        data: dict[str, Any] = plain(self)
+        data: dict[str, Any] = to_plain(self)
         return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """Build the result from what `as_dict` returned."""
-        result: Self = build(data, cls)
+        result: Self = from_plain(data, cls)
         return result
 
     def check(self) -> None:
@@ -85,7 +85,7 @@ def write(text: str, file: File | None) -> str:
     microtome.errors.BadFile: cannot write '/does/not/exist.md': No such file or directory
     """
     if file is not None:
-        with failure(repr(str(file))):
+        with translate_write_errors(repr(str(file))):
             Path(file).write_text(text, encoding="utf-8", errors="replace")  # names may hold halves of characters
     return text
 
@@ -109,9 +109,9 @@ def parse(text: str | bytes, what: str) -> Any:
     cls: Any = getattr(import_module(f"microtome.results.{module}"), name)
     if data.get("schema") != cls.schema:
         raise BadFile(f"{what}: expected version {cls.schema} of a {kind}, got {data.get('schema')!r}")
-    with damage(f"the {kind} in {what}"):
+    with translate_read_errors(f"the {kind} in {what}"):
         result = cls.from_dict(data)
-        if (wrong := mismatch(result, cls)) is not None:
+        if (wrong := find_mismatch(result, cls)) is not None:
             raise BadFile(f"{what} is not a {kind}: {wrong.removeprefix('.')}")
         result.check()
     return result

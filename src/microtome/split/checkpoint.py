@@ -18,10 +18,10 @@ from microtome.engine.module_state import replace_tensors, set_attribute, set_bu
 from microtome.engine.selectors import check_model, named_modules
 from microtome.engine.torch_internals import own_buffers, own_parameters
 from microtome.errors import BadFile, BadQuery, BadWeights, Unsupported, describe_error
-from microtome.files.reading import File, damage, read_json
-from microtome.files.tensors import CODES, read_tensors, write_tensors
-from microtome.files.types import mismatch
-from microtome.files.writing import failure, write_all, write_whole
+from microtome.files.reading import File, read_json, translate_read_errors
+from microtome.files.tensors import DTYPE_CODES, read_tensors, write_tensors
+from microtome.files.types import find_mismatch
+from microtome.files.writing import translate_write_errors, write_atomically, write_buffers
 from microtome.inputs import Inputs
 from microtome.split.stage import Stage
 from microtome.split.weights import strip, tensor_at
@@ -76,7 +76,7 @@ def save_stages(
         "kwargs": {name: _described(value, name, known) for name, value in given.kwargs.items()},
     }
     path = Path(folder)
-    with failure(repr(str(path))):
+    with translate_write_errors(repr(str(path))):
         path.mkdir(parents=True, exist_ok=True)
         (path / _PLAN).unlink(missing_ok=True)
         for old in path.iterdir():
@@ -95,7 +95,7 @@ def save_stages(
         }
         text = json.dumps(plan, indent=1) + "\n"
         # Last, so that a folder that has it is whole.
-        write_whole(path / _PLAN, lambda descriptor: write_all(descriptor, [text.encode()]))
+        write_atomically(path / _PLAN, lambda descriptor: write_buffers(descriptor, [text.encode()]))
 
 
 def _save_stage(folder: Path, stage: Stage) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _save_stage(folder: Path, stage: Stage) -> dict[str, Any]:
     weights = {name: _plain(stage, name) for name in stage.parameters_needed()}
     weights |= {f"{_ATTRIBUTE}{name}": tensor.detach().cpu() for name, tensor in _attributes(stage.model)}
     for name, tensor in weights.items():
-        if tensor.dtype not in CODES:
+        if tensor.dtype not in DTYPE_CODES:
             raise Unsupported(f"{name!r} is of {tensor.dtype}, which safetensors files cannot hold")
     file = _file_of(stage.index)
     digest = write_tensors(folder / file, {name: tensor.contiguous() for name, tensor in weights.items()})
@@ -156,7 +156,7 @@ def load_stage(
 
 def _split_again(model: nn.Module, plan: _SavedSplit, file: Path) -> list[Stage]:
     """The stages of a model without weights, as the plan in a file says."""
-    with damage(repr(str(file))):
+    with translate_read_errors(repr(str(file))):
         made: list[Tensor] = []
         args = [_remade(value, made) for value in plan.inputs["args"]]
         given = Inputs(*args, **{name: _remade(value, made) for name, value in plan.inputs["kwargs"].items()})
@@ -210,10 +210,10 @@ def _read_plan(folder: Path) -> _SavedSplit:
     plan = read_json(file)
     if not isinstance(plan, dict) or plan.get("kind") != "split" or plan.get("schema") != _SCHEMA:
         raise BadFile(f"{str(file)!r} is no plan of a split model that this microtome reads")
-    with damage(repr(str(file))):
+    with translate_read_errors(repr(str(file))):
         known = {field.name: plan[field.name] for field in fields(_SavedSplit)}
         saved = _SavedSplit(**known | {"stages": [_SavedStage(**stage) for stage in plan["stages"]]})
-        if (wrong := mismatch(saved, _SavedSplit)) is not None:
+        if (wrong := find_mismatch(saved, _SavedSplit)) is not None:
             raise BadFile(f"{str(file)!r}{wrong}")
         for index, stage in enumerate(saved.stages):
             if stage.file != _file_of(index):  # a path would lead out of the folder

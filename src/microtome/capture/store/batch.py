@@ -13,8 +13,8 @@ from microtome.capture.store.checks import OVERHEAD_BYTES, memory_bytes
 from microtome.capture.store.index import INDEX, IndexLine, IndexTotals, SeriesEntry, append_lines, tensor_key
 from microtome.capture.store.shard import OpenShard, header_bytes, write_shard
 from microtome.capture.store.stats import Stats
-from microtome.files.tensors import CODES
-from microtome.files.writing import open_own
+from microtome.files.tensors import DTYPE_CODES
+from microtome.files.writing import open_for_writing
 
 #: The maximum number of tensors in a shard: safetensors readers accept headers of up to 100 MB.
 _MAX_TENSORS = 8192
@@ -107,7 +107,7 @@ class Batch:
         if not piece.shapes:
             piece.first = number
         piece.shapes.append(list(tensor.shape))
-        piece.dtypes.append(CODES[tensor.dtype])
+        piece.dtypes.append(DTYPE_CODES[tensor.dtype])
         piece.runs.append(run)
         self.tensors[key] = tensor
         self.held_bytes += memory_bytes(tensor)
@@ -156,7 +156,7 @@ class ShardWriter:
         self._sync = sync
         self._shard: OpenShard | None = None
         self._deferred: list[IndexLine] = []
-        self._index = open_own(folder / INDEX, os.O_WRONLY | os.O_APPEND)
+        self._index = open_for_writing(folder / INDEX, os.O_WRONLY | os.O_APPEND)
 
     def write(self, item: ShardPart | Batch, on_io: Callable[[], None] = lambda: None) -> None:
         """Write a part, or the rest of a batch; `on_io` is called right before the system call that writes it."""

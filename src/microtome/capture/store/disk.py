@@ -19,7 +19,7 @@ from microtome.capture.store.series import unknown_name_error
 from microtome.capture.store.stats import Histogram, Stats
 from microtome.capture.store.writer import Writer
 from microtome.errors import BadFile, BadQuery, describe_error
-from microtome.files.tensors import CODES
+from microtome.files.tensors import DTYPE_CODES
 from microtome.units import size
 
 MIB = 2**20
@@ -157,7 +157,7 @@ class DiskStore:
         self.dropped += self._full
 
     def _check_dtype(self, name: str, tensor: Tensor) -> None:
-        if tensor.dtype not in CODES:
+        if tensor.dtype not in DTYPE_CODES:
             raise BadQuery(
                 f"a tensor of {name!r} has dtype {tensor.dtype}, which safetensors files do not support; "
                 f"convert it, for instance with `reduce`"

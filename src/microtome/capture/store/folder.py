@@ -11,8 +11,8 @@ from typing import Any
 from microtome.capture.store.index import INDEX, MANIFEST, IndexTotals, read_index, read_manifest, write_manifest
 from microtome.capture.store.stats import Stats
 from microtome.errors import BadFile, BadQuery
-from microtome.files.reading import damage
-from microtome.files.writing import open_own
+from microtome.files.reading import translate_read_errors
+from microtome.files.writing import open_for_writing
 
 #: The entries of a manifest that must be equal to append to a recording.
 _EQUAL_ENTRIES = ("model", "layout", "selectors", "reduce")
@@ -27,7 +27,7 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         import fcntl  # not on Windows, where everything else works
 
-        self._descriptor: int | None = open_own(folder / LOCK, os.O_RDWR)
+        self._descriptor: int | None = open_for_writing(folder / LOCK, os.O_RDWR)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._descriptor, 0)
@@ -94,7 +94,7 @@ def open_recording(
         write_manifest(folder, content, sync=sync)
         return totals
     lines, end = read_index(folder, checked=read_manifest(folder).checked)
-    with damage(repr(str(folder / INDEX))):
+    with translate_read_errors(repr(str(folder / INDEX))):
         for line in lines:
             totals.add(line)
     if not append and not totals.count:  # the recording ended before anything was recorded
@@ -119,7 +119,7 @@ def open_recording(
 
 def _truncate_index(index: Path, end: int) -> None:
     """Remove what a killed process left after the last complete run."""
-    descriptor = open_own(index, os.O_WRONLY)
+    descriptor = open_for_writing(index, os.O_WRONLY)
     try:
         os.ftruncate(descriptor, end)
     finally:

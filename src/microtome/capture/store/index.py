@@ -17,10 +17,10 @@ from xxhash import xxh3_64_hexdigest
 from microtome.capture.store.shard import ShardSums
 from microtome.capture.store.stats import Stats
 from microtome.errors import BadFile
-from microtome.files.reading import JSON_LIMIT, damage, opened, parse_json, read_json
-from microtome.files.tensors import DTYPES
-from microtome.files.types import mismatch
-from microtome.files.writing import write_all, write_whole
+from microtome.files.reading import JSON_LIMIT, open_regular, parse_json, read_json, translate_read_errors
+from microtome.files.tensors import CODE_DTYPES
+from microtome.files.types import find_mismatch
+from microtome.files.writing import write_atomically, write_buffers
 
 MANIFEST = "manifest.json"
 INDEX = "index.jsonl"
@@ -64,7 +64,7 @@ class SeriesEntry:
     @property
     def nbytes(self) -> int:
         pairs = zip(self.shapes, self.dtypes, strict=True)
-        return sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in pairs)
+        return sum(math.prod(shape) * CODE_DTYPES[dtype].itemsize for shape, dtype in pairs)
 
 
 @dataclass
@@ -111,7 +111,7 @@ class IndexLine:
             for name, piece in data["pieces"].items()
         }
         line = cls(**(data | {"pieces": pieces}))
-        if (wrong := mismatch(line, cls, finite=False)) is not None:
+        if (wrong := find_mismatch(line, cls, finite=False)) is not None:
             raise ValueError(wrong.removeprefix("."))
         line._check()
         return line
@@ -125,7 +125,7 @@ class IndexLine:
                 raise ValueError(f"expected counts and sizes of {name!r:.80} from 0 to 2**62")
             if piece.stats.squares < 0:
                 raise ValueError(f"expected squares of {name!r:.80} of at least 0, got {piece.stats.squares}")
-            if not set(piece.dtypes) <= DTYPES.keys() or len(piece.shapes) != len(piece.dtypes):
+            if not set(piece.dtypes) <= CODE_DTYPES.keys() or len(piece.shapes) != len(piece.dtypes):
                 raise ValueError(f"expected a known dtype for each tensor of {name!r:.80}")
             if piece.sums and len(piece.sums) != len(piece.shapes):
                 raise ValueError(f"expected {len(piece.shapes)} checksums, got {len(piece.sums)}")
@@ -208,7 +208,7 @@ def read_index(folder: Path, *, checked: bool) -> tuple[list[IndexLine], int]:
         return [], 0
     lines: list[IndexLine] = []
     ends = [0]
-    with opened(file) as stream:
+    with open_regular(file) as stream:
         while (text := stream.readline(_LINE_BYTES)).endswith(b"\n"):
             lines.append(_parse(file, len(lines) + 1, text[:-1], checked=checked))
             ends.append(ends[-1] + len(text))
@@ -223,7 +223,7 @@ def read_index(folder: Path, *, checked: bool) -> tuple[list[IndexLine], int]:
 
 def _parse(file: Path, number: int, text: bytes, *, checked: bool) -> IndexLine:
     try:
-        with damage("it"):
+        with translate_read_errors("it"):
             return IndexLine.parse(text, checked=checked)
     except BadFile as error:
         raise _damaged(file, number, str(error)) from error
@@ -231,7 +231,7 @@ def _parse(file: Path, number: int, text: bytes, *, checked: bool) -> IndexLine:
 
 def _is_line(text: bytes) -> bool:
     try:
-        with damage("it"):
+        with translate_read_errors("it"):
             IndexLine.parse(text)
     except BadFile:
         return False
@@ -249,7 +249,7 @@ def append_lines(descriptor: int, lines: Sequence[IndexLine], *, sync: bool) -> 
     """Append lines to the index; on an error it is unchanged."""
     end = os.fstat(descriptor).st_size
     try:
-        write_all(descriptor, [b"".join(line.text() for line in lines)])
+        write_buffers(descriptor, [b"".join(line.text() for line in lines)])
         if sync:
             os.fsync(descriptor)
     except BaseException:
@@ -273,7 +273,7 @@ class Manifest:
 def write_manifest(folder: Path, manifest: dict[str, Any], *, sync: bool) -> None:
     data = {"kind": KIND, "schema": SCHEMA, "manifest": manifest, "sum": _manifest_sum(manifest)}
     text = json.dumps(data, indent=1) + "\n"
-    write_whole(folder / MANIFEST, lambda descriptor: write_all(descriptor, [text.encode()]), sync=sync)
+    write_atomically(folder / MANIFEST, lambda descriptor: write_buffers(descriptor, [text.encode()]), sync=sync)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -290,7 +290,7 @@ def read_manifest(folder: Path) -> Manifest:
     checked = data["schema"] != _UNCHECKED
     if checked and data.get("sum") != (expected := _manifest_sum(data["manifest"])):
         raise BadFile(
-            f"{str(file)!r} is damaged: expected the checksum {expected}, got {data.get('sum')!r}; "
+            f"{str(file)!r} is corrupt: expected the checksum {expected}, got {data.get('sum')!r}; "
             f"restore it from a copy"
         )
     return Manifest(data["manifest"], checked)

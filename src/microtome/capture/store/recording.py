@@ -15,8 +15,8 @@ from microtome.capture.store.series import Series, StoredTensor
 from microtome.capture.store.shard import Shards
 from microtome.capture.store.stats import Stats
 from microtome.errors import BadFile, NoMatch
-from microtome.files.reading import damage
-from microtome.files.tensors import DTYPES
+from microtome.files.reading import translate_read_errors
+from microtome.files.tensors import CODE_DTYPES
 from microtome.results.rendering import render
 from microtome.units import size
 
@@ -51,8 +51,8 @@ class Recording:
                 key = tensor_key(name, piece.first + at)
                 checksum = piece.sums[at] if piece.sums else None
                 run = piece.runs[at] if piece.runs else None
-                load = partial(self._shards.load, line.file, key, tuple(shape), DTYPES[code], checksum)
-                tensors.append(StoredTensor(tuple(shape), DTYPES[code], load, run))
+                load = partial(self._shards.load, line.file, key, tuple(shape), CODE_DTYPES[code], checksum)
+                tensors.append(StoredTensor(tuple(shape), CODE_DTYPES[code], load, run))
 
     @property
     def names(self) -> list[str]:
@@ -132,5 +132,5 @@ def open_folder(path: str | PathLike[str]) -> Recording:
         raise BadFile(f"{str(folder)!r} holds no recording: it is not a folder")
     manifest = read_manifest(folder)
     lines, _ = read_index(folder, checked=manifest.checked)
-    with damage(f"the recording in {str(folder)!r}"):
+    with translate_read_errors(f"the recording in {str(folder)!r}"):
         return Recording(folder, manifest.content, lines)

@@ -18,9 +18,17 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from microtome.errors import BadFile, BadQuery
-from microtome.files.reading import opened
-from microtome.files.tensors import TensorPlace, bytes_of, head, places, read_header, read_values, resolve
-from microtome.files.writing import Partial, write_all, write_whole
+from microtome.files.reading import open_regular
+from microtome.files.tensors import (
+    TensorRange,
+    encode_header,
+    layout_tensors,
+    memory_of,
+    read_header,
+    read_values,
+    resolve_lazy_bits,
+)
+from microtome.files.writing import AtomicFile, write_atomically, write_buffers
 
 
 class ShardSums(NamedTuple):
@@ -32,9 +40,9 @@ class ShardSums(NamedTuple):
 
 def write_shard(file: Path, tensors: Mapping[str, Tensor], *, sync: bool) -> tuple[int, ShardSums]:
     """Write contiguous CPU tensors; return the size of the file and its checksums."""
-    header, ordered, end = places(tensors, 0)
-    start = head(header, 0)
-    write_whole(file, lambda descriptor: write_all(descriptor, [start, *map(bytes_of, ordered)]), sync=sync)
+    header, ordered, end = layout_tensors(tensors, 0)
+    start = encode_header(header, 0)
+    write_atomically(file, lambda descriptor: write_buffers(descriptor, [start, *map(memory_of, ordered)]), sync=sync)
     return len(start) + end, ShardSums(xxh3_64_hexdigest(start), _checksums(tensors))
 
 
@@ -43,8 +51,8 @@ def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _checksum(tensor: Tensor) -> str:
-    resolved = resolve(tensor)  # referenced while its memory is read
-    return xxh3_64_hexdigest(bytes_of(resolved) if resolved.nbytes else b"")
+    resolved = resolve_lazy_bits(tensor)  # referenced while its memory is read
+    return xxh3_64_hexdigest(memory_of(resolved) if resolved.nbytes else b"")
 
 
 class OpenShard:
@@ -55,7 +63,7 @@ class OpenShard:
     """
 
     def __init__(self, file: Path, header_space: int) -> None:
-        self._file = Partial(file)
+        self._file = AtomicFile(file)
         self._header_space = header_space
         self._header: dict[str, Any] = {}
         self._sums: dict[str, str] = {}
@@ -70,21 +78,21 @@ class OpenShard:
         """
         if tensors.keys() <= self._header.keys():
             return
-        header, ordered, end = places(tensors, self._end)
+        header, ordered, end = layout_tensors(tensors, self._end)
         os.lseek(self._file.descriptor, 8 + self._header_space + self._end, os.SEEK_SET)
-        values, complete_header = [*map(bytes_of, ordered)], self._header | header
+        values, complete_header = [*map(memory_of, ordered)], self._header | header
         on_io()
-        write_all(self._file.descriptor, values)
+        write_buffers(self._file.descriptor, values)
         self._sums |= _checksums(tensors)
         self._header, self._end = complete_header, end
 
     def finish(self, *, sync: bool) -> tuple[int, ShardSums]:
         """Write the header and rename the file to its name; return its size and checksums."""
-        start = head(self._header, self._header_space)
+        start = encode_header(self._header, self._header_space)
         assert len(start) == 8 + self._header_space, "the header is longer than the space reserved for it"
         os.lseek(self._file.descriptor, 0, os.SEEK_SET)
-        write_all(self._file.descriptor, [start])
-        self._file.finish(sync=sync)
+        write_buffers(self._file.descriptor, [start])
+        self._file.commit(sync=sync)
         return len(start) + self._end, ShardSums(xxh3_64_hexdigest(start), self._sums)
 
     def discard(self) -> None:
@@ -113,7 +121,7 @@ class Shards:
         self._folder = folder
         self._sizes = sizes
         self._header_sums = header_sums
-        self._places: dict[str, dict[str, TensorPlace]] = {}
+        self._places: dict[str, dict[str, TensorRange]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -129,7 +137,7 @@ class Shards:
             raise BadQuery(f"the recording {str(self._folder)!r} was closed; open it again to read from it")
         if not path.exists():
             raise BadFile(f"shard {str(path)!r} is missing; the tensors in the other shards can still be read")
-        with opened(path) as stream:
+        with open_regular(path) as stream:
             self._check_size(path, stream)
             place = self._place(file, stream, key)
             if (place.shape, place.dtype) != (shape, dtype):
@@ -139,7 +147,7 @@ class Shards:
                 _verify(f"tensor {key!r}", expected, _checksum(values))
             return values
 
-    def _place(self, file: str, stream: BinaryIO, key: str) -> TensorPlace:
+    def _place(self, file: str, stream: BinaryIO, key: str) -> TensorRange:
         """Return the location of a tensor in its file."""
         with self._lock:
             if file not in self._places:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from microtome.files.reading import File
-from microtome.files.writing import failure
+from microtome.files.writing import translate_write_errors
 
 #: Nine colours of matplotlib's viridis, evenly spaced.
 _VIRIDIS = (0x440154, 0x472C7A, 0x3B518B, 0x2C718E, 0x21908D, 0x27AD81, 0x5CC863, 0xAADC32, 0xFDE725)
@@ -36,7 +36,7 @@ class Picture:
         return png(self.pixels)
 
     def save(self, file: File) -> None:
-        with failure(repr(str(file))):
+        with translate_write_errors(repr(str(file))):
             Path(file).write_bytes(png(self.pixels))
 
     def __repr__(self) -> str:
