@@ -21,8 +21,8 @@ import torch
 
 from benchmarks import report
 from benchmarks.report import Target
+from microtome.files.tensors import memory_of
 from microtome.split.boundary import Boundary
-from microtome.split.tensor_bytes import view_of
 
 MB = 1_000_000
 SIZES_MB = (0.1, 0.3, 1, 3, 10, 50)
@@ -64,7 +64,7 @@ def copies() -> list[Target]:
     for megabytes in SIZES_MB:
         made = boundaries(megabytes)
         encoded = [one.to_bytes() for one in made]
-        views = [view_of(one.tensors["layer2.0.conv1"]) for one in made]
+        views = [memory_of(one.tensors["layer2.0.conv1"]) for one in made]
         half = len(made) // 2  # nobody finds in the cache what the one before has read
         contestants: dict[str, list[Callable[[], object]]] = {
             "copy": [partial(bytes, view) for view in views],

@@ -28,7 +28,7 @@ import microtome as mt
 from microtome import zoo
 from microtome.errors import BadBoundary
 from microtome.remote import protocol
-from microtome.split.serialization import CHECKSUM_BYTES, HEADER_AT, MAGIC, PREFIX, VERSION, gap
+from microtome.split.serialization import CHECKSUM_BYTES, HEADER_OFFSET, MAGIC, PREFIX, VERSION, padding
 from microtome.split.tensor_bytes import BLOCK
 from tests.remote.process import ServerProcess
 
@@ -92,8 +92,8 @@ def mutated(data: bytes, dice: random.Random) -> bytes:
 
 def repaired(header: bytes, body: bytes) -> bytes:
     """A boundary with this header and these parts, whose lengths and checksums fit."""
-    header += b" " * gap(HEADER_AT + len(header))
-    total = HEADER_AT + len(header) + len(body) + CHECKSUM_BYTES
+    header += b" " * padding(HEADER_OFFSET + len(header))
+    total = HEADER_OFFSET + len(header) + len(body) + CHECKSUM_BYTES
     prefix = PREFIX.pack(MAGIC, VERSION, len(header), total)
     digests = [xxh3_64_digest(prefix + header)]
     try:
@@ -102,7 +102,7 @@ def repaired(header: bytes, body: bytes) -> bytes:
         for length in lengths:
             part = body[at : at + length]
             digests += [xxh3_128_digest(part[begin : begin + BLOCK]) for begin in range(0, len(part), BLOCK)]
-            at += length + gap(length)
+            at += length + padding(length)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         pass  # then it does not get as far as the parts
     return prefix + digests[0] + header + body + xxh3_128_digest(b"".join(digests))
@@ -156,7 +156,7 @@ def another_header(header: Any, dice: random.Random) -> Any:
 def deeply(data: bytes, dice: random.Random) -> bytes:
     """A boundary changed so that its checksums hold: the header, or the values."""
     length = PREFIX.unpack_from(data)[2]
-    header, body = data[HEADER_AT : HEADER_AT + length], data[HEADER_AT + length : -CHECKSUM_BYTES]
+    header, body = data[HEADER_OFFSET : HEADER_OFFSET + length], data[HEADER_OFFSET + length : -CHECKSUM_BYTES]
     kind = dice.randrange(4)
     try:
         if kind == 0:

@@ -142,7 +142,7 @@ def test_a_small_reply_that_unpacks_to_much_is_refused(resnet: tuple[nn.Module, 
     with facing(hostile, model, x) as remote:
         hostile.reply = lying(output(lambda _: torch.zeros(1 << 26)), "zstd")  # 256 MiB in a few KiB
         with pytest.raises(
-            BadBoundary, match=r"reading the boundary may take 256 MiB and the limit is 64.0 MiB.*max_reply"
+            BadBoundary, match=r"decoding the boundary may take 256 MiB of memory, and the limit is 64.0 MiB.*max_reply"
         ):
             remote(x)
 

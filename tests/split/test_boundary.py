@@ -224,8 +224,14 @@ def test_any_device_encodes_alike(device: str, codec: str) -> None:
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.eye(3).to_sparse(), r"tensor 't0' is torch.sparse_coo and cannot be sent"),
-        (torch.zeros(3, device="meta"), r"tensor 't0' is meta and cannot be sent: only strided ones with values can"),
+        (
+            torch.eye(3).to_sparse(),
+            r"cannot send tensor 't0': expected a strided .* got a torch.sparse_coo tensor",
+        ),
+        (
+            torch.zeros(3, device="meta"),
+            r"tensor 't0': expected a strided tensor with values, got a meta tensor",
+        ),
     ],
 )
 def test_tensors_without_plain_memory_are_refused(tensor: Tensor, message: str) -> None:
@@ -237,25 +243,25 @@ def test_quantised_tensors_are_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensor = torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8)
-        with pytest.raises(BadBoundary, match=r"is torch.qint8 and cannot be sent: dequantize it first"):
+        with pytest.raises(BadBoundary, match=r"cannot send tensor 't0' of torch.qint8: dequantize it first"):
             of(tensor).to_bytes()
 
 
 def test_facts_that_would_arrive_as_something_else_are_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"a": [1, (2, 3)]}, r"facts\['a'\]\[1\] is a tuple and would not arrive as one: use a list"),
-        ({"a": {1: 2}}, r"facts\['a'\] has the key 1, which JSON would make a text: use a str"),
-        ({"a": torch.zeros(1)}, r"facts\['a'\] is a Tensor and would not arrive as one: use numbers, texts"),
-        ({"a": 10**5000}, r"what is said of the boundary cannot be JSON: ValueError"),
+        ({"a": [1, (2, 3)]}, r"facts\['a'\]\[1\]: expected a list, got a tuple, which JSON would not restore"),
+        ({"a": {1: 2}}, r"facts\['a'\]: expected strings as keys, got 1, which JSON would make a string"),
+        ({"a": torch.zeros(1)}, r"facts\['a'\]: expected a number, string, None, list or dict, got a Tensor"),
+        ({"a": 10**5000}, r"the facts of the boundary cannot be encoded as JSON: ValueError"),
     ]
     for facts, message in cases:
         with pytest.raises(BadBoundary, match=message):
             of(**facts).to_bytes()
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(BadBoundary, match=r"cannot be JSON: RecursionError"):
+    with pytest.raises(BadBoundary, match=r"cannot be encoded as JSON: RecursionError"):
         of(a=endless).to_bytes()
-    with pytest.raises(BadBoundary, match=r"addresses, fingerprints and names of tensors are texts; 3 is none"):
+    with pytest.raises(BadBoundary, match=r"expected strings as address, fingerprint and tensor names, got 3"):
         Boundary("a", "f", {3: torch.zeros(1)}, {}).to_bytes()  # type: ignore[dict-item]
 
 
@@ -343,14 +349,17 @@ def test_messages_say_what_is_wrong() -> None:
     header = bytearray(data)
     header[40] ^= 1
     for wrong, message in [
-        (b"", r"0 bytes are no boundary: one has 48 at least"),
-        (b"PK" + data[2:], r"the bytes are no boundary: they begin with b'PK"),
-        (data[:8] + b"\7" + data[9:], r"the boundary has version 7; this microtome reads 2: have both sides the same"),
+        (b"", r"not a boundary: expected at least 48 bytes, got 0"),
+        (b"PK" + data[2:], r"not a boundary: expected .* at the start, got b'PK"),
+        (
+            data[:8] + b"\7" + data[9:],
+            r"expected boundary version 2, got 7: install the same version",
+        ),
         (data + b"\0", rf"damaged boundary: expected {len(data)} bytes, got {len(data) + 1}"),
         (data[:-1], rf"truncated boundary: expected {len(data)} bytes, got {len(data) - 1}"),
-        (bytes(header), r"the checksum of the header does not fit it: it was changed on its way"),
-        (bytes(changed), r"the checksum of the tensors does not fit them: it was changed on its way"),
-        ("text", r"a boundary is read from bytes that lie in one piece, not from a str"),
+        (bytes(header), r"checksum mismatch in the header: the bytes were damaged in transit"),
+        (bytes(changed), r"checksum mismatch in the tensors: the bytes were damaged in transit"),
+        ("text", r"expected contiguous bytes of a boundary, got a str"),
     ]:
         with pytest.raises(BadBoundary, match=message):
             Boundary.from_bytes(wrong)  # type: ignore[arg-type]
@@ -393,57 +402,57 @@ def test_what_is_forged_without_a_lie_is_read() -> None:
 
 
 LIES: list[tuple[Any, str]] = [
-    (header_of(entry(), entry()), r"two tensors of the boundary have the same name: 'x'"),
-    (header_of(entry(name=3)), r"tensor 0 makes no sense: ValueError: its name is 3"),
-    (header_of(entry(name=...)), r"tensor 0 makes no sense: TypeError"),
-    (header_of(entry(offset=0)), r"tensor 0 makes no sense: TypeError"),
-    (header_of("x"), r"tensor 0 makes no sense: TypeError"),
+    (header_of(entry(), entry()), r"duplicate tensor name in the boundary: 'x'"),
+    (header_of(entry(name=3)), r"invalid header entry of tensor 0: ValueError: expected a string as name, got 3"),
+    (header_of(entry(name=...)), r"invalid header entry of tensor 0: TypeError"),
+    (header_of(entry(offset=0)), r"invalid header entry of tensor 0: TypeError"),
+    (header_of("x"), r"invalid header entry of tensor 0: TypeError"),
     (header_of(entry(dtype="float33")), r"has no dtype 'float33'"),
     (header_of(entry(dtype="qint8")), r"has no dtype 'qint8'"),
     (header_of(entry(dtype=["float32"])), r"has no dtype"),
-    (header_of(entry(shape=[17])), r"it needs 68 bytes and has 64"),
-    (header_of(entry(shape=[-16])), r"its shape is \[-16\]"),
-    (header_of(entry(shape=[-4, -4], strides=[4, 1])), r"its shape is"),
-    (header_of(entry(shape=[16.0])), r"its shape is"),
-    (header_of(entry(shape=[True], strides=[1])), r"its shape is"),
-    (header_of(entry(shape=[2**61, 2**61], strides=[2**61, 1])), r"no memory holds a tensor of"),
-    (header_of(entry(shape=[2**62], strides=[1])), r"its shape is"),
-    (header_of(entry(shape=[0, 2**60], strides=[2**60, 1], parts=[[0, None]])), r"no memory holds a tensor of"),
-    (header_of(entry(shape=[1] * 65, strides=[1] * 65)), r"its shape is"),
-    (header_of(entry(strides=[0])), r"strides \[0\] leave gaps or overlap in \[16\]"),
-    (header_of(entry(strides=[2])), r"strides \[2\] leave gaps or overlap in \[16\]"),
+    (header_of(entry(shape=[17])), r"expected 68 bytes, got 64"),
+    (header_of(entry(shape=[-16])), r"invalid shape \[-16\]"),
+    (header_of(entry(shape=[-4, -4], strides=[4, 1])), r"invalid shape"),
+    (header_of(entry(shape=[16.0])), r"invalid shape"),
+    (header_of(entry(shape=[True], strides=[1])), r"invalid shape"),
+    (header_of(entry(shape=[2**61, 2**61], strides=[2**61, 1])), r"no memory holds a tensor of shape"),
+    (header_of(entry(shape=[2**62], strides=[1])), r"invalid shape"),
+    (header_of(entry(shape=[0, 2**60], strides=[2**60, 1], parts=[[0, None]])), r"no memory holds a tensor of shape"),
+    (header_of(entry(shape=[1] * 65, strides=[1] * 65)), r"invalid shape"),
+    (header_of(entry(strides=[0])), r"strides \[0\] leave gaps or overlap in shape \[16\]"),
+    (header_of(entry(strides=[2])), r"strides \[2\] leave gaps or overlap in shape \[16\]"),
     (header_of(entry(shape=[4, 4], strides=[1, 1])), r"leave gaps or overlap"),
-    (header_of(entry(strides=[1, 1])), r"its strides are \[1, 1\]"),
-    (header_of(entry(strides=[-1])), r"its strides are \[-1\]"),
-    (header_of(entry(layout=[[1]])), r"its layout is \[\[1\]\]"),
-    (header_of(entry(layout=[[1], -1])), r"its layout is"),
-    (header_of(entry(layout=[[-1], 0])), r"its layout is"),
-    (header_of(entry(layout=[[1, 1], 0])), r"its layout is \[\[1, 1\], 0\], its shape \[16\]"),
-    (header_of(entry(layout=[[1], 16])), r"its layout is \[\[1\], 16\], its shape \[16\]"),
-    (header_of(entry(layout=[[2**40], 0])), r"reading the boundary may take 60.0 TiB and the limit is"),
-    (header_of(entry(parts=[])), r"its parts are \[\]"),
-    (header_of(entry(parts=[[64, None], [0, None]])), r"its parts are"),
-    (header_of(entry(parts=[[-64, None]])), r"a part of it is \[-64, None\]"),
-    (header_of(entry(parts=[[10**30, None]])), r"a part of it is"),
-    (header_of(entry(parts=[[63, None]])), r"it needs 64 bytes and has 63"),
-    (header_of(entry(parts=[[64, "zstd"]])), r"its compression is 'zstd', to 64 bytes of 64"),
-    (header_of(entry(parts=[[32, "gzip"]])), r"its compression is 'gzip'"),
-    (header_of(entry(parts=[[32, ["zstd"]]])), r"its compression is"),
-    (header_of(entry(coded="float32")), r"float32 is not coded as float32"),
-    (header_of(entry(dtype="int64", shape=[8], coded="int8")), r"int64 is not coded as int8"),
-    (header_of(entry(shape=[32], coded="float16", channel=0)), r"its channel is 0"),
-    (header_of(entry(shape=[64], coded="int8", parts=[[64, None], [4, None]], channel=1)), r"its channel is 1"),
-    (header_of(entry(shape=[64], coded="int8", parts=[[64, None], [4, None]], channel=-1)), r"its channel is -1"),
-    (header_of(entry(shape=[64], coded="int8", parts=[[64, None], [8, None]])), r"it needs 4 bytes and has 8"),
-    (header_of(), r"the tensors are said to take 0 bytes of the boundary, where there are 64"),
+    (header_of(entry(strides=[1, 1])), r"with strides \[1, 1\]"),
+    (header_of(entry(strides=[-1])), r"with strides \[-1\]"),
+    (header_of(entry(layout=[[1]])), r"expected strides and an offset as layout, got \[\[1\]\]"),
+    (header_of(entry(layout=[[1], -1])), r"expected strides and an offset as layout, got"),
+    (header_of(entry(layout=[[-1], 0])), r"expected strides and an offset as layout, got"),
+    (header_of(entry(layout=[[1, 1], 0])), r"layout \[\[1, 1\], 0\] does not fit shape \[16\]"),
+    (header_of(entry(layout=[[1], 16])), r"layout \[\[1\], 16\] does not fit shape \[16\]"),
+    (header_of(entry(layout=[[2**40], 0])), r"decoding the boundary may take 60.0 TiB of memory, and the limit is"),
+    (header_of(entry(parts=[])), r"expected 1 parts, got \[\]"),
+    (header_of(entry(parts=[[64, None], [0, None]])), r"expected 1 parts, got"),
+    (header_of(entry(parts=[[-64, None]])), r"expected bytes and compression of a part, got \[-64, None\]"),
+    (header_of(entry(parts=[[10**30, None]])), r"expected bytes and compression of a part, got"),
+    (header_of(entry(parts=[[63, None]])), r"expected 64 bytes, got 63"),
+    (header_of(entry(parts=[[64, "zstd"]])), r"invalid compression 'zstd' of 64 to 64 bytes"),
+    (header_of(entry(parts=[[32, "gzip"]])), r"invalid compression 'gzip'"),
+    (header_of(entry(parts=[[32, ["zstd"]]])), r"invalid compression"),
+    (header_of(entry(coded="float32")), r"no codec stores float32 as float32"),
+    (header_of(entry(dtype="int64", shape=[8], coded="int8")), r"no codec stores int64 as int8"),
+    (header_of(entry(shape=[32], coded="float16", channel=0)), r"invalid channel 0"),
+    (header_of(entry(shape=[64], coded="int8", parts=[[64, None], [4, None]], channel=1)), r"invalid channel 1"),
+    (header_of(entry(shape=[64], coded="int8", parts=[[64, None], [4, None]], channel=-1)), r"invalid channel -1"),
+    (header_of(entry(shape=[64], coded="int8", parts=[[64, None], [8, None]])), r"expected 4 bytes, got 8"),
+    (header_of(), r"the header states 0 bytes of tensors, got 64"),
     (
         header_of(entry(), entry(name="y")),
-        r"the tensors are said to take 128 bytes of the boundary, where there are 64",
+        r"the header states 128 bytes of tensors, got 64",
     ),
-    (header_of(entry(), facts=[]), r"the header's 'facts' is a list, not a dict"),
-    (header_of(entry(), at=None), r"the header's 'at' is a NoneType, not a str"),
-    (header_of(entry(), more=1), r"the header does not hold just at, fingerprint, facts, tensors"),
-    ([], r"the header does not hold just"),
+    (header_of(entry(), facts=[]), r"header field 'facts': expected dict, got list"),
+    (header_of(entry(), at=None), r"header field 'at': expected str, got NoneType"),
+    (header_of(entry(), more=1), r"expected the header fields at, fingerprint, facts, tensors, got"),
+    ([], r"expected the header fields .*, got list"),
 ]
 
 
@@ -459,7 +468,7 @@ def test_a_header_that_lies_is_refused_before_anything_is_allocated(header: Any,
     "text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 50_000, b"1" * 5000, b"nul", b"[]x"]
 )
 def test_a_header_that_is_no_json_is_refused(text: bytes) -> None:
-    with pytest.raises(BadBoundary, match=r"the header (cannot be read as JSON|does not hold just)"):
+    with pytest.raises(BadBoundary, match=r"the header is not valid JSON|expected the header fields"):
         Boundary.from_bytes(forge({}, text=text))
 
 
@@ -474,27 +483,27 @@ def test_the_objects_of_a_header_count_against_the_limit(brick: bytes) -> None:
         Boundary.from_bytes(data, limit=most)
     assert allocated() < most
     with pytest.raises(
-        BadBoundary, match=r"reading the boundary may take .* and the limit is .*: raise limit= if it may"
+        BadBoundary, match=r"decoding the boundary may take .* of memory, and the limit is .*: raise limit="
     ):
         Boundary.from_bytes(data, limit=most // 2)
 
 
 def test_names_that_are_often_the_same_are_refused_soon() -> None:
     empty = entry(shape=[0], parts=[[0, None]])
-    with pytest.raises(BadBoundary, match=r"the same name"):
+    with pytest.raises(BadBoundary, match=r"duplicate tensor name"):
         Boundary.from_bytes(forge(header_of(*[empty] * 20_000)))
 
 
 def test_something_between_tensors_is_refused() -> None:
     two = header_of(entry(shape=[1], parts=[[4, None]]), entry(name="y", shape=[1], parts=[[4, None]]))
     Boundary.from_bytes(forge(two, bytes(128)))
-    with pytest.raises(BadBoundary, match=r"there is something between two tensors"):
+    with pytest.raises(BadBoundary, match=r"expected zeros between two tensors"):
         Boundary.from_bytes(forge(two, bytes(60) + b"\1" + bytes(67)))
 
 
 def test_bools_that_are_neither_are_refused() -> None:
     bools = header_of(entry(dtype="bool", shape=[64]))
-    with pytest.raises(BadBoundary, match=r"tensor 'x' is bool and holds other bytes than 0 and 1"):
+    with pytest.raises(BadBoundary, match=r"tensor 'x' of torch.bool: expected bytes 0 and 1"):
         Boundary.from_bytes(forge(bools, bytes([0, 1, 2]) + bytes(61)))
 
 
@@ -504,7 +513,7 @@ def test_scales_that_scale_nothing_are_refused(scale: float) -> None:
     body = bytes(range(64)) + struct.pack("<f", 0.5) + bytes(60)
     (got,) = Boundary.from_bytes(forge(scaled, body)).tensors.values()
     assert got.tolist() == [number / 2 for number in range(64)]
-    with pytest.raises(BadBoundary, match=r"tensor 'x' has a scale that is no positive number"):
+    with pytest.raises(BadBoundary, match=r"tensor 'x': expected positive, finite scales"):
         Boundary.from_bytes(forge(scaled, bytes(64) + struct.pack("<f", scale) + bytes(60)))
 
 
@@ -516,7 +525,7 @@ def test_bytes_that_unpack_to_more_or_less_than_was_said_are_refused(codec: str)
     for count in (999, 1001, 100_000):
         header["tensors"][0]["shape"] = [count]
         forged = forge(header, data[32 + length : -16])
-        with pytest.raises(BadBoundary, match=rf"what {codec} compressed cannot be read"):
+        with pytest.raises(BadBoundary, match=rf"cannot decompress a tensor with {codec}"):
             Boundary.from_bytes(forged)
 
 
@@ -565,7 +574,7 @@ def test_reading_takes_no_more_than_the_limit_and_no_limit_that_suffices_is_refu
 def test_a_limit_can_be_a_text_and_must_be_a_size() -> None:
     data = of(torch.zeros(1_000_000)).to_bytes()
     assert Boundary.from_bytes(data, limit="5MB").nbytes == 4_000_000
-    with pytest.raises(BadBoundary, match=r"may take 3.8. MiB and the limit is 9.. KiB"):
+    with pytest.raises(BadBoundary, match=r"may take 3.8. MiB of memory, and the limit is 9.. KiB"):
         Boundary.from_bytes(data, limit="1MB")
     with pytest.raises(BadQuery, match=r"no number of bytes"):
         Boundary.from_bytes(data, limit="much")
@@ -612,5 +621,5 @@ def test_a_tensor_without_memory_cannot_be_sent() -> None:
 
     with FakeTensorMode():
         fake = torch.ones(2, 3)
-    with pytest.raises(BadBoundary, match="'x' is a FakeTensor and cannot be sent: expected one with values"):
+    with pytest.raises(BadBoundary, match="cannot send tensor 'x': expected one with values, got a FakeTensor"):
         Boundary("a", "f", {"x": fake}, {}).to_bytes()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from microtome.errors import BadBoundary, NoMatch, NotInstalled
 from microtome.split.boundary import Boundary
-from microtome.split.codecs import PACKERS, codec_of, is_lossless
+from microtome.split.codecs import COMPRESSORS, is_lossless, parse_codec
 
 LOSSLESS = ["raw", "zstd", "lz4"]
 LOSSY = ["fp16", "bf16", "int8", "int8_tensor"]
@@ -54,7 +54,7 @@ def test_only_codecs_without_a_lossy_step_are_lossless() -> None:
 )
 def test_an_unknown_codec_is_an_error_that_lists_the_known(name: str) -> None:
     with pytest.raises(NoMatch, match=r"known: raw, zstd, lz4, fp16, bf16, int8, int8_tensor, and such as fp16\+zstd"):
-        codec_of(name)
+        parse_codec(name)
 
 
 @pytest.mark.parametrize(("codec", "package"), [("zstd", "zstandard"), ("lz4", "lz4")])
@@ -190,19 +190,19 @@ def test_compression_pays_or_is_left_out(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 @given(data=st.binary(max_size=3000), times=st.integers(1, 3))
-def test_packers_give_back_what_they_were_given(codec: str, data: bytes, times: int) -> None:
-    packer = PACKERS[codec]
+def test_compressors_restore_their_input(codec: str, data: bytes, times: int) -> None:
+    compressor = COMPRESSORS[codec]
     room = bytearray(len(data) * times)
-    packer.unpack(memoryview(packer.pack(memoryview(data * times))), memoryview(room))
+    compressor.decompress(memoryview(compressor.compress(memoryview(data * times))), memoryview(room))
     assert room == data * times
 
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 @pytest.mark.parametrize("room", [0, 1, 999, 1001, 1 << 21])
-def test_packers_raise_where_the_bytes_do_not_just_fill_the_room(codec: str, room: int) -> None:
-    packed = PACKERS[codec].pack(memoryview(bytes(1000)))
+def test_compressors_raise_if_the_data_does_not_fill_the_target_exactly(codec: str, room: int) -> None:
+    packed = COMPRESSORS[codec].compress(memoryview(bytes(1000)))
     with pytest.raises(Exception, match=r"."):
-        PACKERS[codec].unpack(memoryview(packed), memoryview(bytearray(room)))
+        COMPRESSORS[codec].decompress(memoryview(packed), memoryview(bytearray(room)))
 
 
 def test_a_forged_look_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_a_forged_look_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = zstandard.ZstdCompressionParameters(window_log=26, write_content_size=False)
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     forged = compressor.compress(bytes(1000)) + compressor.flush()
-    monkeypatch.setattr(type(PACKERS["zstd"]), "pack", lambda self, data: forged)
+    monkeypatch.setattr(type(COMPRESSORS["zstd"]), "compress", lambda self, data: forged)
     data = Boundary("a", "f", {"x": torch.zeros(250)}, {}).to_bytes("zstd")
-    with pytest.raises(BadBoundary, match=r"what zstd compressed cannot be read"):
+    with pytest.raises(BadBoundary, match=r"cannot decompress a tensor with zstd"):
         Boundary.from_bytes(data)

@@ -89,7 +89,7 @@ class Painted(nn.Module):
 
 
 def test_verification_goes_through_bytes() -> None:
-    with pytest.raises(BadBoundary, match=r"cannot be JSON"):
+    with pytest.raises(BadBoundary, match=r"cannot be encoded as JSON"):
         mt.split(Painted(10**5000), torch.ones(1, 4), at="first")
 
 

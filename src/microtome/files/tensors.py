@@ -52,6 +52,10 @@ CODE_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 #: The maximum length of a header in safetensors.
 _MAX_HEADER_BYTES = 100_000_000
 
+_PYBUF_WRITE = 0x200
+_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_from_memory.argtypes, _from_memory.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
+
 
 class TensorRange(NamedTuple):
     """The byte range of a tensor in a file."""
@@ -101,14 +105,20 @@ def encode_header(header: dict[str, Any], min_bytes: int) -> bytes:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, which the caller must keep alive.
+    """Return a writable view of the memory of a dense CPU tensor, which the caller must keep alive.
 
     Raises:
         ValueError: A lazy conjugation or negation is pending.
     """
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError("expected a tensor whose memory holds its values, got a lazy conjugation or negation")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    return view_memory(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(bytearray())
+
+
+def view_memory(address: int, nbytes: int) -> memoryview:
+    """Return a writable view of memory, through Python's C API: numpy is not needed, and every dtype is allowed."""
+    view: memoryview = _from_memory(address, nbytes, _PYBUF_WRITE)
+    return view
 
 
 def read_tensors(file: File, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], str]:
@@ -121,7 +131,7 @@ def read_tensors(file: File, device: torch.device | str = "cpu") -> tuple[dict[s
             if entry.begin != end:
                 raise ValueError(f"expected tensor {key!r:.80} at byte {end}, got {entry.begin}")
             values = read_values(stream, key, entry)
-            digest.update(memory_of(values) if values.nbytes else b"")
+            digest.update(memory_of(values))
             tensors[key] = values.to(device)
             end = entry.end
         if end != _size(stream):
@@ -147,7 +157,7 @@ def read_header(stream: BinaryIO, file: File) -> tuple[bytes, dict[str, TensorRa
 def read_values(stream: BinaryIO, key: str, entry: TensorRange) -> Tensor:
     """Read the tensor at a range from `read_header`."""
     values = torch.empty(entry.end - entry.begin, dtype=torch.uint8, device="cpu")
-    view = memory_of(values) if len(values) else memoryview(b"")
+    view = memory_of(values)
     stream.seek(entry.begin)
     done = 0
     while done < len(view):

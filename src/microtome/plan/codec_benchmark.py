@@ -21,7 +21,7 @@ from microtome.results.codec_costs import CodecCost, CodecCosts
 from microtome.results.cuts import Cuts, Live
 from microtome.split.arrays import to_tensor
 from microtome.split.boundary import Boundary
-from microtome.split.codecs import codec_of
+from microtome.split.codecs import parse_codec
 from microtome.split.structure_spec import take_apart
 
 #: How often a value is encoded and decoded at most, and the seconds after which no further time begins.
@@ -56,7 +56,7 @@ def codec_costs(
     """
     names = (codecs,) if isinstance(codecs, str) else tuple(codecs)
     for name in names:
-        codec_of(name)  # which says what there is
+        parse_codec(name)  # raises if there is none
     wanted = {value.name: value for value in crossing(cuts)}
     if model is None:
         found = {codec: {name: _noise_cost(live.shape, live.dtype, codec) for name, live in wanted.items()} for codec in names}  # fmt: skip  # noqa: E501

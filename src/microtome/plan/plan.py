@@ -183,13 +183,13 @@ def _counted(chain: Sequence[DeviceCosts], objective: str, energy_of: Collection
 
 
 def _codecs(codec: Collection[str] | str) -> tuple[str, ...]:
-    from microtome.split.codecs import codec_of
+    from microtome.split.codecs import parse_codec
 
     names = (codec,) if isinstance(codec, str) else tuple(dict.fromkeys(codec))
     if not names:
         raise BadQuery("a plan needs a codec or several, such as 'raw' or 'zstd'")
     for name in names:
-        codec_of(name)
+        parse_codec(name)
     return names
 
 

@@ -27,7 +27,7 @@ from microtome.remote.request import RequestJob
 from microtome.results.plan import Plan
 from microtome.results.requests import RequestRecord
 from microtome.split.boundary import Boundary
-from microtome.split.codecs import codec_of
+from microtome.split.codecs import parse_codec
 from microtome.split.stage import Stage
 from microtome.units import parse_size, size
 
@@ -349,7 +349,7 @@ def connect(
 
 def _way(parts: LocalModel, connection: Connection, told: Any, at: Any, codec: str) -> Route | Autotuner:
     if codec != "auto":
-        codec_of(codec)
+        parse_codec(codec)
         codecs: tuple[str, ...] = (codec,)
     else:
         codecs = tuple(name for name in LOSSLESS if name in told.codecs) or ("raw",)

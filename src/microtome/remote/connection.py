@@ -67,7 +67,7 @@ class Pending:
         self._head = head
         self._ends = ends
         self._set_timeout()
-        self._message = encode(boundary.about, boundary.tensors, codec, self._before)
+        self._message = encode(boundary.metadata, boundary.tensors, codec, self._before)
 
     def _before(self, nbytes: int) -> bytes:
         self.nbytes = nbytes

@@ -18,7 +18,7 @@ from microtome.remote.batching import Batcher, learn
 from microtome.remote.error_kinds import WrongModel
 from microtome.remote.payloads import INPUTS, of_inputs, of_output, to_inputs
 from microtome.split.boundary import Boundary
-from microtome.split.codecs import codec_of
+from microtome.split.codecs import parse_codec
 from microtome.split.stage import Stage
 from microtome.split.stages import Splitter
 
@@ -95,7 +95,7 @@ class ServedModel:
             NoMatch: If the cut is not served.
         """
         start = perf_counter()
-        boundary = Boundary.from_bytes(data, limit=limit, most=limit // 4)  # which is `max_message`
+        boundary = Boundary.from_bytes(data, limit=limit, max_tensor_bytes=limit // 4)  # that is `max_message`
         if boundary.fingerprint != self.fingerprint:
             raise WrongModel(
                 f"the boundary is of a model with the fingerprint {boundary.fingerprint:.80}, and {self.name} "
@@ -171,7 +171,7 @@ class ServedModel:
 def check_codec(name: str) -> None:
     """Raise before anything is computed if a reply cannot be encoded so."""
     try:
-        codec_of(name)
+        parse_codec(name)
     except NoMatch as error:  # which is about cuts elsewhere here
         raise BadQuery(str(error)) from error
 

@@ -31,7 +31,7 @@ from microtome.results.cuts import Cut
 from microtome.results.link import LinkMeasurement
 from microtome.results.requests import RequestRecord
 from microtome.results.sweep import CutTiming, Sweep
-from microtome.split.codecs import codec_of
+from microtome.split.codecs import parse_codec
 from microtome.split.stage import Stage
 from microtome.split.stages import Splitter
 
@@ -79,7 +79,7 @@ def sweep(
     """
     if not isinstance(repeat, int) or repeat < 1:
         raise BadQuery(f"repeat is how many requests are measured at each cut, got {repeat!r}")
-    codec_of(codec)
+    parse_codec(codec)
     tell = progress or (lambda step, done, whole: None)
     parts = LocalModel(model, inputs)
     splitter = parts.splitter

@@ -14,15 +14,15 @@ from microtome.split.serialization import encode
 from microtome.split.tensor_bytes import moved
 from microtome.units import parse_size, size
 
-#: Anything that JSON has: a number, a text, True, False, None, a list or a dict with texts as keys of these.
+#: A JSON value: a number, string, bool or None, or a list or dict (with strings as keys) of these.
 JSON = Any
 
-_bytes_of = lru_cache(parse_size)  # nearly always the same
+_parse_size = lru_cache(parse_size)  # nearly always called with the same limit
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Boundary:
-    """The values that cross from the head of a split model to its tail.
+    """What crosses from the head of a split model to its tail.
 
     >>> boundary = Boundary("layer2", "8d1f", {"layer2": torch.ones(2, 3)}, {"batch": 2})
     >>> boundary
@@ -37,11 +37,11 @@ class Boundary:
 
     Attributes:
         at: The address of the cut.
-        fingerprint: Of the model that made it.
-        tensors: The values that cross, by name.
-        facts: What else the tail must know: numbers, texts, None, and lists and dicts of these.
+        fingerprint: The fingerprint of the model.
+        tensors: The tensors that cross, by name.
+        facts: JSON beside the tensors. Stages write and read a `boundary_schema.BoundaryRecord` there.
         spare_bytes: How many bytes the placeholders and views that the facts describe may have beyond what the example
-            and the tensors explain; None: any number, since it was made in this process.
+            and the tensors explain; None: unlimited, for a boundary of this process.
     """
 
     at: str
@@ -52,51 +52,50 @@ class Boundary:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensors."""
+        """The total bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
-    def about(self) -> dict[str, JSON]:
-        """The metadata beside the tensors."""
+    def metadata(self) -> dict[str, JSON]:
+        """All but the tensors."""
         return {"at": self.at, "fingerprint": self.fingerprint, "facts": self.facts}
 
     def to(self, device: torch.device | str) -> Self:
-        """The same with its tensors there."""
+        """A boundary with the tensors on a device."""
         return replace(self, tensors={name: moved(tensor, device) for name, tensor in self.tensors.items()})
 
     def to_bytes(self, codec: str = "raw") -> bytes:
-        """As bytes that say of themselves what they are; `split/serialization.py` describes how they lie.
+        """Serialize the boundary; `split/serialization.py` documents the format.
 
         Args:
-            codec: How tensors are made smaller; `split/codecs.py` lists the names, and what is lost by those that lose
-                something. Nothing is lost by "raw", "zstd" and "lz4".
+            codec: The encoding of tensors; `split/codecs.py` lists them with their errors. "raw", "zstd" and "lz4" are
+                lossless.
 
         Raises:
-            BadBoundary: If a tensor is not strided, or a fact would not arrive as it is.
+            BadBoundary: If a tensor is not strided, or the facts are not JSON.
         """
-        return encode(self.about, self.tensors, codec)
+        return encode(self.metadata, self.tensors, codec)
 
     @classmethod
     def from_bytes(
-        cls, data: bytes | bytearray | memoryview, *, limit: int | str = "4GB", most: int | None = None
+        cls, data: bytes | bytearray | memoryview, *, limit: int | str = "4GB", max_tensor_bytes: int | None = None
     ) -> Self:
-        """Read the bytes of `to_bytes`.
+        """Deserialize the bytes of `to_bytes`.
 
-        The tensors are on the CPU, in memory of their own, with the strides and the alignment they had: kernels round
-        by these. No code is run for what the bytes say, and damage is found out; who can forge bytes can forge a
-        boundary.
+        The tensors are on the CPU, in memory of their own, with their strides and alignment, by which kernels round.
+        Nothing in the bytes is executed. Damage is detected; forgery is not.
 
         Args:
-            limit: The most memory that reading may take, in bytes or such as "256MB", the header's objects included and
-                `data` itself not. A quarter of it is what the facts may describe beyond what the tensors explain.
-            most: The most bytes of the tensors, whatever they were compressed to; None: only `limit` bounds them.
+            limit: The maximum memory that decoding may take, in bytes or such as "256MB", without `data` itself. The
+                facts may describe a quarter of it beyond what the tensors explain.
+            max_tensor_bytes: The maximum bytes of the tensors, uncompressed; None: only `limit` bounds them.
 
         Raises:
-            BadBoundary: If they are no boundary, are damaged, or need more than the limit.
+            BadBoundary: If the bytes are damaged or no boundary, or need more memory than the limit.
         """
-        room = _bytes_of(limit)
-        about, tensors = decode(data, room, most)
-        return cls(**about, tensors=tensors, spare_bytes=room // 4)
+        limit_bytes = _parse_size(limit)
+        metadata, tensors = decode(data, limit_bytes, max_tensor_bytes)
+        return cls(**metadata, tensors=tensors, spare_bytes=limit_bytes // 4)
 
     def __repr__(self) -> str:
         count = len(self.tensors)

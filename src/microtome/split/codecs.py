@@ -1,29 +1,29 @@
-"""Codecs of tensors that cross: an optional lossy step, then an optional compression.
+"""Codecs of tensors that cross a cut: an optional lossy step, then an optional compression.
 
 =================  ===========================================================  ======================================
-name               what becomes of a tensor                                     error of an element x
+name               stored                                                       error of an element x
 =================  ===========================================================  ======================================
-``raw``            its bytes                                                    none
-``zstd``, ``lz4``  its bytes, compressed where that makes them fewer            none
-``fp16``           float64 and float32 are cast to float16                      2**-11 abs(x), or 2**-25 if more
-``bf16``           float64 and float32 are cast to bfloat16                     2**-8 abs(x), or 2**-134 if more
-``int8``           floats of 16 bits and more become whole numbers from -127    half the scale: peak / 254, of the
-                   to 127 times a scale: one scale a channel                    peak of abs(x) in the channel
-``int8_tensor``    the same, one scale a tensor                                 the same, of the peak in the tensor
-``fp16+zstd`` …    a lossy step, then a compressing one                         that of the lossy step
+``raw``            the bytes                                                    none
+``zstd``, ``lz4``  the bytes, compressed if that makes them fewer               none
+``fp16``           float64 and float32 as float16                               2**-11 abs(x), or 2**-25 if more
+``bf16``           float64 and float32 as bfloat16                              2**-8 abs(x), or 2**-134 if more
+``int8``           floats of 16 bits and more as integers from -127 to 127      half the scale: max(abs(x)) / 254 of
+                   times a scale for each channel                               the channel
+``int8_tensor``    the same with one scale for the tensor                       the same, of the tensor
+``fp16+zstd`` …    a lossy step, then a compression                             that of the lossy step
 =================  ===========================================================  ======================================
 
-To the errors of int8 comes that of rounding to the tensor's own dtype; its scale is never less than the smallest normal
-float. The channel is dimension 1 of 4 and more (images, volumes), the last of 2 and 3 (features; tokens and features).
-Where a channel has fewer than 16 values the scales would outweigh them, and there is one for the tensor.
+int8 also rounds to the tensor's own dtype; its scale is at least the smallest normal float. The channel is dimension 1
+of tensors with 4 dimensions and more (images, volumes), else the last (features). Where a channel has fewer than 16
+values, for which the scales would outweigh them, the tensor has one scale.
 
-A lossy step leaves integers, bools, complex numbers and floats of 8 bits as they are, and each tensor for which it
-would not keep its word: fp16 and bf16 one with a number that would become infinite (infinities and NaN themselves stay
-what they are), int8 one with an infinity, a NaN, or a number above half the greatest float.
+A lossy step leaves integers, bools, complex numbers and 8-bit floats unchanged, and every tensor for which it could not
+guarantee the error: fp16 and bf16 if a finite number would become infinite, int8 if there is an infinity, a NaN, or a
+number above half the largest float.
 
 >>> is_lossless("zstd"), is_lossless("fp16+zstd")
 (True, False)
->>> codec_of("zip")
+>>> parse_codec("zip")
 Traceback (most recent call last):
     ...
 microtome.errors.NoMatch: no codec 'zip'; known: raw, zstd, lz4, fp16, bf16, int8, int8_tensor, and such as fp16+zstd
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
@@ -42,13 +42,13 @@ from torch import Tensor
 
 from microtome.errors import NoMatch, NotInstalled
 
-#: The fewest values that share a scale, unless they are all that the tensor has.
-_SHARE_SCALE = 16
+#: The fewest values with a scale of their own.
+_VALUES_PER_SCALE = 16
 
 _LZ4_BLOCK = 1 << 20
 _LENGTH = struct.Struct("<I")
 
-#: What a decompressor of zstd may take to look back. Level 1 looks back half a MiB at most.
+#: The window that a zstd decompressor may allocate; level 1 uses at most half a MiB.
 _ZSTD_WINDOW = 1 << 21
 _ZSTD_LEVEL = 1
 
@@ -56,13 +56,13 @@ _ZSTD_LEVEL = 1
 # -- lossy steps -----------------------------------------------------------------------------------------------------
 
 
-class Coded(NamedTuple):
-    """A tensor as a lossy step made it.
+class CodedTensor(NamedTuple):
+    """A tensor after a lossy step.
 
     Attributes:
-        values: Of another dtype, with the shape and the strides of the tensor.
-        scales: What to multiply them with: as many dimensions, of size 1 but for the channel's.
-        channel: The dimension that has a scale for each of its places.
+        values: In another dtype, with the tensor's shape and strides.
+        scales: The factors to multiply by, broadcastable to the values; None: no scales.
+        channel: The dimension with a scale for each index; None: one scale for all.
     """
 
     values: Tensor
@@ -70,75 +70,64 @@ class Coded(NamedTuple):
     channel: int | None = None
 
 
-Lossy = Callable[[Tensor], Coded | None]  # of a dense tensor; None: it stays as it is
+#: Encodes a dense tensor; None: the tensor is sent unchanged.
+Quantizer = Callable[[Tensor], CodedTensor | None]
 
 
-def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
 
 
-def _cast(tensor: Tensor, to: torch.dtype) -> Coded | None:
-    if not can_be(to, tensor.dtype):
+def _cast(tensor: Tensor, dtype: torch.dtype) -> CodedTensor | None:
+    if not is_coded_dtype(dtype, tensor.dtype):
         return None
-    values = _like(tensor, to).copy_(tensor)
+    values = _empty_like(tensor, dtype).copy_(tensor)
     infinite = values.isinf()
     if infinite.any() and not torch.equal(infinite, tensor.isinf()):
         return None
-    return Coded(values)
+    return CodedTensor(values)
 
 
-def _fp16(tensor: Tensor) -> Coded | None:
-    return _cast(tensor, torch.float16)
+def _quantize_channels(tensor: Tensor) -> CodedTensor | None:
+    return _quantize(tensor, _channel_dim(tensor.shape))
 
 
-def _bf16(tensor: Tensor) -> Coded | None:
-    return _cast(tensor, torch.bfloat16)
-
-
-def _int8(tensor: Tensor) -> Coded | None:
-    return _scaled(tensor, _channel_of(tensor.shape))
-
-
-def _int8_tensor(tensor: Tensor) -> Coded | None:
-    return _scaled(tensor, None)
-
-
-def _channel_of(shape: torch.Size) -> int | None:
+def _channel_dim(shape: torch.Size) -> int | None:
     if len(shape) < 2 or 0 in shape:
         return None
     channel = 1 if len(shape) >= 4 else len(shape) - 1
-    return channel if shape.numel() // shape[channel] >= _SHARE_SCALE else None
+    return channel if shape.numel() // shape[channel] >= _VALUES_PER_SCALE else None
 
 
-def _scaled(tensor: Tensor, channel: int | None) -> Coded | None:
-    if not can_be(torch.int8, tensor.dtype) or not tensor.numel():
+def _quantize(tensor: Tensor, channel: int | None = None) -> CodedTensor | None:
+    if not is_coded_dtype(torch.int8, tensor.dtype) or not tensor.numel():
         return None
     numbers = tensor.to(scale_dtype(tensor.dtype))
     limits = torch.finfo(numbers.dtype)
-    others = [dim for dim in range(tensor.ndim) if dim != channel]
-    peaks = numbers.abs().amax(others, keepdim=True)
-    if not (peaks <= limits.max / 2).all():  # which a NaN is not either
+    reduced = [dim for dim in range(tensor.ndim) if dim != channel]
+    peaks = numbers.abs().amax(reduced, keepdim=True)
+    if not (peaks <= limits.max / 2).all():  # also false for NaN
         return None
     scales = (peaks / 127).clamp_min(limits.tiny)
-    whole = (numbers / scales).round_().clamp_(-127, 127)
-    return Coded(_like(tensor, torch.int8).copy_(whole), scales, channel)
+    rounded = (numbers / scales).round_().clamp_(-127, 127)
+    return CodedTensor(_empty_like(tensor, torch.int8).copy_(rounded), scales, channel)
 
 
-def can_be(coded: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether a lossy step makes the one dtype of the other."""
-    if coded == torch.int8:
+def is_coded_dtype(stored: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether a lossy step stores tensors of `dtype` as `stored`."""
+    if stored == torch.int8:
         return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    return coded in (torch.float16, torch.bfloat16) and dtype in (torch.float64, torch.float32)
+    return stored in (torch.float16, torch.bfloat16) and dtype in (torch.float64, torch.float32)
 
 
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the scales of a tensor."""
+    """The dtype of the scales of a tensor."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def restore(coded: Coded, dtype: torch.dtype) -> Tensor:
-    """The tensor, of that dtype, as near as it was coded."""
-    tensor = _like(coded.values, dtype)
+def dequantize(coded: CodedTensor, dtype: torch.dtype) -> Tensor:
+    """Undo a lossy step, as far as that is possible."""
+    tensor = _empty_like(coded.values, dtype)
     if coded.scales is None:
         return tensor.copy_(coded.values)
     if dtype == coded.scales.dtype:
@@ -146,54 +135,55 @@ def restore(coded: Coded, dtype: torch.dtype) -> Tensor:
     return tensor.copy_(coded.values.to(coded.scales.dtype).mul_(coded.scales))
 
 
-# -- compressing steps -----------------------------------------------------------------------------------------------
+# -- compression -----------------------------------------------------------------------------------------------------
 
 
-class Packer(Protocol):
-    """Makes bytes fewer, without loss."""
+class Compressor(Protocol):
+    """Lossless compression."""
 
-    def pack(self, data: memoryview) -> bytes: ...
+    def compress(self, data: memoryview) -> bytes: ...
 
-    def unpack(self, packed: memoryview, into: memoryview) -> None:
-        """Fill `into`; raise if the packed bytes do not just do that. Memory beside it does not grow with them."""
+    def decompress(self, compressed: memoryview, target: memoryview) -> None:
+        """Fill the target with bounded additional memory; raise if the data is longer or shorter."""
 
 
 class Zstd:
-    def pack(self, data: memoryview) -> bytes:
-        packed: bytes = _package("zstandard", "zstd").ZstdCompressor(level=_ZSTD_LEVEL).compress(data)
-        return packed
+    def compress(self, data: memoryview) -> bytes:
+        compressed: bytes = _import_package("zstandard", "zstd").ZstdCompressor(level=_ZSTD_LEVEL).compress(data)
+        return compressed
 
-    def unpack(self, packed: memoryview, into: memoryview) -> None:
-        decompressor = _package("zstandard", "zstd").ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
-        with decompressor.stream_reader(packed) as reader:
-            at = 0
-            while at < len(into) and (count := reader.readinto(into[at:])):
-                at += count
-            if at < len(into) or reader.read(1):
-                raise ValueError("the compressed bytes hold another number of bytes than they should")
+    def decompress(self, compressed: memoryview, target: memoryview) -> None:
+        decompressor = _import_package("zstandard", "zstd").ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+        with decompressor.stream_reader(compressed) as reader:
+            position = 0
+            while position < len(target) and (count := reader.readinto(target[position:])):
+                position += count
+            if position < len(target) or reader.read(1):
+                raise ValueError(f"the compressed data has not {len(target)} bytes")
 
 
 class Lz4:
-    """Blocks of 1 MiB, each compressed, with its length before it: so one block at a time is in memory twice."""
+    """Blocks of 1 MiB, each compressed with its length before it, so that only one block is in memory twice."""
 
-    def pack(self, data: memoryview) -> bytes:
-        compress = _package("lz4.block", "lz4").compress
-        blocks = [compress(data[at : at + _LZ4_BLOCK], store_size=False) for at in range(0, len(data), _LZ4_BLOCK)]
+    def compress(self, data: memoryview) -> bytes:
+        compress = _import_package("lz4.block", "lz4").compress
+        starts = range(0, len(data), _LZ4_BLOCK)
+        blocks = [compress(data[start : start + _LZ4_BLOCK], store_size=False) for start in starts]
         return b"".join(part for block in blocks for part in (_LENGTH.pack(len(block)), block))
 
-    def unpack(self, packed: memoryview, into: memoryview) -> None:
-        decompress = _package("lz4.block", "lz4").decompress
-        at = 0
-        for start in range(0, len(into), _LZ4_BLOCK):
-            room = into[start : start + _LZ4_BLOCK]
-            (length,) = _LENGTH.unpack_from(packed, at)
-            at += _LENGTH.size + length
-            room[:] = decompress(packed[at - length : at], uncompressed_size=len(room))  # raises if it is not as long
-        if at != len(packed):
-            raise ValueError("bytes are left over after the last block")
+    def decompress(self, compressed: memoryview, target: memoryview) -> None:
+        decompress = _import_package("lz4.block", "lz4").decompress
+        end = 0
+        for start in range(0, len(target), _LZ4_BLOCK):
+            block = target[start : start + _LZ4_BLOCK]
+            (length,) = _LENGTH.unpack_from(compressed, end)
+            end += _LENGTH.size + length
+            block[:] = decompress(compressed[end - length : end], uncompressed_size=len(block))  # checks the length
+        if end != len(compressed):
+            raise ValueError(f"expected {end} compressed bytes, got {len(compressed)}")
 
 
-def _package(module: str, codec: str) -> Any:
+def _import_package(module: str, codec: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
@@ -204,38 +194,38 @@ def _package(module: str, codec: str) -> Any:
 
 # -- by name ---------------------------------------------------------------------------------------------------------
 
-LOSSY: dict[str, Lossy] = {"fp16": _fp16, "bf16": _bf16, "int8": _int8, "int8_tensor": _int8_tensor}
-PACKERS: dict[str, Packer] = {"zstd": Zstd(), "lz4": Lz4()}
+QUANTIZERS: dict[str, Quantizer] = {
+    "fp16": partial(_cast, dtype=torch.float16),
+    "bf16": partial(_cast, dtype=torch.bfloat16),
+    "int8": _quantize_channels,
+    "int8_tensor": _quantize,
+}
+COMPRESSORS: dict[str, Compressor] = {"zstd": Zstd(), "lz4": Lz4()}
 
-
-#: Their names; a lossy one may be followed by a packer, such as fp16+zstd.
-CODECS = ("raw", *PACKERS, *LOSSY)
+#: The names of all codecs; a lossy one may be followed by a compression, such as fp16+zstd.
+CODECS = ("raw", *COMPRESSORS, *QUANTIZERS)
 
 
 class Codec(NamedTuple):
-    """The two steps; None: without it.
+    """The two steps of a codec, either of which may be None; `compression` is a name in `COMPRESSORS`."""
 
-    Attributes:
-        packer: A name in `PACKERS`.
-    """
-
-    lossy: Lossy | None
-    packer: str | None
+    quantize: Quantizer | None
+    compression: str | None
 
 
 @lru_cache
-def codec_of(name: str) -> Codec:
-    """The steps that a name stands for."""
+def parse_codec(name: str) -> Codec:
+    """The steps of the codec of this name."""
     if name == "raw":
         return Codec(None, None)
-    if name in PACKERS:
+    if name in COMPRESSORS:
         return Codec(None, name)
-    lossy, plus, packer = name.partition("+")
-    if lossy not in LOSSY or (plus and packer not in PACKERS):
+    lossy, plus, compression = name.partition("+")
+    if lossy not in QUANTIZERS or (plus and compression not in COMPRESSORS):
         raise NoMatch(f"no codec {name!r}; known: {', '.join(CODECS)}, and such as fp16+zstd")
-    return Codec(LOSSY[lossy], packer or None)
+    return Codec(QUANTIZERS[lossy], compression or None)
 
 
 def is_lossless(codec: str) -> bool:
-    """Whether what is encoded so comes back bit for bit."""
-    return codec_of(codec).lossy is None
+    """Whether decoding restores every bit."""
+    return parse_codec(codec).quantize is None

@@ -1,11 +1,10 @@
-"""Reading what crosses a cut: all that bytes say is checked before it is believed; `wire.py` says how they lie."""
+"""Decode a boundary from untrusted bytes: everything they state is checked first; `serialization.py` has the format."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,137 +13,134 @@ from torch import Tensor
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from microtome.errors import BadBoundary, NotInstalled, describe_error
-from microtome.split.codecs import PACKERS, Coded, can_be, restore, scale_dtype
-from microtome.split.serialization import CHECKSUM_BYTES, DTYPES, HEADER_AT, MAGIC, PREFIX, VERSION, gap
-from microtome.split.tensor_bytes import ALIGNED, copy_hashed, hashed, is_dense, lay_out, span_of, view_of
+from microtome.files.tensors import memory_of
+from microtome.split.codecs import COMPRESSORS, CodedTensor, dequantize, is_coded_dtype, scale_dtype
+from microtome.split.serialization import CHECKSUM_BYTES, DTYPES, HEADER_OFFSET, MAGIC, PREFIX, VERSION, padding
+from microtome.split.tensor_bytes import ALIGNMENT, copy_hashed, copy_strided, hash_blocks, is_dense, span_of
 from microtome.units import size
 
-#: The most memory that Python's objects take for a byte of JSON: `{"":0},` is 7 bytes and takes 232.
+#: The most bytes of Python objects for a byte of JSON: `{"":0},` is 7 bytes and takes 232.
 JSON_COST = 40
 
-#: What undoing a lossy step may take for an element beside the values and the result, for a moment.
-UNDO_COST = 8
+#: Temporary bytes for an element when a lossy codec is undone, beside the values and the result.
+DEQUANTIZE_COST = 8
 
-#: What laying a tensor out with strides that overlap may take for an element beside it, for a moment.
+#: Temporary bytes for an element when a tensor is copied to strides that overlap.
 LAYOUT_COST = 16
 
-_DAMAGED = "it was changed on its way, have it sent again"
+_DAMAGED = "the bytes were damaged in transit; send the boundary again"
 
 
 @dataclass
-class DecodedTensor:
-    """A part of a tensor that is to be read.
+class TensorPart:
+    """The values or the scales of a tensor.
 
     Attributes:
-        stored_bytes: How long it is in the data.
-        tensor: Where it is read to; made when all that is said of it has been checked.
+        stored_bytes: Its length in the boundary.
+        tensor: The target of decoding, allocated once all entries have been checked.
     """
 
     dtype: torch.dtype
     shape: list[int]
     strides: list[int]
     stored_bytes: int
-    packer: str | None
+    compression: str | None
     tensor: Tensor = field(init=False)
 
     @property
-    def elements(self) -> int:
+    def numel(self) -> int:
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        return self.elements * self.dtype.itemsize
-
-    def allocate(self) -> None:
-        self.tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass
-class Entry:
-    """A tensor that is to be read.
+class TensorEntry:
+    """The header entry of a tensor.
 
     Attributes:
-        layout: Its strides, and where it begins in its memory; None: as the values.
+        layout: The strides of the tensor, and its offset in elements; None: those of the values.
     """
 
     name: str
     dtype: torch.dtype
-    values: DecodedTensor
-    scales: DecodedTensor | None = None
-    coded: bool = False
+    values: TensorPart
+    scales: TensorPart | None = None
+    is_coded: bool = False
     layout: tuple[list[int], int] | None = None
 
     @property
-    def pieces(self) -> list[DecodedTensor]:
+    def parts(self) -> list[TensorPart]:
         return [self.values] if self.scales is None else [self.values, self.scales]
 
     @property
-    def needs_bytes(self) -> int:
-        """The most memory that reading it takes."""
-        need = sum(piece.nbytes for piece in self.pieces)
-        if not self.values.elements:  # its other dimensions cost nothing to send, and a model may allocate by them
+    def peak_bytes(self) -> int:
+        """An upper bound of the memory that decoding takes."""
+        need = sum(part.nbytes for part in self.parts)
+        if not self.values.numel:  # its other dimensions cost nothing to send, and a model may allocate by them
             need += math.prod(max(extent, 1) for extent in self.values.shape) * self.dtype.itemsize
-        if self.coded:
-            need += (self.dtype.itemsize + UNDO_COST) * self.values.elements
+        if self.is_coded:
+            need += (self.dtype.itemsize + DEQUANTIZE_COST) * self.values.numel
         if self.layout is not None:
             strides, offset = self.layout
             need += (offset + span_of(self.values.shape, strides)) * self.dtype.itemsize
-            need += LAYOUT_COST * self.values.elements
+            need += LAYOUT_COST * self.values.numel
         return need
 
 
-def decode(data: Any, limit: int, most: int | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def decode(data: Any, limit: int, max_tensor_bytes: int | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Decode the metadata and the tensors of a boundary.
 
     Raises:
-        BadBoundary: If it is none, is damaged, needs more than `limit` bytes, or has tensors of more than `most`.
+        BadBoundary: If the bytes are damaged or no boundary, decoding would take more than `limit` bytes of memory, or
+            the tensors have more than `max_tensor_bytes`.
     """
-    view = _bytes_view(data)
+    view = _view(data)
     header_bytes = _check_prefix(view, limit)
-    digest = bytes(view[PREFIX.size : HEADER_AT])
-    header_end = HEADER_AT + header_bytes
-    header_text = bytes(view[HEADER_AT:header_end])
-    if xxh3_64_digest(bytes(view[: PREFIX.size]) + header_text) != digest:
-        raise BadBoundary(f"the checksum of the header does not fit it: {_DAMAGED}")
-    header = _read_json(header_text)
-    entries = [_entry(number, fields) for number, fields in enumerate(header.pop("tensors"))]
-    unpacked = sum(entry.values.elements * entry.dtype.itemsize for entry in entries)
-    if most is not None and unpacked > most:
+    header_end = HEADER_OFFSET + header_bytes
+    digest = bytes(view[PREFIX.size : HEADER_OFFSET])
+    text = bytes(view[HEADER_OFFSET:header_end])
+    if xxh3_64_digest(bytes(view[: PREFIX.size]) + text) != digest:
+        raise BadBoundary(f"checksum mismatch in the header: {_DAMAGED}")
+    header = _parse_header(text)
+    entries = [_parse_entry(index, fields) for index, fields in enumerate(header.pop("tensors"))]
+    nbytes = sum(entry.values.numel * entry.dtype.itemsize for entry in entries)
+    if max_tensor_bytes is not None and nbytes > max_tensor_bytes:
         raise BadBoundary(
-            f"the tensors of the boundary have {size(unpacked)}, expected at most {size(most)}, whatever they are "
-            "compressed to: send fewer rows at once, or raise max_message on the server"
+            f"expected at most {size(max_tensor_bytes)} of tensors in the boundary, uncompressed, got {size(nbytes)}: "
+            "send fewer rows at once, or raise max_message on the server"
         )
     _check_sizes(entries, len(view) - header_end - CHECKSUM_BYTES, limit - JSON_COST * header_bytes)
-    packed = _fill(entries, view, header_end, digest)
-    for piece, stored in packed:
-        _unpack(piece, stored)
-    return header, {entry.name: _restored(entry) for entry in entries}
+    for part, stored in _read_parts(entries, view, header_end, digest):
+        _decompress(part, stored)
+    return header, {entry.name: _finish_tensor(entry) for entry in entries}
 
 
-def _bytes_view(data: Any) -> memoryview:
+def _view(data: Any) -> memoryview:
     try:
         return memoryview(data).cast("B")
     except TypeError as error:
-        kind = type(data).__name__
-        raise BadBoundary(f"a boundary is read from bytes that lie in one piece, not from a {kind}") from error
+        raise BadBoundary(f"expected contiguous bytes of a boundary, got a {type(data).__name__}") from error
 
 
 def _check_prefix(view: memoryview, limit: int) -> int:
-    """The length of the header, once nothing speaks against reading it."""
-    if len(view) < HEADER_AT + CHECKSUM_BYTES:
-        raise BadBoundary(f"{len(view)} bytes are no boundary: one has {HEADER_AT + CHECKSUM_BYTES} at least")
+    """Check the fixed fields, and return the length of the header."""
+    if len(view) < HEADER_OFFSET + CHECKSUM_BYTES:
+        raise BadBoundary(f"not a boundary: expected at least {HEADER_OFFSET + CHECKSUM_BYTES} bytes, got {len(view)}")
     magic, version, header_bytes, total = PREFIX.unpack_from(view)
     if magic != MAGIC:
-        raise BadBoundary(f"the bytes are no boundary: they begin with {magic!r}, not with {MAGIC!r}")
+        raise BadBoundary(f"not a boundary: expected {MAGIC!r} at the start, got {magic!r}")
     if version != VERSION:
         raise BadBoundary(
-            f"the boundary has version {version}; this microtome reads {VERSION}: have both sides the same"
+            f"expected boundary version {VERSION}, got {version}: install the same version of microtome on both sides"
         )
     if total != len(view):
         kind = "truncated" if len(view) < total else "damaged"
         raise BadBoundary(f"{kind} boundary: expected {total} bytes, got {len(view)}")
-    if header_bytes > len(view) - HEADER_AT - CHECKSUM_BYTES or gap(HEADER_AT + header_bytes):
-        raise BadBoundary(f"a header of {header_bytes} bytes cannot be in {total}: {_DAMAGED}")
+    if header_bytes > len(view) - HEADER_OFFSET - CHECKSUM_BYTES or padding(HEADER_OFFSET + header_bytes):
+        raise BadBoundary(f"a header of {header_bytes} bytes does not fit into {total} bytes: {_DAMAGED}")
     if JSON_COST * header_bytes > limit:
         raise _too_large(JSON_COST * header_bytes, limit)
     return int(header_bytes)
@@ -152,34 +148,37 @@ def _check_prefix(view: memoryview, limit: int) -> int:
 
 def _too_large(need: int, limit: int) -> BadBoundary:
     return BadBoundary(
-        f"reading the boundary may take {size(need)} and the limit is {size(limit)}: raise limit= if it may (for a "
+        f"decoding the boundary may take {size(need)} of memory, and the limit is {size(limit)}: raise limit= (for a "
         "server max_message, for a client max_reply)"
     )
 
 
-def _read_json(text: bytes) -> dict[str, Any]:
+def _parse_header(text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text.decode("ascii"))
     except (ValueError, RecursionError) as error:
-        raise BadBoundary(f"the header cannot be read as JSON: {describe_error(error)}") from error
-    kinds = {"at": str, "fingerprint": str, "facts": dict, "tensors": list}
-    if type(header) is not dict or header.keys() != kinds.keys():
-        raise BadBoundary(f"the header does not hold just {', '.join(kinds)}")
-    for key, kind in kinds.items():
+        raise BadBoundary(f"the header is not valid JSON: {describe_error(error)}") from error
+    types = {"at": str, "fingerprint": str, "facts": dict, "tensors": list}
+    if type(header) is not dict or header.keys() != types.keys():
+        raise BadBoundary(f"expected the header fields {', '.join(types)}, got {_describe_keys(header)}")
+    for key, kind in types.items():
         if type(header[key]) is not kind:
-            raise BadBoundary(f"the header's {key!r} is a {type(header[key]).__name__}, not a {kind.__name__}")
+            raise BadBoundary(f"header field {key!r}: expected {kind.__name__}, got {type(header[key]).__name__}")
     return header
 
 
-def _entry(number: int, fields: Any) -> Entry:
-    """Check and return the header's entry of a tensor."""
+def _describe_keys(header: Any) -> str:
+    return f"{', '.join(header):.80}" if isinstance(header, dict) else type(header).__name__
+
+
+def _parse_entry(index: int, fields: Any) -> TensorEntry:
     try:
-        return _read_entry(**fields)
+        return _check_entry(**fields)
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadBoundary(f"what the header says of tensor {number} makes no sense: {describe_error(error)}") from error
+        raise BadBoundary(f"invalid header entry of tensor {index}: {describe_error(error)}") from error
 
 
-def _read_entry(
+def _check_entry(
     *,
     name: Any,
     dtype: Any,
@@ -189,122 +188,122 @@ def _read_entry(
     coded: Any = None,
     channel: Any = None,
     layout: Any = None,
-) -> Entry:
+) -> TensorEntry:
     if type(name) is not str:
-        raise ValueError(f"its name is {name!r:.80}")
-    own = _dtype(dtype)
+        raise ValueError(f"expected a string as name, got {name!r:.80}")
+    torch_dtype = _parse_dtype(dtype)
     _check_shape(shape, strides)
-    stored = own if coded is None else _dtype(coded)
-    if coded is not None and not can_be(stored, own):
-        raise ValueError(f"{dtype} is not coded as {coded}")
-    scaled = coded is not None and stored == torch.int8
-    if type(parts) is not list or len(parts) != 1 + scaled:
-        raise ValueError(f"its parts are {parts!r:.80}")
-    values = _piece(parts[0], stored, shape, strides)
-    if channel is not None and not (scaled and type(channel) is int and 0 <= channel < len(shape)):
-        raise ValueError(f"its channel is {channel!r:.80}")
-    lies = _layout(layout, shape, own)
-    if not scaled:
-        return Entry(name, own, values, coded=coded is not None, layout=lies)
-    scales_shape = [extent if dim == channel else 1 for dim, extent in enumerate(shape)]
-    scales = _piece(parts[1], scale_dtype(own), scales_shape, [1] * len(shape))
-    return Entry(name, own, values, scales, coded=True, layout=lies)
+    stored = torch_dtype if coded is None else _parse_dtype(coded)
+    if coded is not None and not is_coded_dtype(stored, torch_dtype):
+        raise ValueError(f"no codec stores {dtype} as {coded}")
+    has_scales = coded is not None and stored == torch.int8
+    if type(parts) is not list or len(parts) != 1 + has_scales:
+        raise ValueError(f"expected {1 + has_scales} parts, got {parts!r:.80}")
+    if channel is not None and not (has_scales and type(channel) is int and 0 <= channel < len(shape)):
+        raise ValueError(f"invalid channel {channel!r:.80}")
+    values = _parse_part(parts[0], stored, shape, strides)
+    scales = None
+    if has_scales:
+        scales_shape = [extent if dim == channel else 1 for dim, extent in enumerate(shape)]
+        scales = _parse_part(parts[1], scale_dtype(torch_dtype), scales_shape, [1] * len(shape))
+    return TensorEntry(name, torch_dtype, values, scales, coded is not None, _parse_layout(layout, shape, torch_dtype))
 
 
-def _layout(layout: Any, shape: list[int], dtype: torch.dtype) -> tuple[list[int], int] | None:
+def _parse_layout(layout: Any, shape: list[int], dtype: torch.dtype) -> tuple[list[int], int] | None:
     if layout is None:
         return None
-    if type(layout) is not list or len(layout) != 2 or not _are_sizes(layout[0]) or not _are_sizes(layout[1:]):
-        raise ValueError(f"its layout is {layout!r:.80}")
+    if type(layout) is not list or len(layout) != 2 or not are_sizes(layout[0]) or not are_sizes(layout[1:]):
+        raise ValueError(f"expected strides and an offset as layout, got {layout!r:.80}")
     strides, offset = layout
-    if len(strides) != len(shape) or offset * dtype.itemsize >= ALIGNED:
-        raise ValueError(f"its layout is {layout!r:.80}, its shape {shape!r:.80}")
+    if len(strides) != len(shape) or offset * dtype.itemsize >= ALIGNMENT:
+        raise ValueError(f"layout {layout!r:.80} does not fit shape {shape!r:.80}")
     return strides, offset
 
 
 def _check_shape(shape: Any, strides: Any) -> None:
-    if not (_are_sizes(shape) and _are_sizes(strides) and len(shape) == len(strides) <= 64):
-        raise ValueError(f"its shape is {shape!r:.80}, its strides are {strides!r:.80}")
+    if not (are_sizes(shape) and are_sizes(strides) and len(shape) == len(strides) <= 64):
+        raise ValueError(f"invalid shape {shape!r:.80} with strides {strides!r:.80}")
     if math.prod(max(extent, 1) for extent in shape) >= 2**56:
-        raise ValueError(f"no memory holds a tensor of {shape!r:.80}")
+        raise ValueError(f"no memory holds a tensor of shape {shape!r:.80}")
     if not is_dense(shape, strides):
-        raise ValueError(f"strides {strides!r:.80} leave gaps or overlap in {shape!r:.80}")
+        raise ValueError(f"strides {strides!r:.80} leave gaps or overlap in shape {shape!r:.80}")
 
 
-def _piece(part: Any, dtype: torch.dtype, shape: list[int], strides: list[int]) -> DecodedTensor:
-    if type(part) is not list or len(part) != 2 or not _are_sizes(part[:1]):
-        raise ValueError(f"a part of it is {part!r:.80}")
-    stored_bytes, packer = part
-    piece = DecodedTensor(dtype, shape, strides, stored_bytes, packer)
-    if packer is None and stored_bytes != piece.nbytes:
-        raise ValueError(f"it needs {piece.nbytes} bytes and has {stored_bytes}")
-    if packer is not None and (type(packer) is not str or packer not in PACKERS or stored_bytes >= piece.nbytes):
-        raise ValueError(f"its compression is {packer!r:.80}, to {stored_bytes} bytes of {piece.nbytes}")
-    return piece
+def _parse_part(fields: Any, dtype: torch.dtype, shape: list[int], strides: list[int]) -> TensorPart:
+    if type(fields) is not list or len(fields) != 2 or not are_sizes(fields[:1]):
+        raise ValueError(f"expected bytes and compression of a part, got {fields!r:.80}")
+    part = TensorPart(dtype, shape, strides, *fields)
+    if part.compression is None:
+        if part.stored_bytes != part.nbytes:
+            raise ValueError(f"expected {part.nbytes} bytes, got {part.stored_bytes}")
+    elif type(part.compression) is not str or part.compression not in COMPRESSORS or part.stored_bytes >= part.nbytes:
+        raise ValueError(f"invalid compression {part.compression!r:.80} of {part.nbytes} to {part.stored_bytes} bytes")
+    return part
 
 
-def _dtype(name: Any) -> torch.dtype:
+def _parse_dtype(name: Any) -> torch.dtype:
     if type(name) is not str or name not in DTYPES:
         raise ValueError(f"torch {torch.__version__} has no dtype {name!r:.80}")
     return DTYPES[name]
 
 
-def _are_sizes(numbers: Any) -> bool:
+def are_sizes(numbers: Any) -> bool:
+    """Whether a JSON value is a list of sizes, strides or offsets."""
     return type(numbers) is list and all(type(number) is int and 0 <= number < 2**62 for number in numbers)
 
 
-def _check_sizes(entries: list[Entry], room: int, limit: int) -> None:
+def _check_sizes(entries: list[TensorEntry], available: int, limit: int) -> None:
     if len({entry.name for entry in entries}) < len(entries):
         ((name, _),) = Counter(entry.name for entry in entries).most_common(1)
-        raise BadBoundary(f"two tensors of the boundary have the same name: {name!r:.80}")
-    need = sum(entry.needs_bytes for entry in entries)
+        raise BadBoundary(f"duplicate tensor name in the boundary: {name!r:.80}")
+    need = sum(entry.peak_bytes for entry in entries)
     if need > limit:
         raise _too_large(need, limit)
-    told = sum(piece.stored_bytes + gap(piece.stored_bytes) for entry in entries for piece in entry.pieces)
-    if told != room:
-        raise BadBoundary(f"the tensors are said to take {told} bytes of the boundary, where there are {room}")
+    stated = sum(part.stored_bytes + padding(part.stored_bytes) for entry in entries for part in entry.parts)
+    if stated != available:
+        raise BadBoundary(f"the header states {stated} bytes of tensors, got {available}")
 
 
-def _fill(entries: list[Entry], view: memoryview, at: int, digest: bytes) -> Iterator[tuple[DecodedTensor, memoryview]]:
-    """Read what is not compressed; what is, when all has proved to be undamaged."""
-    digests, packed = [digest], []
-    for piece in (piece for entry in entries for piece in entry.pieces):
-        end = at + piece.stored_bytes
-        piece.allocate()
-        if piece.packer is None:
-            digests += copy_hashed(view[at:end], view_of(piece.tensor))
+def _read_parts(
+    entries: list[TensorEntry], view: memoryview, position: int, header_digest: bytes
+) -> list[tuple[TensorPart, memoryview]]:
+    """Copy uncompressed parts, and return the compressed ones, which are decompressed only if all checksums match."""
+    digests, compressed = [header_digest], []
+    for part in (part for entry in entries for part in entry.parts):
+        stored = view[position : position + part.stored_bytes]
+        part.tensor = torch.empty_strided(part.shape, part.strides, dtype=part.dtype)
+        if part.compression is None:
+            digests += copy_hashed(stored, memory_of(part.tensor))
         else:
-            digests += hashed(view[at:end])
-            packed.append((piece, view[at:end]))
-        at = end + gap(end)
-        if any(view[end:at]):
-            raise BadBoundary(f"there is something between two tensors: {_DAMAGED}")
-    if xxh3_128_digest(b"".join(digests)) != view[at:]:
-        raise BadBoundary(f"the checksum of the tensors does not fit them: {_DAMAGED}")
-    return iter(packed)
+            digests += hash_blocks(stored)
+            compressed.append((part, stored))
+        end = position + part.stored_bytes
+        position = end + padding(end)
+        if any(view[end:position]):
+            raise BadBoundary(f"expected zeros between two tensors, got other bytes: {_DAMAGED}")
+    if xxh3_128_digest(b"".join(digests)) != view[position:]:
+        raise BadBoundary(f"checksum mismatch in the tensors: {_DAMAGED}")
+    return compressed
 
 
-def _unpack(piece: DecodedTensor, stored: memoryview) -> None:
-    assert piece.packer is not None
+def _decompress(part: TensorPart, stored: memoryview) -> None:
+    assert part.compression is not None
     try:
-        PACKERS[piece.packer].unpack(stored, view_of(piece.tensor))
+        COMPRESSORS[part.compression].decompress(stored, memory_of(part.tensor))
     except NotInstalled:
         raise
     except Exception as error:  # each package has errors of its own
-        raise BadBoundary(f"what {piece.packer} compressed cannot be read: {describe_error(error)}") from error
+        raise BadBoundary(f"cannot decompress a tensor with {part.compression}: {describe_error(error)}") from error
 
 
-def _restored(entry: Entry) -> Tensor:
+def _finish_tensor(entry: TensorEntry) -> Tensor:
+    """Check the values of a tensor that was read, and restore its dtype and layout."""
     values = entry.values.tensor
     if entry.dtype == torch.bool and values.numel() and values.view(torch.uint8).max() > 1:
-        raise BadBoundary(f"tensor {entry.name!r} is bool and holds other bytes than 0 and 1")
-    if entry.coded:
-        values = _decoded(entry, values)
-    return values if entry.layout is None else lay_out(values, *entry.layout)
-
-
-def _decoded(entry: Entry, values: Tensor) -> Tensor:
-    scales = entry.scales.tensor if entry.scales is not None else None
-    if scales is not None and not (scales.isfinite() & (scales > 0)).all():
-        raise BadBoundary(f"tensor {entry.name!r} has a scale that is no positive number")
-    return restore(Coded(values, scales), entry.dtype)
+        raise BadBoundary(f"tensor {entry.name!r} of torch.bool: expected bytes 0 and 1, got others")
+    if entry.is_coded:
+        scales = None if entry.scales is None else entry.scales.tensor
+        if scales is not None and not (scales.isfinite() & (scales > 0)).all():
+            raise BadBoundary(f"tensor {entry.name!r}: expected positive, finite scales, got others")
+        values = dequantize(CodedTensor(values, scales), entry.dtype)
+    return values if entry.layout is None else copy_strided(values, *entry.layout)

@@ -1,24 +1,25 @@
-"""The wire format of a boundary.
+"""The wire format of a boundary, and writing it; `decoder.py` reads it.
 
 ::
 
-    0   8  b"\\x89MTBOUND"
-    8   4  the version of this layout
-    12  4  how long the header is
-    16  8  how long all of it is
-    24  8  xxh3_64 of the 24 bytes before it and the header
-    32     the header: JSON in ASCII, filled up with spaces so that what follows begins at a multiple of 64
-           {"at", "fingerprint", "facts", "tensors": [{"name", "dtype", "shape", "strides", "parts"}, …]}
-           the parts of a tensor lie one after the other: its values, then its scales if it has some; each is said as
-           [bytes, None or the compression]; after a lossy step also "coded", the dtype of the values, and "channel";
-           the values are dense, and "layout" is there if the tensor is not, or does not begin at a multiple of 64
-           bytes: its own strides, and how many elements lie between such a multiple and its first one
-           parts, each from a multiple of 64 on, with zeros between them
-    -16    xxh3_128 of the digests: that of the header, then the xxh3_128 of every 256 KiB of each part
+    offset  bytes
+    0       8      b"\\x89MTBOUND"
+    8       4      version of this format
+    12      4      length of the header
+    16      8      total length
+    24      8      xxh3_64 of the 24 bytes before and the header
+    32             header: JSON in ASCII, padded with spaces to a multiple of 64
+                   {"at", "fingerprint", "facts", "tensors": [{"name", "dtype", "shape", "strides", "parts"}, …]}
+                   parts of the tensors, each padded with zeros to a multiple of 64
+    -16     16     xxh3_128 of the digests: the header's, then the xxh3_128 of every 256 KiB of each part
 
-Numbers are little-endian. Where a part lies follows from the lengths before it, and how much memory it needs from the
-dtype and the shape, so neither can be said wrongly. The checksums tell of damage, not of forgery: who can change the
-bytes on purpose can change these too. What is forged well is a boundary; nothing in it is run.
+A tensor has one part, its dense values, or two after int8 quantization, whose scales follow the values. "parts" lists
+`[bytes, compression or None]` for each. A lossy codec adds "coded", the dtype of the values, and "channel". "layout" is
+present if the tensor is not dense or not aligned to 64 bytes: its strides, and the number of elements by which it
+begins after such a multiple.
+
+Integers are little-endian. Offsets follow from the lengths, and the memory that a tensor needs from its dtype and
+shape, so neither can be stated wrongly. The checksums detect damage, not forgery: an attacker can compute them, too.
 """
 
 from __future__ import annotations
@@ -34,145 +35,153 @@ from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.errors import BadBoundary, describe_error
-from microtome.split.codecs import PACKERS, Codec, codec_of
-from microtome.split.tensor_bytes import copy_hashed, dense, new_bytes, offset_of, on_cpu, view_of
+from microtome.files.tensors import memory_of
+from microtome.split.codecs import COMPRESSORS, Codec, parse_codec
+from microtome.split.tensor_bytes import ALIGNMENT, alignment_offset, allocate_bytes, copy_hashed, to_cpu, to_dense
 
 MAGIC = b"\x89MTBOUND"
 VERSION = 2
-ALIGN = 64
 
 PREFIX = struct.Struct("<8sIIQ")
-HEADER_AT = PREFIX.size + 8
+HEADER_OFFSET = PREFIX.size + 8
 CHECKSUM_BYTES = 16
 
-#: Dtypes by torch's own names. Those of quantised tensors have scales beside them that would be lost.
+#: Dtypes by torch's names; without quantized ones, whose scales would be lost.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 _JSON = json.JSONEncoder(separators=(",", ":"))
+_JSON_SCALARS = (str, int, float, bool, type(None))
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-
-class Section(NamedTuple):
-    """Bytes that are to be written; the owner keeps them there."""
+class Part(NamedTuple):
+    """Bytes to write, the name of their compression, and the object that keeps them alive."""
 
     data: memoryview
-    packer: str | None
+    compression: str | None
     owner: object
 
 
 def encode(
-    about: Mapping[str, Any], tensors: Mapping[str, Tensor], codec: str, before: Callable[[int], bytes] | None = None
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    codec: str,
+    make_prefix: Callable[[int], bytes] = lambda _: b"",
 ) -> bytes:
-    """The bytes of a boundary: what is said of it, and its tensors.
+    """Encode the metadata and the tensors of a boundary.
 
     Args:
-        before: Gives what is to lie before them in the same bytes, from how many they are.
+        make_prefix: Returns bytes to put in front, for the length of the boundary; this avoids a copy of all of it.
     """
-    steps = codec_of(codec)
+    steps = parse_codec(codec)
     entries: list[dict[str, Any]] = []
-    parts: list[Section] = []
+    parts: list[Part] = []
     for name, tensor in tensors.items():
-        entry, its_parts = _described(name, tensor, steps)
+        entry, tensor_parts = _encode_tensor(name, tensor, steps)
         entries.append(entry)
-        parts += its_parts
-    header = _as_json({**about, "tensors": entries})
-    header += b" " * gap(HEADER_AT + len(header))
-    return _written(header, parts, before or (lambda _: b""))
+        parts += tensor_parts
+    header = _encode_header({**metadata, "tensors": entries})
+    return _assemble(header.ljust(len(header) + padding(HEADER_OFFSET + len(header))), parts, make_prefix)
 
 
-def _written(header: bytes, parts: list[Section], before: Callable[[int], bytes]) -> bytes:
-    at = HEADER_AT + len(header)
-    total = at + sum(len(part.data) + gap(len(part.data)) for part in parts) + CHECKSUM_BYTES
-    prefix = PREFIX.pack(MAGIC, VERSION, len(header), total)
-    digests = [xxh3_64_digest(prefix + header)]
-    first = before(total)
-    data, out = new_bytes(len(first) + total)
-    out[: len(first)] = first
-    out = out[len(first) :]
-    out[:at] = prefix + digests[0] + header
+def _assemble(header: bytes, parts: list[Part], make_prefix: Callable[[int], bytes]) -> bytes:
+    position = HEADER_OFFSET + len(header)
+    total = position + sum(len(part.data) + padding(len(part.data)) for part in parts) + CHECKSUM_BYTES
+    start = PREFIX.pack(MAGIC, VERSION, len(header), total)
+    digests = [xxh3_64_digest(start + header)]
+    outer = make_prefix(total)
+    data, view = allocate_bytes(len(outer) + total)
+    view[: len(outer)] = outer
+    view = view[len(outer) :]
+    view[:position] = start + digests[0] + header
     for part in parts:
-        end = at + len(part.data)
-        digests += copy_hashed(part.data, out[at:end])
-        at = end + gap(end)
-        out[end:at] = bytes(at - end)
-    out[at:] = xxh3_128_digest(b"".join(digests))
+        end = position + len(part.data)
+        digests += copy_hashed(part.data, view[position:end])
+        position = end + padding(end)
+        view[end:position] = bytes(position - end)
+    view[position:] = xxh3_128_digest(b"".join(digests))
     return data
 
 
-def _described(name: str, tensor: Tensor, steps: Codec) -> tuple[dict[str, Any], list[Section]]:
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
-        kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
-        raise BadBoundary(f"tensor {name!r} is {kind} and cannot be sent: only strided ones with values can")
-    if is_meta_or_fake(tensor):  # it has a device, and no memory
-        raise BadBoundary(
-            f"tensor {name!r} is a {type(tensor).__name__} and cannot be sent: expected one with values. The model's "
-            "code has it from a cache that was filled as the model was traced: run the model once before"
-        )
-    if tensor.dtype not in _NAMES:
-        raise BadBoundary(f"tensor {name!r} is {tensor.dtype} and cannot be sent: dequantize it first")
-    own, offset = tensor.stride(), offset_of(tensor)
-    tensor = dense(tensor)
-    coded = steps.lossy(tensor.detach()) if steps.lossy else None
+def _encode_tensor(name: str, tensor: Tensor, codec: Codec) -> tuple[dict[str, Any], list[Part]]:
+    """The header entry and the parts of a tensor."""
+    _check_tensor(name, tensor)
+    strides, offset = tensor.stride(), alignment_offset(tensor)
+    tensor = to_dense(tensor)
+    coded = codec.quantize(tensor.detach()) if codec.quantize else None
     stored = [tensor] if coded is None else [part for part in (coded.values, coded.scales) if part is not None]
-    parts = [_part(on_cpu(part), steps.packer) for part in stored]
+    parts = [_compress(to_cpu(part), codec.compression) for part in stored]
     entry: dict[str, Any] = {
         "name": name,
-        "dtype": _NAMES[tensor.dtype],
+        "dtype": DTYPE_NAMES[tensor.dtype],
         "shape": tensor.shape,
         "strides": tensor.stride(),
-        "parts": [(len(part.data), part.packer) for part in parts],
+        "parts": [(len(part.data), part.compression) for part in parts],
     }
     if coded is not None:
-        entry |= {"coded": _NAMES[coded.values.dtype], "channel": coded.channel}
-    if own != tensor.stride() or offset:
-        entry["layout"] = [own, offset]
+        entry |= {"coded": DTYPE_NAMES[coded.values.dtype], "channel": coded.channel}
+    if strides != tensor.stride() or offset:
+        entry["layout"] = [strides, offset]
     return entry, parts
 
 
-def _part(tensor: Tensor, packer: str | None) -> Section:
-    data = view_of(tensor)
-    if packer is not None:
-        packed = PACKERS[packer].pack(data)
-        if len(packed) < len(data):
-            return Section(memoryview(packed), packer, packed)
-    return Section(data, None, tensor)
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
+        raise BadBoundary(f"cannot send tensor {name!r}: expected a strided tensor with values, got a {kind} tensor")
+    if is_meta_or_fake(tensor):  # it has a device, and no memory
+        raise BadBoundary(
+            f"cannot send tensor {name!r}: expected one with values, got a {type(tensor).__name__}. The model's code "
+            "has it from a cache that was filled while the model was traced: run the model once before splitting it"
+        )
+    if tensor.dtype not in DTYPE_NAMES:
+        raise BadBoundary(f"cannot send tensor {name!r} of {tensor.dtype}: dequantize it first")
 
 
-def _as_json(header: dict[str, Any]) -> bytes:
+def _compress(tensor: Tensor, compression: str | None) -> Part:
+    data = memory_of(tensor)
+    if compression is not None:
+        compressed = COMPRESSORS[compression].compress(data)
+        if len(compressed) < len(data):
+            return Part(memoryview(compressed), compression, compressed)
+    return Part(data, None, tensor)
+
+
+def _encode_header(header: dict[str, Any]) -> bytes:
     try:
         for name in [header["at"], header["fingerprint"], *(entry["name"] for entry in header["tensors"])]:
             if not isinstance(name, str):
-                raise BadBoundary(f"addresses, fingerprints and names of tensors are texts; {name!r:.80} is none")
-        _check_json(header["facts"], "facts")
+                raise BadBoundary(f"expected strings as address, fingerprint and tensor names, got {name!r:.80}")
+        if (found := _find_non_json(header["facts"])) is not None:
+            raise BadBoundary(f"facts{found[0]}: {found[1]}")
         return _JSON.encode(header).encode("ascii")
     except BadBoundary:
         raise
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadBoundary(f"what is said of the boundary cannot be JSON: {describe_error(error)}") from error
+        raise BadBoundary(f"the facts of the boundary cannot be encoded as JSON: {describe_error(error)}") from error
 
 
-def _check_json(value: object, where: str) -> None:
-    """Raise where JSON would make something else of it."""
+def _find_non_json(value: object) -> tuple[str, str] | None:
+    """The path of the first value that JSON would not restore, and the reason; None if there is none."""
     kind = type(value)
-    if kind is dict:
-        assert isinstance(value, dict)
-        for key, inner in value.items():
-            if type(key) is not str:
-                raise BadBoundary(f"{where} has the key {key!r}, which JSON would make a text: use a str")
-            _check_json(inner, f"{where}[{key!r}]")
-    elif kind is list:
-        assert isinstance(value, list)
-        for at, inner in enumerate(value):
-            _check_json(inner, f"{where}[{at}]")
-    elif kind not in (str, int, float, bool, type(None)):
-        instead = "a list" if isinstance(value, tuple) else "numbers, texts, None, lists and dicts of these"
-        raise BadBoundary(f"{where} is a {kind.__name__} and would not arrive as one: use {instead}")
+    if kind in _JSON_SCALARS:
+        return None
+    if kind is not dict and kind is not list:
+        expected = "a list" if isinstance(value, tuple) else "a number, string, None, list or dict"
+        return "", f"expected {expected}, got a {kind.__name__}, which JSON would not restore"
+    assert isinstance(value, dict | list)
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if kind is dict and type(key) is not str:
+            return "", f"expected strings as keys, got {key!r}, which JSON would make a string"
+        if (found := _find_non_json(item)) is not None:
+            return f"[{key!r}]{found[0]}", found[1]
+    return None
 
 
-def gap(end: int) -> int:
-    """Return the padding before the next part."""
-    return -end % ALIGN
+def padding(end: int) -> int:
+    """The number of bytes from an end to the next multiple of the alignment."""
+    return -end % ALIGNMENT
