@@ -11,7 +11,7 @@ from microtome.load import load
 from microtome.plan import plan
 from microtome.profile import profile
 from microtome.report import find_renderer
-from microtome.results.rendering import register_renderers
+from microtome.results.base import register_renderers
 from microtome.split import split
 from microtome.trace import trace
 from microtome.track import Tracker, track

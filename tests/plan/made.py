@@ -8,7 +8,7 @@ from typing import Any
 
 from microtome.results.codec_costs import CodecCost, CodecCosts
 from microtome.results.cuts import Cut, Cuts, Live
-from microtome.results.methods import EnergyUse
+from microtome.results.measurements import EnergyUse
 from microtome.results.metrics import Amounts
 from microtome.results.profile import Coverage, Profile
 from microtome.results.rows import Row, Tensor

@@ -235,7 +235,7 @@ def test_a_plan_is_asked_by_address_or_name() -> None:
     assert len(plan) == len(list(plan)) == 9
     with pytest.raises(NoMatch, match="l9"):
         plan["l9"]
-    with pytest.raises(BadQuery, match="candidates are found by where they cut"):
+    with pytest.raises(BadQuery, match="expected the address of a cut"):
         plan[3]  # type: ignore[index]
 
 

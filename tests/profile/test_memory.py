@@ -11,7 +11,7 @@ from torch import nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.results.memory import Alive
+from microtome.results.measurements import Alive
 
 
 def test_live_bytes_of_a_chain_are_those_of_its_values() -> None:

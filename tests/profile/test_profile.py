@@ -215,11 +215,11 @@ def test_rows_by_depth_and_by_granularity(p: mt.Profile) -> None:
 
 
 def test_questions_without_an_answer_say_so(p: mt.Profile) -> None:
-    with pytest.raises(BadQuery, match="by depth or by granularity, not by both"):
+    with pytest.raises(BadQuery, match="expected depth or granularity, got both"):
         p.rows(depth=1, granularity=1)
-    with pytest.raises(BadQuery, match="granularity is a number from 1 on, got 0"):
+    with pytest.raises(BadQuery, match="expected granularity of 1 or more, got 0"):
         p.rows(granularity=0)
-    with pytest.raises(BadQuery, match="there is no quantity 'speed' to order by: write one of params"):
+    with pytest.raises(BadQuery, match="expected a metric of params, .* to order by, got 'speed'"):
         p.top(3, by="speed")
     with pytest.raises(NoMatch, match="expected a convention of 'microtome'"):
         mt.profile(Net(), IDS, convention="thop")
@@ -234,7 +234,7 @@ def test_the_top_by_what_no_call_knows_says_what_to_add() -> None:
     unknown = [name for name in AMOUNTS if all(getattr(row.own, name) is None for row in p.calls)]
     assert {"time_s", "device_s", "energy_j", "backward_flops", "saved_bytes"} <= {*unknown}
     for name in unknown:
-        with pytest.raises(BadQuery, match=f"no call has a number of '{name}' to order by: add --"):
+        with pytest.raises(BadQuery, match=f"no call has a value of '{name}' to order by: add --"):
             p.top(by=name)
     for name in {*AMOUNTS} - {*unknown}:
         assert all(getattr(row.own, name) is not None for row in p.top(by=name))

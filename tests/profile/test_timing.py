@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery, Unsupported
-from microtome.results.methods import Timing
+from microtome.results.measurements import Timing
 from tests.profile.clock import Clock, Takes
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from torch import nn
 
 import microtome as mt
+from microtome.results.measurements import Spread
 from microtome.results.metrics import Amounts
 from microtome.results.profile import Coverage, Profile
 from microtome.results.rows import Row
-from microtome.results.spread import Spread
 
 #: Seconds of a multiply-accumulate, and of any call.
 MAC_S, CALL_S = 1e-9, 1e-5

@@ -17,8 +17,8 @@ from microtome import zoo
 from microtome.errors import BadFile, BadQuery
 from microtome.report.formats import csv, markdown, text
 from microtome.results.diff import MetricChange
+from microtome.results.measurements import Spread
 from microtome.results.profile import Coverage, UnknownOp
-from microtome.results.spread import Spread
 
 
 def net(width: int = 8, *, last: bool = True, name: str = "a") -> mt.Profile:

@@ -19,9 +19,8 @@ from microtome import zoo
 from microtome.errors import BadQuery
 from microtome.report.html import assets
 from microtome.report.html.table import full_bar
-from microtome.results.methods import EnergyUse
+from microtome.results.measurements import EnergyUse, Spread
 from microtome.results.metrics import METRICS
-from microtome.results.spread import Spread
 from microtome.units import UNKNOWN
 from tests.report.pages import HOSTILE, hostile_profile, large, timed
 

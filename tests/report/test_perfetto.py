@@ -18,7 +18,7 @@ from microtome import zoo
 from microtome.errors import BadQuery
 from microtome.report.trace_events.slices import device, host
 from microtome.results.link import LinkMeasurement
-from microtome.results.methods import Load
+from microtome.results.measurements import Load
 from microtome.results.plan import Plan
 from microtome.results.requests import RequestLog, RequestRecord
 from microtome.results.rows import Row

@@ -132,7 +132,7 @@ def test_limits_and_chains_have_their_columns() -> None:
     assert "a to b 8 Kbps, rtt 0 s, b to c 80 Kbps" in words
     assert "█ a ▓ b ▒ c ░ between" in words
     assert "bandwidths" not in words
-    with pytest.raises(mt.MicrotomeError, match="bandwidths are compared over one link, and this plan has 2"):
+    with pytest.raises(mt.MicrotomeError, match="expected a plan with one link to compare bandwidths, got 2 links"):
         chain.over_bandwidths()
 
 

@@ -20,8 +20,7 @@ from microtome.report.formats import csv, markdown, text
 from microtome.report.row_selection import RowSelection
 from microtome.report.top import as_json
 from microtome.report.top import text as of_top
-from microtome.results.metric import Metric
-from microtome.results.metrics import METRICS, CallAmounts, register_metric, why_unknown
+from microtome.results.metrics import METRICS, CallAmounts, Metric, register_metric, why_unknown
 
 #: Twice the bytes that are read: 2 x 4 x (2 x 4 + 4 x 8 + 8) for the first layer below.
 TWICE = Metric(
@@ -83,7 +82,7 @@ def test_a_registered_metric_sorts_selects_and_limits(twice: Metric, tmp_path: p
 
 def test_names_of_columns_are_unique(twice: Metric) -> None:
     for name in ("twice_read_bytes", "twice_share", "flops", "time", "share", "spread", "type", "two words"):
-        with pytest.raises(BadQuery, match="a column is named by a word that no other has"):
+        with pytest.raises(BadQuery, match="expected the name of a column to be an unused identifier"):
             register_metric(Metric(name, name, "count", ""))
 
 

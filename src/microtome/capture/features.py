@@ -10,7 +10,7 @@ from microtome.addresses import Addresses, no_path
 from microtome.errors import BadQuery, NoMatch
 from microtome.files.reading import File
 from microtome.inputs import Inputs
-from microtome.results.rendering import render
+from microtome.results.base import render
 
 
 class Features(Mapping[str, Any]):

@@ -37,7 +37,7 @@ from microtome.engine.selectors import check_model
 from microtome.engine.signals import SignalSafe
 from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadQuery, SessionError, Unsupported
-from microtome.results.rendering import render
+from microtome.results.base import render
 from microtome.units import parse_size
 
 Keep = Literal["all", "stats"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from microtome.results.spread import Spread
+from microtome.results.measurements import Spread
 
 #: The number of bootstrap resamples for the interval of the median.
 _RESAMPLES = 1000

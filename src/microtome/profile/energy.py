@@ -22,9 +22,8 @@ from microtome.errors import BadQuery, SensorFailed, Unsupported, describe_error
 from microtome.inputs import Inputs
 from microtome.profile.call_tree import CallTree
 from microtome.profile.repeats import Passes, PassSchedule
-from microtome.results.methods import EnergyUse
+from microtome.results.measurements import EnergyUse, Spread
 from microtome.results.rows import Row
-from microtome.results.spread import Spread
 
 METHODS = {
     "share": "the whole model's energy, shared by time",

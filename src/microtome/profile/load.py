@@ -15,7 +15,7 @@ from microtome.errors import SensorFailed, describe_error
 from microtome.profile.call_tree import CallTree
 from microtome.profile.repeats import Passes, PassSchedule
 from microtome.profile.timing import Stopwatch
-from microtome.results.methods import Load, Sampling
+from microtome.results.measurements import Load, Sampling
 
 #: The minimum duration of the passes, for enough samples.
 _MIN_S = 1.0

@@ -21,9 +21,8 @@ from microtome.profile.call_tree import CallTree
 from microtome.profile.energy import Energies, EnergyModel
 from microtome.profile.load import sample_load
 from microtome.profile.repeats import Passes, PassSchedule, check_calls, passes, to_integer
-from microtome.results.methods import EnergyUse, MemoryUse, Sampling, Timing
+from microtome.results.measurements import EnergyUse, MemoryUse, Sampling, Spread, Timing
 from microtome.results.rows import Row
-from microtome.results.spread import Spread
 
 QUANTITIES = ("time", "memory", "energy", "load")
 

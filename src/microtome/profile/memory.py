@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from microtome.results.memory import Alive, Kind, Timeline
+from microtome.results.measurements import Alive, Kind, Timeline
 from microtome.results.trace import Trace, Value
 
 #: The number of tensors at the peak that are listed, the largest first.

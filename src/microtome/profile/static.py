@@ -15,7 +15,7 @@ from microtome.engine.selectors import named_modules
 from microtome.engine.torch_internals import own_buffers, own_parameters
 from microtome.flops.conventions.base import Convention
 from microtome.profile.memory import timeline
-from microtome.results.memory import Timeline
+from microtome.results.measurements import Timeline
 from microtome.results.metrics import Amounts
 from microtome.results.profile import Coverage, UnknownOp
 from microtome.results.rows import Group, Row, Tensor, add

@@ -17,7 +17,7 @@ from microtome.engine import Call, Probe, Session
 from microtome.inputs import Inputs
 from microtome.profile.call_tree import CallTree
 from microtome.profile.repeats import Passes, PassSchedule, check_calls
-from microtome.results.methods import Timing
+from microtome.results.measurements import Timing
 
 METHOD = "two time stamps per call; the minimum cost of the stamps is subtracted"
 BACKWARD_METHOD = "a time stamp wherever the backward goes from one call to another"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from microtome.results.methods import EnergyUse, Timing
+from microtome.results.measurements import EnergyUse, Spread, Timing
 from microtome.results.metrics import Amounts
 from microtome.results.profile import Coverage, Profile
-from microtome.results.spread import Spread
 from microtome.units import UNKNOWN, joules, seconds, size, watts
 
 #: Above this ratio, measuring has changed the measured times.

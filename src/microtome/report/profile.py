@@ -12,8 +12,7 @@ from microtome.report.shared_units import SCALED, scale_of_all
 from microtome.report.table import Bar, Cell, Column, Line, Medium, Note, Report, Table, plain
 from microtome.results.metrics import IMPORTANCE, METRICS
 from microtome.results.profile import Profile
-from microtome.results.profile_records import flat
-from microtome.results.rows import Group, Row
+from microtome.results.rows import Group, Row, flat
 from microtome.units import write
 
 #: The width of the longest bar: with it, the counts of a small model fit in 80 columns.

@@ -8,8 +8,7 @@ from typing import Any
 
 from microtome.errors import BadQuery
 from microtome.report.columns import OWN, call_columns, columns_of
-from microtome.results.metric import Metric
-from microtome.results.metrics import why_unknown
+from microtome.results.metrics import Metric, why_unknown
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 

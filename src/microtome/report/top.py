@@ -11,8 +11,7 @@ from microtome.report import table
 from microtome.report.notes import notes_of
 from microtome.report.shared_units import scale_of_largest
 from microtome.report.table import Bar, Column, Line, Report, Styled, Table
-from microtome.results.metric import Metric
-from microtome.results.metrics import METRICS
+from microtome.results.metrics import METRICS, Metric
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 from microtome.units import share

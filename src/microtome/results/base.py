@@ -1,8 +1,9 @@
-"""The base class of results: show them, write them to files, read them again."""
+"""The base class of results: render them, write them to files, read them back."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -11,9 +12,10 @@ from microtome.errors import BadFile
 from microtome.files.reading import JSON_LIMIT, File, parse_json, read_bytes, translate_read_errors
 from microtome.files.types import find_mismatch, from_plain, to_plain
 from microtome.files.writing import translate_write_errors
-from microtome.results.rendering import render
 
-#: The module and the class of each kind of result, imported when a file holds one.
+#: Returns the renderer of a name such as `"formats.text"`; `microtome.report`, which results do not import, sets it.
+_find_renderer: Callable[[str], Callable[..., Any]] | None = None
+#: The module and the class of each kind of result, imported when a file of that kind is read.
 _KINDS = {
     "profile": ("profile", "Profile"),
     "diff": ("diff", "Diff"),
@@ -25,16 +27,31 @@ _KINDS = {
 }
 
 
+def register_renderers(find: Callable[[str], Callable[..., Any]]) -> None:
+    """Set the function by which `render` looks up renderers."""
+    global _find_renderer
+    _find_renderer = find
+
+
+def render(name: str, *args: Any, **options: Any) -> Any:
+    """Call a renderer by its name."""
+    assert _find_renderer is not None, "microtome/__init__.py imports microtome.report, which registers its renderers"
+    return _find_renderer(name)(*args, **options)
+
+
 class Result:
-    """A result that has a kind, a schema and a report.
+    """A result of which `microtome.report` renders tables, and which JSON stores.
 
     Attributes:
         kind: The name of the kind in files.
-        schema: The version of its JSON: raised when a reader of the old one would misread the new one.
+        schema: The version of the JSON: raise it when readers of the old one would misread the new one.
     """
 
     kind: ClassVar[str]
     schema: ClassVar[int]
+
+    def __init_subclass__(cls, *, kind: str, schema: int = 1) -> None:
+        cls.kind, cls.schema = kind, schema
 
     def __str__(self) -> str:
         text: str = render("formats.text", self)
@@ -44,7 +61,7 @@ class Result:
         return render("formats.describe", self)
 
     def _repr_html_(self) -> str:
-        """The tables as HTML, for notebooks."""
+        """Render the tables as HTML for a notebook."""
         html: str = render("formats.html", self)
         return html
 
@@ -62,22 +79,22 @@ class Result:
         return write(json.dumps(data, indent=1) + "\n", file)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields of the JSON."""
+        """Return the fields of the JSON."""
         data: dict[str, Any] = to_plain(self)
         return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Build the result from what `as_dict` returned."""
+        """Build a result from the fields of its JSON."""
         result: Self = from_plain(data, cls)
         return result
 
     def check(self) -> None:
-        """Raise ValueError if its parts, each of the right type, do not belong together."""
+        """Raise ValueError if fields, each of the right type, contradict each other."""
 
 
 def write(text: str, file: File | None) -> str:
-    """Write the text to the file if one is named, and return it.
+    """Return the text, and write it to the file if there is one.
 
     >>> write("text", "/does/not/exist.md")
     Traceback (most recent call last):
@@ -86,7 +103,7 @@ def write(text: str, file: File | None) -> str:
     """
     if file is not None:
         with translate_write_errors(repr(str(file))):
-            Path(file).write_text(text, encoding="utf-8", errors="replace")  # names may hold halves of characters
+            Path(file).write_text(text, encoding="utf-8", errors="replace")  # names may hold lone surrogates
     return text
 
 
@@ -95,23 +112,25 @@ def load_result(file: File) -> Any:
     return parse(read_bytes(file, JSON_LIMIT), repr(str(file)))
 
 
-def parse(text: str | bytes, what: str) -> Any:
+def parse(text: str | bytes, source: str) -> Any:
     """Parse the JSON of a result.
 
     Args:
-        what: The source of the text, for errors.
+        source: The name of the file, for errors.
     """
-    data = parse_json(text, what)
+    data = parse_json(text, source)
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise BadFile(f"{what} holds no result of microtome: expected a 'kind' of {' or '.join(_KINDS)}, got {kind!r}")
+        raise BadFile(
+            f"{source} holds no result of microtome: expected a 'kind' of {' or '.join(_KINDS)}, got {kind!r}"
+        )
     module, name = _KINDS[kind]
     cls: Any = getattr(import_module(f"microtome.results.{module}"), name)
     if data.get("schema") != cls.schema:
-        raise BadFile(f"{what}: expected version {cls.schema} of a {kind}, got {data.get('schema')!r}")
-    with translate_read_errors(f"the {kind} in {what}"):
+        raise BadFile(f"{source}: expected version {cls.schema} of a {kind}, got {data.get('schema')!r}")
+    with translate_read_errors(f"the {kind} in {source}"):
         result = cls.from_dict(data)
         if (wrong := find_mismatch(result, cls)) is not None:
-            raise BadFile(f"{what} is not a {kind}: {wrong.removeprefix('.')}")
+            raise BadFile(f"{source} is not a {kind}: {wrong.removeprefix('.')}")
         result.check()
     return result

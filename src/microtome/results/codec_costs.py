@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from microtome.addresses import unnumbered
 from microtome.errors import BadQuery
@@ -27,7 +27,7 @@ class CodecCost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CodecCosts(Result):
+class CodecCosts(Result, kind="codecs"):
     """The costs of codecs on one machine, for every value that crosses a cut of a model.
 
     Attributes:
@@ -36,9 +36,6 @@ class CodecCosts(Result):
         costs: By codec, then by the name of the value.
         environment: The machine.
     """
-
-    kind: ClassVar[str] = "codecs"
-    schema: ClassVar[int] = 1
 
     model: str
     values: str

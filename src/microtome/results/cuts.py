@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, Self, overload
+from typing import Any, Literal, NamedTuple, Self, overload
 
 from microtome.addresses import find_address, number_calls
 from microtome.errors import BadQuery, NoMatch
@@ -63,7 +63,7 @@ By = Literal["bytes", "head_macs", "tail_macs", "head_params", "tail_params"]
 
 
 @dataclass(frozen=True)
-class Cuts(Result, Sequence[Cut]):
+class Cuts(Result, Sequence[Cut], kind="cuts"):
     """Every place a model can be cut, in the order in which the calls end; and where it cannot, with the reason.
 
     Attributes:
@@ -78,9 +78,6 @@ class Cuts(Result, Sequence[Cut]):
         param_bytes: Their bytes.
         flops: FLOPs of the run; None where an operator's are not known, and in files of an older microtome.
     """
-
-    kind: ClassVar[str] = "cuts"
-    schema: ClassVar[int] = 1
 
     model: str
     inputs: tuple[Live, ...]

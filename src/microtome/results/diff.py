@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from microtome.errors import BadQuery
 from microtome.results.base import Result
-from microtome.results.metric import Metric
-from microtome.results.metrics import compared_metrics
+from microtome.results.metrics import Metric, compared_metrics
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 from microtome.units import shape
@@ -61,7 +60,7 @@ class LayerChange:
 
 
 @dataclass(frozen=True)
-class Diff(Result):
+class Diff(Result, kind="diff"):
     """The difference between two profiles.
 
     Attributes:
@@ -74,9 +73,6 @@ class Diff(Result):
         uncounted: Operators without a formula that the second runs more often than the first: its counts leave more
             out, and cannot be held against a limit.
     """
-
-    kind: ClassVar[str] = "diff"
-    schema: ClassVar[int] = 1
 
     before: str
     after: str

@@ -1,28 +1,16 @@
 """The metrics of a profile: one table, which every table, file, page and command reads.
 
 To add a metric, declare it here and compute it in `microtome.profile`. A metric that is stored is a field of `Amounts`
-or `CallAmounts`; one that follows from others is an entry of `_DERIVED`.
+or `CallAmounts`; one that is computed from others is an entry of `_DERIVED`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from microtome.errors import BadQuery, describe_error
-from microtome.results.metric import (
-    BACKWARD,
-    BACKWARD_DEVICE,
-    BACKWARD_TIME,
-    DEVICE_TIME,
-    ENERGY,
-    LOAD,
-    MEMORY,
-    TIME,
-    Metric,
-    Requirement,
-)
 from microtome.units import Unit
 
 if TYPE_CHECKING:
@@ -30,8 +18,106 @@ if TYPE_CHECKING:
     from microtome.results.rows import Row
 
 
+@dataclass(frozen=True)
+class Requirement:
+    """The option without which a profile does not have a metric.
+
+    Attributes:
+        name: The measurement, as `Profile.unavailable` names it.
+        option: The option of the command line.
+        argument: The argument in Python.
+        done: How the metric is obtained.
+    """
+
+    name: str
+    option: str
+    argument: str
+    done: Literal["measured", "counted"] = "measured"
+
+
+TIME = Requirement("time", "--time", 'measure=["time"]')
+DEVICE_TIME = Requirement("time", "--time, on a GPU", 'measure=["time"], on a GPU')
+BACKWARD = Requirement("backward", "--backward", "backward=True", "counted")
+BACKWARD_TIME = Requirement("time", "--time --backward", 'measure=["time"], backward=True')
+BACKWARD_DEVICE = Requirement("time", "--time --backward, on a GPU", 'measure=["time"], backward=True, on a GPU')
+ENERGY = Requirement("energy", "--energy", 'measure=["energy"]')
+MEMORY = Requirement("memory", "--memory", 'measure=["memory"]')
+LOAD = Requirement("load", "--load", 'measure=["load"]')
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A quantity of calls.
+
+    Attributes:
+        name: The field of a row, and the name in files.
+        label: The name on pages and in comparisons.
+        unit: None: any number, or text.
+        description: One noun phrase.
+        adds_up: How the value of a call follows from those of the calls inside it.
+        known_of: The smallest things that have it: operators, modules (so also groups of them), or single calls.
+        shown: Where it is shown by default: in tables, as a choice on the page, in files only, or nowhere unless a
+            caller names it.
+        header: The name in tables, where it is shorter than the label.
+        column: The name for `--columns` and `--sort`, where it differs from the field.
+        share: The name of the column with the share of the total; "": there is none.
+        interval: The name of the column with the 95 % interval; "": there is none.
+        diff: The name in a `Diff` and for `--fail-over`; "": it is not compared.
+        is_compared_by_layer: Whether a `Diff` compares layers by it.
+        is_ranked: Whether `microtome top` has a section for it.
+        requires: The option that gives it; None: it is always counted.
+        counted_by: The field of an operator that is None where it has no formula; "" where only the backward has one.
+        unknown: The reason why a single call may lack it, where it is not that of the requirement.
+        value: Computes it from a row or a group, where no field holds it.
+        file_name: The name in files, where it differs from the field.
+    """
+
+    name: str
+    label: str
+    unit: Unit | None
+    description: str
+    adds_up: Literal["sum", "max", "none"] = "sum"
+    known_of: Literal["ops", "modules", "calls"] = "modules"
+    shown: Literal["table", "page", "file", "named"] = "table"
+    header: str = ""
+    column: str = ""
+    share: str = ""
+    interval: str = ""
+    diff: str = ""
+    is_compared_by_layer: bool = False
+    is_ranked: bool = False
+    requires: Requirement | None = None
+    counted_by: str | None = None
+    unknown: str = ""
+    value: Callable[[Any], Any] | None = None
+    file_name: str = ""
+
+    def __post_init__(self) -> None:
+        for name, default in (("header", self.label), ("column", self.name), ("file_name", self.name)):
+            object.__setattr__(self, name, getattr(self, name) or default)
+
+    def of(self, row: Any) -> Any:
+        """Return the value of a row or group, with the calls inside it; None: unknown."""
+        return getattr(row, self.name, None) if self.value is None else self.value(row)
+
+    def own(self, row: Row) -> Any:
+        """Return the value of a call without the calls inside it; if it does not add up, only of a call without any."""
+        if self.adds_up == "sum":
+            return self.of(row.own)
+        return self.of(row) if row.height == 1 else None
+
+    @property
+    def why_not_each(self) -> str:
+        """The reason why a single call may lack it."""
+        if self.unknown or (self.requires is None and self.counted_by is None):
+            return self.unknown
+        if self.counted_by is not None:
+            return "no formula is known for its operators"
+        return "the call was not measured by itself"
+
+
 def _field(label: str, unit: Unit, description: str, *, default: Any = 0, **options: Any) -> Any:
-    """A dataclass field that is a metric."""
+    """Declare a dataclass field that is a metric."""
     about = {"label": label, "unit": unit, "description": description, **options}
     return field(default=default, metadata={"metric": about})
 
@@ -40,17 +126,17 @@ def _measured(label: str, unit: Unit, description: str, requires: Requirement, *
     return _field(label, unit, description, default=None, requires=requires, **options)
 
 
+#: The options of a metric that a `Diff` compares layer by layer and `microtome top` ranks.
+_PER_LAYER: dict[str, Any] = {"is_compared_by_layer": True, "is_ranked": True}
+
+
+# fmt: off: a table, with the options of a metric in a line
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """Metrics that add up: those of the parts make those of the whole. None: not counted, or not measured."""
+    """Metrics that add up: those of the parts sum to those of the whole. None: not counted, or not measured."""
 
     params: int = _field(
-        "params",
-        "count",
-        "parameters; a shared one counts where it is first used",
-        diff="params",
-        is_compared_by_layer=True,
-        is_ranked=True,
+        "params", "count", "parameters; a shared one counts where it is first used", diff="params", **_PER_LAYER
     )
     trainable_params: int = _field("trainable", "count", "parameters that require a gradient", shown="file")
     param_bytes: int = _field("weights", "bytes", "bytes of the parameters", shown="page")
@@ -60,27 +146,26 @@ class Amounts:
         "count",
         "multiply-accumulates of the forward",
         known_of="ops",
-        diff="macs",
-        is_compared_by_layer=True,
-        is_ranked=True,
         counted_by="macs",
+        diff="macs",
+        **_PER_LAYER,
     )
     flops: int | None = _field(
         "FLOPs",
         "count",
         "floating-point operations of the forward, by the convention",
         known_of="ops",
-        share="share",
-        diff="flops",
         counted_by="flops",
+        diff="flops",
+        share="share",
     )
     madds: int | None = _field(
         "MAdds",
         "count",
         "multiplications and additions of the forward, each counted",
         known_of="ops",
-        shown="file",
         counted_by="madds",
+        shown="file",
     )
     time_s: float | None = _measured(
         "time",
@@ -91,8 +176,7 @@ class Amounts:
         share="time_share",
         interval="spread",
         diff="time",
-        is_compared_by_layer=True,
-        is_ranked=True,
+        **_PER_LAYER,
     )
     device_s: float | None = _measured(
         "device time",
@@ -104,17 +188,16 @@ class Amounts:
         share="device_share",
         interval="device_spread",
         diff="device",
-        is_compared_by_layer=True,
-        is_ranked=True,
+        **_PER_LAYER,
     )
     backward_macs: int | None = _measured(
         "backward MACs",
         "count",
         "multiply-accumulates of the backward, with what it computes again",
         BACKWARD,
-        shown="file",
         header="bwd MACs",
         counted_by="",
+        shown="file",
     )
     backward_flops: int | None = _measured(
         "backward FLOPs",
@@ -122,8 +205,8 @@ class Amounts:
         "floating-point operations of the backward",
         BACKWARD,
         header="bwd FLOPs",
-        diff="backward",
         counted_by="",
+        diff="backward",
     )
     backward_s: float | None = _measured(
         "backward time",
@@ -152,8 +235,7 @@ class Amounts:
         share="energy_share",
         interval="energy_spread",
         diff="energy",
-        is_compared_by_layer=True,
-        is_ranked=True,
+        **_PER_LAYER,
     )
     net_energy_j: float | None = _measured(
         "net energy", "joules", "joules of a pass above what is drawn when nothing runs", ENERGY, column="net_energy"
@@ -182,14 +264,13 @@ class Amounts:
 
 @dataclass(frozen=True, slots=True)
 class CallAmounts(Amounts):
-    """Metrics of a single call; those that do not add up are here."""
+    """Metrics of a single call, which do not add up."""
 
     output_bytes: int = _field(
         "output bytes",
         "bytes",
         "bytes that the call returns",
         adds_up="none",
-        known_of="calls",
         shown="page",
         header="output",
         diff="output",
@@ -200,29 +281,12 @@ class CallAmounts(Amounts):
         "bytes",
         "the most bytes that live at once while the call runs, weights and inputs included, computed",
         adds_up="max",
-        known_of="calls",
         header="peak",
         diff="memory",
         is_ranked=True,
     )
     measured_peak_bytes: int | None = _measured(
-        "measured peak",
-        "bytes",
-        "the same, measured",
-        MEMORY,
-        adds_up="max",
-        known_of="calls",
-        column="measured_peak",
-        is_ranked=True,
-    )
-
-
-def _load(name: str, label: str, description: str, unit: Unit = "fraction") -> Metric:
-    def value(row: Any) -> float | None:
-        return getattr(getattr(row, "load", None), name, None)
-
-    return Metric(
-        f"load_{name}", label, unit, description, "none", known_of="calls", column=name, requires=LOAD, value=value
+        "measured peak", "bytes", "the same, measured", MEMORY, adds_up="max", column="measured_peak", is_ranked=True
     )
 
 
@@ -243,6 +307,16 @@ _DERIVED = (
         file_name="intensity_flops_per_byte",
     ),
 )
+# fmt: on
+
+
+def _load(name: str, label: str, description: str, unit: Unit = "fraction") -> Metric:
+    def value(row: Any) -> float | None:
+        return getattr(getattr(row, "load", None), name, None)
+
+    return Metric(f"load_{name}", label, unit, description, "none", "calls", column=name, requires=LOAD, value=value)
+
+
 _LOADS = (
     _load("cpu", "CPU", "how busy the CPUs were while the call ran"),
     _load("gpu", "GPU", "how busy the GPU was"),
@@ -251,67 +325,34 @@ _LOADS = (
     _load("watts", "power", "watts of the machine, where there is a sensor", "watts"),
 )
 
-
-def _stored(cls: type[Amounts]) -> dict[str, Metric]:
-    return {one.name: Metric(one.name, **one.metadata["metric"]) for one in fields(cls)}
-
-
-_AMOUNTS = _stored(Amounts)
+_SUMS = [Metric(one.name, **one.metadata["metric"]) for one in fields(Amounts)]
+_OF_CALLS = [Metric(one.name, known_of="calls", **one.metadata["metric"]) for one in fields(CallAmounts)[len(_SUMS) :]]
 #: Every metric by its name, in the order of columns.
-METRICS: dict[str, Metric] = {
-    **_AMOUNTS,
-    **{metric.name: metric for metric in _DERIVED},
-    **{name: metric for name, metric in _stored(CallAmounts).items() if name not in _AMOUNTS},
-    **{metric.name: metric for metric in _LOADS},
-}
+METRICS = {metric.name: metric for metric in (*_SUMS, *_DERIVED, *_OF_CALLS, *_LOADS)}
 
-#: The columns of a table, those first that are left out last where a terminal is too narrow. Others follow.
+#: Columns by importance: where a terminal is too narrow, the last are dropped first, and before them all others.
 IMPORTANCE = (
-    "runs",
-    "flops",
-    "time",
-    "device_time",
-    "energy",
-    "measured_peak",
-    "device_share",
-    "time_share",
-    "backward_time",
-    "bound",
-    "net_energy",
-    "cpu",
-    "gpu",
-    "watts",
-    "backward_flops",
-    "params",
-    "saved_bytes",
-    "type",
-    "share",
-    "macs",
-    "outputs",
-    "moved_bytes",
-    "peak_bytes",
-    "backward_device",
-    "energy_share",
-    "memory",
-    "gpu_memory",
-)
+    "runs", "flops", "time", "device_time", "energy", "measured_peak", "device_share", "time_share", "backward_time",
+    "bound", "net_energy", "cpu", "gpu", "watts", "backward_flops", "params", "saved_bytes", "type", "share", "macs",
+    "outputs", "moved_bytes", "peak_bytes", "backward_device", "energy_share", "memory", "gpu_memory",
+)  # fmt: skip
 
 
 def page_metrics() -> list[Metric]:
-    """The metrics of the page of a profile."""
+    """Return the metrics of the page of a profile."""
     return [metric for metric in METRICS.values() if metric.shown in ("table", "page")]
 
 
 def compared_metrics() -> dict[str, Metric]:
-    """The metrics of a `Diff`, by their names there."""
+    """Return the metrics of a `Diff`, by their names there."""
     return {metric.diff: metric for metric in METRICS.values() if metric.diff}
 
 
 def why_unknown(profile: Profile, metric: Metric) -> str:
-    """Say why nothing is known of a metric, and what to do about it."""
+    """Return the reason why a profile lacks a metric, and what to do about it."""
     needs = metric.requires
     if metric.shown == "named":
-        return "the column says none"
+        return "the column returned None"
     if needs is not None and needs.name in profile.unavailable:
         return profile.unavailable[needs.name]
     if needs is LOAD and profile.sampling is not None:
@@ -325,7 +366,7 @@ def why_unknown(profile: Profile, metric: Metric) -> str:
 
 
 def why_missing(profile: Profile, metric: Metric) -> str | None:
-    """Say why a profile has none of a metric; None: it has."""
+    """Return the reason why a profile lacks a metric; None: it has it."""
     if metric.of(profile.total) is not None:
         return None
     why = why_unknown(profile, metric)
@@ -334,38 +375,25 @@ def why_missing(profile: Profile, metric: Metric) -> str | None:
 
 def register_metric(metric: Metric) -> None:
     """Add a metric to the table."""
-    taken = {name for known in METRICS.values() for name in (known.name, known.column, known.share, known.interval)}
-    if metric.column in taken | _TEXT_COLUMNS or not metric.column.isidentifier():
-        raise BadQuery(f"a column is named by a word that no other has, got {metric.column!r}")
+    used = {name for known in METRICS.values() for name in (known.name, known.column, known.share, known.interval)}
+    if metric.column in used | _TEXT_COLUMNS or not metric.column.isidentifier():
+        raise BadQuery(f"expected the name of a column to be an unused identifier, got {metric.column!r}")
     METRICS[metric.name] = metric
 
 
-#: Columns of tables and fields of files that are no metrics.
+#: Columns of tables and fields of files that are not metrics.
 _TEXT_COLUMNS = {
-    "address",
-    "name",
-    "runs",
-    "type",
-    "depth",
-    "inputs",
-    "outputs",
-    "dtype",
-    "bound",
-    "shared_params",
-    "elapsed_s",
-    "elapsed_device_s",
-    "input_shapes",
-    "output_shapes",
-    "dtypes",
-}
+    "address", "name", "runs", "type", "depth", "inputs", "outputs", "dtype", "bound", "shared_params", "elapsed_s",
+    "elapsed_device_s", "input_shapes", "output_shapes", "dtypes",
+}  # fmt: skip
 
 
 def register_column(name: str, value: Callable[[Row], Any], header: str | None = None) -> None:
-    """Have a column of your own in the tables and files of profiles, where `columns` names it.
+    """Add a column to the tables and files of profiles, shown where `columns` names it.
 
     Args:
-        value: Computes the cell of a call: a number, a text, or None.
-        header: The header of the column; else the name.
+        value: Computes the cell of a call: a number, a string, or None.
+        header: The header of the column; by default its name.
 
     >>> import microtome as mt
     >>> from microtome import zoo

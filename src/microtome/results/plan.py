@@ -1,17 +1,17 @@
-"""A plan: every candidate with its terms, and the one that was chosen."""
+"""A plan: every candidate with its terms, the one that was chosen, and the best one for every bandwidth."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from math import inf
+from typing import Literal, NamedTuple
 
 from microtome.addresses import find_address
 from microtome.errors import BadQuery
 from microtome.files.reading import File
-from microtome.results.base import Result, write
+from microtome.results.base import Result, render, write
 from microtome.results.link import Link
-from microtome.results.rendering import render
 
 Objective = Literal["latency", "energy", "throughput"]
 What = Literal["run", "encode", "send", "decode", "back"]
@@ -68,20 +68,20 @@ class Candidate:
     @property
     def throughput_per_s(self) -> float:
         """Passes per second of a pipeline."""
-        return 1 / self.slowest_s if self.slowest_s else float("inf")
+        return 1 / self.slowest_s if self.slowest_s else inf
 
     def seconds(self, *what: What, where: str | None = None) -> float:
-        """The sum of the steps of these kinds; with `where`, of one device."""
+        """Return the sum of the steps of these kinds, with `where` those of one device."""
         return sum(step.seconds for step in self.steps if step.what in what and where in (None, step.where))
 
     def score(self, objective: Objective) -> float | None:
-        """The value that the objective minimizes."""
+        """Return the value that the objective minimizes."""
         return {"latency": self.latency_s, "throughput": self.slowest_s, "energy": self.energy_j}[objective]
 
     def rank(self, objective: Objective) -> tuple[float, float]:
-        """A sort key: the objective, then the latency."""
+        """Return a sort key: the objective, then the latency."""
         score = self.score(objective)
-        return (float("inf") if score is None else score, self.latency_s)
+        return (inf if score is None else score, self.latency_s)
 
 
 class Span(NamedTuple):
@@ -98,7 +98,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan(Result):
+class Plan(Result, kind="plan"):
     """The best cut, its cost, and the costs of the other candidates.
 
     Attributes:
@@ -115,9 +115,6 @@ class Plan(Result):
         energy_of: The devices whose joules count; empty: none are known.
         notes: Assumptions, and what was left out.
     """
-
-    kind: ClassVar[str] = "plan"
-    schema: ClassVar[int] = 1
 
     model: str
     inputs: str
@@ -154,28 +151,23 @@ class Plan(Result):
         return len(self.candidates)
 
     def __getitem__(self, at: str) -> Candidate:
-        """The best candidate that cuts at an address, or that has this name."""
+        """Return the best candidate that cuts at an address, or the one with this name."""
         if not isinstance(at, str):
-            raise BadQuery(f"candidates are found by where they cut, such as 'layer2.0', got {at!r}")
+            raise BadQuery(f"expected the address of a cut, such as 'layer2.0', got {at!r}")
         cuts = dict.fromkeys(name for candidate in self.candidates for name in candidate.at if name is not None)
         if not any(at == candidate.name for candidate in self.candidates):
             at = find_address(at, cuts)
         return next(candidate for candidate in self.candidates if at in candidate.at or at == candidate.name)
 
     def over_bandwidths(self) -> tuple[Span, ...]:
-        """The best candidate for each range of bandwidths, all else as it is: exact, from 0 to infinity.
-
-        Of the same two devices and the same link but for its bandwidth.
-        """
-        from microtome.results.bandwidth_curve import spans
-
+        """Return the best candidate for each range of bandwidths from 0 to infinity, all else equal."""
         if len(self.links) != 1:
-            raise BadQuery(f"bandwidths are compared over one link, and this plan has {len(self.links)}")
+            raise BadQuery(f"expected a plan with one link to compare bandwidths, got {len(self.links)} links")
         able = [candidate for candidate in self.candidates if candidate.refused is None]
-        return spans(able, self.objective, self.links[0])
+        return _spans(able, self.objective, self.links[0])
 
     def table(self) -> str:
-        """The candidates as a table, with a chart."""
+        """Return the candidates as a table, with a chart."""
         return str(self)
 
     def to_perfetto(self, file: File | None = None) -> str:
@@ -200,3 +192,66 @@ class Plan(Result):
 
     def __repr__(self) -> str:
         return f"<Plan for {self.model}: {self.winner.name}, of {len(self.candidates)} candidates>"
+
+
+# -- the best candidate for every bandwidth ----------------------------------------------------------------------------
+#
+# At `x` seconds a byte, the latency of a candidate is a line, `fixed + nbytes * x`, and the slowest step of a pipeline
+# is the greater of a constant and a line through 0, `max(fixed, nbytes * x)`. Going from the slowest link to the
+# fastest, the next winner is the first whose curve crosses the winner's, so nothing is sampled.
+
+
+class _Curve(NamedTuple):
+    """The time of a candidate over the bandwidth: a fixed part, and the bytes that cross the link."""
+
+    fixed: float
+    nbytes: int
+    candidate: Candidate
+
+
+def _spans(candidates: Sequence[Candidate], objective: Objective, link: Link) -> tuple[Span, ...]:
+    """Return the bandwidths of each winner, in order."""
+    if objective == "energy":  # a byte takes the same energy on a slow link
+        return (Span(0.0, inf, min(candidates, key=lambda candidate: candidate.rank("energy"))),)
+    curve_of = _latency if objective == "latency" else _slowest
+    curves = [curve_of(candidate, link) for candidate in candidates]
+    winner = min(curves, key=lambda curve: (curve.nbytes, curve.fixed))
+    bandwidth = 0.0
+    spans: list[Span] = []
+    while True:
+        crossings = [(_crossing(winner, curve, objective), curve) for curve in curves]
+        ahead = [(max(at, bandwidth), curve.fixed, curve) for at, curve in crossings if at is not None]
+        if not ahead:
+            return (*spans, Span(bandwidth, inf, winner.candidate))
+        at, _, next_winner = min(ahead, key=lambda crossing: crossing[:2])
+        if at > bandwidth:
+            spans.append(Span(bandwidth, at, winner.candidate))
+        winner, bandwidth = next_winner, at
+
+
+def _latency(candidate: Candidate, link: Link) -> _Curve:
+    """All steps; of those of the link, only the delay is fixed."""
+    crossed = len(candidate.sent_bytes)
+    busy = candidate.seconds("run", "encode", "decode")
+    nbytes = sum(candidate.sent_bytes) + crossed * candidate.back_bytes
+    return _Curve(busy + crossed * link.rtt_s, nbytes, candidate)
+
+
+def _slowest(candidate: Candidate, link: Link) -> _Curve:
+    """The slowest device, and the larger of request and result, since a link is full duplex."""
+    devices = {step.where for step in candidate.steps}
+    busy = max(candidate.seconds("run", "encode", "decode", where=where) for where in devices)
+    crossing = max((*candidate.sent_bytes, candidate.back_bytes)) if candidate.sent_bytes else 0
+    return _Curve(busy, crossing, candidate)
+
+
+def _crossing(winner: _Curve, other: _Curve, objective: Objective) -> float | None:
+    """Return the bandwidth above which the other is better; None: never on a faster link.
+
+    One that sends no more bytes and was not better on a slower link will not be; one that sends more can be.
+    """
+    if other.fixed >= winner.fixed or other.nbytes <= winner.nbytes:
+        return None
+    if objective == "latency":
+        return (other.nbytes - winner.nbytes) / (winner.fixed - other.fixed)
+    return other.nbytes / winner.fixed

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from microtome.addresses import find_address, glob, is_glob, no_path
 from microtome.errors import BadQuery
 from microtome.files.reading import File
-from microtome.results.base import Result, write
-from microtome.results.memory import Timeline
-from microtome.results.methods import EnergyUse, MemoryUse, Sampling, Timing
+from microtome.results.base import Result, render, write
+from microtome.results.measurements import EnergyUse, MemoryUse, Sampling, Timeline, Timing
 from microtome.results.metrics import METRICS, why_unknown
-from microtome.results.rendering import render
-from microtome.results.rows import AMOUNTS, Group, Row, add
+from microtome.results.rows import AMOUNTS, Group, Row, add, checked_calls, flat, tracr_record
 
 if TYPE_CHECKING:
     from microtome.results.diff import Diff
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Coverage:
 
     Attributes:
         ops: The number of operators that ran.
-        unknown: The operators without a formula, which add nothing to the counts.
+        unknown: The operators without a formula, which the counts leave out.
         never_ran: The paths of modules that did not run, without the modules inside them.
     """
 
@@ -51,7 +51,7 @@ class Coverage:
 
     @property
     def fraction(self) -> float:
-        """The part of the operators that are counted or known to cost nothing. It says nothing of their work."""
+        """The fraction of the operators that are counted or known to cost nothing, whatever work they do."""
         return self.counted / self.ops if self.ops else 1.0
 
     @property
@@ -61,12 +61,12 @@ class Coverage:
 
     @property
     def work(self) -> float | None:
-        """The part of the work that is counted: all of it or, where an operator has no formula, None: not known."""
+        """The fraction of the work that is counted: 1, or None (unknown) where an operator has no formula."""
         return None if self.unknown else 1.0
 
 
 @dataclass(frozen=True)
-class Profile(Result):
+class Profile(Result, kind="profile", schema=2):
     """The costs of every call of a run. Rows are calls of the forward, in the order they began.
 
     Attributes:
@@ -80,12 +80,9 @@ class Profile(Result):
         memory: The method of the measured memory; None: not measured.
         sampling: The method of the load; None: not sampled.
         unavailable: The reason why a requested measurement was not made, by its name.
-        timeline: The bytes that are alive while each operator runs; None in files of an older microtome.
+        timeline: The bytes that are live while each operator runs; None in files of an older microtome.
         gradients: Whether torch saved tensors for a backward; None in files of an older microtome.
     """
-
-    kind: ClassVar[str] = "profile"
-    schema: ClassVar[int] = 2
 
     model: str
     inputs: str
@@ -109,11 +106,11 @@ class Profile(Result):
 
     @property
     def peak_bytes(self) -> int:
-        """The most that lives at once, as computed, in the forward or in the backward if that was counted."""
+        """The peak of live bytes, as computed, over the forward and, if it was counted, the backward."""
         return max(self.total.peak_bytes, *(self.timeline.live_bytes if self.timeline else ()), 0)
 
     def __getitem__(self, address: str) -> Any:
-        """The row at an address; of a glob, a tuple of the rows whose path it matches."""
+        """Return the row at an address, or, for a glob, a tuple of the rows whose path matches."""
         if not isinstance(address, str) or not is_glob(address) or address in self._by_address:
             return self._by_address[find_address(address, self._by_address)]
         pattern = glob(address)
@@ -129,34 +126,34 @@ class Profile(Result):
         return len(self.calls)
 
     def children(self, row: Row) -> tuple[Row, ...]:
-        """The calls right inside a call."""
+        """Return the direct children of a call."""
         return self._children.get(row.address, ())
 
     @property
     def tree(self) -> dict[str, Any]:
         """The rows as a tree: `row`, and `children`, each a tree of its own."""
-        return self._tree(self.total)
 
-    def _tree(self, row: Row) -> dict[str, Any]:
-        return {"row": row, "children": [self._tree(child) for child in self.children(row)]}
+        def subtree(row: Row) -> dict[str, Any]:
+            return {"row": row, "children": [subtree(child) for child in self.children(row)]}
+
+        return subtree(self.total)
 
     def rows(self, *, depth: int | None = None, granularity: int | None = None) -> tuple[Row, ...]:
-        """Rows that add up to the total; without arguments, all rows.
+        """Return rows that sum to the total; without arguments, all rows.
 
         Args:
-            depth: A row for each call that deep, and for those above that have no calls inside.
-            granularity: A row for each highest call of at most this height: 1 gives the calls without calls inside.
+            depth: A row for each call at this depth, and for each leaf above it.
+            granularity: A row for each highest call of at most this height: 1 gives the leaves.
 
-        What calls above those run themselves, between the calls inside them, has rows of its own, whose type ends in
-        `(own)`.
+        What calls above those run themselves, between their children, has rows of its own, whose type ends in `(own)`.
         """
         if depth is not None and granularity is not None:
-            raise BadQuery("rows are chosen by depth or by granularity, not by both")
+            raise BadQuery("expected depth or granularity, got both")
         if depth is None and granularity is None:
             return self.calls
-        name, level = ("depth", depth) if depth is not None else ("granularity", granularity)
-        if not isinstance(level, int) or level < (0 if name == "depth" else 1):
-            raise BadQuery(f"{name} is a number from {0 if name == 'depth' else 1} on, got {level!r}")
+        name, level, least = ("depth", depth, 0) if depth is not None else ("granularity", granularity, 1)
+        if not isinstance(level, int) or level < least:
+            raise BadQuery(f"expected {name} of {least} or more, got {level!r}")
         return tuple(self._cover(self.total, depth, granularity))
 
     def _cover(self, row: Row, depth: int | None, granularity: int | None) -> Iterator[Row]:
@@ -173,22 +170,18 @@ class Profile(Result):
             yield from self._cover(child, depth, granularity)
 
     def by_type(self) -> dict[str, Group]:
-        """The costs of modules by their type, without the calls inside them, the most FLOPs first."""
-        types: dict[str, list[Row]] = {}
-        for row in self.calls:
-            types.setdefault(row.type, []).append(row)
-        return _groups({name: ([row.own for row in rows], len(rows)) for name, rows in types.items()})
+        """Return the costs of modules by their type, without the calls inside them, the most FLOPs first."""
+        types = group((row.type, row.own) for row in self.calls)
+        return _most_flops_first(Group(name=name, runs=len(own), **add(own)) for name, own in types.items())
 
     def by_module(self) -> dict[str, Group]:
-        """The costs of each module over all its runs, with all calls inside them, by its path."""
-        paths: dict[str, list[Row]] = {}
-        for row in self.calls:
-            paths.setdefault(row.path, []).append(row)
+        """Return the costs of each module over all its calls, with the calls inside them, by its path."""
+        paths = group((row.path, row) for row in self.calls)
         outermost = {path: [row for row in rows if not self._is_inside(row, path)] for path, rows in paths.items()}
         return {path: Group(name=path, runs=len(paths[path]), **add(rows)) for path, rows in outermost.items()}
 
     def _is_inside(self, row: Row, path: str) -> bool:
-        """Whether a call is inside another run of the module at this path, which may call itself."""
+        """Whether a call is inside another call of the module at this path, since modules may be recursive."""
         above = row.parent
         while above is not None:
             if self._by_address[above].path == path:
@@ -197,43 +190,43 @@ class Profile(Result):
         return False
 
     def by_op(self) -> dict[str, Group]:
-        """The costs of the operators of the forward, by their names, the most FLOPs first."""
-        names: dict[str, list[Group]] = {}
-        for row in self.calls:
-            for op in row.ops:
-                names.setdefault(op.name, []).append(op)
-        return _groups({name: (list(ops), sum(op.runs for op in ops)) for name, ops in names.items()})
+        """Return the costs of the operators of the forward, by their names, the most FLOPs first."""
+        names = group((op.name, op) for row in self.calls for op in row.ops)
+        return _most_flops_first(
+            Group(name=name, runs=sum(op.runs for op in ops), **add(ops)) for name, ops in names.items()
+        )
 
     def top(self, n: int = 10, *, by: str = "flops") -> tuple[Row, ...]:
-        """The calls that themselves cost the most, without the calls inside them; those of unknown cost left out.
+        """Return the calls that cost the most without the calls inside them; unknown costs are left out.
 
         Raises:
-            BadQuery: No call has a number of that quantity.
+            BadQuery: The metric is unknown of every call.
         """
-        known = {name: metric for name, metric in METRICS.items() if metric.adds_up == "sum"}
-        if by not in known:
-            raise BadQuery(f"there is no quantity {by!r} to order by: write one of {', '.join(known)}")
+        metrics = {name: metric for name, metric in METRICS.items() if metric.adds_up == "sum"}
+        if by not in metrics:
+            raise BadQuery(f"expected a metric of {', '.join(metrics)} to order by, got {by!r}")
         if n < 1:
             raise BadQuery(f"expected n of 1 or more, got {n}")
-        costs = [(row, cost) for row in self.calls if (cost := known[by].own(row)) is not None]
+        costs = [(row, cost) for row in self.calls if (cost := metrics[by].own(row)) is not None]
         if not costs:
-            raise BadQuery(f"no call has a number of {by!r} to order by: {why_unknown(self, known[by])}")
+            raise BadQuery(f"no call has a value of {by!r} to order by: {why_unknown(self, metrics[by])}")
         return tuple(row for row, _ in sorted(costs, key=lambda pair: -pair[1])[:n])
 
     def layer_metrics(self, depth: int | None = None) -> list[dict[str, Any]]:
-        """The metrics of each layer under the names that tracr gave them; None where not measured.
+        """Return the metrics of each layer under the names that tracr uses; None where not measured.
 
         Args:
-            depth: A layer is a call that deep, or one above without calls inside; None: any without calls inside.
+            depth: Layers are the calls at this depth and the leaves above it; None: all leaves.
         """
-        from microtome.results.profile_records import layer_metrics
-
         if depth is not None and depth < 0:
-            raise BadQuery(f"depth is a number from 0 on, got {depth!r}")
-        return layer_metrics(self, depth)
+            raise BadQuery(f"expected depth of 0 or more, got {depth!r}")
+        layers = [
+            row for row in self if row.depth == depth or (row.height == 1 and (depth is None or row.depth < depth))
+        ]
+        return [tracr_record(index, row) for index, row in enumerate(layers)]
 
     def diff(self, after: Profile) -> Diff:
-        """Compare this profile with a later one: see `microtome.results.diff.Diff`."""
+        """Compare this profile with a later one."""
         from microtome.results.diff import diff
 
         return diff(self, after)
@@ -241,7 +234,7 @@ class Profile(Result):
     def to_perfetto(self, file: File | None = None) -> str:
         """Export Chrome trace JSON, which https://ui.perfetto.dev opens; written to the file if one is named.
 
-        The calls as slices in each other, and curves of memory and power. Needs times: `measure=["time"]`.
+        Calls are nested slices; memory, load and power are counters. Needs times: `measure=["time"]`.
         """
         return write(render("perfetto.perfetto", self), file)
 
@@ -250,10 +243,8 @@ class Profile(Result):
         return write(render("speedscope.speedscope", self), file)
 
     def to_pandas(self) -> Any:
-        """The rows as a DataFrame. Needs pandas."""
+        """Return the rows as a DataFrame. Needs pandas."""
         import pandas as pd  # an extra
-
-        from microtome.results.profile_records import flat
 
         return pd.DataFrame([flat(row) for row in self.calls])
 
@@ -261,9 +252,8 @@ class Profile(Result):
         """Export one self-contained HTML page; written to the file if one is named.
 
         Args:
-            cuts: What `microtome.cuts` says of the model, or the file that holds it: with times, the page then weighs
-                where to cut.
-            compare: Another profile, or the file that holds one, to be shown beside.
+            cuts: The result of `microtome.cuts`, or its file: with times, the page then compares cuts.
+            compare: Another profile, or its file, to show beside this one.
         """
         return write(render("page.html", self, cuts, compare), file)
 
@@ -274,8 +264,6 @@ class Profile(Result):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        from microtome.results.profile_records import checked_calls
-
         return super().from_dict(data | {"calls": checked_calls(data["calls"])})
 
     def check(self) -> None:
@@ -291,13 +279,21 @@ class Profile(Result):
 
     @cached_property
     def _children(self) -> dict[str, tuple[Row, ...]]:
-        children: dict[str, list[Row]] = {}
-        for row in self.calls:
-            if row.parent is not None:
-                children.setdefault(row.parent, []).append(row)
+        children = group((row.parent, row) for row in self.calls if row.parent is not None)
         return {address: tuple(rows) for address, rows in children.items()}
 
 
-def _groups(members: dict[str, tuple[list[Any], int]]) -> dict[str, Group]:
-    groups = {name: Group(name=name, runs=runs, **add(amounts)) for name, (amounts, runs) in members.items()}
-    return dict(sorted(groups.items(), key=lambda item: -(item[1].flops or 0)))
+def group(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
+    """Collect values by their keys, in order.
+
+    >>> group([("a", 1), ("b", 2), ("a", 3)])
+    {'a': [1, 3], 'b': [2]}
+    """
+    groups: dict[str, list[T]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
+def _most_flops_first(groups: Iterable[Group]) -> dict[str, Group]:
+    return {one.name: one for one in sorted(groups, key=lambda one: -(one.flops or 0))}

@@ -7,13 +7,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from math import isnan, nan
 from time import perf_counter
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from microtome.files.reading import File
-from microtome.results.base import Result, write
-from microtome.results.rendering import render
+from microtome.results.base import Result, render, write
 
 #: The phases of a request in order, and the fields of `RequestRecord` that each is the sum of.
 PHASES: dict[str, tuple[str, ...]] = {
@@ -88,7 +87,7 @@ class RequestRecord:
 
 
 @dataclass(frozen=True)
-class RequestLog(Result):
+class RequestLog(Result, kind="run"):
     """Many requests to a server, one after the other.
 
     Attributes:
@@ -103,9 +102,6 @@ class RequestLog(Result):
         energy_j: Joules of this device over that time; None: not measured.
         energy: The meter that measured it; or why there was none.
     """
-
-    kind: ClassVar[str] = "run"
-    schema: ClassVar[int] = 1
 
     model: str
     server: str

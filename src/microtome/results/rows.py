@@ -1,22 +1,23 @@
-"""Rows of a profile: calls, and groups of them, and how their metrics add up."""
+"""Rows of a profile: calls and groups of them, their sums, and the records that files hold of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from microtome.results.methods import Load
-from microtome.results.metrics import Amounts, CallAmounts
-from microtome.results.spread import Spread
+from microtome.addresses import number_calls
+from microtome.results.measurements import Load, Spread
+from microtome.results.metrics import LOAD, METRICS, Amounts, CallAmounts
+from microtome.units import shape
 
 _NOTHING = Amounts()
 AMOUNTS = tuple(field.name for field in fields(Amounts))
 
 
-def add(several: Iterable[Amounts]) -> dict[str, Any]:
-    """Sum each metric, by its name. One that is None in all of them is None; elsewhere None adds nothing."""
-    columns = zip(*([getattr(amounts, name) for name in AMOUNTS] for amounts in several), strict=True)
+def add(parts: Iterable[Amounts]) -> dict[str, Any]:
+    """Sum each metric, by its name. A metric that is None in all parts is None; elsewhere None adds nothing."""
+    columns = zip(*([getattr(amounts, name) for name in AMOUNTS] for amounts in parts), strict=True)
     sums = [sum(known) if (known := [value for value in column if value is not None]) else None for column in columns]
     return dict(zip(AMOUNTS, sums, strict=True)) if sums else {}
 
@@ -77,5 +78,76 @@ class Row(CallAmounts):
 
     @property
     def is_launch_bound(self) -> bool | None:
-        """Whether the host takes longer to launch the work than the GPU to do it; None without work, or times of it."""
+        """Whether the host takes longer to launch the work than the GPU to do it; None without device times."""
         return self.time_s > self.device_s if self.device_s and self.time_s is not None else None
+
+
+def flat(row: Row) -> dict[str, Any]:
+    """Return a row as one record of strings and numbers; the costs without the calls inside it are `own_…`."""
+    record: dict[str, Any] = {
+        "address": row.address,
+        "type": row.type,
+        "depth": row.depth,
+        "input_shapes": " ".join(shape(tensor.shape) for tensor in row.inputs),
+        "output_shapes": " ".join(shape(tensor.shape) for tensor in row.outputs),
+        "dtypes": " ".join(dict.fromkeys(tensor.dtype for tensor in row.outputs)),
+        "shared_params": row.shared_params,
+        "elapsed_s": row.elapsed_s,
+        "elapsed_device_s": row.elapsed_device_s,
+    }
+    metrics = [metric for metric in METRICS.values() if metric.shown != "named" and metric.requires is not LOAD]
+    record |= {metric.file_name: metric.of(row) for metric in metrics}
+    record |= {f"own_{metric.file_name}": metric.own(row) for metric in metrics if metric.adds_up == "sum"}
+    for name, spread in row.spreads.items():
+        record |= {f"{name}_{part}": getattr(spread, part) for part in ("q1", "q3", "low", "high", "count", "method")}
+    if row.load is not None:
+        record |= {f"load_{name}": value for name, value in asdict(row.load).items()}
+    return record
+
+
+def tracr_record(index: int, row: Row) -> dict[str, Any]:
+    """Return the record that tracr keeps of a layer: seconds, joules, watts and per cent."""
+    load = row.load or Load(None, None, None, None, None, 0)
+
+    def per_cent(fraction: float | None) -> float | None:
+        return None if fraction is None else 100 * fraction
+
+    return {
+        "layer_id": index,
+        "layer_name": row.address,
+        "layer_type": row.type,
+        "output_bytes": row.output_bytes,
+        "inference_time": row.time_s if row.device_s is None else row.device_s,
+        "processing_energy": row.energy_j,
+        "communication_energy": None,  # nothing is sent while a model is profiled
+        "power_reading": load.watts,
+        "gpu_utilization": per_cent(load.gpu),
+        "memory_utilization": per_cent(load.memory),
+        "cpu_utilization": per_cent(load.cpu),
+        "total_energy": row.energy_j,
+    }
+
+
+#: Fields that have another name in files of an older microtome.
+_OLDER_NAMES = {"until_s": "elapsed_s", "until_device_s": "elapsed_device_s"}
+
+
+def checked_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the calls of a file with the field names and addresses of today, each after the call that contains it."""
+    if not calls:
+        raise ValueError("it has no calls")
+    addresses = [row["address"] for row in calls]
+    numbered = dict(zip(addresses, number_calls(addresses), strict=True))  # older files leave out `#0`
+    rows: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    for call in calls:
+        row = {_OLDER_NAMES.get(name, name): value for name, value in call.items()}
+        row |= {"address": numbered[row["address"]], "parent": numbered.get(row["parent"], row["parent"])}
+        # Otherwise a walk up from here would not end.
+        if row["parent"] is not None and row["parent"] not in seen:
+            raise ValueError(f"expected the call {row['parent']!r} before {row['address']!r}, which is inside it")
+        if not 0 <= row["depth"] < len(calls) or not 1 <= row["height"] <= len(calls):
+            raise ValueError(f"expected a depth and a height within {len(calls)} calls at {row['address']!r}")
+        seen.add(row["address"])
+        rows.append(row)
+    return rows

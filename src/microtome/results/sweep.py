@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from microtome.addresses import find_address
 from microtome.files.reading import File
-from microtome.results.base import Result, write
+from microtome.results.base import Result, render, write
 from microtome.results.link import LinkMeasurement
-from microtome.results.rendering import render
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class CutTiming:
 
 
 @dataclass(frozen=True)
-class Sweep(Result):
+class Sweep(Result, kind="sweep"):
     """Times of each cut between this device and a server, beside those of a plan.
 
     Attributes:
@@ -68,9 +66,6 @@ class Sweep(Result):
         no_plan: Why there is no plan; empty: there is one.
         environment: This machine.
     """
-
-    kind: ClassVar[str] = "sweep"
-    schema: ClassVar[int] = 1
 
     model: str
     inputs: str

@@ -13,8 +13,7 @@ import torch
 
 from microtome.addresses import find_address
 from microtome.files.reading import File
-from microtome.results.base import write
-from microtome.results.rendering import render
+from microtome.results.base import render, write
 
 Phase = Literal["forward", "recompute", "backward"]
 #: `meta`: shapes alone. `fake`: shapes, and the devices the tensors would be on. `real`: as it is, with copied buffers.

@@ -20,7 +20,7 @@ from microtome.engine.selectors import check_model
 from microtome.errors import BadQuery, NoMatch
 from microtome.files.reading import File
 from microtome.inputs import Inputs, device_of
-from microtome.results.rendering import render
+from microtome.results.base import render
 from microtome.units import shape
 
 __all__ = ["ATTENTION", "Attention", "AttentionProbe", "attention", "rollout"]

@@ -17,7 +17,7 @@ from microtome.capture.store.stats import Stats
 from microtome.errors import BadFile, NoMatch
 from microtome.files.reading import translate_read_errors
 from microtome.files.tensors import CODE_DTYPES
-from microtome.results.rendering import render
+from microtome.results.base import render
 from microtome.units import size
 
 

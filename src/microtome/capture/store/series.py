@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from microtome.errors import BadQuery, NoMatch
-from microtome.results.rendering import render
+from microtome.results.base import render
 from microtome.units import shape as shape_text
 from microtome.units import size
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from microtome.report.html.data import numbers
 from microtome.results.diff import diff
-from microtome.results.metric import Metric
-from microtome.results.metrics import compared_metrics, page_metrics, why_missing
+from microtome.results.metrics import Metric, compared_metrics, page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.units import UNKNOWN, write
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from microtome.results.memory import Alive, Timeline
+from microtome.results.measurements import Alive, Timeline
 from microtome.units import share, size
 
 _KINDS = {

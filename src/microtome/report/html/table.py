@@ -9,8 +9,7 @@ from html import escape
 
 from microtome.report.notes import interval
 from microtome.report.row_selection import fitting_depth, name_in_tree
-from microtome.results.metric import Metric
-from microtome.results.metrics import page_metrics, why_missing
+from microtome.results.metrics import Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 from microtome.units import UNKNOWN, count, shape, write
