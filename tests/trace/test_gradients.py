@@ -203,3 +203,20 @@ def test_a_tensor_that_no_module_holds_has_its_values_again(fake: bool | None) -
     assert mt.trace(Writes(), torch.ones(4), fake=fake).how.tensor_mode == "real"
     assert COUNTS.sum() == 0
     assert torch.stack(rows).eq(1).all()
+
+
+class WritesParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.add_(1)
+        return x * self.weight
+
+
+def test_measuring_restores_a_parameter_that_the_forward_writes_to() -> None:
+    model = WritesParameter()
+    mt.profile(model, torch.ones(3), measure="time")
+    assert model.weight.tolist() == [1, 1, 1]

@@ -286,16 +286,16 @@ def _restore_globals(states: list[tuple[Global, Any]]) -> None:
 
 def preserve_tensors(tensors: list[Tensor], stack: ExitStack, backups: WriteBackups | None) -> None:
     """Put back the values of tensors that a real run may write to, and gradients, which start as None."""
-    backups = backups or WriteBackups()
     found = [t for t in tensors if t.layout is torch.strided and not t.is_nested and not t.is_meta]
     before = [(t, t.detach(), t.grad if t.is_leaf else None, t.requires_grad) for t in found]
+    watched = WriteBackups() if backups is None else backups
     for tensor in found:
-        backups.watch(tensor)
+        watched.watch(tensor)
         if tensor.is_leaf:
             tensor.grad = None
     if backups is None:
-        backups.copy_all()
-    stack.callback(complete_step, backups.restore)
+        watched.copy_all()
+    stack.callback(complete_step, watched.restore)
     stack.callback(complete_step, _restore_storages, before)
 
 
