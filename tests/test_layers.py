@@ -170,7 +170,7 @@ OPERATORS = re.compile(r"(torch\.ops\.|_?aten\b)")
 OWN = {
     "capture/extract.py": {"_values"},
     "capture/store/index.py": {"_check"},
-    "engine/call_selection.py": {"_indices"},
+    "engine/selectors.py": {"_indices"},
     "plan/data.py": {"_check"},
 }
 INTERNALS = "engine/torch_internals.py"

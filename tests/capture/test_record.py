@@ -438,7 +438,7 @@ def test_a_name_that_leaves_the_call_open_is_an_error_that_lists_the_calls(on_di
                 ask("layer")
             with pytest.raises(NoMatch, match="nope"):
                 ask("nope")
-            with pytest.raises(BadQuery, match="a name is a text, .* got 5"):
+            with pytest.raises(BadQuery, match="expected a name such as .* got 5"):
                 ask(5)
 
 

@@ -30,7 +30,7 @@ EXCEPTIONS = {
     "cli/commands/sweep.py": "help of --device",
     "cli/commands/top.py": "help of --device",
     "compat/tracr/settings.py": "an example in an error about tracr's configuration",
-    "engine/placement.py": "the names of `torch.Tensor`'s flags of devices, such as `is_cuda`",
+    "engine/meta_tensors.py": "the names of `torch.Tensor`'s flags of devices, such as `is_cuda`",
     "report/notes.py": "a key of `Profile.environment` in saved files",
     "results/metrics.py": "a command in a note",
     "split/signature.py": "device strings in a serialized signature",

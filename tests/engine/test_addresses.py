@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from microtome.addresses import Addresses, call_of
-from microtome.engine.call_selection import other_names, reject_ambiguous_names
+from microtome.addresses import Addresses, split_call_index
+from microtome.engine.selectors import path_aliases, reject_ambiguous_names
 from microtome.errors import BadQuery, NoMatch, Unsupported
 
 
@@ -40,7 +40,7 @@ from microtome.errors import BadQuery, NoMatch, Unsupported
     ],
 )
 def test_a_name_means_one_of_what_there_is(known: list[str], name: str, meant: str | None) -> None:
-    assert Addresses(known).one(name) == meant
+    assert Addresses(known).resolve(name) == meant
 
 
 @pytest.mark.parametrize(
@@ -56,31 +56,31 @@ def test_a_name_means_one_of_what_there_is(known: list[str], name: str, meant: s
 )
 def test_a_name_that_may_mean_several_is_an_error_that_lists_them(known: list[str], name: str, message: str) -> None:
     with pytest.raises(NoMatch, match=message):
-        Addresses(known).one(name)
+        Addresses(known).resolve(name)
 
 
 @given(st.lists(st.from_regex(r"[ab](#[1-3])?(/op#[0-2])?(\[[0-1]\])?", fullmatch=True), unique=True))
 def test_what_is_spelled_out_means_itself(known: list[str]) -> None:
     there = Addresses(known)
     exact = [address for address in known if f"{address}[0]" not in known and f"{address}[1]" not in known]
-    assert [there.one(there.spell(address)) for address in exact] == exact
-    assert len(set(there.spelled)) == len(known)
+    assert [there.resolve(there.name(address)) for address in exact] == exact
+    assert len(set(there.names)) == len(known)
 
 
 def test_a_name_is_a_text() -> None:
-    with pytest.raises(BadQuery, match="a name is a text, such as 'blocks.0' or 'blocks.0#1', got 5"):
-        Addresses(["5"]).one(5)
+    with pytest.raises(BadQuery, match="expected a name such as 'blocks.0' or 'blocks.0#1', got 5"):
+        Addresses(["5"]).resolve(5)
 
 
 def test_shared_modules_are_found_by_all_their_names() -> None:
     model: Any = nn.Module()
     model.a = nn.Sequential(nn.ReLU())
     model.b = model.a
-    others = other_names(model)
+    others = path_aliases(model)
     assert others == {"b": "a", "b.0": "a.0"}
     there = Addresses(["a", "a.0", "a.0#1"], others)
-    assert (there.one("b"), there.one("b.0#1"), there.one("b.1")) == ("a", "a.0#1", None)
-    assert other_names(nn.Sequential(nn.ReLU())) == {}
+    assert (there.resolve("b"), there.resolve("b.0#1"), there.resolve("b.1")) == ("a", "a.0#1", None)
+    assert path_aliases(nn.Sequential(nn.ReLU())) == {}
 
 
 def test_a_name_that_reads_as_a_call_is_refused() -> None:
@@ -90,7 +90,7 @@ def test_a_name_that_reads_as_a_call_is_refused() -> None:
 
 
 def test_the_call_that_a_selector_names() -> None:
-    assert [call_of(text) for text in ("a", "a#1", "a*#0", "a#", "a#b", nn.ReLU)] == [
+    assert [split_call_index(text) for text in ("a", "a#1", "a*#0", "a#", "a#b", nn.ReLU)] == [
         ("a", None),
         ("a", 1),
         ("a*", 0),

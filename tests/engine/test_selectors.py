@@ -61,7 +61,7 @@ def test_a_path_with_the_characters_of_a_glob_is_found_first() -> None:
 
 
 def test_a_glob_that_cannot_be_read(model: nn.Module) -> None:
-    with pytest.raises(BadSelector, match=r"cannot read the glob '\[z-a\]': bad character range"):
+    with pytest.raises(BadSelector, match=r"invalid glob '\[z-a\]': bad character range"):
         mt.select(model, "[z-a]")
 
 
@@ -91,7 +91,7 @@ def test_a_model_without_children_says_so() -> None:
 
 @pytest.mark.parametrize("selector", [3, int, None, b"head"])
 def test_a_selector_of_an_unknown_kind(model: nn.Module, selector: Any) -> None:
-    with pytest.raises(BadSelector, match="cannot select modules by .* give a path"):
+    with pytest.raises(BadSelector, match="cannot select modules by .* expected a path"):
         mt.select(model, selector)
 
 

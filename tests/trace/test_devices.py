@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
-from microtome.engine import placement
+from microtome.engine.meta_tensors import simulated_device
 
 #: Ways to ask whether a tensor is on the CPU.
 QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
@@ -70,7 +70,7 @@ class Strict(nn.Module):
 def test_after_a_trace_that_raises_tensors_are_on_the_device_that_they_are_on() -> None:
     with pytest.raises(ValueError, match="expected a GPU"):
         mt.trace(Strict(), torch.ones(2))
-    assert placement.current() is None
+    assert simulated_device() is None
     assert torch.ones(1, device="meta").device.type == "meta"
 
 

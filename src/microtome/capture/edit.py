@@ -10,14 +10,13 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from microtome.addresses import call_of
+from microtome.addresses import split_call_index
 from microtome.capture.features import Features
 from microtome.capture.targets import describe_call_count, explain_missing_call, model_never_ran
 from microtome.engine import Call, Intervention, Probe, Replace, ReplaceInputs, Selector, Session, select
-from microtome.engine.call_selection import reject_ambiguous_names
 from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.engine.pytree import map_tensors, tensors_in
-from microtome.engine.selectors import check_model, named_modules_with_aliases
+from microtome.engine.selectors import check_model, named_modules, reject_ambiguous_names
 from microtome.errors import BadQuery, NoMatch, Unsupported
 from microtome.inputs import Inputs
 
@@ -157,7 +156,7 @@ def edit(
     if not outputs and not inputs:
         raise BadQuery('expected at least one edit, got none: pass such as {"blocks.5": mt.scale(0.5)}')
     paths = {at for at in (*(outputs or ()), *(inputs or ())) if isinstance(at, str)}
-    reject_ambiguous_names(path for path, _ in named_modules_with_aliases(model) if path in paths)
+    reject_ambiguous_names(path for path, _ in named_modules(model, remove_duplicate=False) if path in paths)
     return _EditSession(
         model,
         [_SelectedEdit(at, change) for at, change in (outputs or {}).items()],
@@ -176,7 +175,7 @@ class _SelectedEdit:
         if change in (scale, zero, noise, patch_from):
             raise BadQuery(f"expected an edit, got the function that makes one: call it, as in mt.{change.__name__}(…)")
         self.at = at
-        self.selector, self.index = call_of(at)
+        self.selector, self.index = split_call_index(at)
         self._change = change
         self.applied = False
 

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microtome.addresses import call_of
+from microtome.addresses import split_call_index
 from microtome.capture.execution_order import order_of
 from microtome.capture.features import Features
 from microtome.capture.retention import Clone, CopyOnWrite, Retention
 from microtome.capture.targets import Targets, op_name
 from microtome.engine import Call, Probe, Selector, Session, Stop, Stopped, tensors_in
 from microtome.engine.backward import watch_gradient
-from microtome.engine.call_selection import other_names
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.pytree import map_tensors
-from microtome.engine.selectors import check_model, named_modules
+from microtome.engine.selectors import check_model, named_modules, path_aliases
 from microtome.engine.signals import grad_mode
 from microtome.errors import BadQuery, Unsupported
 from microtome.flops.fused import WHOLE
@@ -121,11 +120,11 @@ class _ModuleCapture(Probe):
         self.features = Features()
         self.copy_on_write = CopyOnWrite() if retention.detach and retention.clone == "auto" else None
         self._paths = targets.modules.keys() | targets.owners.keys()
-        ends = [address for address in order or () if call_of(address)[0] in self._paths]
+        ends = [address for address in order or () if split_call_index(address)[0] in self._paths]
         if not set(targets.addresses) <= set(ends):  # run to the end, to report how often the module ran
             ends = []
         self._last = (ends[-1], len(ends)) if ends else ("", -1)
-        self.stops = [Stop(call_of(self._last[0])[0], when=self._is_last)] if ends else []
+        self.stops = [Stop(split_call_index(self._last[0])[0], when=self._is_last)] if ends else []
 
     def _is_last(self, call: Call) -> bool:
         """Return whether this is the last selected call; never if the run left the expected order."""
@@ -171,7 +170,7 @@ class _ModuleCapture(Probe):
             for tensor in tensors_in((attributes, inputs, output)):
                 self.copy_on_write.copy_sharing(tensor)
         names = {path: list(found) for path, found in self._op_names.items()}
-        feats._other_names = other_names(model)
+        feats._other_names = path_aliases(model)
         feats.never_ran = self._targets.check(feats._values, self._last_calls, names)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from microtome.addresses import Addresses, no_path
+from microtome.addresses import Addresses, path_not_found
 from microtome.errors import BadQuery, NoMatch
 from microtome.files.reading import File
 from microtome.inputs import Inputs
@@ -43,7 +43,7 @@ class Features(Mapping[str, Any]):
 
     def calls(self, path: str) -> list[Any]:
         """Return the outputs of all calls of the module, in order."""
-        found = self._index.find(path)
+        found = self._index.matches(path)
         if not found:
             raise self._missing_error(path)
         return [self._by_address[address] for address in found]
@@ -51,7 +51,7 @@ class Features(Mapping[str, Any]):
     @property
     def addresses(self) -> tuple[str, ...]:
         """The captured addresses, grouped by module; with `#0` if the module ran more than once."""
-        return tuple(self._index.spelled)
+        return tuple(self._index.names)
 
     def inputs(self, name: str) -> Inputs:
         """Return the arguments of the last call of a module, or of the call at an address, after any edits."""
@@ -99,7 +99,7 @@ class Features(Mapping[str, Any]):
         return self[name] if name in self else default  # noqa: SIM401  this is `get`
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and bool(self._index.find(name))
+        return isinstance(name, str) and bool(self._index.matches(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -123,7 +123,7 @@ class Features(Mapping[str, Any]):
 
     def _resolve(self, name: str) -> str:
         """Return the address of a name; for a path, that of the last call."""
-        found = self._index.find(name)
+        found = self._index.matches(name)
         if not found:
             raise self._missing_error(name)
         return name if name in found and name not in self._values else found[-1]
@@ -131,4 +131,4 @@ class Features(Mapping[str, Any]):
     def _missing_error(self, name: str) -> NoMatch:
         if name in self.never_ran:
             return NoMatch(f"{name!r} was selected and never ran")
-        return no_path(name, self.addresses)
+        return path_not_found(name, self.addresses)

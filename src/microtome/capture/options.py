@@ -11,8 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from microtome.engine.call_selection import other_names
-from microtome.engine.selectors import named_modules
+from microtome.engine.selectors import named_modules, path_aliases
 from microtome.errors import BadQuery, Unsupported
 
 Reduction = Literal["mean", "max", "cls", "last"]
@@ -116,7 +115,7 @@ def manifest_of(model: nn.Module, selectors: list[str], reduce: Reduce | None) -
         "layout": _fingerprint(model),
         "selectors": selectors,
         "reduce": reduce if reduce is None or isinstance(reduce, str) else describe_selector(reduce),
-        "other_names": other_names(model),
+        "other_names": path_aliases(model),
         "torch": torch.__version__,
     }
 

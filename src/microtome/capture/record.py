@@ -30,10 +30,9 @@ from microtome.capture.store import DiskStore, MemoryStore, Recording, Series, S
 from microtome.capture.targets import Targets, model_never_ran
 from microtome.devices.base import backend_of
 from microtome.engine import Probe, Selector, Session
-from microtome.engine.call_selection import CallSelection
 from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.engine.pytree import named_tensors
-from microtome.engine.selectors import check_model
+from microtome.engine.selectors import CallSelection, check_model
 from microtome.engine.signals import SignalSafe
 from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadQuery, SessionError, Unsupported
@@ -272,7 +271,7 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
         return self._cached_addresses
 
     def __getitem__(self, name: str) -> Series:
-        address = self._addresses.one(name) or name  # the store raises if it has no such name
+        address = self._addresses.resolve(name) or name  # the store raises if it has no such name
         if isinstance(self._store, MemoryStore):
             return self._store.series(address)
         if self._recording is None or not self._is_done:
@@ -286,14 +285,14 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
         return self[name] if name in self else default  # noqa: SIM401  this is `get`
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and bool(self._addresses.find(name))
+        return isinstance(name, str) and bool(self._addresses.matches(name))
 
     def stats(self, name: str) -> Stats:
         """Return count, mean, variance, minimum and maximum of all values of that name."""
-        return self._store.stats(self._addresses.one(name) or name)
+        return self._store.stats(self._addresses.resolve(name) or name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._addresses.spelled)
+        return iter(self._addresses.names)
 
     def __len__(self) -> int:
         return len(self._addresses)

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from microtome.addresses import call_of, glob, is_glob
+from microtome.addresses import glob, is_glob, split_call_index
 from microtome.engine import Call, Selector, select
-from microtome.engine.call_selection import CallSelection, flatten_selector
 from microtome.engine.probes import AnyOp
+from microtome.engine.selectors import CallSelection, flatten_selector
 from microtome.errors import BadSelector, NoMatch
 
 
@@ -123,7 +123,7 @@ class Targets:
 
 def _check_index(selector: Any, found: CallSelection, last_calls: Mapping[str, int]) -> None:
     """Raise if a selector names a call with an index that no call of its modules has."""
-    index = call_of(selector)[1]
+    index = split_call_index(selector)[1]
     counts = [(last_calls[path], path) for path in found.modules if path in last_calls]
     if index is not None and counts and max(counts)[0] < index:
         raise NoMatch(f"{selector!r} never ran: {describe_call_count(*max(counts))}")

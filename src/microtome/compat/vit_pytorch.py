@@ -18,10 +18,9 @@ from microtome.capture.attention.cached import CachedAttention
 from microtome.capture.extract import extract
 from microtome.compat.subclass_checks import refuse_overrides
 from microtome.engine import Session, select, tensors_in
-from microtome.engine.call_selection import CallSelection
 from microtome.engine.module_calls import run_uncompiled
 from microtome.engine.pytree import map_tensors
-from microtome.engine.selectors import check_model
+from microtome.engine.selectors import CallSelection, check_model
 from microtome.errors import BadQuery, NoMatch, SessionError
 from microtome.inputs import Inputs
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from microtome.engine.function_mode import hide_modes
 from microtome.engine.pytree import map_tensors, tensors_in
-from microtome.engine.torch_function import hide_modes
 from microtome.engine.torch_internals import OpOverload, TorchDispatchMode
 from microtome.errors import MicrotomeError
 

@@ -1,4 +1,4 @@
-"""Apply the interventions of a session to the calls of a module."""
+"""Interventions, which change a run, and how a session applies them to the calls of a module."""
 
 from __future__ import annotations
 
@@ -10,16 +10,82 @@ from torch import nn
 
 from microtome.engine.call import Call
 from microtome.engine.module_calls import AnyCall
-from microtome.engine.probes import Replace, ReplaceInputs, Skip, Stop
+from microtome.engine.probes import AnyOp, Where
+from microtome.engine.selectors import Selector
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Replaces the output of the selected calls by the return value of `by(call, output)`."""
+
+    at: Selector
+    by: Callable[[Call, Any], Any]
+
+
+@dataclass(frozen=True)
+class ReplaceInputs:
+    """Replaces the arguments of the selected calls by the tuple and dict that `by(call, args, kwargs)` returns."""
+
+    at: Selector
+    by: Callable[[Call, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Skips the forward of the selected modules, which return `output(call, args, kwargs)` instead.
+
+    Attributes:
+        when: Called at each selected call, after all probes, to decide whether to skip it; None: always.
+    """
+
+    at: Selector
+    output: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+    when: Callable[[Call], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Ends the run at the exit of the first selected call, by raising `Stopped` through the model.
+
+    Attributes:
+        when: Called at the exit of each selected call, after all probes, to decide whether to stop; None: always.
+    """
+
+    at: Selector
+    when: Callable[[Call], bool] | None = None
+
+
+@dataclass(frozen=True)
+class ReplaceOp:
+    """Replaces operators: `by(where, func, args, kwargs)` returns the output, or NotImplemented to run the operator."""
+
+    by: Callable[[Where, AnyOp, tuple[Any, ...], dict[str, Any]], Any]
+
+
+Intervention = Replace | ReplaceInputs | Skip | Stop | ReplaceOp
+
+
+class Stopped(BaseException):
+    """A `Stop` was reached. Not an `Exception`, so that a model that catches those does not swallow it.
+
+    Attributes:
+        call: The call at whose exit the run stopped.
+        output: The output of that call.
+    """
+
+    def __init__(self, call: Call, output: Any) -> None:
+        super().__init__(f"stopped at the exit of {call.address!r}")
+        self.call = call
+        self.output = output
 
 
 @dataclass
 class CallInterventions:
-    """All that is to be done to the calls of one module."""
+    """The interventions on the calls of one module."""
 
     skip: Skip | None = None
     input_replacements: list[ReplaceInputs] = field(default_factory=list)
-    replaces: list[Replace] = field(default_factory=list)
+    output_replacements: list[Replace] = field(default_factory=list)
     stop: Stop | None = None
 
     def add(self, intervention: Replace | ReplaceInputs | Skip | Stop) -> None:
@@ -27,38 +93,37 @@ class CallInterventions:
             case Skip():
                 self.skip = intervention
             case Replace():
-                self.replaces.append(intervention)
+                self.output_replacements.append(intervention)
             case ReplaceInputs():
                 self.input_replacements.append(intervention)
             case Stop():
                 self.stop = intervention
 
     def stops(self, call: Call) -> bool:
-        return self.stop is not None and (self.stop.when is None or bool(_do(self.stop.when, call)))
+        return self.stop is not None and (self.stop.when is None or bool(_invoke(self.stop.when, call)))
 
     def replace_inputs(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments that come in the place of these."""
         for replacement in self.input_replacements:
-            args, kwargs = _do(replacement.by, call, args, kwargs)
+            args, kwargs = _invoke(replacement.by, call, args, kwargs)
         return args, kwargs
 
     def run(self, call: Call, inner: AnyCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the replacement of the output; the arguments were replaced before."""
+        """Run or skip the call, and replace its output; its arguments have been replaced already."""
         skip = self.skip
-        if skip is None or (skip.when is not None and not _do(skip.when, call)):
+        if skip is None or (skip.when is not None and not _invoke(skip.when, call)):
             output = inner(module, *args, **kwargs)
         else:
-            output = _do(skip.output, call, args, kwargs)
-        for replace in self.replaces:
-            output = _do(replace.by, call, output)
+            output = _invoke(skip.output, call, args, kwargs)
+        for replacement in self.output_replacements:
+            output = _invoke(replacement.by, call, output)
         return output
 
 
-def _do(change: Callable[..., Any], call: Call, *details: Any) -> Any:
+def _invoke(callback: Callable[..., Any], call: Call, *args: Any) -> Any:
     try:
-        return change(call, *details)
+        return callback(call, *args)
     except Exception as error:
         error.add_note(f"raised by an intervention at {call.address!r}")
         raise

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from microtome.engine import integer_values, self_test
+from microtome.engine import self_test
 from microtome.engine.arguments import CannotSubstitute, as_non_leaf, copy_arguments, modules_in
 from microtome.engine.code_references import references_of
 from microtome.engine.function_caches import preserve_closures, replace_caches
+from microtome.engine.meta_tensors import INTEGER_DTYPES, copy_values, simulate_device
 from microtome.engine.module_index import reject_script
-from microtome.engine.placement import simulate_device
 from microtome.engine.pytree import accelerators_in, tensors_in
 from microtome.engine.random_states import preserve_random_states
 from microtome.engine.selectors import named_modules
@@ -169,8 +169,8 @@ def _tensor_factory(tensor_mode: TensorMode) -> Iterator[Callable[[Tensor], Tens
         if id(storage) not in memories:
             new = torch.UntypedStorage(storage.nbytes(), device="meta") if tensor_mode == "meta" else storage.clone()
             memories[id(storage)] = new
-            if tensor_mode == "meta" and tensor.dtype in integer_values.DTYPES and not tensor.is_meta:
-                integer_values.copy_values(new, storage)
+            if tensor_mode == "meta" and tensor.dtype in INTEGER_DTYPES and not tensor.is_meta:
+                copy_values(new, storage)
         empty = torch.empty(0, dtype=tensor.dtype, device=memories[id(storage)].device)
         return empty.set_(memories[id(storage)], tensor.storage_offset(), tensor.size(), tensor.stride())
 

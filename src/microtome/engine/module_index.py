@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microtome.addresses import no_path
+from microtome.addresses import path_not_found
 from microtome.engine.call import ModuleEntry
-from microtome.engine.selectors import Selector, check_model, named_modules, named_modules_with_aliases, select
+from microtome.engine.selectors import Selector, check_model, named_modules, select
 from microtome.engine.torch_internals import MODULE_CALL
 from microtome.errors import BadSelector, NoMatch, Unsupported
 
@@ -175,7 +175,7 @@ class ModelIndex(ModuleIndex):
 
     def paths_of(self, module: nn.Module) -> tuple[str, ...]:
         check_model(module)
-        paths = tuple(path for path, other in named_modules_with_aliases(self._model) if other is module)
+        paths = tuple(path for path, other in named_modules(self._model, remove_duplicate=False) if other is module)
         if not paths:
             raise NoMatch(f"the {type(module).__name__} is not part of the model; was the model copied?")
         return paths
@@ -240,7 +240,7 @@ class ProcessIndex(ModuleIndex):
         root, _, rest = str(path).partition(".")
         top = self._roots.get(root.partition("#")[0])
         if top is None:
-            raise no_path(path, [entry.path for entry in self.by_id.values()])
+            raise path_not_found(path, [entry.path for entry in self.by_id.values()])
         return _module_at(top, rest, path)
 
     def paths_of(self, module: nn.Module) -> tuple[str, ...]:
@@ -248,7 +248,7 @@ class ProcessIndex(ModuleIndex):
         paths = tuple(
             f"{root}.{path}" if path else root
             for root, top in list(self._roots.items())
-            for path, other in named_modules_with_aliases(top)
+            for path, other in named_modules(top, remove_duplicate=False)
             if other is module
         )
         if not paths:
@@ -298,7 +298,7 @@ def _module_at(top: nn.Module, path: str, given: str) -> nn.Module:
         raise BadSelector(f"a path is a text such as 'layer1.0', got {given!r}")
     module = _module_below(top, path) or _module_below(top, path.partition("#")[0])  # an address will do
     if module is None:
-        raise no_path(given, [name for name, _ in named_modules_with_aliases(top)])
+        raise path_not_found(given, [name for name, _ in named_modules(top, remove_duplicate=False)])
     return module
 
 

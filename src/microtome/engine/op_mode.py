@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microtome.engine import integer_values
+from microtome.engine import meta_tensors
 from microtome.engine.pytree import map_tensors, tensors_in
 from microtome.engine.random_states import mark_operators_observed, record_draw
 from microtome.engine.torch_internals import (
@@ -172,7 +172,7 @@ def _find_kind(func: Any) -> _OpKind:
         return _Composite(func)
     if func is torch.ops.aten._to_copy.default:
         return _Copy(func)
-    if not integer_values.READING_TAGS.isdisjoint(func.tags):
+    if not meta_tensors.READING_TAGS.isdisjoint(func.tags):
         return _ReadOp(func)
     schema = func._schema
     aliases = any(item.alias_info is not None for item in (*schema.arguments, *schema.returns))
@@ -202,12 +202,12 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any
 
 def _compute(kind: _OpKind, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator; in a run on meta tensors, also on the values of integers that are known."""
-    output = integer_values.compute_read(func, args, kwargs) if kind.__class__ in _READERS else NotImplemented
+    output = meta_tensors.compute_read(func, args, kwargs) if kind.__class__ in _READERS else NotImplemented
     if output is NotImplemented:
         output = _run_memoized(kind, func, args, kwargs)
         made = output if output.__class__ is Tensor else output[-1] if output.__class__ is tuple and output else None
-        if made.__class__ is Tensor and made.is_meta and made.dtype in integer_values.DTYPES:
-            integer_values.propagate(func, args, kwargs, output)
+        if made.__class__ is Tensor and made.is_meta and made.dtype in meta_tensors.INTEGER_DTYPES:
+            meta_tensors.propagate(func, args, kwargs, output)
     return output
 
 

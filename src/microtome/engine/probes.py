@@ -1,9 +1,8 @@
-"""Probes, which only observe a session, and interventions, which change the run."""
+"""Probes, which observe a run without changing it, and dispatching events to them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -11,24 +10,23 @@ from torch import Tensor
 
 from microtome.engine.call import Call
 from microtome.engine.composite_ops import CompositeOp, Function
-from microtome.engine.selectors import Selector
 from microtome.engine.torch_internals import OpOverload
 from microtome.errors import MicrotomeError, ProbeError
 from microtome.results.trace import Phase
 
-#: An operator, or a function of torch that the session shows whole.
+#: An operator, or a function of torch that the session reports as one operator.
 AnyOp = OpOverload | Function
 
 
 class Where(NamedTuple):
-    """The place where an operator runs.
+    """The context in which an operator runs.
 
     Attributes:
-        call: The call whose code ran it, or whose backward it is part of; None outside any.
-        function: The function of torch that the code called; None in a session that shows none whole, and outside any.
+        call: The call whose forward or backward runs it; None outside any.
+        function: The public function of torch that the code called; None in a session without composite operators.
         autocast: Whether that function was called under autocast.
-        whole: Of a function that is shown whole, when it has run: this run.
-        part_of: Of an operator in a backward: the run of such a function whose backward it is part of.
+        composite: For a composite operator that has run: this run of it.
+        part_of: For an operator in a backward: the run of the composite operator whose backward it is part of.
     """
 
     call: Call | None
@@ -40,113 +38,51 @@ class Where(NamedTuple):
 
 
 class Probe:
-    """Looks at a run and cannot change it: what its methods return is ignored.
+    """Observes a run and cannot change it: the return values of its methods are ignored.
 
-    Override what you need; a method left alone costs nothing. Every `enter` is followed by one `exit` or one `fail` of
-    the same call, also when the forward raises; every `enter_backward` by one `exit_backward`.
+    Override the methods you need; the others cost nothing. Every `enter` is followed by one `exit` or one `fail` of the
+    same call, also when the forward raises; every `enter_backward` by one `exit_backward`.
     """
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The call begins, with the arguments of the caller or those that a `ReplaceInputs` put in their place."""
+        """Called when a call begins, with its arguments after any `ReplaceInputs`."""
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """The call ended well."""
+        """Called when a call returns."""
 
     def fail(self, call: Call, error: BaseException) -> None:
-        """The call ended by an exception."""
+        """Called when a call raises."""
 
     def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An operator is about to run."""
+        """Called before an operator runs."""
 
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """An operator ran, in the thread that opened the session or in a backward that it called."""
+        """Called after an operator ran in the thread that opened the session, or in a backward that it called."""
 
     def read(self, where: Where, tensor: Tensor) -> None:
-        """Python code reads the values of a tensor without an operator, in a session that shows functions whole."""
+        """Called when Python reads values of a tensor without an operator, in a session with composite operators."""
 
     def backward_moves(self, call: Call | None) -> None:
-        """The backward goes on with this call; None: with nobody's nodes, or it has ended. Cheaper than all entries."""
+        """Called when the backward moves on to another call; None: to nodes of no call, or it ended.
+
+        Cheaper than `enter_backward` and `exit_backward`.
+        """
 
     def enter_backward(self, call: Call) -> None:
-        """The backward of the call begins, or comes back to it after another."""
+        """Called when the backward of a call begins, or resumes after that of another."""
 
     def exit_backward(self, call: Call) -> None:
-        """The backward leaves the call."""
+        """Called when the backward leaves a call."""
 
 
-@dataclass(frozen=True)
-class Replace:
-    """Gives the selected calls another output: `by(call, output)` returns it."""
-
-    at: Selector
-    by: Callable[[Call, Any], Any]
-
-
-@dataclass(frozen=True)
-class ReplaceInputs:
-    """Gives the selected calls other arguments: `by(call, args, kwargs)` returns a tuple and a dict."""
-
-    at: Selector
-    by: Callable[[Call, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-
-
-@dataclass(frozen=True)
-class Skip:
-    """Leaves out the forward of the selected modules: `output(call, args, kwargs)` gives what they return instead.
-
-    Attributes:
-        when: Asked at each selected call, after all probes, whether to leave it out; None: always.
-    """
-
-    at: Selector
-    output: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
-    when: Callable[[Call], bool] | None = None
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Ends the run at the exit of the first selected call, by raising `Stopped` through the model.
-
-    Attributes:
-        when: Asked at the exit of each selected call, after all probes, whether to end there; None: at the first.
-    """
-
-    at: Selector
-    when: Callable[[Call], bool] | None = None
-
-
-@dataclass(frozen=True)
-class ReplaceOp:
-    """Gives operators another output: `by(where, func, args, kwargs)` returns it, or NotImplemented to have it run."""
-
-    by: Callable[[Where, AnyOp, tuple[Any, ...], dict[str, Any]], Any]
-
-
-Intervention = Replace | ReplaceInputs | Skip | Stop | ReplaceOp
-
-
-class Stopped(BaseException):
-    """A `Stop` was reached. Not an `Exception`, so that a model that catches those does not swallow it.
-
-    Attributes:
-        call: The call that was stopped at.
-        output: What that call returned.
-    """
-
-    def __init__(self, call: Call, output: Any) -> None:
-        super().__init__(f"stopped at the exit of {call.address!r}")
-        self.call = call
-        self.output = output
-
-
-# -- notification ------------------------------------------------------------------------------------------------------
+# -- dispatch ----------------------------------------------------------------------------------------------------------
 
 
 def overridden_methods(probes: Iterable[Probe], name: str, *, skip_root: bool = False) -> list[Callable[..., None]]:
-    """The probes' methods of this name, without those that only inherit the empty one.
+    """The probes' methods of this name, without those inherited from `Probe`.
 
     Args:
-        skip_root: Whether the model itself is not looked at; it is in the session, since its call is the run.
+        skip_root: Do not call them for the root, which a session always tracks since its call is the run.
     """
     methods = [getattr(probe, name) for probe in probes if getattr(type(probe), name) is not getattr(Probe, name)]
     return [_except_root(method) for method in methods] if skip_root else methods
@@ -154,27 +90,29 @@ def overridden_methods(probes: Iterable[Probe], name: str, *, skip_root: bool = 
 
 def _except_root(method: Callable[..., None]) -> Callable[..., None]:
     @wraps(method)
-    def told(call: Call, *details: Any) -> None:
+    def call_method(call: Call, *args: Any) -> None:
         if call.path:
-            method(call, *details)
+            method(call, *args)
 
-    return told
+    return call_method
 
 
-def notify(methods: Iterable[Callable[..., None]], event: str, call: Call, *details: Any) -> None:
-    """Tell every probe; then raise what the first of them raised, if any did."""
-    failed: MicrotomeError | None = None
+def notify(methods: Iterable[Callable[..., None]], event: str, call: Call, *args: Any) -> None:
+    """Call the method of every probe; then raise the first error, if any."""
+    first: MicrotomeError | None = None
     for method in methods:
         try:
-            method(call, *details)
-        except MicrotomeError as error:  # says itself what is wrong
-            failed = failed or error
+            method(call, *args)
+        except MicrotomeError as error:  # its message is complete
+            first = first or error
         except Exception as error:  # noqa: BLE001  whatever a probe raises, the user must learn at which call
             name = getattr(method, "__qualname__", repr(method))
             message = f"{name} raised {type(error).__name__} at {event} of {call.address!r}: {error}"
-            failed = failed or _with_cause(ProbeError(message, call.address), error)
-    if failed is not None:
-        raise failed
+            wrapped = ProbeError(message, call.address)
+            wrapped.__cause__ = error
+            first = first or wrapped
+    if first is not None:
+        raise first
 
 
 def notify_backward_step(methods: Iterable[Callable[..., None]], call: Call | None) -> None:
@@ -183,8 +121,3 @@ def notify_backward_step(methods: Iterable[Callable[..., None]], call: Call | No
         return
     for method in methods:
         method(None)
-
-
-def _with_cause(error: ProbeError, cause: Exception) -> ProbeError:
-    error.__cause__ = cause
-    return error

@@ -1,14 +1,16 @@
-"""Selectors: the one way to name modules, used by everything that takes "which layers"."""
+"""Select modules of a model, or single calls of them: the one way to name layers everywhere in microtome."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
-from microtome.addresses import glob, is_glob, nearest
-from microtome.errors import BadSelector, NoMatch, NotAModule
+from microtome.addresses import CALL_ADDRESS, glob, is_glob, split_call_index, suggest_similar
+from microtome.engine.call import Call
+from microtome.errors import BadSelector, NoMatch, NotAModule, Unsupported
 
 Atom = str | re.Pattern[str] | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
 #: An exact path, a glob, a compiled regex, a module type, a module, a callable `(path, module) -> bool`, or several.
@@ -16,41 +18,38 @@ Selector = Atom | Sequence["Selector"] | set["Selector"] | frozenset["Selector"]
 
 
 def check_model(model: object) -> nn.Module:
-    """Return the model, or raise the error that says what was given instead."""
+    """Return the model, or raise if it is not an `nn.Module`."""
     if isinstance(model, nn.Module):
         return model
     hint = "; create it first, with its arguments" if isinstance(model, type) and issubclass(model, nn.Module) else ""
     raise NotAModule(f"expected a torch.nn.Module, got {_describe(model)}{hint}")
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules()`, for modules that cannot be hashed too."""
-    seen = {id(model)}
+def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """`nn.Module.named_modules`, also for modules that are unhashable or contain themselves."""
 
-    def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    def walk(path: str, module: nn.Module, visited: set[int]) -> Iterator[tuple[str, nn.Module]]:
         yield path, module
         for name, child in module._modules.items():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                yield from walk(f"{path}.{name}" if path else name, child)
+            if child is None or id(child) in visited:
+                continue
+            if remove_duplicate:
+                visited.add(id(child))
+            inner = visited if remove_duplicate else visited | {id(child)}
+            yield from walk(f"{path}.{name}" if path else name, child, inner)
 
-    return walk("", model)
+    return walk("", model, {id(model)})
 
 
-def named_modules_with_aliases(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every name of every module, root first: as `named_modules()`, but a shared module comes under all its names."""
-
-    def walk(path: str, module: nn.Module, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
-        yield path, module
-        for name, child in module._modules.items():
-            if child is not None and not any(child is a for a in above):  # a module may hold one that holds it
-                yield from walk(f"{path}.{name}" if path else name, child, (*above, child))
-
-    return walk("", model, (model,))
+def path_aliases(model: nn.Module) -> dict[str, str]:
+    """The further paths of shared modules, each with the first one, which their calls carry."""
+    first = {id(module): path for path, module in named_modules(model)}
+    paths = named_modules(model, remove_duplicate=False)
+    return {path: first[id(module)] for path, module in paths if path != first[id(module)]}
 
 
 def select(model: nn.Module, selector: Selector) -> dict[str, nn.Module]:
-    """The modules that the selector names, by path, in the order of `named_modules()`.
+    """Select modules; return them by path, in the order of `named_modules()`.
 
     A glob's `*` stays within one part of a path and `**` spans parts. A regex matches anywhere in a path unless
     anchored. Each part of a list must match something.
@@ -60,35 +59,42 @@ def select(model: nn.Module, selector: Selector) -> dict[str, nn.Module]:
     >>> list(select(net, "*")), list(select(net, nn.Linear)), list(select(net, ["1.0", "**.1"]))
     (['0', '1'], ['0', '1.1'], ['1', '1.0', '1.1'])
     """
-    chosen = _match(check_model(model), selector)
-    return {path: module for path, module in named_modules(model) if id(module) in chosen}
+    selected = _match(check_model(model), selector)
+    return {path: module for path, module in named_modules(model) if id(module) in selected}
 
 
-def _match(model: nn.Module, selector: Selector) -> set[int]:
-    """The ids of the modules: a module need not be hashable."""
-    if isinstance(selector, Sequence | set | frozenset) and not isinstance(selector, str | bytes):
+def _is_list(selector: Any) -> bool:
+    return isinstance(selector, Sequence | set | frozenset) and not isinstance(selector, str | bytes)
+
+
+def flatten_selector(selector: Any) -> list[Any]:
+    """The atoms of a possibly nested selector."""
+    return [atom for part in selector for atom in flatten_selector(part)] if _is_list(selector) else [selector]
+
+
+def _match(model: nn.Module, selector: Any) -> set[int]:
+    """The ids of the selected modules: a module need not be hashable."""
+    if _is_list(selector):
         if not selector:
             raise NoMatch("the selector is empty: name at least one path, glob, regex, module type, module or callable")
-        if all(isinstance(part, nn.Module) for part in selector):  # one look for all, since there may be many
+        if all(isinstance(part, nn.Module) for part in selector):  # one traversal for all, since there may be many
             parts = {id(part) for part in selector}
             if parts <= {id(module) for _, module in named_modules(model)}:
                 return parts
         return set().union(*(_match(model, part) for part in selector))
-    # Only a path can be another name of a shared module; all else sees each module once.
-    everything = list(
-        named_modules_with_aliases(model) if isinstance(selector, str | re.Pattern) else named_modules(model)
-    )
-    test = _test(selector, everything)
-    found = {id(module) for path, module in everything if test(path, module)}
-    if not found:
-        raise _no_match(selector, everything)
-    return found
+    # Only strings and regexes can match an alias of a shared module; all other selectors visit each module once.
+    modules = list(named_modules(model, remove_duplicate=not isinstance(selector, str | re.Pattern)))
+    predicate = _predicate(selector, modules)
+    matches = {id(module) for path, module in modules if predicate(path, module)}
+    if not matches:
+        raise _no_match(selector, modules)
+    return matches
 
 
-def _test(selector: Atom, everything: list[tuple[str, nn.Module]]) -> Callable[[str, nn.Module], bool]:
+def _predicate(selector: Atom, modules: list[tuple[str, nn.Module]]) -> Callable[[str, nn.Module], bool]:
     # Modules and types are callable too, so the callable comes last.
     if isinstance(selector, str):
-        if not is_glob(selector) or any(path == selector for path, _ in everything):
+        if not is_glob(selector) or any(path == selector for path, _ in modules):
             return lambda path, _: path == selector
         pattern = glob(selector)
         return lambda path, _: pattern.fullmatch(path) is not None
@@ -101,32 +107,93 @@ def _test(selector: Atom, everything: list[tuple[str, nn.Module]]) -> Callable[[
     if callable(selector) and not isinstance(selector, type):
         return selector
     raise BadSelector(
-        f"cannot select modules by {_describe(selector)}: give a path ('blocks.0'), a glob ('blocks.*.attn'), a "
+        f"cannot select modules by {_describe(selector)}: expected a path ('blocks.0'), a glob ('blocks.*.attn'), a "
         "compiled regex, a module type (nn.Linear), a module, a callable (path, module) -> bool, or a list of these"
     )
 
 
-def _no_match(selector: Atom, everything: list[tuple[str, nn.Module]]) -> NoMatch:
-    paths = [path for path, _ in everything]
+def _no_match(selector: Atom, modules: list[tuple[str, nn.Module]]) -> NoMatch:
+    paths = [path for path, _ in modules]
     if isinstance(selector, str):
         kind = "glob" if is_glob(selector) else "path"
-        return NoMatch(f"no module matches the {kind} {selector!r}. {nearest(selector, paths)}")
+        return NoMatch(f"no module matches the {kind} {selector!r}. {suggest_similar(selector, paths)}")
     if isinstance(selector, re.Pattern):
         pattern = selector.pattern
-        return NoMatch(f"no module's path matches the regex {pattern!r}. {nearest(pattern, paths)}")
+        return NoMatch(f"no module's path matches the regex {pattern!r}. {suggest_similar(pattern, paths)}")
     if isinstance(selector, type):
         kind = selector.__name__
-        types = sorted({type(module).__name__ for _, module in everything})
-        return NoMatch(f"the model has no module of type {kind}. {nearest(kind, types)}")
+        types = sorted({type(module).__name__ for _, module in modules})
+        return NoMatch(f"the model has no module of type {kind}. {suggest_similar(kind, types)}")
     if isinstance(selector, nn.Module):
         kind = type(selector).__name__
         return NoMatch(f"the {kind} given as selector is not part of the model; was the model copied?")
     name = getattr(selector, "__name__", selector)
-    return NoMatch(f"the callable {name!r} is true for none of the model's {len(everything)} modules")
+    return NoMatch(f"the callable {name!r} is true for none of the model's {len(modules)} modules")
 
 
-def _describe(thing: object) -> str:
-    if isinstance(thing, type):
-        return f"the class {thing.__name__}"
-    text = repr(thing)
-    return f"{type(thing).__name__} {text if len(text) <= 60 else text[:57] + '…'}"
+def _describe(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+def reject_ambiguous_names(paths: Iterable[str]) -> None:
+    """Raise if the path of a module reads as the address of a call."""
+    for path in paths:
+        if CALL_ADDRESS.fullmatch(path):
+            base, _, index = path.rpartition("#")
+            raise Unsupported(
+                f"the name of the module {path!r} reads as the call {index} of {base!r}: "
+                "rename it so that it does not end with '#' and a number"
+            )
+
+
+class CallSelection:
+    """Selected calls: all calls of the selected modules or, by an address such as `"block#1"`, one call of each.
+
+    Attributes:
+        modules: The modules, by path.
+    """
+
+    def __init__(self, model: nn.Module, at: Selector | None) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self._indices: dict[str, set[int] | None] = {}
+        paths = {path for path, _ in named_modules(model, remove_duplicate=False)}
+        for selector in [] if at is None else flatten_selector(at) or [at]:
+            reject_ambiguous_names([selector] if isinstance(selector, str) and selector in paths else ())
+            modules, index = split_call_index(selector)
+            for path, module in select(model, modules).items():
+                self._add(path, module, None if index is None else {index})
+        reject_ambiguous_names(self.modules)
+
+    def _add(self, path: str, module: nn.Module, indices: set[int] | None) -> None:
+        before = self._indices.get(path, set())
+        self.modules[path] = module
+        self._indices[path] = None if indices is None or before is None else before | indices
+
+    def update(self, other: CallSelection) -> None:
+        """Add the calls of another selection."""
+        for path, module in other.modules.items():
+            self._add(path, module, other._indices[path])
+
+    def has(self, path: str, index: int) -> bool:
+        """Whether the call of this module with this index is selected."""
+        indices = self._indices.get(path, ())
+        return indices is None or index in indices
+
+    def __contains__(self, call: object) -> bool:
+        return isinstance(call, Call) and self.has(call.path, call.index)
+
+    def address(self, call: Call) -> str:
+        """The address of a call, with `#0` if it was selected by its index."""
+        return call.address if call.index or self._indices.get(call.path) is None else f"{call.path}#0"
+
+    @property
+    def addresses(self) -> list[str]:
+        """The calls that are selected by index, as `Call.address` has them."""
+        calls = [(path, index) for path, indices in self._indices.items() for index in sorted(indices or ())]
+        return [f"{path}#{index}" if index else path for path, index in calls]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from microtome.engine import torch_internals as internals
-from microtome.engine.composite_ops import FunctionMode
+from microtome.engine.function_mode import FunctionMode
 from microtome.engine.op_mode import OpMode
 
 # -- operators and modes -----------------------------------------------------------------------------------------------

@@ -18,38 +18,27 @@ from microtome.engine import self_test
 from microtome.engine.autograd_owners import AutogradOwners, nodes_of
 from microtome.engine.backward import Backward, BackwardProbes, watch_moves
 from microtome.engine.call import Call, ModuleEntry, Run
-from microtome.engine.composite_ops import (
-    CompositeOp,
-    Function,
-    FunctionMode,
-    is_meta_or_fake,
-    meta_output,
-    run_on_meta,
-)
-from microtome.engine.interventions import CallInterventions
-from microtome.engine.module_calls import AnyCall, chain
-from microtome.engine.module_index import ModelIndex, ModuleIndex, ProcessIndex
-from microtome.engine.op_mode import OpMode
-from microtome.engine.probes import (
+from microtome.engine.composite_ops import CompositeOp, Function, is_meta_or_fake, meta_output, run_on_meta
+from microtome.engine.function_mode import FunctionMode, hide_modes
+from microtome.engine.interventions import (
+    CallInterventions,
     Intervention,
-    Probe,
     Replace,
     ReplaceInputs,
     ReplaceOp,
     Skip,
     Stop,
     Stopped,
-    Where,
-    notify,
-    notify_backward_step,
-    overridden_methods,
 )
+from microtome.engine.module_calls import AnyCall, chain
+from microtome.engine.module_index import ModelIndex, ModuleIndex, ProcessIndex
+from microtome.engine.op_mode import OpMode
+from microtome.engine.probes import Probe, Where, notify, notify_backward_step, overridden_methods
 from microtome.engine.pytree import tensors_in
 from microtome.engine.selectors import Selector, check_model, select
 from microtome.engine.signals import Modes, SignalSafe, deliver_signals, pending_signals
 from microtome.engine.thread_stacks import is_in_module_call
 from microtome.engine.threads import Thread, Threads
-from microtome.engine.torch_function import hide_modes
 from microtome.engine.torch_internals import current_graph_task, next_sequence_number
 from microtome.errors import MicrotomeError, SessionError, Unsupported
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microtome.addresses import unnumbered
+from microtome.addresses import strip_first_index
 from microtome.devices.environment import environment
 from microtome.engine import Call, Probe, Session, tensors_in
 from microtome.engine.meta_run import copy_inputs
@@ -88,7 +88,7 @@ class _CrossingValues(Probe):
         self._by_source: dict[str, list[Live]] = {}
         for value in wanted:
             if value.source is not None:
-                self._by_source.setdefault(unnumbered(value.source), []).append(value)
+                self._by_source.setdefault(strip_first_index(value.source), []).append(value)
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         for value in self._by_source.get(call.address, ()):

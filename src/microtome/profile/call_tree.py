@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from microtome.addresses import unnumbered
+from microtome.addresses import strip_first_index
 from microtome.engine.selectors import Selector
 from microtome.results.rows import Row
 
@@ -33,18 +33,18 @@ class CallTree:
         self.addresses: dict[str, int] = {}
         self.parents: list[int | None] = []
         for row in rows:
-            above = None if row.parent is None else self.addresses[unnumbered(row.parent)]
+            above = None if row.parent is None else self.addresses[strip_first_index(row.parent)]
             if row.path in self.paths:
-                self.addresses[unnumbered(row.address)] = len(self.parents)
+                self.addresses[strip_first_index(row.address)] = len(self.parents)
                 self.parents.append(above)
             else:
                 assert above is not None  # the root is looked at
-                self.addresses[unnumbered(row.address)] = above
+                self.addresses[strip_first_index(row.address)] = above
 
     @property
     def order(self) -> list[str]:
         """The addresses as `Call.address` gives them, in the order the calls begin."""
-        return [unnumbered(row.address) for row in self.rows]
+        return [strip_first_index(row.address) for row in self.rows]
 
     def leaves(self) -> list[int]:
         """Return the calls without measured calls inside."""

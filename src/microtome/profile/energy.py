@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from microtome.addresses import unnumbered
+from microtome.addresses import strip_first_index
 from microtome.devices.meters import Meter, RepeatedWork, metered
 from microtome.devices.statistics import spreads
 from microtome.engine import Call, Probe
@@ -178,7 +178,7 @@ def replay(runs: Passes, tree: CallTree, meter: Meter, schedule: PassSchedule, o
         raise Unsupported("layers are replayed in the forward only: leave out backward, or energy='replay'")
     began = perf_counter()
     whole = _measure_model(runs, meter, schedule)
-    leaves = {unnumbered(tree.rows[at].address): at for at in tree.leaves()}
+    leaves = {strip_first_index(tree.rows[at].address): at for at in tree.leaves()}
     kinds = {address: _kind(tree.rows[at], runs.model) for address, at in leaves.items()}
     capture = _ReplayInputs(kinds)
     with runs.session(capture, tree):

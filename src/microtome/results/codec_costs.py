@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from microtome.addresses import unnumbered
+from microtome.addresses import strip_first_index
 from microtome.errors import BadQuery
 from microtome.results.base import Result
 from microtome.results.cuts import Live
@@ -67,4 +67,4 @@ class CodecCosts(Result, kind="codecs"):
 def _as_in_older_files(value: Live) -> Live:
     """The value under the name that it has in files of an older microtome, without the `#0` of a first call."""
     source = value.source or ""
-    return value._replace(name=unnumbered(source) + value.name.removeprefix(source))
+    return value._replace(name=strip_first_index(source) + value.name.removeprefix(source))

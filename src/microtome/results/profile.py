@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from microtome.addresses import find_address, glob, is_glob, no_path
+from microtome.addresses import find_address, glob, is_glob, path_not_found
 from microtome.errors import BadQuery
 from microtome.files.reading import File
 from microtome.results.base import Result, render, write
@@ -116,7 +116,7 @@ class Profile(Result, kind="profile", schema=2):
         pattern = glob(address)
         found = tuple(row for row in self.calls if pattern.fullmatch(row.path))
         if not found:
-            raise no_path(address, self._by_address)
+            raise path_not_found(address, self._by_address)
         return found
 
     def __iter__(self) -> Iterator[Row]:

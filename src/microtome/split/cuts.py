@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from microtome.addresses import unnumbered
+from microtome.addresses import strip_first_index
 from microtome.engine.selectors import check_model
 from microtome.results.cuts import Cut, Cuts, Live
 from microtome.results.trace import Op, Trace, TracedCall, Value
@@ -169,7 +169,7 @@ def _chance(seen: Analysis, crossing: Crossing) -> str | None:
     drawing |= {draw.call for draw in seen.python_draws if draw.ended <= position}
     for level in crossing.levels:
         where = repr(level.call.address) if level.call.address else "the model"
-        varies = unnumbered(level.call.address) in seen.varying
+        varies = strip_first_index(level.call.address) in seen.varying
         if varies and any(call.index in drawing for call in seen.trace.below(level.call)):
             return (
                 f"by the random numbers that {where} draws, it makes other calls in other runs: {hint} before it draws"

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from microtome.engine.composite_ops import READS
+from microtome.engine.function_mode import READS
 from microtome.engine.pytree import map_tensors, tensors_in
 from microtome.engine.torch_internals import (
     HigherOrderOperator,

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from microtome.addresses import call_of, unnumbered
+from microtome.addresses import split_call_index, strip_first_index
 from microtome.engine import Call, Probe, Selector
-from microtome.engine.call_selection import CallSelection
 from microtome.engine.pytree import map_tensors
+from microtome.engine.selectors import CallSelection
 from microtome.errors import BadQuery, NoMatch
 from microtome.split.boundary import Boundary
 from microtome.split.stages import Splitter
@@ -60,8 +60,8 @@ def run_until(model: nn.Module, inputs: Any, at: str, *, save: Selector | None =
     wanted = None if save is None else CallSelection(model, save)
     saved = _Saved(wanted)
     boundary = head.run(splitter.given.args, splitter.given.kwargs, [saved])
-    known = {call_of(address)[0] for address in saved.by_address}
+    known = {split_call_index(address)[0] for address in saved.by_address}
     if missing := [path for path in wanted.modules if path not in known] if wanted is not None else []:
         raise NoMatch(f"{missing[0]!r} does not run before the exit of {at!r}: leave it out of `save`")
-    every = {unnumbered(cut.at): cut.at for cut in (*splitter.cuts, *splitter.cuts.refused)}
+    every = {strip_first_index(cut.at): cut.at for cut in (*splitter.cuts, *splitter.cuts.refused)}
     return Until(boundary, {every.get(address, address): value for address, value in saved.by_address.items()})

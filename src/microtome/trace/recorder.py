@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from microtome.addresses import number_calls
 from microtome.engine import Call, Probe, tensors_in
 from microtome.engine.arguments import CannotSubstitute
-from microtome.engine.composite_ops import CompositeOp, is_meta_or_fake, plain
+from microtome.engine.composite_ops import CompositeOp, is_meta_or_fake
 from microtome.engine.module_index import untraced_root_error
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.snapshot import WriteBackups
-from microtome.engine.torch_internals import is_autocast_enabled
+from microtome.engine.torch_internals import DisableTorchFunction, is_autocast_enabled
 from microtome.errors import Unsupported
 from microtome.flops.fused import composite_costs
 from microtome.flops.registry import NOTHING, OpCost, cost_of
@@ -115,7 +115,7 @@ class TraceRecorder(Probe):
             raise CannotSubstitute("autocast chooses dtypes by the device")
         if call.parent is None and call.phase == "forward":
             self._check_root(call)
-        with plain():
+        with DisableTorchFunction():
             parent = None if call.parent is None else self._calls[call.parent]
             index = None if parent is None else parent.index
             record = _OpenCall(
@@ -140,7 +140,7 @@ class TraceRecorder(Probe):
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         record = self._calls[call]
-        with plain():
+        with DisableTorchFunction():
             record.outputs = self._values.indices_in(output)
             record.ends = len(self._ops)
             record.done = True
@@ -181,7 +181,7 @@ class TraceRecorder(Probe):
         schema = op_schema(func)
         if not schema.may_write:  # what it reads is afterwards as it was
             return
-        with plain():
+        with DisableTorchFunction():
             written = schema.written(args, kwargs)
             for tensor in written:
                 if self._tensor_mode == "real":
@@ -199,11 +199,11 @@ class TraceRecorder(Probe):
         if where.phase == "forward":  # then torch's functions do not ask our mode, which slows down everything
             self._record(where, func, args, kwargs, output)
         else:
-            with plain():
+            with DisableTorchFunction():
                 self._record(where, func, args, kwargs, output)
 
     def read(self, where: Where, tensor: Tensor) -> None:
-        with plain():
+        with DisableTorchFunction():
             call = None if where.call is None else self._calls[where.call].index
             self._reads.append(Read(len(self._ops), call, self._values.of(tensor).index))
 
@@ -295,7 +295,7 @@ class TraceRecorder(Probe):
 
     def _fold_backward_op(self, where: Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the operator that begins is part of such a backward, and goes into one operator with its like."""
-        with plain():
+        with DisableTorchFunction():
             if self._fold is not None and self._fold.where.part_of is not where.part_of:
                 self._write_fold()
             if where.part_of is None or where.part_of not in self._functions:

@@ -13,7 +13,7 @@ from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import tensors_in
 from microtome.engine.composite_ops import is_meta_or_fake, suspend_tracing
-from microtome.engine.integer_values import value_of
+from microtome.engine.meta_tensors import value_of
 from microtome.engine.torch_internals import is_functorch_wrapped
 from microtome.errors import Unsupported
 from microtome.results.trace import Memory, Value

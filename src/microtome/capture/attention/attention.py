@@ -11,12 +11,11 @@ from typing import Any, Literal, SupportsFloat, overload
 import torch
 from torch import Tensor, nn
 
-from microtome.addresses import Addresses, no_path
+from microtome.addresses import Addresses, path_not_found
 from microtome.capture.attention.fused_weights import Heads, Rows, WeightRange
 from microtome.capture.attention.probe import ATTENTION, AttentionProbe
 from microtome.engine import Selector, Session
-from microtome.engine.call_selection import CallSelection, other_names
-from microtome.engine.selectors import check_model
+from microtome.engine.selectors import CallSelection, check_model, path_aliases
 from microtome.errors import BadQuery, NoMatch
 from microtome.files.reading import File
 from microtome.inputs import Inputs, device_of
@@ -69,8 +68,8 @@ def attention(
         run.run(model)
     if not captured:
         raise no_attention_error(model, probe)
-    addresses = tuple(Addresses(captured).spelled)
-    return Attention(addresses, tuple(captured.values()), selected.heads, selected.rows, other_names(model))
+    addresses = tuple(Addresses(captured).names)
+    return Attention(addresses, tuple(captured.values()), selected.heads, selected.rows, path_aliases(model))
 
 
 def no_attention_error(model: nn.Module, probe: AttentionProbe) -> NoMatch:
@@ -143,9 +142,9 @@ class Attention(Sequence[Tensor]):
         return self.by_layer[self._position(at) if isinstance(at, str) else _index(at)]
 
     def _position(self, name: str) -> int:
-        address = Addresses(self.layers, self.others).one(name)
+        address = Addresses(self.layers, self.others).resolve(name)
         if address is None:
-            raise no_path(name, self.layers)
+            raise path_not_found(name, self.layers)
         return self.layers.index(address)
 
     def rollout(

@@ -12,9 +12,10 @@ from torch.nn import functional as F  # noqa: N812
 from microtome.capture.attention.fused_weights import WeightRange, fused_weights
 from microtome.capture.attention.scores import Origins, Role, ScoreKind, role_of
 from microtome.engine import Call, Probe
-from microtome.engine.call_selection import CallSelection
-from microtome.engine.composite_ops import plain, suspend_tracing
+from microtome.engine.composite_ops import suspend_tracing
 from microtome.engine.probes import AnyOp, Where
+from microtome.engine.selectors import CallSelection
+from microtome.engine.torch_internals import DisableTorchFunction
 from microtome.flops.fused import AttentionArguments
 
 #: The composite operators that a session with this probe must report as one operator.
@@ -84,7 +85,7 @@ class AttentionProbe(Probe):
         role = role_of(func)
         if role is Role.NONE:
             return
-        with plain():
+        with DisableTorchFunction():
             self._begin_run(call.stack[0])
             if func in ATTENTION:
                 arguments = AttentionArguments(*args, **kwargs)

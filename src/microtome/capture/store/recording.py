@@ -56,7 +56,7 @@ class Recording:
 
     @property
     def names(self) -> list[str]:
-        return self._addresses.spelled
+        return self._addresses.names
 
     @property
     def count(self) -> int:
@@ -93,7 +93,7 @@ class Recording:
         return iter(self.names)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and bool(self._addresses.find(name))
+        return isinstance(name, str) and bool(self._addresses.matches(name))
 
     def close(self) -> None:
         """Prevent further reads; tensors that were read stay valid."""
@@ -115,7 +115,7 @@ class Recording:
 
     def _resolve(self, name: str) -> str:
         """Return the name in the files that a name means."""
-        address = self._addresses.one(name)
+        address = self._addresses.resolve(name)
         if address is None:
             near = difflib.get_close_matches(name, self.names, 5, 0.4) or self.names[:5]
             raise NoMatch(

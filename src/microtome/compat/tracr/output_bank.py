@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from microtome.addresses import unnumbered
+from microtome.addresses import strip_first_index
 from microtome.engine import Call, Probe
 from microtome.engine.pytree import map_tensors
 from microtome.errors import Unsupported
@@ -22,12 +22,12 @@ class Bank(Probe):
 
     def __init__(self, wanted: dict[str, int]) -> None:
         self.wanted = wanted
-        self._by_call = {unnumbered(address): layer for address, layer in wanted.items()}
+        self._by_call = {strip_first_index(address): layer for address, layer in wanted.items()}
         self.last: tuple[str, int] | None = None
         self.outputs: dict[int, Any] = {}
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self.last is not None and call.address == unnumbered(self.last[0]):
+        if self.last is not None and call.address == strip_first_index(self.last[0]):
             self.outputs[self.last[1]] = map_tensors(Tensor.detach, output)
         elif (layer := self._by_call.get(call.address)) is not None:
             self.outputs[layer] = map_tensors(lambda tensor: tensor.detach().clone(), output)

@@ -21,7 +21,7 @@ from torch.overrides import (
 )
 
 import microtome as mt
-from microtome.engine.torch_function import hide_modes
+from microtome.engine.function_mode import hide_modes
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
