@@ -500,10 +500,10 @@ def test_an_output_that_holds_itself_is_refused_with_its_name() -> None:
             return loop
 
     model = nn.Sequential(Loop())
-    with pytest.raises(Unsupported, match="a list holds itself") as caught, mt.record(model, "0"):
+    with pytest.raises(Unsupported, match="a list contains itself") as caught, mt.record(model, "0"):
         model(torch.rand(1))
     assert caught.value.__notes__ == ["in the output of '0'"]
-    with pytest.raises(Unsupported, match="a list holds itself") as caught:
+    with pytest.raises(Unsupported, match="a list contains itself") as caught:
         mt.extract(model, torch.rand(1), "0")
     assert "in the output of '0'" in caught.value.__notes__
 

@@ -41,9 +41,9 @@ def test_a_structure_that_holds_itself_has_its_tensors_and_cannot_be_copied(at: 
     value = loops()[at]
     assert [tensor is ONE for tensor in tensors_in(value)] == [True]
     kind = type(value).__name__
-    with pytest.raises(Unsupported, match=f"a {kind} holds itself, so that there is no end to what it holds"):
+    with pytest.raises(Unsupported, match=f"a {kind} contains itself, so it cannot be copied or named"):
         map_tensors(lambda tensor: tensor, value)
-    with pytest.raises(Unsupported, match=f"a {kind} holds itself"):
+    with pytest.raises(Unsupported, match=f"a {kind} contains itself"):
         list(named_tensors(value))
 
 
@@ -103,3 +103,9 @@ def test_tensors_of_a_dataclass_are_mapped_in_the_order_in_which_they_are_found(
     seen: list[Any] = []
     map_tensors(seen.append, value)
     assert [id(one) for one in seen] == [id(one) for one in tensors_in(value)]
+
+
+def test_struct_sequences_of_torch_keep_their_kinds() -> None:
+    found = map_tensors(lambda tensor: tensor + 1, torch.max(torch.tensor([[1.0, 3.0]]), 1))
+    assert type(found) is torch.return_types.max
+    assert (found.values.item(), found.indices.item()) == (4, 2)

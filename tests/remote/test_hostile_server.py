@@ -189,7 +189,7 @@ def test_outputs_whose_size_depends_on_values_need_an_option() -> None:
 def test_what_a_reply_may_take_follows_the_inputs_and_not_the_server() -> None:
     example = Splitter(
         Squares().eval(), torch.ones(1, 256, 256, 4).mean(-1, keepdim=True).expand(1, 256, 256, 4)[0]
-    ).templates.example
+    ).spec.example
 
     def most(*shape: int) -> int:
         return Expected(example, Inputs(torch.ones(1).expand(shape))).reply_bytes

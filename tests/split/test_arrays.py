@@ -174,7 +174,7 @@ def test_a_boundary_without_its_arrays_is_refused() -> None:
 
 def test_the_inputs_of_a_whole_model_are_sent_with_their_arrays() -> None:
     model, given = Net().eval(), example("float64", "gaps")
-    template = Splitter(model, given).templates.inputs
+    template = Splitter(model, given).spec.inputs
     sent = mt.Boundary.from_bytes(of_inputs(given, template, "").to_bytes())
     there = to_inputs(sent, template, None)
     assert there.kwargs["more"]["again"] is there.args[0]

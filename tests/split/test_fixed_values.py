@@ -15,7 +15,7 @@ from torch.nn.functional import relu, softplus
 
 import microtome as mt
 from microtome.errors import BadInputs, NoMatch
-from microtome.split.structure_spec import name_of, take_apart
+from microtome.split.structure_spec import flatten, qualified_name
 
 
 class Mode(enum.Enum):
@@ -109,7 +109,7 @@ class _Local:
     ids=["lambda", "closure", "bound method", "builtin method", "module", "class without a name"],
 )
 def test_values_without_a_name_that_others_find_are_refused(value: Any) -> None:
-    assert name_of(value) is None
+    assert qualified_name(value) is None
     with pytest.raises(NoMatch, match=r"'a' runs in the head, and it returns a .*, which is no tensor, number"):
         mt.split(Net(value, value, *WRAPS["list"]), torch.rand(2, 4), at="a")
 
@@ -147,10 +147,10 @@ class Synced(dict[str, int]):
 
 
 def test_a_dict_whose_attributes_are_its_items_crosses() -> None:
-    assert take_apart(Synced(scale=3))[0].strange is None
+    assert flatten(Synced(scale=3))[0].unsupported is None
     stale = Table(scale=3)  # a copy with another item would keep the attribute
     stale.scale = stale["scale"]
-    assert take_apart(stale)[0].strange == "Table with the attribute 'scale'"
+    assert flatten(stale)[0].unsupported == "Table with the attribute 'scale'"
 
 
 class Applies(nn.Module):

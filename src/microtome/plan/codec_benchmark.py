@@ -22,7 +22,7 @@ from microtome.results.cuts import Cuts, Live
 from microtome.split.arrays import to_tensor
 from microtome.split.boundary import Boundary
 from microtome.split.codecs import parse_codec
-from microtome.split.structure_spec import take_apart
+from microtome.split.structure_spec import flatten
 
 #: How often a value is encoded and decoded at most, and the seconds after which no further time begins.
 _REPEAT, _BUDGET_S = 5, 0.05
@@ -97,7 +97,7 @@ class _CrossingValues(Probe):
 
 def _run(model: nn.Module, inputs: Inputs, wanted: dict[str, Live], measure: Any) -> None:
     arrays: list[Any] = []
-    take_apart((inputs.args, inputs.kwargs), arrays=arrays)
+    flatten((inputs.args, inputs.kwargs), arrays=arrays)
     for value in wanted.values():
         if value.source is None:
             measure(value.name, _find(value, (inputs.args, inputs.kwargs, list(map(to_tensor, arrays)))))

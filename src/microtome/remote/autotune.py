@@ -241,7 +241,7 @@ def tuned(splitter: Splitter, connection: Connection, codecs: Sequence[str], ser
     """
     if INPUTS not in served:
         raise BadQuery(f"{connection.address} serves one cut alone: say at={served[0]!r}")
-    model, given = splitter.model, splitter.given
+    model, given = splitter.model, splitter.example
     # A later cut with no fewer bytes can only be better where the edge is the faster of the two; then it takes all.
     cuts = replace(splitter.cuts, offered=tuple(cut for cut in splitter.cuts if cut.dominates and cut.at in served))
     with torch.no_grad():
@@ -259,7 +259,7 @@ def best_codec(splitter: Splitter, at: str, connection: Connection, codecs: Sequ
     cuts = inputs if at == INPUTS else replace(inputs, offered=(splitter.cuts[at],))
     live = cuts.inputs if at == INPUTS else cuts[0].live
     with torch.no_grad():
-        costs = codec_costs(cuts, codecs, model=splitter.model, inputs=splitter.given)
+        costs = codec_costs(cuts, codecs, model=splitter.model, inputs=splitter.example)
     link = probe(connection).link
     spent = {codec: costs.of(live, codec) for codec in codecs}
     return min(

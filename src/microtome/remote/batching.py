@@ -31,7 +31,7 @@ from microtome.remote.tolerance import is_near, tolerances
 from microtome.split.boundary import Boundary
 from microtome.split.comparison import differences
 from microtome.split.placeholder import awake
-from microtome.split.structure_spec import take_apart
+from microtome.split.structure_spec import flatten
 
 log = logging.getLogger("microtome.remote")
 
@@ -114,13 +114,13 @@ class Batcher:
 
     def part(self, output: Any, rows: Sequence[int]) -> list[Any]:
         """Split the output of the model by request."""
-        template, tensors, plain = take_apart(output)
+        template, tensors, plain = flatten(output)
         parts: list[list[Tensor]] = [[] for _ in rows]
         for at, tensor in enumerate(tensors):
             pieces = tensor.split(list(rows)) if at in self.outputs else [tensor] * len(rows)
             for held, piece in zip(parts, pieces, strict=True):
                 held.append(piece)
-        return [template.fill(held, plain) for held in parts]
+        return [template.unflatten(held, plain) for held in parts]
 
     def resize(self, boundary: Boundary, rows: int) -> Boundary:
         """The first rows of a boundary, repeated where it has fewer."""
@@ -174,7 +174,7 @@ def _learn(head: Head, tail: Tail, given: Inputs) -> Batcher:
     adds = _adding(one.facts, twice.facts)
     if not (fits and grows) or adds is None:
         raise CannotBatch("twice the batch is not twice the boundary")
-    of_one, of_twice = (take_apart(tail(boundary))[1] for boundary in (one, twice))
+    of_one, of_twice = (flatten(tail(boundary))[1] for boundary in (one, twice))
     outputs = frozenset(at for at, tensor in enumerate(of_one) if _doubles(tensor, of_twice[at]))
     rows = next(iter(grows.values()))
     joiner = Batcher(grows, {path: _at(one.facts, path) / rows for path in adds}, outputs)
@@ -230,7 +230,7 @@ def _check_dependence(joiner: Batcher, tail: Tail, several: Sequence[Boundary]) 
                 for label, part in zip(labels, joined.tensors[name].chunk(len(several)), strict=True):
                     dependence.mark(part, label)
             output = tail(joined)
-        for at, tensor in enumerate(take_apart(output)[1]):
+        for at, tensor in enumerate(flatten(output)[1]):
             found = dependence.of(tensor)
             if at not in joiner.outputs:
                 if found.any():
@@ -285,7 +285,7 @@ def _doubles(one: Tensor, twice: Tensor) -> bool:
 
 
 def _cat(one: Any, other: Any) -> Any:
-    pieces = iter(take_apart(other)[1])
+    pieces = iter(flatten(other)[1])
     return map_tensors(lambda tensor: torch.cat([tensor, next(pieces)]) if tensor.dim() else tensor, one)
 
 

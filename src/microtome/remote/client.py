@@ -119,7 +119,7 @@ class Remote:
         if way.at is None:
             sent.where = "edge"
         elif way.at == INPUTS:
-            job.boundary = of_inputs(given, self._parts.templates.inputs, self._parts.fingerprint)
+            job.boundary = of_inputs(given, self._parts.spec.inputs, self._parts.fingerprint)
         else:
             head, _ = self._parts.at(way.at)
             with torch.no_grad():
@@ -139,7 +139,7 @@ class Remote:
         patience_s = _PATIENCE_S[self._fallback]
         if job.ends is not None and not self._fallback:
             patience_s = job.ends - monotonic()
-        job.expected = Expected(self._parts.templates.example, job.given, self._max_reply)
+        job.expected = Expected(self._parts.spec.example, job.given, self._max_reply)
         pending = Pending(head, job.boundary, job.sent.codec, job.ends, patience_s, job.expected.reply_bytes)
         if (nbytes := max(pending.nbytes, job.boundary.nbytes)) > self.server.max_message:  # as sent, or as unpacked
             raise RemoteError(
@@ -179,7 +179,7 @@ class Remote:
         start = perf_counter()
         assert job.expected is not None
         boundary = Boundary.from_bytes(reply.output, limit=job.expected.reading_bytes)
-        output = to_output(boundary, self._parts.templates.output, self._parts.device, job.expected)
+        output = to_output(boundary, self._parts.spec.output, self._parts.device, job.expected)
         job.sent.decode_s = perf_counter() - start
         return output
 
@@ -227,7 +227,7 @@ class Remote:
         splitter = self._parts.splitter
         if way.at is None or splitter is None:
             return
-        job = self._prepare(copy_inputs(splitter.given, splitter.model), way)  # the model may write into it
+        job = self._prepare(copy_inputs(splitter.example, splitter.model), way)  # the model may write into it
         job.ends = None
         self._encode(job)
         if job.pending is not None:

@@ -29,14 +29,14 @@ class LocalModel:
             if model.begins_at is not None or model.ends_at is None:
                 raise BadQuery(f"a client runs the first stage of a model, and this is {model!r}")
             self.model, self.fingerprint = model.model, model.fingerprint
-            self.templates: ModelSpec = model.templates
+            self.spec: ModelSpec = model.spec
             self._made[model.ends_at] = model, None
             self.fixed: str | None = model.ends_at
         else:
             with torch.no_grad():
                 self.splitter = Splitter(model, inputs)
             self.model, self.fingerprint = model, self.splitter.fingerprint
-            self.templates = self.splitter.templates
+            self.spec = self.splitter.spec
             self.fixed = None
         self.is_whole = not any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers()))
 

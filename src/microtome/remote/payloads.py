@@ -12,7 +12,7 @@ from microtome.errors import BadBoundary, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.arrays import to_array, to_tensor
 from microtome.split.boundary import Boundary
-from microtome.split.structure_spec import Plain, StructureSpec, check_same, take_apart
+from microtome.split.structure_spec import Plain, StructureSpec, check_structure, flatten
 from microtome.split.tensor_bytes import moved
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ INPUTS = ""
 def of_inputs(given: Inputs, template: StructureSpec, fingerprint: str) -> Boundary:
     """Pack the inputs of a model; the template is that of the example."""
     arrays: list[Any] = []
-    got, tensors, plain = take_apart((given.args, given.kwargs), arrays=arrays)
-    check_same("what the model is given, positional and by name,", template, got)
+    got, tensors, plain = flatten((given.args, given.kwargs), arrays=arrays)
+    check_structure("what the model is given, positional and by name,", template, got)
     return _packed(INPUTS, fingerprint, [*tensors, *map(to_tensor, arrays)], plain)
 
 
@@ -42,10 +42,12 @@ def of_output(output: Any, template: StructureSpec, at: str, fingerprint: str) -
     Raises:
         Unsupported: If there is something in it that cannot be sent.
     """
-    got, tensors, plain = take_apart(output)
-    if got.strange is not None:
-        raise Unsupported(f"the model returns a {got.strange}, which cannot be sent: tensors, numbers and texts can")
-    check_same("what the model returns", template, got)
+    got, tensors, plain = flatten(output)
+    if got.unsupported is not None:
+        raise Unsupported(
+            f"the model returns a {got.unsupported}, which cannot be sent: tensors, numbers and texts can"
+        )
+    check_structure("what the model returns", template, got)
     return _packed(at, fingerprint, tensors, plain)
 
 
@@ -73,14 +75,14 @@ def _unpacked(
     check: Callable[[Boundary, list[str]], None] | None = None,
 ) -> Any:
     plain, order = boundary.facts.get("plain"), boundary.facts.get("tensors")
-    expected = template.tensors + template.arrays
+    expected = template.num_tensors + template.num_arrays
     fits = isinstance(order, list) and len(order) == expected and set(boundary.tensors) == {*map(str, order)}
-    fits = fits and isinstance(plain, list) and len(plain) == template.plain
+    fits = fits and isinstance(plain, list) and len(plain) == template.num_plain
     fits = fits and all(isinstance(value, bool | int | float | str | None) for value in plain or ())
     if not fits:
         count = len(order) if isinstance(order, list) else len(boundary.tensors)
         raise BadBoundary(
-            f"{what} that came have {count} tensors, and {expected} with {template.plain} other values were "
+            f"{what} that came have {count} tensors, and {expected} with {template.num_plain} other values were "
             "expected: have both sides the same model"
         )
     assert isinstance(plain, list)
@@ -88,6 +90,6 @@ def _unpacked(
     if check is not None:
         check(boundary, list(map(str, order)))
     there = {name: tensor if device is None else moved(tensor, device) for name, tensor in boundary.tensors.items()}
-    tensors, arrays = order[: template.tensors], order[template.tensors :]
+    tensors, arrays = order[: template.num_tensors], order[template.num_tensors :]
     made = [to_array(boundary.tensors[str(name)]) for name in arrays]
-    return template.fill([there[str(name)] for name in tensors], plain, arrays=made)
+    return template.unflatten([there[str(name)] for name in tensors], plain, arrays=made)

@@ -15,7 +15,7 @@ from microtome.results.base import parse
 from microtome.results.profile import Profile
 from microtome.split.boundary import Boundary
 from microtome.split.size_bounds import stated_bytes
-from microtome.split.structure_spec import Example, TensorSpec, take_apart
+from microtome.split.structure_spec import Example, TensorSpec, flatten
 from microtome.units import size
 
 #: How many bytes reading a reply may take for each byte of the output: codecs and layouts need room for a moment.
@@ -33,7 +33,7 @@ class Expected:
         Args:
             most: The most bytes of a reply; None: as many as the example explains.
         """
-        _, tensors, plain = take_apart((given.args, given.kwargs))
+        _, tensors, plain = flatten((given.args, given.kwargs))
         now = [TensorSpec.of(tensor) for tensor in tensors]
         self._example = example
         self._same_kind = [one.dtype for one in now] == [one.dtype for one in example.inputs]

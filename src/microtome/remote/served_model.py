@@ -51,13 +51,13 @@ class ServedModel:
             self.model, self.fingerprint = model.model, model.fingerprint
             self._made[model.begins_at] = None, model
             self.cuts: tuple[str, ...] = (model.begins_at,)
-            self._templates = model.templates
+            self._spec = model.spec
         else:
             self._splitter = splitter = Splitter(model, inputs)
             _refuse_state(splitter.state)
             self.model, self.fingerprint = splitter.model, splitter.fingerprint
             self.cuts = (INPUTS, *(cut.at for cut in splitter.cuts))
-            self._templates = splitter.templates
+            self._spec = splitter.spec
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ class ServedModel:
         if self._splitter is None:
             raise Unsupported("only a stage of the model is here")
         with torch.no_grad():
-            return profile(self.model, self._splitter.given, measure="time").to_json()
+            return profile(self.model, self._splitter.example, measure="time").to_json()
 
     def decode(self, data: bytes | memoryview, limit: int) -> Decoded:
         """Decode a boundary.
@@ -125,11 +125,11 @@ class ServedModel:
             return joiner.part(self._run(joiner.join(several)), rows)
 
     def encode(self, output: Any, at: str, codec: str) -> bytes:
-        return of_output(output, self._templates.output, at, self.fingerprint).to_bytes(codec)
+        return of_output(output, self._spec.output, at, self.fingerprint).to_bytes(codec)
 
     def _run(self, boundary: Boundary) -> Any:
         if boundary.at == INPUTS:
-            return to_inputs(boundary, self._templates.inputs, self.device).run(self.model)
+            return to_inputs(boundary, self._spec.inputs, self.device).run(self.model)
         return self._parts(boundary.at)[1].run((boundary,), {}, release=True)
 
     def _parts(self, at: str) -> tuple[Stage | None, Stage]:
@@ -161,11 +161,11 @@ class ServedModel:
             head = first
         with self._lock:
             if at not in self._joiners:
-                self._joiners[at] = learn(head, tail, self._splitter.given)
+                self._joiners[at] = learn(head, tail, self._splitter.example)
             return self._joiners[at]
 
     def _whole_head(self, *args: Any, **kwargs: Any) -> Boundary:
-        return of_inputs(Inputs(*args, **kwargs), self._templates.inputs, self.fingerprint)
+        return of_inputs(Inputs(*args, **kwargs), self._spec.inputs, self.fingerprint)
 
 
 def check_codec(name: str) -> None:

@@ -98,7 +98,7 @@ def sweep(
     rows = tuple(replace(row, energy_j=joules.get(way), planned_s=planned.get(way)) for way, row in experiment.rows())
     return Sweep(
         model=type(splitter.model).__name__,
-        inputs=repr(splitter.given),
+        inputs=repr(splitter.example),
         server=server,
         device=told.device,
         codec=codec,
@@ -107,7 +107,7 @@ def sweep(
         rows=rows,
         energy=energy,
         no_plan=no_plan,
-        environment=environment(accelerators_in((splitter.given.args, splitter.given.kwargs))),
+        environment=environment(accelerators_in((splitter.example.args, splitter.example.kwargs))),
     )
 
 
@@ -128,7 +128,7 @@ class _Experiment:
 
     def __init__(self, parts: LocalModel, connection: Connection, told: Any, ways: Sequence[Route]) -> None:
         assert parts.splitter is not None
-        self._given: Inputs = parts.splitter.given
+        self._given: Inputs = parts.splitter.example
         self._remotes = {way: Remote(parts, connection, told, way, None, None) for way in ways}
         self._failed: dict[Route, str] = {}
         self._sent: dict[Route, list[RequestRecord]] = {way: [] for way in ways}
@@ -220,8 +220,8 @@ def _planned(
     try:
         cloud = ask_profile(connection, len(splitter.ranks), timeout=_PROFILE_S)
         with torch.no_grad():
-            edge = profile(splitter.model, splitter.given, measure="time", repeat=10)
-            costs = codec_costs(cuts, tuple({"raw", codec}), model=splitter.model, inputs=splitter.given)
+            edge = profile(splitter.model, splitter.example, measure="time", repeat=10)
+            costs = codec_costs(cuts, tuple({"raw", codec}), model=splitter.model, inputs=splitter.example)
         found = plan(cuts, edge=edge, cloud=cloud, link=link.link, codec=codec, costs=costs)
     except (RemoteError, BadFile, BadQuery, NoMatch, Unsupported) as error:
         return {}, str(error)

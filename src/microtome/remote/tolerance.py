@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from microtome.split.comparison import differences
-from microtome.split.structure_spec import take_apart
+from microtome.split.structure_spec import flatten
 
 #: By how much an answer may differ from that of the request alone, relative to each number and to its column's largest.
 _PRECISION = 1e-4
@@ -57,5 +57,5 @@ def _are_close(one: Tensor, other: Tensor, allowed: Tensor) -> Tensor:
 
 def _real_tensors(output: Any) -> list[Tensor]:
     """The tensors of an output, with real and imaginary parts apart."""
-    tensors = take_apart(output)[1]
+    tensors = flatten(output)[1]
     return [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in tensors]

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from microtome.results.trace import Op, Read, TracedCall
-from microtome.split.crossing import Crossing, Needs, ValueLocation
+from microtome.split.crossing import Crossing, ValueLocation
 from microtome.split.placeholder import SHAPE_ONLY
 
 if TYPE_CHECKING:
     from microtome.split.liveness import Liveness
+
+#: Needed values, by the memory that they lie in; False: only if somebody still refers to an older tensor of it.
+Needs = dict[int, dict[int, bool]]
 
 
 class BackwardSlice:
@@ -27,7 +30,7 @@ class BackwardSlice:
         self._liveness = liveness
         self._crossing = crossing
         self._forced = forced
-        self._trace = liveness.study.trace
+        self._trace = liveness.analysis.trace
         self._needs: Needs = {}
         self._idle: set[int] = set()
         self._around = {level.call.index for level in crossing.levels}
@@ -47,7 +50,7 @@ class BackwardSlice:
                 self._skip(item)
             elif isinstance(item, Read):
                 self._liveness.need(self._needs, item.value)
-            elif item.index in self._liveness.study.draws:
+            elif item.index in self._liveness.analysis.draws:
                 self._draw(item)
             else:
                 self._glue(item)
@@ -75,15 +78,15 @@ class BackwardSlice:
 
     def _draw(self, op: Op) -> None:
         """Take what an operator drew from the head: the tail does not draw it again."""
-        study = self._liveness.study
-        draw = study.draws[op.index]
-        if not draw.can_be_sent(op, is_fused=study.fuses_dropout):
+        analysis = self._liveness.analysis
+        draw = analysis.draws[op.index]
+        if not draw.can_be_sent(op, is_fused=analysis.fuses_dropout):
             around = self._trace.calls[op.call or 0]
             self.refused = (
                 f"{draw.name} draws random numbers in the forward of {around.address or 'the model'!r} itself, which "
                 "both sides run, and they cannot be sent"
             )
-            if study.is_training:
+            if analysis.is_training:
                 self.refused += "; if it is dropout, call model.eval()"
         for at, value in enumerate(op.outputs):
             memory, place = self._liveness.memory[value], ValueLocation(None, at, draw=op.index)
@@ -96,16 +99,16 @@ class BackwardSlice:
                 self.found[place] = value
 
     def _skip(self, call: TracedCall) -> None:
-        study, memory_of = self._liveness.study, self._liveness.memory
-        touched = study.touched(call.index)
+        analysis, memory_of = self._liveness.analysis, self._liveness.memory
+        touched = analysis.touched_memories(call.index)
         if touched.isdisjoint(self._needs):
             return
         for memory in touched & self._needs.keys():
             outputs = {value: at for at, value in enumerate(call.outputs) if memory_of[value] == memory}
             arguments = {value: at for at, value in enumerate(call.inputs) if memory_of[value] == memory}
-            if call.begins <= study.made_by.get(memory, -1) < call.ends:
+            if call.begins <= analysis.allocated_by.get(memory, -1) < call.ends:
                 self._supply(call, memory, outputs, {})
-            elif not study.writes(memory, call.begins, call.ends):
+            elif not analysis.writes(memory, call.begins, call.ends):
                 self._pass_on(call, memory, outputs, arguments)
             elif self._is_alone(memory, call):
                 self._check_views(call, memory, outputs)
@@ -131,7 +134,7 @@ class BackwardSlice:
             self._refuse(call, next(iter(needed)), "is changed in place")
         for value, at in arguments.items():
             self.found[ValueLocation(call.index, at, is_argument=True)] = value
-        same = self._liveness.study.shapes[call.index].same
+        same = self._liveness.analysis.call_structures[call.index].output_aliases
         for value in needed.keys() & outputs.keys():
             if same[outputs[value]] is None:
                 self.found[ValueLocation(call.index, outputs[value])] = value
@@ -140,10 +143,10 @@ class BackwardSlice:
 
     def _pass_on(self, call: TracedCall, memory: int, outputs: dict[int, int], arguments: dict[int, int]) -> None:
         """Take what a call returned in a tensor of its own, and look further for the rest."""
-        study = self._liveness.study
+        analysis = self._liveness.analysis
         needed = self._needs[memory] = dict(self._needs[memory])
-        same = study.shapes[call.index].same
-        values, written_later = self._trace.values, study.writes_after(memory, call.ends)
+        same = analysis.call_structures[call.index].output_aliases
+        values, written_later = self._trace.values, analysis.writes(memory, call.ends)
         for value in [value for value in needed if value in outputs and same[outputs[value]] is None]:
             surely, place = needed.pop(value), ValueLocation(call.index, outputs[value])
             if not written_later:
@@ -160,9 +163,9 @@ class BackwardSlice:
 
     def _check_views(self, call: TracedCall, memory: int, outputs: dict[int, int]) -> None:
         """Refuse what a call changes in place and returns in another shape, if it is written into again."""
-        study, needed = self._liveness.study, self._needs[memory]
-        views = any(study.shapes[call.index].same[at] is None for at in outputs.values())
-        if views and any(needed.values()) and study.writes_after(memory, call.ends):
+        analysis, needed = self._liveness.analysis, self._needs[memory]
+        views = any(analysis.call_structures[call.index].output_aliases[at] is None for at in outputs.values())
+        if views and any(needed.values()) and analysis.writes(memory, call.ends):
             self._refuse(call, next(iter(needed)), "is changed in place and returned as a view")
 
     def _is_alone(self, memory: int, call: TracedCall) -> bool:
@@ -181,7 +184,7 @@ class BackwardSlice:
 
     def _find_conflicts(self, items: list[TracedCall | Op | Read]) -> None:
         """Go forth, as the tail does, and see which memories have values."""
-        memory_of, made_by = self._liveness.memory, self._liveness.study.made_by
+        memory_of, made_by = self._liveness.memory, self._liveness.analysis.allocated_by
         empty = {memory_of[value] for value in self._trace.calls[0].inputs}
         empty -= {memory_of[value] for place, value in self.found.items() if place.is_input}
         for item in reversed(items):
@@ -193,7 +196,7 @@ class BackwardSlice:
                 continue
             if isinstance(item, Read):
                 continue
-            if item.index in self._liveness.study.draws:
+            if item.index in self._liveness.analysis.draws:
                 empty |= {memory_of[value] for value in item.outputs}
                 empty -= {memory_of[value] for place, value in self.found.items() if place.draw == item.index}
                 continue

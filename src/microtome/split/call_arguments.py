@@ -1,89 +1,92 @@
-"""The arguments of a call, and their mutations when it ends."""
+"""The arguments of a call, recorded when it begins to find out which of them it mutates."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
-from microtome.engine.pytree import children_of, dict_of, is_record, tensor_occurrences
+from microtome.engine.pytree import MAPPING, dict_of, node_type, tensor_occurrences
 from microtome.engine.torch_internals import version_of
 from microtome.split.arrays import is_array
-from microtome.split.structure_spec import strange_in
+from microtome.split.structure_spec import opaque_objects_in
 
 
 class CallArguments(NamedTuple):
     """The arguments of a call when it began.
 
     Attributes:
-        tensors: The tensors, each as often as it is given.
-        versions: What torch counts of each as it is written into.
-        holders: What holds something and can be changed where it is: lists, dicts, sets, dataclasses.
-        held: What each of these held.
-        objects: What is neither tensor, nor plain, nor a structure of these.
+        tensors: The tensors, once for each occurrence.
+        versions: torch's version counter of each, which in-place operators increment.
+        containers: The mutable structures: lists, dicts, sets, dataclasses, records.
+        contents: The keys and children of each of these.
+        objects: The leaves other than tensors and plain values.
         states: The state of each of these.
     """
 
     tensors: list[Tensor]
     versions: list[int]
-    holders: list[Any]
-    held: list[list[Any]]
+    containers: list[Any]
+    contents: list[list[Any]]
     objects: list[Any]
     states: list[Any]
 
-    def written(self) -> Iterator[int]:
-        """Tensors that were mutated since; none under inference mode, where torch has no version counters."""
+    def mutated_tensors(self) -> Iterator[int]:
+        """The tensors written to since, as indices; none under inference mode, where torch has no version counters."""
         pairs = zip(self.tensors, self.versions, strict=True)
-        return (at for at, (tensor, version) in enumerate(pairs) if version_of(tensor) != version)
+        return (index for index, (tensor, version) in enumerate(pairs) if version_of(tensor) != version)
 
-    def refilled(self) -> Iterator[int]:
-        """Containers whose contents changed since."""
-        pairs = zip(self.holders, self.held, strict=True)
-        return (at for at, (holder, held) in enumerate(pairs) if _differ(held, _held(holder)))
+    def mutated_containers(self) -> Iterator[int]:
+        """The containers whose contents changed since, as indices."""
+        pairs = zip(self.containers, self.contents, strict=True)
+        return (index for index, (container, before) in enumerate(pairs) if _differ(before, _contents(container)))
 
-    def altered(self) -> Iterator[Any]:
-        """The objects that are not as they were."""
+    def mutated_objects(self) -> Iterator[Any]:
+        """The objects whose state changed since."""
         return (item for item, state in zip(self.objects, self.states, strict=True) if state_of(item) != state)
 
 
-def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+def record_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
     """Record the arguments of a call."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # by far the most frequent
         return CallArguments([args[0]], [version_of(args[0])], [], [], [], [])
     tensors = list(tensor_occurrences((args, kwargs)))
-    holders = holders_in((args, tuple(kwargs.values())))
-    objects = strange_in((args, kwargs))
+    containers = containers_in((args, tuple(kwargs.values())))
+    objects = list(opaque_objects_in((args, kwargs)))
     return CallArguments(
         tensors,
         [version_of(tensor) for tensor in tensors],
-        holders,
-        [_held(holder) for holder in holders],
+        containers,
+        list(map(_contents, containers)),
         objects,
-        [state_of(item) for item in objects],
+        list(map(state_of, objects)),
     )
 
 
-def holders_in(value: Any) -> list[Any]:
-    """The lists, dicts, sets and dataclasses in a value, each once; those that can be changed where they are."""
-    found: dict[int, Any] = {}
+def containers_in(value: Any) -> list[Any]:
+    """The mutable structures in a value, each once: lists, dicts, sets, dataclasses, records."""
+    containers: dict[int, Any] = {}
     pending = [value]
     while pending:
         item = pending.pop()
-        is_object = is_dataclass(item) and not isinstance(item, type)
-        if isinstance(item, list | set | Mapping) or is_object or is_record(item):
-            if id(item) in found:
-                continue
-            found[id(item)] = item
-        pending += children_of(item)[::-1]
-    return list(found.values())
+        node = node_type(item)
+        if node is None or id(item) in containers:
+            continue
+        if not isinstance(item, tuple | frozenset):
+            containers[id(item)] = item
+        pending += [*node.children(item)][::-1]
+    return list(containers.values())
 
 
-def _held(holder: Any) -> list[Any]:
-    return [*holder, *holder.values()] if isinstance(holder, Mapping) else children_of(holder)
+def _contents(container: Any) -> list[Any]:
+    node = node_type(container)
+    if node is None:  # a record that has become something else
+        return []
+    children = node.children(container)
+    return [*container, *children] if node is MAPPING else [*children]
 
 
 def _differ(before: list[Any], after: list[Any]) -> bool:
@@ -91,14 +94,14 @@ def _differ(before: list[Any], after: list[Any]) -> bool:
         return True
     plain = bool | int | float | str | None
     return any(
-        one is not other  # 1 and True are equal, and not the same
-        and not (isinstance(one, plain) and isinstance(other, plain) and repr(one) == repr(other))
-        for one, other in zip(before, after, strict=True)
+        left is not right
+        and not (isinstance(left, plain) and isinstance(right, plain) and repr(left) == repr(right))  # not 1 == True
+        for left, right in zip(before, after, strict=True)
     )
 
 
 def state_of(value: Any, depth: int = 6) -> Any:
-    """Something that is equal as long as an object is as it was."""
+    """Something that compares equal as long as an object and what it refers to is unchanged."""
     if isinstance(value, Tensor):
         return id(value), version_of(value)
     if isinstance(value, bool | int | float | str | None):

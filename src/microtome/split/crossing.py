@@ -1,4 +1,4 @@
-"""The nouns of a cut: where values are found, the calls around it, and all that crosses."""
+"""Data of one cut: the calls around it, the locations of the values that cross, and how they cross."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ from typing import NamedTuple
 
 from microtome.results.trace import TracedCall
 
-#: Values that are needed, by the memory that they lie in; False: only if somebody still holds an older tensor of it.
-Needs = dict[int, dict[int, bool]]
-
 
 class ValueLocation(NamedTuple):
     """The location of a value in a run of the head.
 
     Attributes:
-        call: The call that returned it, or that wrote into it, as an index; None: an input of the model, or drawn.
-        at: Which of the tensors that the call returned or, if `is_argument`, that it was given.
-        draw: The operator that drew it, in code that both sides run, as an index; None: it was not drawn so.
+        call: The call that returned it or, if `is_argument`, that wrote to it; None: an input of the model, or a draw.
+        position: The index among the distinct tensors that the call, operator or model returned or took.
+        draw: The random operator in code that both sides run which returned it; None: there is none.
     """
 
     call: int | None
-    at: int
+    position: int
     is_argument: bool = False
     draw: int | None = None
 
@@ -33,12 +30,12 @@ class ValueLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class Level:
-    """A call that contains the cut, with those right inside it that ended before the cut.
+    """A call that encloses the cut, and those of its children that return before the cut.
 
     Attributes:
-        call: The call around, which the tail runs again.
-        skipped: Calls inside it that the tail leaves out.
-        onward: The call after them, which contains the cut; None: the last of the skipped ones is the cut.
+        call: The enclosing call, which both sides run.
+        skipped: The children that the tail skips.
+        onward: The child after them, which encloses the cut; None: the last of the skipped ones is the cut.
     """
 
     call: TracedCall
@@ -48,16 +45,16 @@ class Level:
 
 @dataclass
 class Crossing:
-    """All that is to be known of one cut.
+    """What crosses one cut.
 
     Attributes:
-        levels: From the model itself to the call that holds the cut.
-        values: Where the values are found that cross, and which they are.
-        copied: Those that the head writes into afterwards: they are copied when they are found.
-        written: Those that the tail writes into: it works on copies.
+        levels: The enclosing calls, from the model inwards.
+        values: The values that cross, as indices in the trace, by location.
+        copied: Those that the head writes to later: they are copied when they are located.
+        written: Those that the tail writes to: it works on copies.
         joined: The memories that cross as a whole, since several values of them do.
-        views: What calls return that is a view of an argument which is written into later: the tail makes it again, of
-            the argument at the position given.
+        views: The outputs that the tail makes again as views of an argument, whose position is given: that argument
+            is written to later.
         refused: Why there is no exact cut here; None: there is one.
     """
 

@@ -14,7 +14,7 @@ from microtome.addresses import strip_first_index
 from microtome.engine.selectors import check_model
 from microtome.results.cuts import Cut, Cuts, Live
 from microtome.results.trace import Op, Trace, TracedCall, Value
-from microtome.split.analysis import Analysis, study
+from microtome.split.analysis import Analysis, analyze
 from microtome.split.arrays import array_name
 from microtome.split.crossing import Crossing, ValueLocation
 from microtome.split.liveness import Liveness
@@ -38,22 +38,22 @@ def cuts(model: nn.Module, inputs: Any) -> Cuts:
     >>> [live.name for live in found["layer1.0.conv1"].live]
     ['stem', 'layer1.0.conv1']
     """
-    return list_cuts(check_model(model), study(model, inputs))
+    return list_cuts(check_model(model), analyze(model, inputs))
 
 
-def list_cuts(model: nn.Module, seen: Analysis) -> Cuts:
+def list_cuts(model: nn.Module, analysis: Analysis) -> Cuts:
     """All cuts of a run."""
-    liveness = Liveness(seen)
-    everywhere = _everywhere(seen)
-    counts = _Counts(seen)
-    arrays = _arrays(seen)
+    liveness = Liveness(analysis)
+    everywhere = _everywhere(analysis)
+    counts = _Counts(analysis)
+    arrays = _arrays(analysis)
     least: int | None = None
     found: list[Cut] = []
-    for index, call in enumerate(seen.ending[:-1]):  # the last is the model itself
-        refused = everywhere or _refusal(seen, call)
+    for index, call in enumerate(analysis.exit_order[:-1]):  # the last is the model itself
+        refused = everywhere or _refusal(analysis, call)
         crossing = liveness.crossing(call)
-        refused = refused or crossing_refusal(seen, crossing) or crossing.refused
-        live = (*arrays, *_live(seen, crossing))
+        refused = refused or crossing_refusal(analysis, crossing) or crossing.refused
+        live = (*arrays, *_live(analysis, crossing))
         nbytes = sum(value.nbytes for value in live)
         dominates = refused is None and (least is None or nbytes < least)
         if dominates:
@@ -61,7 +61,7 @@ def list_cuts(model: nn.Module, seen: Analysis) -> Cuts:
         found.append(
             Cut(index, call.address, call.type, call.depth, live, nbytes, *counts.at(crossing), dominates, refused)
         )
-    trace = seen.trace
+    trace = analysis.trace
     taken = [trace.values[at] for at in dict.fromkeys(trace.calls[0].inputs)]
     given = [trace.values[at] for at in dict.fromkeys(trace.calls[0].outputs)]
     weights = list(model.parameters())
@@ -80,23 +80,23 @@ def list_cuts(model: nn.Module, seen: Analysis) -> Cuts:
     )
 
 
-def _everywhere(seen: Analysis) -> str | None:
+def _everywhere(analysis: Analysis) -> str | None:
     """Return the reason why no cut at all is exact."""
-    if seen.draws and len(seen.scalars) != len(seen.trace.ops):  # in a backward that the forward runs
+    if analysis.draws and len(analysis.scalars) != len(analysis.trace.ops):  # in a backward that the forward runs
         return "the model draws random numbers, and it is not known in which of its operators"
-    if seen.inputs.strange is not None:
-        return f"the model is given a {seen.inputs.strange}, which cannot be sent: give tensors, numbers and texts"
+    if (unsupported := analysis.input_spec.unsupported) is not None:
+        return f"the model is given a {unsupported}, which cannot be sent: give tensors, numbers and texts"
     return None
 
 
-def _memory_refusal(seen: Analysis, crossing: Crossing) -> str | None:
+def _memory_refusal(analysis: Analysis, crossing: Crossing) -> str | None:
     """Return the reason why a tensor that the model keeps and mutates would differ between the sides."""
-    trace, around = seen.trace, {level.call.index for level in crossing.levels}
+    trace, around = analysis.trace, {level.call.index for level in crossing.levels}
 
     def side(op: Op) -> str:
         return "tail" if op.index >= crossing.cut.ends else "both" if op.call in around else "head"
 
-    for memory, writers in seen.kept_writes.items():
+    for memory, writers in analysis.state_writes.items():
         values = [value for value in trace.values if value.memory == memory]
         readers = {at for value in values for at in value.consumers if not _only_writes(trace, at, memory)}
         sides = {side(trace.ops[at]) for at in (*writers, *readers)}
@@ -107,7 +107,7 @@ def _memory_refusal(seen: Analysis, crossing: Crossing) -> str | None:
         op, held = trace.ops[writers[0]], values[0]
         where = "" if op.call is None else f" in {trace.calls[op.call].address!r}"
         what = f"the {held.origin} {held.name!r}" if held.name else "a tensor that the model keeps"
-        hint = "put the model in eval mode, or " if seen.is_training else ""
+        hint = "put the model in eval mode, or " if analysis.is_training else ""
         return (
             f"{op.name}{where} changes {what} as it runs, and the other side of the cut reads or changes it too: {hint}"
             "cut where one side does both"
@@ -122,11 +122,11 @@ def _only_writes(trace: Trace, op: int, memory: int) -> bool:
     return bool(found.mutates) and made == {memory}
 
 
-def _refusal(seen: Analysis, call: TracedCall) -> str | None:
+def _refusal(analysis: Analysis, call: TracedCall) -> str | None:
     around = call.parent
     while around is not None:
-        outer = seen.trace.calls[around]
-        if around in seen.fused:
+        outer = analysis.trace.calls[around]
+        if around in analysis.fused_calls:
             where = f"{outer.address!r}, a {outer.type}" if outer.address else f"the model itself, a {outer.type}"
             return (
                 f"it lies inside {where}, which torch runs as one fused operator when no gradient is wanted: the parts "
@@ -136,18 +136,18 @@ def _refusal(seen: Analysis, call: TracedCall) -> str | None:
     return None
 
 
-def crossing_refusal(seen: Analysis, crossing: Crossing) -> str | None:
+def crossing_refusal(analysis: Analysis, crossing: Crossing) -> str | None:
     """Return the reason why an effect of the head cannot be replayed in the tail."""
-    trace = seen.trace
+    trace = analysis.trace
     again: set[str] | None = None
     for level in crossing.levels:
         for call in level.skipped:
-            if seen.shapes[call.index].effect is not None:
-                return f"{call.address!r} runs in the head, and {seen.shapes[call.index].effect}"
-            if seen.has_hooks and (hooked := _hooked(seen, crossing, call)) is not None:
+            if analysis.call_structures[call.index].side_effect is not None:
+                return f"{call.address!r} runs in the head, and {analysis.call_structures[call.index].side_effect}"
+            if analysis.has_hook_mutations and (hooked := _hooked(analysis, crossing, call)) is not None:
                 return hooked
-            for inside in trace.below(call) if seen.is_noisy else ():
-                if not (sets := seen.shapes[inside.index].sets):
+            for inside in trace.below(call) if analysis.mutates_attributes else ():
+                if not (sets := analysis.call_structures[inside.index].mutated_attributes):
                     continue
                 if again is None:
                     again = {later.path for later in trace.calls if later.ends > crossing.cut.ends}
@@ -156,25 +156,29 @@ def crossing_refusal(seen: Analysis, crossing: Crossing) -> str | None:
                         f"{inside.address!r} runs in the head and sets {', '.join(sets)} of its module, which runs "
                         "again in the tail"
                     )
-    return seen.state.refusal(crossing, trace.calls) or _memory_refusal(seen, crossing) or _chance(seen, crossing)
+    return (
+        analysis.state.refusal(crossing, trace.calls)
+        or _memory_refusal(analysis, crossing)
+        or _chance(analysis, crossing)
+    )
 
 
-def _chance(seen: Analysis, crossing: Crossing) -> str | None:
+def _chance(analysis: Analysis, crossing: Crossing) -> str | None:
     """Return the reason why the two sides may draw other random numbers, or make other calls than this run."""
-    if not seen.varying and not seen.python_draws:
+    if not analysis.varying_calls and not analysis.python_draws:
         return None
-    calls, position = seen.trace.calls, seen.ending.index(crossing.cut)
-    hint = "put the model in eval mode, or cut" if seen.is_training else "cut"
-    drawing = {seen.trace.ops[op].call for op in seen.draws if op < crossing.cut.ends}
-    drawing |= {draw.call for draw in seen.python_draws if draw.ended <= position}
+    calls, position = analysis.trace.calls, analysis.exit_order.index(crossing.cut)
+    hint = "put the model in eval mode, or cut" if analysis.is_training else "cut"
+    drawing = {analysis.trace.ops[op].call for op in analysis.draws if op < crossing.cut.ends}
+    drawing |= {draw.call for draw in analysis.python_draws if draw.ended <= position}
     for level in crossing.levels:
         where = repr(level.call.address) if level.call.address else "the model"
-        varies = strip_first_index(level.call.address) in seen.varying
-        if varies and any(call.index in drawing for call in seen.trace.below(level.call)):
+        varies = strip_first_index(level.call.address) in analysis.varying_calls
+        if varies and any(call.index in drawing for call in analysis.trace.below(level.call)):
             return (
                 f"by the random numbers that {where} draws, it makes other calls in other runs: {hint} before it draws"
             )
-        for draw in seen.python_draws:
+        for draw in analysis.python_draws:
             if calls[draw.call] is level.call and draw.ended <= position:
                 return (
                     f"the forward of {where} draws from {draw.package} before the cut, and both sides would draw for "
@@ -183,11 +187,11 @@ def _chance(seen: Analysis, crossing: Crossing) -> str | None:
     return None
 
 
-def _hooked(seen: Analysis, crossing: Crossing, call: TracedCall) -> str | None:
+def _hooked(analysis: Analysis, crossing: Crossing, call: TracedCall) -> str | None:
     """Return the reason why the tail would miss a forward hook: it runs those of skipped calls, not of calls inside."""
     around = {level.call.path for level in crossing.levels}
-    for inside in seen.trace.below(call):
-        for path, names in seen.shapes[inside.index].hooked if inside is not call else ():
+    for inside in analysis.trace.below(call):
+        for path, names in analysis.call_structures[inside.index].hook_mutations if inside is not call else ():
             if names and path in around:
                 where = f"the {path!r} around it" if path else "the model"
                 return (
@@ -197,52 +201,52 @@ def _hooked(seen: Analysis, crossing: Crossing, call: TracedCall) -> str | None:
     return None
 
 
-def _live(seen: Analysis, crossing: Crossing) -> tuple[Live, ...]:
+def _live(analysis: Analysis, crossing: Crossing) -> tuple[Live, ...]:
     """The values that cross, each once, in the order in which they are made."""
-    calls, values = seen.trace.calls, seen.trace.values
+    calls, values = analysis.trace.calls, analysis.trace.values
     listed: dict[Any, Live] = {}
-    for place, value in sorted(crossing.values.items(), key=lambda pair: _when(seen, pair[0])):
+    for place, value in sorted(crossing.values.items(), key=lambda pair: _when(analysis, pair[0])):
         source = None if place.call is None else calls[place.call].address
         if place.draw is not None:
-            source = calls[seen.trace.ops[place.draw].call or 0].address
-        live = _as_live(place_name(seen, place), source, values[value])
+            source = calls[analysis.trace.ops[place.draw].call or 0].address
+        live = _as_live(location_name(analysis, place), source, values[value])
         memory = values[value].memory
         if place in crossing.copied:
             listed[place] = live
         elif memory in crossing.joined:
-            listed.setdefault(("memory", memory), live._replace(nbytes=seen.trace.memories[memory].nbytes))
+            listed.setdefault(("memory", memory), live._replace(nbytes=analysis.trace.memories[memory].nbytes))
         else:
             listed.setdefault(value, live)
     return tuple(listed.values())
 
 
-def _arrays(seen: Analysis) -> tuple[Live, ...]:
-    """The numpy arrays that the model is given: which code reads them is not seen, so they cross every cut."""
+def _arrays(analysis: Analysis) -> tuple[Live, ...]:
+    """The numpy arrays that the model is given: which code reads them is not analysis, so they cross every cut."""
     found = []
-    for at, (shape, dtype) in enumerate(seen.arrays):
+    for at, (shape, dtype) in enumerate(analysis.arrays):
         nbytes = math.prod(shape) * dtype.itemsize
         found.append(Live(array_name(at), None, shape, str(dtype).removeprefix("torch."), nbytes))
     return tuple(found)
 
 
-def _when(seen: Analysis, place: ValueLocation) -> tuple[int, int]:
+def _when(analysis: Analysis, place: ValueLocation) -> tuple[int, int]:
     if place.draw is not None:
         return place.draw, -1
-    return (-1, place.at) if place.call is None else (seen.trace.calls[place.call].ends, place.call)
+    return (-1, place.position) if place.call is None else (analysis.trace.calls[place.call].ends, place.call)
 
 
-def place_name(seen: Analysis, place: ValueLocation) -> str:
+def location_name(analysis: Analysis, place: ValueLocation) -> str:
     """Name a value that crosses by the call that returned it, with its index where there are several."""
     if place.draw is not None:
-        op = seen.trace.ops[place.draw]
-        number = list(seen.draws).index(place.draw)
-        return f"{seen.trace.calls[op.call or 0].address}({seen.draws[place.draw].name.partition('.')[0]}#{number})"
+        op = analysis.trace.ops[place.draw]
+        name, number = analysis.draws[place.draw].name.partition(".")[0], list(analysis.draws).index(place.draw)
+        return f"{analysis.trace.calls[op.call or 0].address}({name}#{number})"
     if place.call is None:
-        return _input_name(seen.trace.values[seen.trace.calls[0].inputs[place.at]])
-    call = seen.trace.calls[place.call]
+        return _input_name(analysis.trace.values[analysis.trace.calls[0].inputs[place.position]])
+    call = analysis.trace.calls[place.call]
     if place.is_argument:
-        return f"{call.address}(args[{place.at}])"
-    return call.address if len(call.outputs) == 1 else f"{call.address}[{place.at}]"
+        return f"{call.address}(args[{place.position}])"
+    return call.address if len(call.outputs) == 1 else f"{call.address}[{place.position}]"
 
 
 def _input_name(value: Value) -> str:
@@ -256,8 +260,8 @@ def _as_live(name: str, source: str | None, value: Value) -> Live:
 class _Counts:
     """Work and parameters on either side of a cut."""
 
-    def __init__(self, seen: Analysis) -> None:
-        trace = seen.trace
+    def __init__(self, analysis: Analysis) -> None:
+        trace = analysis.trace
         self._macs: list[int | None] = [0]
         for op in trace.ops:
             before = self._macs[-1]

@@ -34,7 +34,7 @@ class Dataflow:
         self, trace: Trace, given: Sequence[Sequence[Any]], scalars: Sequence[Scalars], draws: Collection[int] = ()
     ) -> None:
         self._trace = trace
-        self._given = [scalars_of((*plain,), {}) for plain in given]
+        self._given = [describe_scalars((*plain,), {}) for plain in given]
         self._scalars = scalars if len(scalars) == len(trace.ops) else [(UNKNOWN,) * 3] * len(trace.ops)
         self._order = {op: at for at, op in enumerate(sorted(draws))}
         inputs = [f"{value.name} {value.shape} {value.dtype}" for value in trace.values if value.origin == "input"]
@@ -54,7 +54,7 @@ class Dataflow:
                     distinct = [found[one.index] if count[found[one.index]] == 1 else "" for found, count in pairs]
                     self._flows[one.index] = (full[one.index], *distinct)
 
-    def of(self, call: int) -> Flow | None:
+    def arguments(self, call: int) -> Flow | None:
         """The digests of the arguments of a call; None: its module runs once in the call around it."""
         return self._flows.get(call)
 
@@ -124,7 +124,7 @@ def _scalars_in(scalars: Scalars, name: str, which: int) -> str:
     return scalars[2 if which == 1 and any(part in name for part in _SIZED) else which]
 
 
-def scalars_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scalars:
+def describe_scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scalars:
     full: list[str] = []
     without_ints: list[str] = []
     tensors: dict[int, int] = {}

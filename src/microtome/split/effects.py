@@ -93,7 +93,7 @@ def with_grad(tensor: Tensor, facts: Any, name: str = "requires_grad") -> Tensor
 
 def check_entry(step: SkippedCall, entry: dict[str, Any]) -> None:
     """Raise if an entry cannot be of a call, since it comes from elsewhere."""
-    fits = len(entry["t"]) == step.output.tensors and len(entry["p"]) == step.output.plain
+    fits = len(entry["t"]) == step.output.num_tensors and len(entry["p"]) == step.output.num_plain
     fits = fits and set(entry["a"]) <= set(map(str, step.arguments))
     fits = fits and (not step.changes or isinstance(entry.get("c"), list))
     if not fits:
@@ -175,14 +175,14 @@ def view(of: Tensor, item: Any, step: SkippedCall, sizes: SizeBudget) -> Tensor:
 def check_way(step: SkippedCall, given: CallArguments, outputs: list[Tensor]) -> None:
     """Raise where a call did to its arguments, or returned of them, what the tail would do otherwise."""
     other = None
-    if step.changes and step.changes[-1] >= len(given.holders):
+    if step.changes and step.changes[-1] >= len(given.containers):
         other = "is given fewer lists and dicts"
-    for at in given.refilled():
+    for at in given.mutated_containers():
         if at not in step.changes:
-            other = f"changes a {type(given.holders[at]).__name__} that it is given"
-    for item in given.altered():
+            other = f"changes a {type(given.containers[at]).__name__} that it is given"
+    for item in given.mutated_objects():
         other = f"changes a {type(item).__name__} that it is given"
-    if any(at not in step.writes for at in given.written()):
+    if any(at not in step.writes for at in given.mutated_tensors()):
         other = "writes into a tensor that it is given"
     if any(_share(outputs[at], given.tensors[of : of + 1]) is False for at, of in step.views.items()):
         other = "returns no view of a tensor that it is given"

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from microtome.results.trace import Op, Read, TracedCall
 from microtome.split.analysis import Analysis
-from microtome.split.backward_slice import BackwardSlice
-from microtome.split.crossing import Crossing, Level, Needs, ValueLocation
+from microtome.split.backward_slice import BackwardSlice, Needs
+from microtome.split.crossing import Crossing, Level, ValueLocation
 from microtome.split.placeholder import MASKS, SHAPE_ONLY, operator_named, reads_values
 
 _INDEX = "aten.index.Tensor"
@@ -18,22 +18,22 @@ _INDEX = "aten.index.Tensor"
 class Liveness:
     """The values that are live at each cut of one run."""
 
-    def __init__(self, study: Analysis) -> None:
-        self.study = study
-        self._trace = study.trace
-        self.memory = [value.memory for value in study.trace.values]
+    def __init__(self, analysis: Analysis) -> None:
+        self.analysis = analysis
+        self._trace = analysis.trace
+        self.memory = [value.memory for value in analysis.trace.values]
         # Weights are there on both sides; what a call returned of them is not, where that call is left out.
-        self._kept = {value.memory for value in study.trace.values if value.origin in ("parameter", "buffer")}
-        self._kept -= {self.memory[value] for call in study.trace.calls for value in call.outputs}
+        self._kept = {value.memory for value in analysis.trace.values if value.origin in ("parameter", "buffer")}
+        self._kept -= {self.memory[value] for call in analysis.trace.calls for value in call.outputs}
         self._reads: dict[int, list[Read]] = defaultdict(list)
-        for read in study.trace.reads:
+        for read in analysis.trace.reads:
             self._reads[read.op].append(read)
         self._live: dict[frozenset[int], list[Needs]] = {}
 
     def crossing(self, cut: TracedCall, more: Iterable[ValueLocation] = ()) -> Crossing:
         """Compute the values that cross at the exit of this call, and those that were found to be needed, too."""
         crossing = Crossing(cut, self._levels(cut))
-        left = self.study.state.left_by_tail(crossing, self._trace.calls)
+        left = self.analysis.state.left_by_tail(crossing, self._trace.calls)
         forced: set[int] = set()
         while True:
             walk = BackwardSlice(self, crossing, forced)
@@ -45,14 +45,14 @@ class Liveness:
         crossing.values = walk.found
         crossing.views = walk.views
         for place in more:
-            crossing.values.setdefault(place, self._listed(place)[place.at])
+            crossing.values.setdefault(place, self._listed(place)[place.position])
         for place, value in crossing.values.items():
             memory = self.memory[value]
             begins = 0 if place.call is None else self._trace.calls[place.call].ends
             begins = begins if place.draw is None else place.draw + 1
-            if self.study.writes(memory, begins, cut.ends):
+            if self.analysis.writes(memory, begins, cut.ends):
                 crossing.copied.add(place)  # what a call of the head wrote, the tail writes again
-            if self.study.writes_after(memory, begins) or memory in walk.glue_writes:
+            if self.analysis.writes(memory, begins) or memory in walk.glue_writes:
                 crossing.written.add(place)
         self._join(crossing)
         return crossing
@@ -67,7 +67,8 @@ class Liveness:
     @cached_property
     def aliases(self) -> dict[int, tuple[list[int], list[int]]]:
         """For each memory, the operators and the calls that have one more tensor lie in it."""
-        memory_of, made_by, shapes = self.memory, self.study.made_by, self.study.shapes
+        memory_of, made_by = self.memory, self.analysis.allocated_by
+        call_structures = self.analysis.call_structures
         found: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         for memory, count in Counter(memory_of[value] for value in self._trace.calls[0].inputs).items():
             if count > 1:
@@ -77,7 +78,11 @@ class Liveness:
                 if made_by.get(memory_of[at]) != op.index and at not in op.mutates:
                     found[memory_of[at]][0].append(op.index)
         for call in self._trace.calls:
-            own = Counter(memory_of[v] for at, v in enumerate(call.outputs) if shapes[call.index].same[at] is None)
+            own = Counter(
+                memory_of[v]
+                for at, v in enumerate(call.outputs)
+                if call_structures[call.index].output_aliases[at] is None
+            )
             for memory, count in own.items():
                 if count > (call.begins <= made_by.get(memory, -1) < call.ends):
                     found[memory][1].append(call.index)
@@ -90,7 +95,7 @@ class Liveness:
             if place not in crossing.copied:
                 shared[self.memory[value]].add(value)
         written = {self.memory[crossing.values[place]] for place in crossing.written}
-        viewed = {self.memory[self._trace.calls[place.call or 0].outputs[place.at]] for place in crossing.views}
+        viewed = {self.memory[self._trace.calls[place.call or 0].outputs[place.position]] for place in crossing.views}
         for memory, several in shared.items():
             if len(several) == 1 and memory not in viewed:  # a view is made again of what lies as it lay
                 continue
@@ -109,7 +114,7 @@ class Liveness:
     def _walk_back(self, left: frozenset[int]) -> list[Needs]:
         """Compute the needs of the operators from each on, of the output, and of the next run."""
         needs: Needs = {}
-        for at in (*self._trace.calls[0].outputs, *self.study.held, *left):
+        for at in (*self._trace.calls[0].outputs, *self.analysis.opaque_output_values, *left):
             self.need(needs, at)
         live = [dict(needs)]
         for op in reversed(self._trace.ops):
@@ -167,7 +172,7 @@ class Liveness:
 
     def step(self, op: Op, needs: Needs, *, forced: bool) -> bool:
         """Go back over an operator that the tail runs; return whether anybody needs it."""
-        memory, made_by = self.memory, self.study.made_by
+        memory, made_by = self.memory, self.analysis.allocated_by
         reasons = [forced or (not op.outputs and not op.mutates)]
         reasons += [any(needs[memory[at]].values()) for at in op.mutates if memory[at] in needs]
         wanted = reasons[0] or len(reasons) > 1

@@ -15,7 +15,7 @@ from microtome.devices.base import default_generators
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.random_states import code_refers_to
-from microtome.split.random_ops import random_state
+from microtome.split.random_ops import save_random_state
 
 #: So many more runs are compared where code reads elements of tensors and random numbers are drawn. What all of them
 #: have in common by chance is found when the model is split or run.
@@ -36,7 +36,7 @@ class PythonDraw(NamedTuple):
     ended: int
 
 
-class PythonDraws(Probe):
+class PythonDrawProbe(Probe):
     """Notes which calls draw from the generators of `random` and `numpy.random` in their own code."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -86,7 +86,7 @@ _STATES = {"random": random.getstate, "numpy": _numpy_state}
 _NAMES = {"random": "Python's random", "numpy": "numpy.random"}
 
 
-class CallOrder(Probe):
+class CallOrderProbe(Probe):
     """Notes which modules each call calls, in order.
 
     Attributes:
@@ -107,8 +107,8 @@ class CallOrder(Probe):
 
 
 def find_varying(
-    first: CallOrder,
-    run: Callable[[], CallOrder],
+    first: CallOrderProbe,
+    run: Callable[[], CallOrderProbe],
     devices: Collection[torch.device] = (),
     generators: Collection[torch.Generator] = (),
 ) -> frozenset[str]:
@@ -120,7 +120,7 @@ def find_varying(
         generators: Those that it draws from beside the default ones.
     """
     varying: set[str] = set()
-    restore = random_state(devices, generators, draws=True, packages=_NAMES.values())
+    restore = save_random_state(devices, generators, draws=True, packages=_NAMES.values())
     try:
         for _ in range(_RUNS):
             # Each run restores what it drew from, and would draw the same again.

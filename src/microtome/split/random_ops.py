@@ -38,7 +38,7 @@ class Draw(NamedTuple):
     @classmethod
     def of(cls, where: Where, func: AnyOp) -> Draw:
         dropout = "dropout" in getattr(where.function, "__name__", "")
-        return cls(name_of(func), not isinstance(func, OpOverload), dropout)
+        return cls(op_name(func), not isinstance(func, OpOverload), dropout)
 
     def can_be_sent(self, op: Op, *, is_fused: bool) -> bool:
         """Whether the operator of a real run is the one recorded, and all it draws is in what it returns.
@@ -49,7 +49,7 @@ class Draw(NamedTuple):
         return not self.is_whole and not (is_fused and self.is_dropout) and set(op.mutates) <= set(op.outputs)
 
 
-def name_of(func: AnyOp) -> str:
+def op_name(func: AnyOp) -> str:
     return str(getattr(func, "__name__", func))
 
 
@@ -75,7 +75,7 @@ def is_random(func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return True
 
 
-def random_state(
+def save_random_state(
     devices: Iterable[torch.device], generators: Iterable[torch.Generator], *, draws: bool, packages: Collection[str]
 ) -> Callable[[], None]:
     """Take the state of all generators that a run may draw from; return a function that sets them to it again.

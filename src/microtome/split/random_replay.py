@@ -14,7 +14,7 @@ from microtome.errors import BadBoundary, Unsupported
 from microtome.split.boundary import Boundary
 from microtome.split.crossing import ValueLocation
 from microtome.split.effects import as_ghost, draws_of, is_entry, revive
-from microtome.split.random_ops import is_random, name_of
+from microtome.split.random_ops import is_random, op_name
 from microtome.split.replay import StageRun
 from microtome.split.schedule import Schedule, ScheduleFollower, SkippedDraw
 from microtome.trace.op_schema import op_schema
@@ -81,11 +81,11 @@ def _step(trail: Schedule, at: int, func: AnyOp, where: Where) -> SkippedDraw:
     """The draw of the example that the next draw of a run is."""
     step = trail.draws[at] if at < len(trail.draws) else None
     path = "" if where.call is None else where.call.path
-    if step is None or (step.name, step.path) != (name_of(func), path):
+    if step is None or (step.name, step.path) != (op_name(func), path):
         expected = "no further draw" if step is None else f"{step.name} in {step.path or 'the model'!r}"
         raise Unsupported(
             f"the model takes another way than on the example: expected {expected} before the cut at {trail.at!r}, got "
-            f"{name_of(func)} in {path or 'the model'!r}. Split it on an example that takes this way"
+            f"{op_name(func)} in {path or 'the model'!r}. Split it on an example that takes this way"
         )
     return step
 

@@ -17,7 +17,7 @@ from microtome.errors import BadBoundary, Unsupported, describe_error
 from microtome.inputs import Inputs
 from microtome.split.arrays import array_name, to_array, to_tensor
 from microtome.split.boundary import Boundary
-from microtome.split.call_arguments import CallArguments, given, holders_in
+from microtome.split.call_arguments import CallArguments, containers_in, record_arguments
 from microtome.split.comparison import held_tensors
 from microtome.split.crossing import ValueLocation
 from microtome.split.effects import (
@@ -48,7 +48,7 @@ from microtome.split.placeholder import Placeholder, PlaceholderRead, awake
 from microtome.split.schedule import Schedule, ScheduleFollower, SentValue, SkippedCall
 from microtome.split.signature import HASH_SEED, check_same_call, describe, find_call, sign
 from microtome.split.size_bounds import SizeBudget
-from microtome.split.structure_spec import StructureSpec, check_same, take_apart
+from microtome.split.structure_spec import StructureSpec, check_structure, flatten
 from microtome.split.tensor_bytes import duplicate, moved
 
 
@@ -114,7 +114,11 @@ class StageRun(Probe):
         found = None if self._bank is None else self._bank.enter(call, args, kwargs)
         if isinstance(found, SkippedCall):
             arguments = describe(args, kwargs, in_order=found.uses_arguments, model=call.stack[0].module)
-            self._open[call] = found, given(args, kwargs), sign(found.key, arguments, found.flow, found.returns)
+            self._open[call] = (
+                found,
+                record_arguments(args, kwargs),
+                sign(found.key, arguments, found.flow, found.returns),
+            )
         elif found is not None:
             self._around.append(sign(found.key, describe(args, kwargs, model=call.stack[0].module), found.flow))
 
@@ -147,10 +151,10 @@ class StageRun(Probe):
             else:  # what it holds is right, or nobody reads it before it is written again
                 tensors.append(arguments[same])
         if step.changes:
-            self._refill(step, entry["c"], holders_in((args, tuple(kwargs.values()))), tensors, arguments)
+            self._refill(step, entry["c"], containers_in((args, tuple(kwargs.values()))), tensors, arguments)
         self._still += [(step.address, arguments[at], version_of(arguments[at])) for at in step.shares]
         self._replay.exit()
-        output = step.output.fill(tensors, entry["p"], (args, kwargs))
+        output = step.output.unflatten(tensors, entry["p"], (args, kwargs))
         if call.module is not None and has_forward_hooks(call.module):
             # What they return is part of the output that was sent; what they could not see was there in the head.
             run_forward_hooks(call.module, args, kwargs, output, ignore=PlaceholderRead)
@@ -160,11 +164,11 @@ class StageRun(Probe):
         if self._bank is None or (opened := self._open.pop(call, None)) is None:
             return
         step, had, signature = opened
-        template, tensors, plain = take_apart(output, (args, kwargs))
-        check_same(f"what {step.address!r} returns", step.output, template)
+        template, tensors, plain = flatten(output, (args, kwargs))
+        check_structure(f"what {step.address!r} returns", step.output, template)
         if not self.is_skipped(call):
             check_way(step, had, tensors)
-        arguments, lists = had.tensors, had.holders  # those that it was given, whatever they hold now
+        arguments, lists = had.tensors, had.containers  # those that it was given, whatever they hold now
         self._calls.append(
             {
                 "t": self._items(step, tensors, arguments),
@@ -187,9 +191,9 @@ class StageRun(Probe):
         if self._ends is None:
             return
         arrays: list[Any] = []
-        template, tensors, plain = take_apart((inputs.args, inputs.kwargs), arrays=arrays)
-        if template.strange is not None:
-            raise Unsupported(f"the model is given a {template.strange}, which cannot be sent: give a copy")
+        template, tensors, plain = flatten((inputs.args, inputs.kwargs), arrays=arrays)
+        if template.unsupported is not None:
+            raise Unsupported(f"the model is given a {template.unsupported}, which cannot be sent: give a copy")
         sent = self._ends.inputs
         items: list[Any] = []
         own: dict[str, Tensor] = {}
@@ -285,10 +289,10 @@ class StageRun(Probe):
         template, entry = self._inputs, boundary.facts.get("inputs", {})
         if not is_entry(entry):
             raise BadBoundary("the boundary does not say what the model was given: have it sent again")
-        if len(entry["t"]) != template.tensors or len(entry["p"]) != template.plain:
+        if len(entry["t"]) != template.num_tensors or len(entry["p"]) != template.num_plain:
             raise BadBoundary(
                 f"the head was given {len(entry['t'])} tensors and {len(entry['p'])} other values, and the example has "
-                f"{template.tensors} and {template.plain}: split both sides on examples of one structure"
+                f"{template.num_tensors} and {template.num_plain}: split both sides on examples of one structure"
             )
         if entry.get("k") != xxh3_64_hexdigest(template.text.encode()):
             raise BadBoundary(
@@ -302,8 +306,8 @@ class StageRun(Probe):
             tensors.append(
                 self._tensor(item, "an input", ValueLocation(None, rank)) if first is None else tensors[first]
             )
-        arrays = [to_array(self._array(array_name(at))) for at in range(template.arrays)]
-        args, kwargs = template.fill(tensors, entry["p"], arrays=arrays)
+        arrays = [to_array(self._array(array_name(at))) for at in range(template.num_arrays)]
+        args, kwargs = template.unflatten(tensors, entry["p"], arrays=arrays)
         return Inputs(*args, **kwargs)
 
     def _tensor(self, item: Any, of: str, place: ValueLocation | None) -> Tensor:

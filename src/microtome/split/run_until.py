@@ -59,7 +59,7 @@ def run_until(model: nn.Module, inputs: Any, at: str, *, save: Selector | None =
     head = splitter.at(at, verify=False)[0]
     wanted = None if save is None else CallSelection(model, save)
     saved = _Saved(wanted)
-    boundary = head.run(splitter.given.args, splitter.given.kwargs, [saved])
+    boundary = head.run(splitter.example.args, splitter.example.kwargs, [saved])
     known = {split_call_index(address)[0] for address in saved.by_address}
     if missing := [path for path in wanted.modules if path not in known] if wanted is not None else []:
         raise NoMatch(f"{missing[0]!r} does not run before the exit of {at!r}: leave it out of `save`")

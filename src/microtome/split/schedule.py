@@ -12,7 +12,7 @@ from microtome.errors import Unsupported
 from microtome.results.trace import TracedCall
 from microtome.split.analysis import Analysis
 from microtome.split.crossing import Crossing, ValueLocation
-from microtome.split.cuts import place_name
+from microtome.split.cuts import location_name
 from microtome.split.signature import Arguments, Flow, describe
 from microtome.split.size_bounds import Volume, volume_of
 from microtome.split.structure_spec import StructureSpec
@@ -158,15 +158,15 @@ class Schedule:
         return (step for steps, _ in self.levels for step in steps)
 
 
-def trail_to(seen: Analysis, crossing: Crossing) -> Schedule:
+def trail_to(analysis: Analysis, crossing: Crossing) -> Schedule:
     """The trail of a cut."""
     names: dict[Any, str] = {}
-    values = seen.trace.values
+    values = analysis.trace.values
 
     def sent(place: ValueLocation) -> SentValue:
         value = crossing.values[place]
         copied = place in crossing.copied
-        name = names.setdefault(place if copied else value, place_name(seen, place))
+        name = names.setdefault(place if copied else value, location_name(analysis, place))
         return SentValue(name, copied, not copied and values[value].memory in crossing.joined)
 
     places: dict[int | None, list[ValueLocation]] = {}
@@ -174,52 +174,52 @@ def trail_to(seen: Analysis, crossing: Crossing) -> Schedule:
         places.setdefault(place.call, []).append(place)
 
     def step(call: TracedCall) -> SkippedCall:
-        shape = seen.shapes[call.index]
+        structure = analysis.call_structures[call.index]
         here = places.get(call.index, [])
-        first = {rank: shape.taken.index(rank) for rank in shape.taken}
-        outputs = {place.at: place for place in here if not place.is_argument}
-        arguments = {place.at: place for place in here if place.is_argument}
-        views = {place.at: of for place, of in crossing.views.items() if place.call == call.index}
+        first = {rank: structure.argument_ranks.index(rank) for rank in structure.argument_ranks}
+        outputs = {place.position: place for place in here if not place.is_argument}
+        arguments = {place.position: place for place in here if place.is_argument}
+        views = {place.position: of for place, of in crossing.views.items() if place.call == call.index}
         given, returned = ([values[at].memory for at in listed] for listed in (call.inputs, call.outputs))
-        own = {at: memory for at, memory in enumerate(returned) if shape.same[at] is None}
-        later = {memory for memory in (*given, *returned) if seen.writes_after(memory, call.ends)}
-        sent_apart = {own[place.at] for place in here if not place.is_argument and place.at in own}
-        writes = {at for at, memory in enumerate(given) if seen.writes(memory, call.begins, call.ends)}
+        own = {at: memory for at, memory in enumerate(returned) if structure.output_aliases[at] is None}
+        later = {memory for memory in (*given, *returned) if analysis.writes(memory, call.ends)}
+        sent_apart = {own[place.position] for place in here if not place.is_argument and place.position in own}
+        writes = {at for at, memory in enumerate(given) if analysis.writes(memory, call.begins, call.ends)}
         apart = {at for at, memory in own.items() if memory not in given and later & {memory, *given}}
         shares = {at for at, memory in enumerate(given) if memory in sent_apart - later}
-        same = (shape.same[rank] for rank in shape.given)
+        same = (structure.output_aliases[rank] for rank in structure.output_ranks)
         return SkippedCall(
             call.index,
             call.path,
             call.address,
             call.depth,
-            shape.called,
-            seen.dataflow.of(call.index),
-            shape.taken,
-            shape.given,
-            shape.output,
+            structure.arguments,
+            analysis.dataflow.arguments(call.index),
+            structure.argument_ranks,
+            structure.output_ranks,
+            structure.output,
             tuple(None if of is None else first[of] for of in same),
-            {at: sent(outputs[rank]) for at, rank in enumerate(shape.given) if rank in outputs},
-            {at: first[views[rank]] for at, rank in enumerate(shape.given) if rank in views},
-            {at: sent(arguments[rank]) for at, rank in enumerate(shape.taken) if rank in arguments},
-            shape.changes,
-            _places(shape.taken, writes),
-            _places(shape.given, apart),
-            _places(shape.taken, shares),
-            seen.dataflow.outputs(call.index),
+            {at: sent(outputs[rank]) for at, rank in enumerate(structure.output_ranks) if rank in outputs},
+            {at: first[views[rank]] for at, rank in enumerate(structure.output_ranks) if rank in views},
+            {at: sent(arguments[rank]) for at, rank in enumerate(structure.argument_ranks) if rank in arguments},
+            structure.mutated_containers,
+            _places(structure.argument_ranks, writes),
+            _places(structure.output_ranks, apart),
+            _places(structure.argument_ranks, shares),
+            analysis.dataflow.outputs(call.index),
         )
 
     def around(call: TracedCall) -> EnclosingCall:
-        return EnclosingCall(call.path, call.address, call.depth, seen.dataflow.of(call.index))
+        return EnclosingCall(call.path, call.address, call.depth, analysis.dataflow.arguments(call.index))
 
     def draw(op: int) -> SkippedDraw:
-        traced = seen.trace.ops[op]
-        outputs = {place.at: sent(place) for place in places.get(None, []) if place.draw == op}
-        path = seen.trace.calls[traced.call or 0].path
-        return SkippedDraw(op, seen.draws[op].name, path, len(traced.outputs), outputs)
+        traced = analysis.trace.ops[op]
+        outputs = {place.position: sent(place) for place in places.get(None, []) if place.draw == op}
+        path = analysis.trace.calls[traced.call or 0].path
+        return SkippedDraw(op, analysis.draws[op].name, path, len(traced.outputs), outputs)
 
-    crossed = {place.at: sent(place) for place in places.get(None, []) if place.is_input}
-    inputs = {at: crossed[rank] for at, rank in enumerate(seen.taken) if rank in crossed}
+    crossed = {place.position: sent(place) for place in places.get(None, []) if place.is_input}
+    inputs = {at: crossed[rank] for at, rank in enumerate(analysis.input_ranks) if rank in crossed}
     levels = tuple(
         (tuple(map(step, level.skipped)), None if level.onward is None else around(level.onward))
         for level in crossing.levels
@@ -227,9 +227,9 @@ def trail_to(seen: Analysis, crossing: Crossing) -> Schedule:
     names_written = {sent(place).name for place in crossing.written}
     written = frozenset(place for place in crossing.values if sent(place).name in names_written)
     glue = {op for level in crossing.levels for op in level.call.ops if op < crossing.cut.ends}
-    draws = tuple(draw(op) for op in sorted(glue & seen.draws.keys()))
-    example = volume_of(seen.trace, crossing)
-    return Schedule(crossing.cut.address, levels, inputs, seen.taken, written, draws, example)
+    draws = tuple(draw(op) for op in sorted(glue & analysis.draws.keys()))
+    example = volume_of(analysis.trace, crossing)
+    return Schedule(crossing.cut.address, levels, inputs, analysis.input_ranks, written, draws, example)
 
 
 def _places(ranks: tuple[int, ...], among: set[int]) -> frozenset[int]:

@@ -257,7 +257,7 @@ def _is_same_output(sent: Any, returns: Flow) -> bool:
 def _is_by_output(signature: dict[str, Any], call: Any) -> bool:
     """Whether all that a call returns or does is known to be equal, whatever its arguments are."""
     is_known = signature["o"][0] == call.returns[0] and UNKNOWN not in call.returns[0]
-    return is_known and not call.output.plain and not call.uses_arguments
+    return is_known and not call.output.num_plain and not call.uses_arguments
 
 
 def describe_mismatch(others: list[dict[str, Any]], given: Arguments) -> str:

@@ -21,7 +21,7 @@ from microtome.split.placeholder import Placeholder
 from microtome.split.random_replay import DrawingRun
 from microtome.split.replay import StageRun
 from microtome.split.schedule import Schedule
-from microtome.split.structure_spec import ModelSpec, check_same, take_apart
+from microtome.split.structure_spec import ModelSpec, check_structure, flatten
 from microtome.split.weights import tensor_at
 
 
@@ -35,7 +35,7 @@ class Stage:
         index: Which of the stages it is.
         model: The model that it is a part of.
         fingerprint: Of the model; stages of another one refuse its boundaries.
-        templates: The structure of what the model takes and returns.
+        spec: The structure of what the model takes and returns.
         state: What the model reads that earlier runs of it wrote, in words; None: nothing.
     """
 
@@ -45,7 +45,7 @@ class Stage:
         index: int,
         begins: Schedule | None,
         ends: Schedule | None,
-        templates: ModelSpec,
+        spec: ModelSpec,
         needed: Iterable[str],
         fingerprint: str,
         state: str | None = None,
@@ -55,7 +55,7 @@ class Stage:
         self.fingerprint = fingerprint
         self._begins = begins
         self._ends = ends
-        self.templates = templates
+        self.spec = spec
         self.state = state
         self._needed = tuple(needed)
         self._free: list[tuple[Session, StageRun]] = []
@@ -112,8 +112,8 @@ class Stage:
             run.begin(boundary, None if boundary is None else self.device, release=release)
             given = Inputs(*args, **kwargs) if boundary is None else run.inputs(boundary)
             if boundary is None:
-                got = take_apart((given.args, given.kwargs), arrays=[])[0]
-                check_same("what the head is given, positional and by name,", self.templates.inputs, got)
+                got = flatten((given.args, given.kwargs), arrays=[])[0]
+                check_structure("what the head is given, positional and by name,", self.spec.inputs, got)
             run.take_inputs(given)
             with session:
                 return self._run(run, given)
@@ -160,9 +160,9 @@ class Stage:
 
     def _session(self, probes: tuple[Probe, ...] = ()) -> tuple[Session, StageRun]:
         interventions: list[Any] = []
-        run = StageRun(self._begins, self._ends, self.templates.inputs)
+        run = StageRun(self._begins, self._ends, self.spec.inputs)
         if any(trail is not None and trail.draws for trail in (self._begins, self._ends)):
-            run = drawing = DrawingRun(self._begins, self._ends, self.templates.inputs)
+            run = drawing = DrawingRun(self._begins, self._ends, self.spec.inputs)
             interventions.append(ReplaceOp(drawing.draw))
         if self._skipped:
             interventions.append(Skip(self._skipped, run.output, when=run.is_skipped))

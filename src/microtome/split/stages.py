@@ -17,7 +17,7 @@ from microtome.errors import BadQuery, Unsupported
 from microtome.files.reading import File
 from microtome.inputs import Inputs, device_of
 from microtome.results.cuts import Cut, Cuts
-from microtome.split.analysis import Analysis, study
+from microtome.split.analysis import Analysis, analyze
 from microtome.split.boundary import Boundary
 from microtome.split.checkpoint import save_stages
 from microtome.split.codecs import is_lossless
@@ -27,10 +27,10 @@ from microtome.split.cut_selection import choose_cuts, stage_index
 from microtome.split.cuts import list_cuts
 from microtome.split.liveness import Liveness
 from microtome.split.placeholder import PlaceholderRead
-from microtome.split.random_ops import random_state
+from microtome.split.random_ops import save_random_state
 from microtome.split.schedule import trail_to
 from microtome.split.stage import Stage
-from microtome.split.structure_spec import Example, ModelSpec, TensorSpec, take_apart
+from microtome.split.structure_spec import Example, ModelSpec, TensorSpec, flatten
 from microtome.split.verification import hide_attributes, refuse_errors
 from microtome.split.weights import digest_of, stripped, structure_of, weights_of
 
@@ -110,7 +110,7 @@ class Stages(Sequence[Stage]):
 
     def try_codec(self, codec: str) -> CodecTrial:
         """Send what crosses on the example through a codec, and see what becomes of the model's output."""
-        example = self._splitter.given
+        example = self._splitter.example
         sent = raw = 0
         value = self._stages[0](*example.args, **example.kwargs)
         for stage in self._stages[1:]:
@@ -139,17 +139,17 @@ class Stages(Sequence[Stage]):
     def save(self, folder: File) -> None:
         """Write `stage0.safetensors`, `stage1.safetensors`, … and `plan.json`, which `mt.load_stage` reads."""
         ranks = self._splitter.ranks
-        drawn: dict[int | None, int] = {op: at for at, op in enumerate(self._splitter.draws)}
+        draws: dict[int | None, int] = {op: number for number, op in enumerate(self._splitter.draws)}
         # All that crosses: who loads a stage looks at a model without values, and does not see what its code reads.
         every = self._splitter.places([self._splitter.cuts[at] for at in self.at], self._more)
         more = [
             [
-                [None if place.call is None else ranks[place.call], place.at, place.is_argument, drawn.get(place.draw)]
+                [ranks.get(place.call), place.position, place.is_argument, draws.get(place.draw)]
                 for place in sorted(places, key=str)
             ]
             for places in every
         ]
-        save_stages(folder, self._stages, self._splitter.given, self.at, self.fingerprint, more)
+        save_stages(folder, self._stages, self._splitter.example, self.at, self.fingerprint, more)
 
     def __repr__(self) -> str:
         name = type(self._stages[0].model).__name__
@@ -169,40 +169,47 @@ class Splitter:
         self.model = check_model(model)
         with SUBSTITUTION_LOCK:
             given = Inputs.of(inputs, device=device_of(model))
-            self.given = copy_inputs(given, model)  # whoever gave them may write into them
-            self._seen: Analysis = study(model, self.given)
-            self._seen.inputs = take_apart((given.args, given.kwargs), arrays=[])[0]  # copies of arrays do not overlap
+            self.example = copy_inputs(given, model)  # whoever gave them may write into them
+            self._analysis: Analysis = analyze(model, self.example)
+            self._analysis.input_spec = flatten((given.args, given.kwargs), arrays=[])[
+                0
+            ]  # copies of arrays do not overlap
             digest = digest_of(model) if fingerprint is None else None
-        self.cuts: Cuts = list_cuts(model, self._seen)
-        self._liveness = Liveness(self._seen)
-        self.fingerprint = fingerprint or f"{structure_of(self._seen, model)}-{digest or 'unknown'}"
+        self.cuts: Cuts = list_cuts(model, self._analysis)
+        self._liveness = Liveness(self._analysis)
+        self.fingerprint = fingerprint or f"{structure_of(self._analysis, model)}-{digest or 'unknown'}"
 
     @property
     def state(self) -> str | None:
         """A description of the state that the model carries between runs; None: it has none."""
-        return self._seen.carried
+        return self._analysis.carried_state
 
     @property
-    def ranks(self) -> dict[int, int]:
+    def ranks(self) -> dict[int | None, int]:
         """For the index of each call, its rank in an order that other processes know too."""
-        return {call.index: rank for rank, call in enumerate(self._seen.canonical)}
+        return {call.index: rank for rank, call in enumerate(self._analysis.canonical_order)}
 
     @property
     def draws(self) -> list[int]:
         """The operators that draw random numbers, as indices."""
-        return list(self._seen.draws)
+        return list(self._analysis.draws)
 
     @cached_property
-    def templates(self) -> ModelSpec:
-        seen, trace = self._seen, self._seen.trace
+    def spec(self) -> ModelSpec:
+        analysis, trace = self._analysis, self._analysis.trace
         values, root = trace.values, trace.calls[0]
         taken, returned = (
             tuple(TensorSpec(values[listed[rank]].shape, values[listed[rank]].dtype) for rank in ranks)
-            for listed, ranks in ((root.inputs, seen.taken), (root.outputs, seen.shapes[0].given))
+            for listed, ranks in (
+                (root.inputs, analysis.input_ranks),
+                (root.outputs, analysis.call_structures[0].output_ranks),
+            )
         )
-        plain = take_apart((self.given.args, self.given.kwargs))[2]
+        plain = flatten((self.example.args, self.example.kwargs))[2]
         is_static = not trace.reads and not any(self._liveness.read_by(op) for op in trace.ops)
-        return ModelSpec(seen.inputs, seen.shapes[0].output, Example(taken, plain, returned, is_static))
+        return ModelSpec(
+            analysis.input_spec, analysis.call_structures[0].output, Example(taken, plain, returned, is_static)
+        )
 
     def cut(self, where: Any) -> Cut:
         """The one cut that a user names."""
@@ -219,7 +226,7 @@ class Splitter:
         verified = "not verified: it was not asked for"
         with SUBSTITUTION_LOCK:  # or another thread may have put stand-ins into the model
             if verify and _is_whole(self.model):
-                with restore_afterwards(self.model, self._seen.written_parameters) as before:
+                with restore_afterwards(self.model, self._analysis.written_parameters) as before:
                     verified = self._verify(chosen, more, before)
             elif verify:
                 verified = "not verified: some of the weights are not here"
@@ -235,29 +242,29 @@ class Splitter:
             more: For each cut, what is to cross beside what the trace tells.
             model: Whose parts they are, if not of the model that was looked at.
         """
-        seen = self._seen
+        analysis = self._analysis
         crossings: list[Crossing | None] = [None]
         for cut, places in zip(chosen, more, strict=True):
-            crossings.append(self._liveness.crossing(seen.ending[cut.index], places))
+            crossings.append(self._liveness.crossing(analysis.exit_order[cut.index], places))
         crossings.append(None)
-        trails = [None if crossing is None else trail_to(seen, crossing) for crossing in crossings]
+        trails = [None if crossing is None else trail_to(analysis, crossing) for crossing in crossings]
         return [
             Stage(
                 self.model if model is None else model,
                 index,
                 trails[index],
                 trails[index + 1],
-                self.templates,
-                weights_of(seen, crossings[index], crossings[index + 1]),
+                self.spec,
+                weights_of(analysis, crossings[index], crossings[index + 1]),
                 self.fingerprint,
-                seen.carried,
+                analysis.carried_state,
             )
             for index in range(len(crossings) - 1)
         ]
 
     def places(self, chosen: Sequence[Cut], more: Sequence[set[ValueLocation]]) -> list[set[ValueLocation]]:
         """Return the locations of all values that cross each of these cuts."""
-        ending = self._seen.ending
+        ending = self._analysis.exit_order
         pairs = zip(chosen, more, strict=True)
         return [set(self._liveness.crossing(ending[cut.index], places).values) for cut, places in pairs]
 
@@ -267,12 +274,16 @@ class Splitter:
         The whole model and the head draw from the same random state, and the tail from that which the head leaves. A
         model that keeps state is compared over several requests, from the same state.
         """
-        tensors = (*self.model.parameters(), *self.model.buffers(), *tensors_in((self.given.args, self.given.kwargs)))
-        draw_again = random_state(
+        tensors = (
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *tensors_in((self.example.args, self.example.kwargs)),
+        )
+        draw_again = save_random_state(
             {tensor.device for tensor in tensors},
-            self._seen.generators,
-            draws=bool(self._seen.draws),
-            packages={draw.package for draw in self._seen.python_draws},
+            self._analysis.generators,
+            draws=bool(self._analysis.draws),
+            packages={draw.package for draw in self._analysis.python_draws},
         )
 
         def reset() -> None:
@@ -285,8 +296,8 @@ class Splitter:
             reset()
 
     def _compare(self, chosen: Sequence[Cut], more: list[set[ValueLocation]], reset: Callable[[], None]) -> str:
-        requests = _REQUESTS if self._seen.keeps_state else 1
-        wholes = [_detached(copy_inputs(self.given, self.model).run(self.model), requests) for _ in range(requests)]
+        requests = _REQUESTS if self._analysis.is_stateful else 1
+        wholes = [_detached(copy_inputs(self.example, self.model).run(self.model), requests) for _ in range(requests)]
         while True:
             reset()
             stages = self.stages(chosen, more)
@@ -294,7 +305,7 @@ class Splitter:
                 values = []
                 for _ in range(requests):
                     stage = stages[0]
-                    value: Any = _run(stage, copy_inputs(self.given, self.model))
+                    value: Any = _run(stage, copy_inputs(self.example, self.model))
                     for stage, cut in zip(stages[1:], chosen, strict=True):
                         sent = Boundary.from_bytes(value.to_bytes(), limit=_NO_LIMIT)
                         with refuse_errors(self.model, cut), hide_attributes(self.model, self._kept_before(cut)):
@@ -310,7 +321,7 @@ class Splitter:
         if not found:
             return BIT_EQUAL
         reset()
-        again = list(differences(copy_inputs(self.given, self.model).run(self.model), wholes[0]))
+        again = list(differences(copy_inputs(self.example, self.model).run(self.model), wholes[0]))
         worst = max(found, key=_size)
         if not again or _size(worst) > 10 * max(map(_size, again)):
             where = f" at {worst.place}" if worst.place else ""
@@ -322,11 +333,11 @@ class Splitter:
 
     def _kept_before(self, cut: Cut) -> dict[str, set[str]]:
         """Return the attributes that calls before a cut set on their modules, by path."""
-        seen, kept = self._seen, dict[str, set[str]]()
-        levels = self._liveness.crossing(seen.ending[cut.index]).levels if seen.is_noisy else ()
+        analysis, kept = self._analysis, dict[str, set[str]]()
+        levels = self._liveness.crossing(analysis.exit_order[cut.index]).levels if analysis.mutates_attributes else ()
         for skipped in (call for level in levels for call in level.skipped):
-            for call in seen.trace.below(skipped):
-                kept.setdefault(call.path, set()).update(seen.shapes[call.index].sets)
+            for call in analysis.trace.below(skipped):
+                kept.setdefault(call.path, set()).update(analysis.call_structures[call.index].mutated_attributes)
         return kept
 
 

@@ -19,7 +19,7 @@ from microtome.engine.torch_internals import storage_id
 from microtome.results.trace import TracedCall
 from microtome.split.call_arguments import state_of
 from microtome.split.crossing import Crossing
-from microtome.split.dataflow import scalars_of
+from microtome.split.dataflow import describe_scalars
 from microtome.split.signature import describe
 
 #: What holds state: the path of a module, and the name of an attribute.
@@ -157,7 +157,7 @@ class StateProbe(Probe):
         else:
             self._compare(call.parent)
         self.paths.append(call.path)
-        self._own[call] = own(call.module)
+        self._own[call] = module_state(call.module)
         caller = Access(number if call.parent is None else self._numbers[call.parent], number)
         self._look((args, kwargs), caller)
         self._tell(caller, lambda: describe(args, kwargs)[:2])
@@ -177,13 +177,13 @@ class StateProbe(Probe):
         if self._every and where.call is not None:
             access = Access(self._numbers[where.call], len(self.paths))
             self._look((args, kwargs), access)
-            self._tell(access, lambda: (str(func), scalars_of(args, kwargs)))
+            self._tell(access, lambda: (str(func), describe_scalars(args, kwargs)))
 
     def _find_others(self, model: nn.Module | None) -> None:
         """Find what was changed by other code than that of the module which holds it."""
         others = [location for location, value, before in self._objects if state_of(value) != before]
         for path, now in _own_all(model).items():
-            others += [(path, name) for name in changed_names(self._all.get(path, {}), now)]
+            others += [(path, name) for name in changed_attributes(self._all.get(path, {}), now)]
         for location in others:
             self.writes.setdefault(location, {Access(None, 0)})
 
@@ -201,8 +201,8 @@ class StateProbe(Probe):
         del self._own[call]
 
     def _compare(self, call: Call) -> None:
-        before, now = self._own[call], own(call.module)
-        for name in changed_names(before, now):
+        before, now = self._own[call], module_state(call.module)
+        for name in changed_attributes(before, now):
             self.writes.setdefault((call.path, name), set()).add(Access(self._numbers[call], len(self.paths)))
         self._own[call] = now
 
@@ -212,7 +212,7 @@ _PLAIN = (int, float, bool, str)
 _HOLDS = (list, dict, set)
 #: The weights of recurrent layers in one list, which `flatten_parameters` makes.
 _RECURRENT_WEIGHTS = {"_flat_weights", "_flat_weight_refs"}
-TORCHS = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"} | _RECURRENT_WEIGHTS
+TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"} | _RECURRENT_WEIGHTS
 _TYPES = (*_PLAIN, *_HOLDS, type(None), Tensor, nn.Module, type)
 
 
@@ -224,7 +224,7 @@ def memory_of(tensor: Tensor) -> int:
         return 0
 
 
-def own(module: nn.Module | None) -> dict[str, Any]:
+def module_state(module: nn.Module | None) -> dict[str, Any]:
     """The state of what a module holds as attributes and buffers of its own, but for what torch keeps there."""
     if module is None:
         return {}
@@ -232,14 +232,14 @@ def own(module: nn.Module | None) -> dict[str, Any]:
     state = {
         name: value if type(value) in _PLAIN else state_of(value, 3) if type(value) in _HOLDS else (id(value),)
         for name, value in attributes.items()
-        if name not in TORCHS
+        if name not in TORCH_ATTRIBUTES
     }
     for name, value in attributes.get("_buffers", {}).items():
         state[name] = (id(value),)
     return state
 
 
-def changed_names(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, ...]:
+def changed_attributes(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, ...]:
     """The names under which there is something else now, sorted."""
     if before == now:
         return ()
@@ -248,7 +248,7 @@ def changed_names(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, ...
 
 
 def _own_all(model: nn.Module | None) -> dict[str, dict[str, Any]]:
-    return {} if model is None else {path: own(module) for path, module in model.named_modules()}
+    return {} if model is None else {path: module_state(module) for path, module in model.named_modules()}
 
 
 def objects_of(model: nn.Module | None) -> Iterator[tuple[Location, Any]]:
@@ -256,7 +256,7 @@ def objects_of(model: nn.Module | None) -> Iterator[tuple[Location, Any]]:
     seen: set[int] = set()
     for path, module in () if model is None else model.named_modules():
         for name, value in vars(module).items():
-            if name not in TORCHS and not isinstance(value, _TYPES) and id(value) not in seen:
+            if name not in TORCH_ATTRIBUTES and not isinstance(value, _TYPES) and id(value) not in seen:
                 seen.add(id(value))
                 yield (path, name), value
 
@@ -296,7 +296,7 @@ def compare_runs(one: StateProbe, other: StateProbe) -> set[Access]:
     return {access for access in one.told.keys() | other.told.keys() if one.told.get(access) != other.told.get(access)}
 
 
-def study_state(
+def analyze_state(
     model: nn.Module, first: StateProbe, again: Callable[[Probe], None], index_of: Callable[[Tensor], int | None]
 ) -> State:
     """The state that runs leave to the next, from one run and two more.

@@ -1,108 +1,102 @@
-"""Structures of arguments and outputs: flatten them into tensors and plain values, and rebuild them."""
+"""Flatten the arguments and outputs of calls into tensors and plain values, and rebuild them from these."""
 
 from __future__ import annotations
 
 import enum
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from microtome.engine.pytree import (
-    attributes_of,
-    children_of,
-    dict_of,
-    fields_of,
-    find_unsupported,
-    is_record,
-    map_tensors,
-)
+from microtome.engine.pytree import RECORD, SEQUENCE, SET, dict_of, find_unsupported, map_tensors, node_type
 from microtome.errors import BadInputs
 from microtome.split.arrays import is_array, overlap
 
-#: What travels beside tensors.
+#: Leaves that are sent by value.
 Plain = bool | int | float | str | None
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class TensorSlot(int):
-    """Stands for a tensor in a template: the n-th of those in the value."""
+class Slot(int):
+    """Stands for a leaf in a `StructureSpec`: the n-th of its kind."""
+
+    letter: ClassVar[str]
 
     def __repr__(self) -> str:
-        return f"T{int(self)}"
+        return f"{self.letter}{int(self)}"
 
 
-class PlainSlot(TensorSlot):
-    """Stands for a number, a text or None."""
+class TensorSlot(Slot):
+    """Stands for a tensor."""
 
-    def __repr__(self) -> str:
-        return f"S{int(self)}"
-
-
-class SizeSlot(TensorSlot):
-    """Stands for a `torch.Size`: so many numbers, from the n-th plain value on."""
-
-    count: int
-
-    def __new__(cls, at: int, count: int) -> Self:
-        made = super().__new__(cls, at)
-        made.count = count
-        return made
-
-    def __repr__(self) -> str:
-        return f"Z{int(self)}:{self.count}"
+    letter = "T"
 
 
-class ArraySlot(TensorSlot):
+class PlainSlot(Slot):
+    """Stands for a number, a string or None."""
+
+    letter = "S"
+
+
+class ArraySlot(Slot):
     """Stands for a numpy array."""
 
+    letter = "N"
+
+
+class AliasSlot(Slot):
+    """Stands for an opaque object that is also among the arguments: the n-th of `opaque_objects_in` these."""
+
+    letter = "A"
+
+
+class SizeSlot(Slot):
+    """Stands for a `torch.Size`: `count` numbers, from the n-th plain value on."""
+
+    letter = "Z"
+    count: int
+
+    def __new__(cls, start: int, count: int) -> Self:
+        slot = super().__new__(cls, start)
+        slot.count = count
+        return slot
+
     def __repr__(self) -> str:
-        return f"N{int(self)}"
-
-
-class AliasSlot(TensorSlot):
-    """Stands for an object that is also among the arguments: the n-th of those that are neither tensor nor plain."""
-
-    def __repr__(self) -> str:
-        return f"A{int(self)}"
+        return f"{super().__repr__()}:{self.count}"
 
 
 @dataclass(frozen=True, eq=False)
 class StructureSpec:
-    """The structure of a value.
+    """The structure of a value, without its tensors and plain values; as a `TreeSpec` of `torch.utils._pytree`.
 
     Attributes:
-        value: The value, with slots in place of what changes from run to run.
-        tensors: How many tensors it has.
-        plain: How many plain values.
-        strange: The type of what is neither tensor, plain value nor a structure of these; None if there is none.
-        arrays: How many numpy arrays, if they are told apart from what is strange.
+        template: The value, with slots in place of tensors, plain values and arrays.
+        unsupported: The type of the first leaf that cannot be sent, in words; None if there is none.
     """
 
-    value: Any
-    tensors: int
-    plain: int
-    strange: str | None = None
-    arrays: int = 0
+    template: Any
+    num_tensors: int
+    num_plain: int
+    unsupported: str | None = None
+    num_arrays: int = 0
 
     @cached_property
     def text(self) -> str:
-        """The structure in letters: the same for two values that differ in tensors and plain values alone."""
-        return "".join(_letters(self.value))
+        """The structure as a string: equal for two values that differ in tensors and plain values alone."""
+        return "".join(_spell(self.template))
 
-    def fill(self, tensors: list[Any], plain: list[Any], arguments: Any = (), arrays: Sequence[Any] = ()) -> Any:
-        """The value with these in the slots."""
-        if type(self.value) is TensorSlot:
-            return tensors[self.value]
-        strange = list(_strange_in(arguments))
+    def unflatten(self, tensors: list[Any], plain: list[Any], arguments: Any = (), arrays: Sequence[Any] = ()) -> Any:
+        """Rebuild a value of this structure."""
+        if type(self.template) is TensorSlot:
+            return tensors[self.template]
 
-        def put(leaf: Any) -> Any:
+        def fill(leaf: Any) -> Any:
             if type(leaf) is TensorSlot:
                 return tensors[leaf]
             if type(leaf) is PlainSlot:
@@ -111,12 +105,12 @@ class StructureSpec:
                 return arrays[leaf]
             if type(leaf) is SizeSlot:
                 return torch.Size(plain[leaf : leaf + leaf.count])
-            return strange[leaf] if type(leaf) is AliasSlot else leaf
+            return list(opaque_objects_in(arguments))[leaf] if type(leaf) is AliasSlot else leaf
 
-        return map_tensors(_no_tensor, self.value, put)
+        return map_tensors(_refuse_tensor, self.template, fill)
 
 
-_TENSOR = StructureSpec(TensorSlot(0), tensors=1, plain=0)
+_TENSOR = StructureSpec(TensorSlot(0), num_tensors=1, num_plain=0)
 
 
 class TensorSpec(NamedTuple):
@@ -134,10 +128,10 @@ class Example(NamedTuple):
     """The example that a model was split on.
 
     Attributes:
-        inputs: The tensors among the model's arguments, each as often as it is there.
+        inputs: The tensors among the model's arguments, once for each occurrence.
         plain: The plain values among them.
-        outputs: The tensors in what the model returned.
-        is_static: Whether neither operators nor code read values of tensors, so that shapes follow from shapes alone.
+        outputs: The tensors of the model's output.
+        is_static: Whether no operator and no code depends on values of tensors, so that shapes follow from shapes.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -147,116 +141,106 @@ class Example(NamedTuple):
 
 
 class ModelSpec(NamedTuple):
-    """The structure of what a model takes, positional and by name, and of what it returns; and of what example."""
+    """The structure of a model's arguments `(args, kwargs)` and of its output, on an example."""
 
     inputs: StructureSpec
     output: StructureSpec
     example: Example
 
 
-def take_apart(
+def flatten(
     value: Any, arguments: Any = (), arrays: list[Any] | None = None
 ) -> tuple[StructureSpec, list[Tensor], list[Plain]]:
-    """The template of a value, its tensors, each as often as it is there, and its plain values, in order.
+    """Return the structure of a value, its tensors, once for each occurrence, and its plain values, in order.
 
     Args:
-        arguments: What the module was given: an object of these that it returns is known again.
-        arrays: Numpy arrays are added to it, each once; None: they are strange.
+        arguments: The arguments of the call that returned the value: opaque objects among these become `AliasSlot`s.
+        arrays: Numpy arrays are appended here, each once; None: they are unsupported.
     """
     if isinstance(value, Tensor):  # by far the most frequent
         return _TENSOR, [value], []
     tensors: list[Tensor] = []
     plain: list[Plain] = []
-    strange: list[str] = []
+    unsupported: list[str] = []
 
-    def other(leaf: Any) -> Any:
-        if type(leaf) in _PLAIN:  # others would not arrive as what they are
+    def add_tensor(tensor: Tensor) -> TensorSlot:
+        tensors.append(tensor)
+        return TensorSlot(len(tensors) - 1)
+
+    def add_leaf(leaf: Any) -> Any:
+        if type(leaf) in _PLAIN:  # subclasses would lose their type
             plain.append(leaf)
             return PlainSlot(len(plain) - 1)
         if isinstance(leaf, torch.Size):
             plain.extend(leaf)
             return SizeSlot(len(plain) - len(leaf), len(leaf))
-        if name_of(leaf) is not None:
+        if qualified_name(leaf) is not None:
             return leaf
         if arrays is not None and is_array(leaf):
-            known = [at for at, array in enumerate(arrays) if array is leaf]
-            if not known:
+            if (index := _index_of(leaf, arrays)) is None:
                 arrays.append(leaf)
-            return ArraySlot(known[0] if known else len(arrays) - 1)
-        for index, argument in enumerate(_strange_in(arguments)):
-            if argument is leaf:
-                return AliasSlot(index)
-        strange.append(_kind_of(leaf))
+            return ArraySlot(len(arrays) - 1 if index is None else index)
+        if (index := _index_of(leaf, opaque_objects_in(arguments))) is not None:
+            return AliasSlot(index)
+        unsupported.append(_describe_type(leaf))
         return None
 
-    def slot(tensor: Tensor) -> TensorSlot:
-        tensors.append(tensor)
-        return TensorSlot(len(tensors) - 1)
-
-    made = map_tensors(slot, value, other)
-    if (holder := _with_attributes([value, made])) is not None:  # which would be those of the example
-        made = None
-        names = {field.name for field in fields(holder)} if is_dataclass(holder) else ()
-        extra = next(name for name in vars(holder) if name not in names)
-        strange.append(f"{type(holder).__name__} with the attribute {extra!r}")
+    template = map_tensors(add_tensor, value, add_leaf)
+    if (extra := _find_extra_attribute([value, template])) is not None:  # it would be that of the example
+        template = None
+        unsupported.append(extra)
     if arrays and overlap(arrays, tensors):
-        strange.append("ndarray that overlaps another input in memory")
-    found = StructureSpec(made, len(tensors), len(plain), strange[0] if strange else None, len(arrays or ()))
-    return found, tensors, plain
+        unsupported.append("ndarray that overlaps another input in memory")
+    first = unsupported[0] if unsupported else None
+    return StructureSpec(template, len(tensors), len(plain), first, len(arrays or ())), tensors, plain
 
 
-def _with_attributes(value: Any) -> Any:
-    """The first container in a value with attributes that are no items, or dataclass with some that are no fields."""
-    if isinstance(value, list | tuple | set | frozenset | dict) and not is_dataclass(value):
-        items = value if isinstance(value, dict) else {}
-        held = dict_of(value)
-        if any(name not in items or items[name] is not item for name, item in held.items()):
-            return value
-    elif is_dataclass(value) and not isinstance(value, type):
+def _index_of(value: Any, items: Iterable[Any]) -> int | None:
+    return next((index for index, item in enumerate(items) if item is value), None)
+
+
+def _find_extra_attribute(value: Any) -> str | None:
+    """Describe an attribute of a container that is no item of it, or of a dataclass that is no field; None: none."""
+    node = node_type(value)
+    if node is None:
+        return None
+    extra: list[str] = []
+    if is_dataclass(value):
         names = {field.name for field in fields(value)}
-        if any(name not in names and type(item) not in _PLAIN for name, item in dict_of(value).items()):
-            return value
-    found = (_with_attributes(part) for part in children_of(value))
-    return next((one for one in found if one is not None), None)
+        attributes = dict_of(value).items()
+        extra = [name for name, item in attributes if name not in names and type(item) not in _PLAIN]
+    elif isinstance(value, list | tuple | set | frozenset | dict):
+        items = value if isinstance(value, dict) else {}
+        extra = [name for name, item in dict_of(value).items() if name not in items or items[name] is not item]
+    if extra:
+        return f"{type(value).__name__} with the attribute {extra[0]!r}"
+    return next(filter(None, map(_find_extra_attribute, node.children(value))), None)
 
 
-def strange_in(value: Any) -> list[Any]:
-    """The objects in a value that are neither tensors, nor plain, nor structures of these."""
-    return list(_strange_in(value))
-
-
-def _strange_in(value: Any) -> Iterator[Any]:
-    if type(value) in _PLAIN or isinstance(value, Tensor):
+def opaque_objects_in(value: Any) -> Iterator[Any]:
+    """The leaves of a value other than tensors, plain values, and dtypes, classes and functions that have a name."""
+    if type(value) in _PLAIN or isinstance(value, Tensor | torch.Size):
         return
-    if isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from _strange_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _strange_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for item in fields_of(value).values():
-            yield from _strange_in(item)
-    elif is_record(value):
-        for item in attributes_of(value).values():
-            yield from _strange_in(item)
-    elif name_of(value) is None:
+    if (node := node_type(value)) is not None:
+        for child in node.children(value):
+            yield from opaque_objects_in(child)
+    elif qualified_name(value) is None:
         yield value
 
 
-def name_of(value: Any) -> str | None:
-    """The name by which another process finds the same dtype, layout, enum member, class or function.
+def qualified_name(value: Any) -> str | None:
+    """The name by which another process can import the same dtype, layout, enum member, class or function.
 
-    None for everything else: for closures, lambdas and bound methods too, since two of one name may differ.
+    None for everything else, such as closures, lambdas and bound methods.
 
-    >>> name_of(torch.sin), name_of(torch.float16), name_of(int), name_of([].append), name_of(lambda: 0)
-    ('torch.sin', 'torch.float16', 'builtins.int', None, None)
+    >>> qualified_name(torch.sin), qualified_name(torch.float16), qualified_name([].append), qualified_name(lambda: 0)
+    ('torch.sin', 'torch.float16', None, None)
     """
     if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
         return str(value)
     if isinstance(value, enum.Enum):
-        of = name_of(type(value))
-        return None if of is None else f"{of}.{value._name_ or value._value_}"
+        enum_name = qualified_name(type(value))
+        return None if enum_name is None else f"{enum_name}.{value._name_ or value._value_}"
     if not isinstance(value, type | FunctionType | BuiltinFunctionType):
         return None
     module = sys.modules.get(value.__module__ or "")
@@ -269,7 +253,7 @@ def name_of(value: Any) -> str | None:
     return None
 
 
-def _kind_of(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     kind = type(value).__name__
     if isinstance(value, type | FunctionType):
         return f"{kind} {value.__qualname__}"
@@ -279,60 +263,43 @@ def _kind_of(value: Any) -> str:
     return f"{kind} ({path} is a {type(item).__name__})" if path else kind
 
 
-def _no_tensor(tensor: Tensor) -> Tensor:
+def _refuse_tensor(tensor: Tensor) -> Tensor:
     raise AssertionError(f"a template holds a tensor of {tuple(tensor.shape)}")
 
 
-def _letters(value: Any) -> Iterator[str]:
-    if isinstance(value, TensorSlot):
+def _spell(value: Any) -> Iterator[str]:
+    """Spell out a template: types, keys, slots and names."""
+    node = node_type(value)
+    if isinstance(value, Slot):
         yield repr(value)
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield f"{type(value).__name__}("
-        for item in value:
-            yield from _letters(item)
-            yield ","
-        yield ")"
-    elif isinstance(value, Mapping):
-        yield f"{type(value).__name__}("
-        for key, item in value.items():
-            yield f"{_key(key)}="
-            yield from _letters(item)
-            yield ","
-        yield ")"
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield f"{type(value).__name__}("
-        for name, item in fields_of(value).items():
-            yield f"{name}="
-            yield from _letters(item)
-            yield ","
-        yield ")"
-    elif is_record(value):
-        yield f"{type(value).__module__}.{type(value).__qualname__}("
-        for name, item in attributes_of(value).items():
-            yield f"{name}="
-            yield from _letters(item)
-            yield ","
-        yield ")"
+    elif node is None:
+        yield qualified_name(value) or type(value).__name__
     else:
-        yield name_of(value) or type(value).__name__
+        cls = type(value)
+        yield f"{cls.__module__}.{cls.__qualname__}(" if node is RECORD else f"{cls.__name__}("
+        for key, item in node.items(value):
+            if node not in (SEQUENCE, SET):
+                yield f"{key if type(key) is str else f'[{qualified_name(key) or repr(key)}]'}="
+            yield from _spell(item)
+            yield ","
+        yield ")"
 
 
-def _key(key: Any) -> str:
-    return key if type(key) is str else f"[{name_of(key) or repr(key)}]"
+def check_structure(what: str, expected: StructureSpec, got: StructureSpec) -> None:
+    """Raise if two structures differ.
 
-
-def check_same(what: str, expected: StructureSpec, got: StructureSpec) -> None:
-    """Raise where two values have not the same structure."""
+    Args:
+        what: The value, for the message.
+    """
     if expected.text != got.text:
-        told = [_told(template.text) for template in (got, expected)]
         raise BadInputs(
-            f"{what} is {told[0]} in this run and was {told[1]} in the example: split the model on an example of the "
-            "same structure"
+            f"{what} is {_readable(got.text)} in this run and was {_readable(expected.text)} in the example: split the "
+            "model on an example of the same structure"
         )
 
 
-def _told(text: str) -> str:
+def _readable(text: str) -> str:
     words = ((r"\bT\d+\b", "tensor"), (r"\bS\d+\b", "value"), (r"\bN\d+\b", "ndarray"), (r"\bZ\d+:\d+", "size"))
-    for letters, word in (*words, (r",?\)", ")")):
-        text = re.sub(letters, word, text)
+    for slot, word in (*words, (r",?\)", ")")):
+        text = re.sub(slot, word, text)
     return text

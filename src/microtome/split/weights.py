@@ -17,9 +17,9 @@ from microtome.split.crossing import Crossing
 from microtome.split.signature import describe
 
 
-def weights_of(seen: Analysis, begins: Crossing | None, ends: Crossing | None) -> list[str]:
+def weights_of(analysis: Analysis, begins: Crossing | None, ends: Crossing | None) -> list[str]:
     """The names of the parameters and buffers that operators of a stage read, those it runs again included."""
-    trace = seen.trace
+    trace = analysis.trace
     first = 0 if begins is None else begins.cut.ends
     last = len(trace.ops) if ends is None else ends.cut.ends
     run = set(range(first, last))
@@ -30,12 +30,12 @@ def weights_of(seen: Analysis, begins: Crossing | None, ends: Crossing | None) -
     return [value.name for value in held if value.name is not None]
 
 
-def structure_of(seen: Analysis, model: nn.Module) -> str:
+def structure_of(analysis: Analysis, model: nn.Module) -> str:
     """A few letters for the calls of a model and the shapes of its weights: another model has others."""
     digest = xxhash.xxh3_64()
-    for call in seen.canonical:  # whatever order this process runs them in
-        parent = None if call.parent is None else seen.trace.calls[call.parent].path
-        output = describe((seen.shapes[call.index].output.value,), {}).structure
+    for call in analysis.canonical_order:  # whatever order this process runs them in
+        parent = None if call.parent is None else analysis.trace.calls[call.parent].path
+        output = describe((analysis.call_structures[call.index].output.template,), {}).structure
         digest.update(f"{call.path}:{call.type}:{call.depth}:{parent}:{output};".encode())
     for name, tensor in _held(model):
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
