@@ -120,11 +120,11 @@ def test_a_page_that_cannot_be_written_is_said_in_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"macs": "many"}, "calls[1].macs: expected a whole number, got 'many'"),
+        ({"macs": "many"}, "calls[1].macs: expected an integer, got 'many'"),
         ({"time_s": float("nan")}, "calls[1].time_s: expected a number, got 'NaN'"),
-        ({"params": None}, "calls[1].params: expected a whole number, got None"),
+        ({"params": None}, "calls[1].params: expected an integer, got None"),
         ({"type": 7}, "calls[1].type: expected a string, got 7"),
-        ({"own": {"flops": [1]}}, "calls[1].own.flops: expected a whole number, got [1]"),
+        ({"own": {"flops": [1]}}, "calls[1].own.flops: expected an integer, got [1]"),
     ],
 )
 def test_a_profile_with_a_wrong_value_is_refused_with_its_file_and_field(

@@ -25,10 +25,10 @@ class Pair(NamedTuple):
         ((), tuple[()], None),
         ((1,), tuple[()], ": expected a tuple of 0, got (1,)"),
         (Pair("a", (1, 2)), Pair, None),
-        (Pair("a", (1, 2.5)), Pair, ".span[1]: expected a whole number, got 2.5"),  # type: ignore[arg-type]
+        (Pair("a", (1, 2.5)), Pair, ".span[1]: expected an integer, got 2.5"),  # type: ignore[arg-type]
         ([(1, True)], list[tuple[int, bool]], None),
         ([(1, True), (1, 0)], list[tuple[int, bool]], "[1][1]: expected true or false, got 0"),
-        ((1, 2, "a"), tuple[int, ...], "[2]: expected a whole number, got 'a'"),
+        ((1, 2, "a"), tuple[int, ...], "[2]: expected an integer, got 'a'"),
         (None, tuple[int, str] | None, None),
     ],
 )

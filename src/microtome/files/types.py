@@ -1,186 +1,173 @@
-"""Convert dataclasses to plain data and back, and check values from files, by the annotations of the classes."""
+"""Convert dataclasses to plain data and back, and check values from files against annotations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, partial
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 #: Builds a value of a type from plain data.
-Build = Callable[[Any], Any]
-#: Compares a value with a type: where it is not of it and what is there, or None if it is.
+Builder = Callable[[Any], Any]
+#: Returns the location of the first value of a wrong type, and that value; None if there is none.
 Check = Callable[[Any], str | None]
 
-#: Numbers are below this, so that sums and products of them are numbers too.
-_MOST = 1e100
+#: Numbers are smaller, so that sums and products of them are finite.
+_MAX_NUMBER = 1e100
 
 
 def to_plain(value: Any) -> Any:
-    """A value as dicts, lists, numbers and strings; dataclasses and named tuples are dicts of their fields."""
+    """Convert a value to dicts, lists, numbers and strings; dataclasses and named tuples become dicts."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if hasattr(value, "_asdict"):
-        return {name: to_plain(part) for name, part in value._asdict().items()}
+        return {name: to_plain(item) for name, item in value._asdict().items()}
     if isinstance(value, list | tuple):
-        return [to_plain(part) for part in value]
-    return {key: to_plain(part) for key, part in value.items()} if isinstance(value, dict) else value
+        return [to_plain(item) for item in value]
+    return {key: to_plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def from_plain(data: dict[str, Any], cls: type[Any]) -> Any:
-    """The instance of a class that `to_plain` made the dict of; fields that the class does not have are ignored.
+    """Build an instance of a class from the dict of `to_plain`; unknown fields are ignored.
 
-    A field whose default is None or NaN, unknown, may be missing: files of an older microtome lack it. A part that is
-    not of its type is left as it is, for `mismatch` to find.
+    A field whose default is None or NaN may be missing, as in files of an older microtome. Values of a wrong type are
+    left for `find_mismatch`.
     """
-    return _construct(cls, _parts(cls), data)
+    return _construct(cls, _fields_of(cls), data)
 
 
-def _parts(cls: Any) -> list[tuple[str, Build, bool]]:
-    """The fields of a class, how each is built, and whether it may be missing."""
-    hints = get_type_hints(cls)
-    defaults = {field.name: field.default for field in fields(cls)} if is_dataclass(cls) else cls._field_defaults
-    names = defaults if is_dataclass(cls) else cls._fields
-    unknown = [name for name, default in defaults.items() if default is None or default != default]
-    return [(name, _build_of(hints[name]), name in unknown) for name in names]
+class _Field(NamedTuple):
+    """A field of a dataclass or named tuple."""
 
-
-def _construct(cls: Any, parts: list[tuple[str, Build, bool]], data: Any) -> Any:
-    if not isinstance(data, dict):
-        return data
-    for name, _, may_be_missing in parts:
-        if name not in data and not may_be_missing:
-            raise ValueError(f"expected the field {name!r} of {cls.__name__}")
-    return cls(**{name: make(data[name]) for name, make, _ in parts if name in data})
+    name: str
+    hint: Any
+    build: Builder
+    is_optional: bool
 
 
 @cache
-def _build_of(hint: Any) -> Build:
-    origin, parts = get_origin(hint), get_args(hint)
+def _fields_of(cls: Any) -> list[_Field]:
+    hints = get_type_hints(cls)
+    if is_dataclass(cls):
+        defaults = {field.name: field.default for field in fields(cls)}
+    else:
+        defaults = {name: cls._field_defaults.get(name, MISSING) for name in cls._fields}
+    return [
+        _Field(name, hints[name], _builder(hints[name]), default is None or default != default)
+        for name, default in defaults.items()
+    ]
+
+
+def _construct(cls: Any, fields: list[_Field], data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    for field in fields:
+        if field.name not in data and not field.is_optional:
+            raise ValueError(f"expected the field {field.name!r} of {cls.__name__}")
+    return cls(**{field.name: field.build(data[field.name]) for field in fields if field.name in data})
+
+
+@cache
+def _builder(hint: Any) -> Builder:
+    origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        some = [_build_of(part) for part in parts if part is not NoneType]
-        return some[0] if len(some) == 1 else _as_it_is
-    if origin is tuple and parts[1:] == (...,):
-        item = _build_of(parts[0])
-        return lambda data: tuple(map(item, data)) if isinstance(data, list) else data
+        builders = [_builder(arg) for arg in args if arg is not NoneType]
+        return builders[0] if len(builders) == 1 else _identity
     if origin is tuple:
-        return lambda data: tuple(data) if isinstance(data, list) else data
+        item = _builder(args[0]) if args[1:] == (...,) else _identity
+        return lambda data: tuple(map(item, data)) if isinstance(data, list) else data
     if origin is dict:
-        value = _build_of(parts[1])
-        return lambda data: {key: value(part) for key, part in data.items()} if isinstance(data, dict) else data
+        value = _builder(args[1])
+        return lambda data: {key: value(item) for key, item in data.items()} if isinstance(data, dict) else data
     if hasattr(hint, "from_dict"):
-        made: Build = hint.from_dict
-        return made
-    return partial(_construct, hint, _parts(hint)) if is_dataclass(hint) or hasattr(hint, "_fields") else _as_it_is
+        from_dict: Builder = hint.from_dict
+        return from_dict
+    return partial(_construct, hint, _fields_of(hint)) if is_dataclass(hint) or hasattr(hint, "_fields") else _identity
 
 
-def _as_it_is(data: Any) -> Any:
+def _identity(data: Any) -> Any:
     return data
 
 
 def find_mismatch(value: Any, hint: Any, *, finite: bool = True) -> str | None:
-    """Say where a value is not of the type that it is annotated with, and what is there; None where it is.
+    """Find the first value that is not of its annotated type; return its location and a description, or None.
 
-    It looks at dataclasses, named tuples, tuples of any or of a fixed length, lists, dicts, numbers, strings, booleans
-    and literals.
+    Dataclasses, named tuples, tuples, lists, dicts, numbers, strings, booleans, literals and unions are checked.
 
     Args:
-        finite: Whether a float must be one that results hold; else it may be any.
+        finite: Refuse floats beyond those of results, such as infinity.
     """
-    return _check_of(hint, finite)(value)
+    return _check(hint, finite)(value)
 
 
 @cache
-def _check_of(hint: Any, finite: bool) -> Check:
-    """The check for a type, cached since a profile has a hundred numbers a call."""
-    origin, parts = get_origin(hint), get_args(hint)
+def _check(hint: Any, finite: bool) -> Check:
+    """Return the check of a type."""
+    origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return _in_union(
-            [_check_of(part, finite) for part in parts if part is not NoneType], is_optional=NoneType in parts
-        )
+        return partial(_check_union, [_check(arg, finite) for arg in args if arg is not NoneType], NoneType in args)
     if origin is Literal:
-        return partial(_one_of, parts)
-    if origin is list:
-        return partial(_in_items, _check_of(parts[0], finite), enumerate, list)
-    if origin is tuple and parts[1:] == (...,):
-        return partial(_in_items, _check_of(parts[0], finite), enumerate, tuple)
-    if origin is tuple:
-        return partial(_in_places, [_check_of(part, finite) for part in parts])
-    if origin is dict:
-        return partial(_in_items, _check_of(parts[1], finite), dict.items, dict)
-    if is_dataclass(hint) or hasattr(hint, "_fields"):  # or a named tuple
-        hints = get_type_hints(hint)
-        names = [field.name for field in fields(hint)] if is_dataclass(hint) else hint._fields
-        return partial(_in_fields, hint, [(name, _check_of(hints[name], finite)) for name in names])
+        return _expect(f"one of {args}", lambda value: type(value) is str and value in args)
+    if origin is tuple and args[1:] != (...,):
+        return partial(_check_tuple, [_check(arg, finite) for arg in args])
+    if origin in (list, tuple, dict):
+        return partial(_check_items, origin, _check(args[1] if origin is dict else args[0], finite))
+    if is_dataclass(hint) or hasattr(hint, "_fields"):
+        return partial(_check_fields, hint, [(field.name, _check(field.hint, finite)) for field in _fields_of(hint)])
     if hint is float and not finite:
-        return lambda value: None if type(value) is float else _number(value)
-    return _SIMPLE.get(hint, _nothing)
+        return lambda value: None if type(value) is float else _SIMPLE[float](value)
+    return _SIMPLE.get(hint, _accept)
 
 
-def _nothing(value: Any) -> None:
+def _accept(value: Any) -> None:
     return None
 
 
-def _one_of(parts: tuple[Any, ...], value: Any) -> str | None:
-    return None if type(value) is str and value in parts else f": expected one of {parts}, got {value!r:.80}"
+def _expect(description: str, is_valid: Callable[[Any], bool]) -> Check:
+    return lambda value: None if is_valid(value) else f": expected {description}, got {value!r:.80}"
 
 
-def _whole(value: Any) -> str | None:
-    return None if type(value) is int and abs(value) < _MOST else f": expected a whole number, got {value!r:.80}"
+_SIMPLE: dict[Any, Check] = {
+    int: _expect("an integer", lambda value: type(value) is int and abs(value) < _MAX_NUMBER),
+    # NaN is valid: it is the default of fields that older files lack. Files contain it as a string only.
+    float: _expect("a number", lambda value: type(value) in (int, float) and not abs(value) >= _MAX_NUMBER),
+    str: _expect("a string", lambda value: isinstance(value, str)),
+    bool: _expect("true or false", lambda value: isinstance(value, bool)),
+}
 
 
-def _number(value: Any) -> str | None:
-    # NaN is not in files: there it is a string. It is the default of fields that files of before have not got.
-    return (
-        None if type(value) in (int, float) and not abs(value) >= _MOST else f": expected a number, got {value!r:.80}"
-    )
+def _check_union(checks: list[Check], is_optional: bool, value: Any) -> str | None:
+    mismatch = None
+    for check in () if is_optional and value is None else checks:
+        if (mismatch := check(value)) is None:
+            return None
+    return mismatch
 
 
-def _text(value: Any) -> str | None:
-    return None if isinstance(value, str) else f": expected a string, got {value!r:.80}"
-
-
-def _truth(value: Any) -> str | None:
-    return None if isinstance(value, bool) else f": expected true or false, got {value!r:.80}"
-
-
-_SIMPLE: dict[Any, Check] = {int: _whole, float: _number, str: _text, bool: _truth}
-
-
-def _in_union(checks: list[Check], *, is_optional: bool) -> Check:
-    def check(value: Any) -> str | None:
-        wrong = None
-        for one in () if is_optional and value is None else checks:
-            if (wrong := one(value)) is None:
-                return None
-        return wrong
-
-    return check
-
-
-def _in_fields(kind: Any, checks: list[tuple[str, Check]], value: Any) -> str | None:
-    if not isinstance(value, kind):
-        return f": expected a {kind.__name__}, got {value!r:.80}"
+def _check_fields(cls: Any, checks: list[tuple[str, Check]], value: Any) -> str | None:
+    if not isinstance(value, cls):
+        return f": expected a {cls.__name__}, got {value!r:.80}"
     for name, check in checks:
-        if (wrong := check(getattr(value, name))) is not None:
-            return f".{name}{wrong}"
+        if (mismatch := check(getattr(value, name))) is not None:
+            return f".{name}{mismatch}"
     return None
 
 
-def _in_places(checks: list[Check], value: Any) -> str | None:
+def _check_tuple(checks: list[Check], value: Any) -> str | None:
     if not isinstance(value, tuple) or len(value) != len(checks):
         return f": expected a tuple of {len(checks)}, got {value!r:.80}"
-    for at, (check, part) in enumerate(zip(checks, value, strict=True)):
-        if (wrong := check(part)) is not None:
-            return f"[{at}]{wrong}"
+    for index, (check, item) in enumerate(zip(checks, value, strict=True)):
+        if (mismatch := check(item)) is not None:
+            return f"[{index}]{mismatch}"
     return None
 
 
-def _in_items(check: Check, pairs: Callable[[Any], Iterable[Any]], kind: type, value: Any) -> str | None:
-    if not isinstance(value, kind):
-        return f": expected a {kind.__name__}, got {value!r:.80}"
-    for key, part in pairs(value) if check is not _nothing else ():
-        if (wrong := check(part)) is not None:
-            return f"[{key!r:.80}]{wrong}"
+def _check_items(cls: type, check: Check, value: Any) -> str | None:
+    if not isinstance(value, cls):
+        return f": expected a {cls.__name__}, got {value!r:.80}"
+    if check is not _accept:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if (mismatch := check(item)) is not None:
+                return f"[{key!r:.80}]{mismatch}"
     return None
