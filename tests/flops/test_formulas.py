@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import microtome as mt
 from microtome.errors import BadFormula, NoMatch, Unsupported
-from microtome.flops.registry import _found, _registered, cost_of, register_formula
+from microtome.flops.registry import _registered, _resolved, cost_of, register_formula
 
 
 class Function(nn.Module):
@@ -367,7 +367,7 @@ def test_users_say_what_their_operators_cost(name: str) -> None:
         assert (total.macs, total.flops) == (6, 14)
     finally:
         _registered.clear()
-        _found.clear()
+        _resolved.clear()
 
 
 def test_a_formula_for_no_operator_is_an_error() -> None:
@@ -402,7 +402,7 @@ def test_a_formula_that_is_wrong_names_its_operator(formula: Any, message: str) 
             mt.profile(Function(scan), torch.rand(2, 3))
     finally:
         _registered.clear()
-        _found.clear()
+        _resolved.clear()
 
 
 @pytest.mark.parametrize("convention", ["torchvision", "fvcore", "ptflops", "torchstat"])

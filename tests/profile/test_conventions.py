@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import microtome as mt
 from microtome import zoo
-from microtome.flops.conventions.base import CONVENTIONS
+from microtome.flops.conventions import CONVENTIONS
 from microtome.profile.profile import profile_trace
 from microtome.trace.trace import record
 

@@ -22,7 +22,7 @@ from microtome.engine.pytree import map_tensors
 from microtome.engine.selectors import check_model, named_modules, path_aliases
 from microtome.engine.signals import grad_mode
 from microtome.errors import BadQuery, Unsupported
-from microtome.flops.fused import WHOLE
+from microtome.flops.composite import COMPOSITE_FORMULAS
 from microtome.inputs import Inputs, device_of
 
 
@@ -81,7 +81,7 @@ def extract(
         model,
         [capture] if capture.copy_on_write is None else [capture.copy_on_write, capture],
         capture.stops,
-        composite=WHOLE if targets.owners else (),
+        composite=COMPOSITE_FORMULAS if targets.owners else (),
         fast_paths=targets.fast_paths,
         other_threads="unseen",
     )

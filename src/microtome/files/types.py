@@ -28,7 +28,7 @@ def to_plain(value: Any) -> Any:
     return {key: to_plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def from_plain(data: dict[str, Any], cls: type[Any]) -> Any:
+def from_plain(data: dict[str, Any], cls: Any) -> Any:
     """Build an instance of a class from the dict of `to_plain`; unknown fields are ignored.
 
     A field whose default is None or NaN may be missing, as in files of an older microtome. Values of a wrong type are
@@ -163,7 +163,7 @@ def _check_tuple(checks: list[Check], value: Any) -> str | None:
     return None
 
 
-def _check_items(cls: type, check: Check, value: Any) -> str | None:
+def _check_items(cls: Any, check: Check, value: Any) -> str | None:
     if not isinstance(value, cls):
         return f": expected a {cls.__name__}, got {value!r:.80}"
     if check is not _accept:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from microtome.flops.registry import NOTHING, OpCost, first, formula
+from microtome.flops.registry import NOTHING, OpCost, first, formula, formulas
 
 _FREE = """
     alias arange as_strided as_strided_scatter _assert_async _assert_tensor_metadata bernoulli block_diag bucketize
@@ -32,19 +32,11 @@ _FREE = """
     unfold_backward uniform _unique2 unique_consecutive _unsafe_index _unsafe_masked_index unsafe_split
     unsafe_split_with_sizes _unsafe_view upsample_nearest1d upsample_nearest2d upsample_nearest3d
     _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d view_as_complex view_as_real
-    view_copy where zero zeros zeros_like
+    view_copy where zero zeros zeros_like profiler::_record_function_enter profiler::_record_function_enter_new
+    profiler::_record_function_exit
 """
 
-
-@formula(
-    *_FREE.split(),
-    "profiler::_record_function_enter",
-    "profiler::_record_function_enter_new",
-    "profiler::_record_function_exit",
-)
-def _free(*_: Any, out: Any, **__: Any) -> OpCost:
-    return NOTHING
-
+formulas({_FREE: lambda *_, out, **__: NOTHING})
 
 #: Operations for each element of the first output, if not one, or if torch does not tag the operator as pointwise.
 _PER_OUTPUT = {
@@ -60,11 +52,7 @@ _PER_OUTPUT = {
     3: "lerp",
 }
 for _count, _names in _PER_OUTPUT.items():
-
-    @formula(*_names.split())
-    def _per_output(*_: Any, out: Any, count: int = _count, **__: Any) -> int:
-        return count * first(out).numel()
-
+    formulas({_names: lambda *_, out, count=_count, **__: count * first(out).numel()})
 
 #: Operations for each element of the first argument.
 _PER_INPUT = {
@@ -83,25 +71,18 @@ _PER_INPUT = {
     6: "_weight_norm_interface_backward",
 }
 for _count, _names in _PER_INPUT.items():
+    formulas({_names: lambda x, *_, out, count=_count, **__: count * x.numel()})
 
-    @formula(*_names.split())
-    def _per_input(x: Tensor, *_: Any, out: Any, count: int = _count, **__: Any) -> int:
-        return count * x.numel()
-
-
-@formula("index_add", "scatter_add", "scatter_reduce", "index_reduce")
-def _accumulate(x: Tensor, dim: int, index: Tensor, source: Tensor, *_: Any, out: Tensor, **__: Any) -> int:
-    return source.numel()
-
-
-@formula("_index_put_impl", "index_put", "_unsafe_index_put")
-def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, *_: Any, out: Tensor) -> int:
-    return values.numel() if accumulate else 0
-
-
-@formula("_embedding_bag", "_embedding_bag_forward_only")
-def _bag(weight: Tensor, indices: Tensor, *_: Any, out: Any, **__: Any) -> int:
-    return indices.numel() * weight.shape[1]
+formulas({
+    "index_add scatter_add scatter_reduce index_reduce":
+        lambda x, dim, index, source, *_, out, **__: source.numel(),
+    "_index_put_impl index_put _unsafe_index_put":
+        lambda x, indices, values, accumulate=False, *_, out: values.numel() if accumulate else 0,
+    "_embedding_bag _embedding_bag_forward_only":
+        lambda weight, indices, *_, out, **__: indices.numel() * weight.shape[1],
+    "topk":
+        lambda x, k, *_, out, **__: x.numel() * max(ceil(log2(k)), 1) if k else 0,
+})  # fmt: skip
 
 
 @formula("sort")
@@ -110,44 +91,32 @@ def _sort(x: Tensor, dim: int = -1, *_: Any, out: Any, **kwargs: Any) -> int:
     return x.numel() * ceil(log2(line)) if line > 1 else 0  # comparisons
 
 
-@formula("topk")
-def _topk(x: Tensor, k: int, *_: Any, out: Any, **__: Any) -> int:
-    return x.numel() * max(ceil(log2(k)), 1) if k else 0
+# -- norms: the mean takes 1 for each element, the variance 3, the normalization 2, weight and bias 1 each -------------
 
 
-# Norms. The mean takes 1 for each element, the variance 3; minus the mean, over the deviation: 2; weight, bias: 1 each.
+def _affine(*parameters: Any) -> int:
+    return sum(isinstance(parameter, Tensor) for parameter in parameters)
 
 
-@formula("native_layer_norm", "native_group_norm")
-def _norm(x: Tensor, *args: Any, out: Any, **__: Any) -> int:
-    affine = sum(isinstance(argument, Tensor) for argument in args[:3])
-    return x.numel() * (6 + affine)
-
-
-@formula("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *_: Any, out: Any) -> int:
-    return x.numel() * ((6 if training else 2) + (weight is not None) + (bias is not None))
-
-
-@formula("_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_batch_norm_with_update")
-def _batch_norm_legit(x: Tensor, weight: Any, bias: Any, *_: Any, out: Any, **__: Any) -> int:
-    return x.numel() * (6 + (weight is not None) + (bias is not None))
-
-
-@formula("_native_batch_norm_legit_no_training", "_batch_norm_no_update")
-def _batch_norm_fixed(x: Tensor, weight: Any, bias: Any, *_: Any, out: Any, **__: Any) -> int:
-    return x.numel() * (2 + (weight is not None) + (bias is not None))
-
-
-@formula("native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward", "batch_norm_backward")  # fmt: skip  # noqa: E501
-def _norm_backward(grad: Tensor, x: Tensor, *_: Any, out: Any, **__: Any) -> int:
-    """Count the normalized input (2), two sums (3), and the gradient of the input from them (4)."""
-    return 9 * x.numel()
-
-
-@formula("_fused_rms_norm")
-def _rms(x: Tensor, shape: Any, weight: Tensor | None = None, *_: Any, out: Any, **__: Any) -> int:
-    return rms_norm(x, shape, weight, out=first(out))
+formulas({
+    "native_layer_norm native_group_norm":
+        lambda x, *args, out, **_: x.numel() * (6 + _affine(*args[:3])),
+    "native_batch_norm cudnn_batch_norm miopen_batch_norm":
+        lambda x, weight, bias, mean, var, training, *_, out:
+            x.numel() * ((6 if training else 2) + _affine(weight, bias)),
+    "_native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update":
+        lambda x, weight, bias, *_, out, **__: x.numel() * (6 + _affine(weight, bias)),
+    "_native_batch_norm_legit_no_training _batch_norm_no_update":
+        lambda x, weight, bias, *_, out, **__: x.numel() * (2 + _affine(weight, bias)),
+    # The normalized input (2), two sums (3), and the gradient of the input from them (4).
+    """native_batch_norm_backward native_layer_norm_backward native_group_norm_backward cudnn_batch_norm_backward
+    miopen_batch_norm_backward batch_norm_backward""":
+        lambda grad, x, *_, out, **__: 9 * x.numel(),
+    "_fused_rms_norm":
+        lambda x, shape, weight=None, *_, out, **__: rms_norm(x, shape, weight, out=first(out)),
+    "_fused_rms_norm_backward":
+        lambda grad, x, *_, out, **__: 8 * x.numel(),
+})  # fmt: skip
 
 
 def rms_norm(
@@ -162,12 +131,7 @@ def rms_norm(
     return input.numel() * (3 + (weight is not None)) + 2 * (input.numel() // max(prod(normalized_shape), 1))
 
 
-@formula("_fused_rms_norm_backward")
-def _rms_backward(grad: Tensor, x: Tensor, *_: Any, out: Any, **__: Any) -> int:
-    return 8 * x.numel()
-
-
-# Pooling. An average takes an addition for each element of a window but the first, and a division.
+# -- pooling: an average takes an addition for each element of a window but the first, and a division ------------------
 
 
 def _windows(size: Sequence[int] | int, out: Tensor, rank: int) -> int:
@@ -185,61 +149,47 @@ def _adaptive_windows(x: Tensor, out: Tensor, rank: int) -> int:
 
 
 for _rank in (2, 3):
-
-    @formula(f"avg_pool{_rank}d")
-    def _average(x: Tensor, kernel: Any, *_: Any, out: Tensor, rank: int = _rank, **__: Any) -> int:
-        return _windows(kernel, out, rank)
-
-    @formula(f"avg_pool{_rank}d_backward")
-    def _average_backward(
-        grad: Tensor, x: Tensor, kernel: Any, *_: Any, out: Tensor, rank: int = _rank, **__: Any
-    ) -> int:
-        return _windows(kernel, grad, rank)
-
-    @formula(f"max_pool{_rank}d_with_indices", f"mkldnn_max_pool{_rank}d", f"quantized_max_pool{_rank}d")
-    def _maximum(x: Tensor, kernel: Any, *_: Any, out: Any, rank: int = _rank, **__: Any) -> int:
-        return _windows(kernel, first(out), rank) - first(out).numel()
-
-    @formula(f"_adaptive_avg_pool{_rank}d", *(["mkldnn_adaptive_avg_pool2d"] if _rank == 2 else []))
-    def _adaptive_average(x: Tensor, *_: Any, out: Tensor, rank: int = _rank) -> int:
-        return _adaptive_windows(x, out, rank)
-
-    @formula(f"_adaptive_avg_pool{_rank}d_backward")
-    def _adaptive_average_backward(grad: Tensor, x: Tensor, *_: Any, out: Tensor, rank: int = _rank) -> int:
-        return _adaptive_windows(x, grad, rank)
-
-    @formula(f"adaptive_max_pool{_rank}d")
-    def _adaptive_maximum(x: Tensor, *_: Any, out: Any, rank: int = _rank) -> int:
-        return _adaptive_windows(x, first(out), rank) - first(out).numel()
+    formulas({
+        f"avg_pool{_rank}d":
+            lambda x, kernel, *_, out, rank=_rank, **__: _windows(kernel, out, rank),
+        f"avg_pool{_rank}d_backward":
+            lambda grad, x, kernel, *_, out, rank=_rank, **__: _windows(kernel, grad, rank),
+        f"max_pool{_rank}d_with_indices mkldnn_max_pool{_rank}d quantized_max_pool{_rank}d":
+            lambda x, kernel, *_, out, rank=_rank, **__: _windows(kernel, first(out), rank) - first(out).numel(),
+        f"_adaptive_avg_pool{_rank}d{' mkldnn_adaptive_avg_pool2d' if _rank == 2 else ''}":
+            lambda x, *_, out, rank=_rank: _adaptive_windows(x, out, rank),
+        f"_adaptive_avg_pool{_rank}d_backward":
+            lambda grad, x, *_, out, rank=_rank: _adaptive_windows(x, grad, rank),
+        f"adaptive_max_pool{_rank}d":
+            lambda x, *_, out, rank=_rank: _adaptive_windows(x, first(out), rank) - first(out).numel(),
+    })  # fmt: skip
 
 
-# Interpolation: for each output a weighted sum of its 2, 4, 8 or 16 neighbours, the weights not counted.
+# -- interpolation: a weighted sum of neighbours for each output, the weights not counted ------------------------------
 
-_TAPS = {"upsample_linear1d": 2, "upsample_bilinear2d": 4, "upsample_trilinear3d": 8, "upsample_bicubic2d": 16}
-for _name, _taps in _TAPS.items():
-
-    @formula(_name)
-    def _interpolate(x: Tensor, *_: Any, out: Tensor, taps: int = _taps, **__: Any) -> int:
-        return out.numel() * (2 * taps - 1)
-
-    @formula(f"{_name}_backward")
-    def _interpolate_backward(grad: Tensor, *_: Any, out: Tensor, taps: int = _taps, **__: Any) -> int:
-        return grad.numel() * 2 * taps
+for _name, _taps in {
+    "upsample_linear1d": 2, "upsample_bilinear2d": 4, "upsample_trilinear3d": 8, "upsample_bicubic2d": 16
+}.items():  # fmt: skip
+    formulas({
+        _name: lambda x, *_, out, taps=_taps, **__: out.numel() * (2 * taps - 1),
+        f"{_name}_backward": lambda grad, *_, out, taps=_taps, **__: grad.numel() * 2 * taps,
+    })  # fmt: skip
 
 
-_SAMPLING = {"grid_sampler_2d": 2, "cudnn_grid_sampler": 2, "_grid_sampler_2d_cpu_fallback": 2, "grid_sampler_3d": 3}
-for _name, _rank in _SAMPLING.items():
-
-    @formula(_name)
-    def _sample(x: Tensor, grid: Tensor, mode: int = 0, *_: Any, out: Tensor, rank: int = _rank) -> int:
-        """Count by mode: 0 linear, 1 nearest, 2 cubic. Each coordinate is scaled to the size of the input (2)."""
-        taps = {0: 2**rank, 1: 0, 2: 4**rank}[mode]
-        return out.numel() * max(2 * taps - 1, 0) + 2 * grid.numel()
+def _grid_sample(grid: Tensor, mode: int, out: Tensor, rank: int) -> int:
+    """Count by mode: 0 linear, 1 nearest, 2 cubic. Each coordinate is scaled to the size of the input (2)."""
+    taps = {0: 2**rank, 1: 0, 2: 4**rank}[mode]
+    return out.numel() * max(2 * taps - 1, 0) + 2 * grid.numel()
 
 
-@formula("affine_grid_generator", "cudnn_affine_grid_generator")
-def _affine_grid(theta: Tensor, *_: Any, out: Tensor, **__: Any) -> OpCost:
-    return OpCost(out.numel() * theta.shape[-1], out.numel())
+formulas({
+    "grid_sampler_2d cudnn_grid_sampler _grid_sampler_2d_cpu_fallback":
+        lambda x, grid, mode=0, *_, out: _grid_sample(grid, mode, out, 2),
+    "grid_sampler_3d":
+        lambda x, grid, mode=0, *_, out: _grid_sample(grid, mode, out, 3),
+    "affine_grid_generator cudnn_affine_grid_generator":
+        lambda theta, *_, out, **__: OpCost(out.numel() * theta.shape[-1], out.numel()),
+})  # fmt: skip
 
 
 @formula("torchvision::roi_align")
@@ -254,24 +204,16 @@ def _suppress(boxes: Tensor, *_: Any, out: Tensor, **__: Any) -> int:
     return 13 * boxes.shape[0] * (boxes.shape[0] - 1) // 2
 
 
-# Fourier transforms: 5 n log2 n operations for a line of n complex numbers, half of that for real ones.
+# -- Fourier transforms: 5 n log2 n operations for a line of n complex numbers, half of that for real ones -------------
 
 
-def _fourier(lines: Tensor, lengths: Sequence[int], per_point: float) -> int:
-    n = prod(lengths)
-    return round(per_point * lines.numel() * log2(n)) if n > 1 else 0
+def _fourier(x: Tensor, dims: Sequence[int], per_point: float) -> int:
+    n = prod(x.shape[dim] for dim in dims)
+    return round(per_point * x.numel() * log2(n)) if n > 1 else 0
 
 
-@formula("_fft_c2c")
-def _c2c(x: Tensor, dim: Sequence[int], *_: Any, out: Tensor, **__: Any) -> int:
-    return _fourier(x, [x.shape[d] for d in dim], 5)
-
-
-@formula("_fft_r2c")
-def _r2c(x: Tensor, dim: Sequence[int], *_: Any, out: Tensor, **__: Any) -> int:
-    return _fourier(x, [x.shape[d] for d in dim], 2.5)
-
-
-@formula("_fft_c2r")
-def _c2r(x: Tensor, dim: Sequence[int], *_: Any, out: Tensor, **__: Any) -> int:
-    return _fourier(out, [out.shape[d] for d in dim], 2.5)
+formulas({
+    "_fft_c2c": lambda x, dim, *_, out, **__: _fourier(x, dim, 5),
+    "_fft_r2c": lambda x, dim, *_, out, **__: _fourier(x, dim, 2.5),
+    "_fft_c2r": lambda x, dim, *_, out, **__: _fourier(out, dim, 2.5),
+})  # fmt: skip

@@ -9,21 +9,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microtome.flops.registry import OpCost, formula
-
-# Matrix products. A product of an m x k and a k x n matrix makes m * n sums of k products each.
+from microtome.flops.registry import OpCost, formula, formulas
 
 
-@formula("mm", "bmm", "mv", "dot", "vdot", "_int_mm", "_weight_int8pack_mm", "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu", "_weight_int4pack_mm_with_scales_and_zeros", "_dyn_quant_matmul_4bit")  # fmt: skip  # noqa: E501
-def _product(a: Tensor, b: Tensor, *_: Any, out: Tensor, **__: Any) -> OpCost:
+def _contract(out: Tensor, length: int, bias: Any = None) -> OpCost:
+    """Count a sum of `length` products for each element of the output, and the addition of a bias unless None."""
     sums = out.numel()
-    return OpCost(sums * a.shape[-1], sums)
+    return OpCost(sums * length, sums, 0 if bias is None else sums)
 
 
-@formula("addmm", "baddbmm", "addmv")
-def _add_product(bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor, beta: float = 1, **_: Any) -> OpCost:
-    sums = out.numel()
-    return OpCost(sums * a.shape[-1], sums, sums if beta else 0)
+def _packed(a: Tensor) -> int:
+    """Return the number of values packed in an element."""
+    return 2 if a.dtype is torch.float4_e2m1fn_x2 else 1
+
+
+# -- matrix products ---------------------------------------------------------------------------------------------------
+
+formulas({
+    """mm bmm mv dot vdot _int_mm _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu
+    _weight_int4pack_mm_with_scales_and_zeros _dyn_quant_matmul_4bit""":
+        lambda a, b, *_, out, **__: _contract(out, a.shape[-1]),
+    "addmm baddbmm addmv":
+        lambda bias, a, b, *, out, beta=1, **_: _contract(out, a.shape[-1], bias if beta else None),
+    "_addmm_activation":
+        lambda bias, a, b, *, out, beta=1, **_:
+            _contract(out, a.shape[-1], bias if beta else None).plus(OpCost(other=out.numel())),
+    "addbmm":  # summed over the batch too
+        lambda bias, a, b, *, out, beta=1, **_: _contract(out, a.shape[-1] * a.shape[0], bias if beta else None),
+    "addr":
+        lambda bias, a, b, *, out, beta=1, **_: out.numel() * (2 if beta else 1),
+    "linear mkldnn_linear":
+        lambda x, weight, bias=None, *, out, **_: _contract(out, weight.shape[-1], bias),
+    # The scales of quantized products are not counted: kernels apply them to blocks of different sizes.
+    "_scaled_mm":
+        lambda a, b, scale_a, scale_b, bias=None, *_, out, **__: _contract(out, a.shape[-1] * _packed(a), bias),
+    "_scaled_mm_v2":  # args: scale, recipe and swizzle of each operand, then the bias
+        lambda a, b, *args, bias=None, out, **_:
+            _contract(out, a.shape[-1] * _packed(a), args[6] if len(args) > 6 else bias),
+    "_scaled_grouped_mm":
+        lambda a, b, scale_a, scale_b, offs=None, bias=None, *_, out, **__: _grouped_product(a, b, offs, bias, out=out),
+    "_scaled_grouped_mm_v2":  # args: scale, recipe and swizzle of each operand, the offsets, then the bias
+        lambda a, b, *args, bias=None, out, **_:
+            _grouped_product(a, b, None, args[7] if len(args) > 7 else bias, out=out),
+    "_euclidean_dist":  # a product of the points, each longer by its norm and by a one; then clamp and square root
+        lambda a, b, *, out:
+            OpCost(out.numel() * (a.shape[-1] + 2), out.numel(), 2 * out.numel() + 2 * (a.numel() + b.numel())),
+    "_cdist_forward":
+        lambda a, b, *_, out, **__: 3 * out.numel() * a.shape[-1],
+    "quantized::linear quantized::linear_relu quantized::linear_dynamic quantized::linear_relu_dynamic":
+        lambda x, packed, *_, out, **__: _contract(out, x.shape[-1], packed.unpack()[1]),
+})  # fmt: skip
 
 
 @formula("_foreach_mm")
@@ -32,25 +67,10 @@ def _products(a: Sequence[Tensor], b: Sequence[Tensor], *, out: Sequence[Tensor]
     return OpCost(macs, sum(product.numel() for product in out))
 
 
-# The scales of quantized products are not counted: kernels apply them to blocks of different sizes.
-
-
-@formula("_scaled_mm")
-def _scaled_product(a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, bias: Tensor | None = None, *_: Any, out: Tensor, **__: Any) -> OpCost:  # fmt: skip  # noqa: E501
-    sums = out.numel()
-    return OpCost(sums * a.shape[-1] * _packed(a), sums, 0 if bias is None else sums)
-
-
-@formula("_scaled_mm_v2")
-def _scaled_product_v2(
-    a: Tensor, b: Tensor, *args: Any, bias: Tensor | None = None, out: Tensor, **_: Any
-) -> OpCost | int:
-    # args: scale, recipe and swizzle of the first, those of the second, then the bias.
-    return _scaled_product(a, b, None, None, args[6] if len(args) > 6 else bias, out=out)
-
-
 @formula("_grouped_mm", "transformers::grouped_mm_fallback")
-def _grouped_product(a: Tensor, b: Tensor, offs: Any = None, bias: Tensor | None = None, *_: Any, out: Tensor, **__: Any) -> OpCost:  # fmt: skip  # noqa: E501
+def _grouped_product(
+    a: Tensor, b: Tensor, offs: Any = None, bias: Tensor | None = None, *_: Any, out: Tensor, **__: Any
+) -> OpCost:
     """Count products of groups of rows, of columns or of parts of the contracted dimension, each with its own matrix.
 
     In all layouts the groups partition one dimension:
@@ -67,95 +87,49 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Any = None, bias: Tensor | None
     return OpCost(products * a.shape[-1] * _packed(a), sums, 0 if bias is None else sums)
 
 
-@formula("_scaled_grouped_mm")
-def _scaled_grouped(a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, offs: Any = None, bias: Tensor | None = None, *_: Any, out: Tensor, **__: Any) -> OpCost | int:  # fmt: skip  # noqa: E501
-    return _grouped_product(a, b, offs, bias, out=out)
-
-
-@formula("_scaled_grouped_mm_v2")
-def _scaled_grouped_v2(
-    a: Tensor, b: Tensor, *args: Any, bias: Tensor | None = None, out: Tensor, **_: Any
-) -> OpCost | int:
-    # args: scale, recipe and swizzle of the first, those of the second, the offsets, then the bias.
-    return _grouped_product(a, b, None, args[7] if len(args) > 7 else bias, out=out)
-
-
-def _packed(a: Tensor) -> int:
-    """Return the number of values packed in an element."""
-    return 2 if a.dtype is torch.float4_e2m1fn_x2 else 1
-
-
-@formula("_addmm_activation")
-def _add_product_activation(bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor, beta: float = 1, **_: Any) -> OpCost:
-    sums = out.numel()
-    return OpCost(sums * a.shape[-1], sums, sums + (sums if beta else 0))
-
-
-@formula("addbmm")
-def _add_product_sum(bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor, beta: float = 1, **_: Any) -> OpCost:
-    sums = out.numel()  # over the batch too
-    return OpCost(sums * a.shape[-1] * a.shape[0], sums, sums if beta else 0)
-
-
-@formula("addr")
-def _add_outer(bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor, beta: float = 1, **_: Any) -> int:
-    return out.numel() * (2 if beta else 1)
-
-
-@formula("linear", "mkldnn_linear")
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor, **_: Any) -> OpCost:
-    sums = out.numel()
-    return OpCost(sums * weight.shape[-1], sums, 0 if bias is None else sums)
-
-
 @formula("_trilinear")
-def _trilinear(a: Tensor, b: Tensor, c: Tensor, expand1: Any, expand2: Any, expand3: Any, sumdim: Any, *_: Any, out: Tensor, **__: Any) -> OpCost:  # fmt: skip  # noqa: E501
-    # In each of the three, the dims named by its `expand` are broadcast; two products for each element of the whole.
-    def insert(shape: Sequence[int], at: Sequence[int]) -> list[int]:
+def _trilinear(
+    a: Tensor, b: Tensor, c: Tensor, expand1: Any, expand2: Any, expand3: Any, *_: Any, out: Tensor, **__: Any
+) -> OpCost:
+    """Count two products for each element of the broadcast operands, which `expand` gives dimensions of size 1."""
+
+    def unsqueeze(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
         sizes = list(shape)
-        for dim in sorted(at):
+        for dim in sorted(dims):
             sizes.insert(dim, 1)
         return sizes
 
-    shapes = (insert(a.shape, expand1), insert(b.shape, expand2), insert(c.shape, expand3))
+    shapes = (unsqueeze(a.shape, expand1), unsqueeze(b.shape, expand2), unsqueeze(c.shape, expand3))
     elements = prod(map(max, zip(*shapes, strict=True)))
     return OpCost(elements, out.numel(), elements)
 
 
-@formula("_euclidean_dist")
-def _euclidean(a: Tensor, b: Tensor, *, out: Tensor) -> OpCost:
-    # One product of the points, each longer by its norm and by a one; then clamp and square root.
-    return OpCost(out.numel() * (a.shape[-1] + 2), out.numel(), 2 * out.numel() + 2 * (a.numel() + b.numel()))
+# -- convolutions ------------------------------------------------------------------------------------------------------
 
 
-@formula("_cdist_forward")
-def _cdist(a: Tensor, b: Tensor, *_: Any, out: Tensor, **__: Any) -> int:
-    return 3 * out.numel() * a.shape[-1]
+def _convolve(centers: Tensor, weight: Tensor, bias: Any, out: Tensor) -> OpCost:
+    """Count a kernel at each element: of the output, or of the input if the convolution is transposed."""
+    return OpCost(centers.numel() * prod(weight.shape[1:]), out.numel(), 0 if bias is None else out.numel())
 
 
-# Convolutions. Each output is a sum over the kernel and the channels of its group; transposed, each input is scattered.
+formulas({
+    "convolution _convolution convolution_overrideable":
+        lambda x, weight, bias, stride, padding, dilation, transposed, *_, out, **__:
+            _convolve(x if transposed else out, weight, bias, out),
+    """cudnn_convolution mkldnn_convolution _slow_conv2d_forward _conv_depthwise2d conv_depthwise3d slow_conv3d_forward
+    slow_conv_dilated2d slow_conv_dilated3d""":
+        lambda x, weight, *_, out, **__: _convolve(out, weight, None, out),
+    "slow_conv_transpose2d slow_conv_transpose3d":
+        lambda x, weight, size, bias=None, *_, out, **__: _convolve(x, weight, bias, out),
+    "conv_tbc":
+        lambda x, weight, bias, pad=0, *, out: _contract(out, prod(weight.shape[:2]), bias),
+})  # fmt: skip
 
 
-@formula("convolution", "_convolution", "convolution_overrideable")
-def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, transposed: bool, *_: Any, out: Tensor, **__: Any) -> OpCost:  # fmt: skip  # noqa: E501
-    sums = out.numel()
-    spread = x if transposed else out
-    return OpCost(spread.numel() * prod(weight.shape[1:]), sums, 0 if bias is None else sums)
-
-
-@formula("slow_conv_transpose2d", "slow_conv_transpose3d")
-def _slow_transposed(x: Tensor, weight: Tensor, size: Any, bias: Tensor | None = None, *_: Any, out: Tensor, **__: Any) -> OpCost:  # fmt: skip  # noqa: E501
-    return OpCost(x.numel() * prod(weight.shape[1:]), out.numel(), 0 if bias is None else out.numel())
-
-
-@formula("conv_tbc")
-def _time_first_convolution(x: Tensor, weight: Tensor, bias: Tensor, pad: int = 0, *, out: Tensor) -> OpCost:
-    return OpCost(out.numel() * prod(weight.shape[:2]), out.numel(), out.numel())
-
-
-@formula("cudnn_convolution", "mkldnn_convolution", "_slow_conv2d_forward", "_conv_depthwise2d", "conv_depthwise3d", "slow_conv3d_forward", "slow_conv_dilated2d", "slow_conv_dilated3d")  # fmt: skip  # noqa: E501
-def _direct_convolution(x: Tensor, weight: Tensor, *_: Any, out: Tensor, **__: Any) -> OpCost:
-    return OpCost(out.numel() * prod(weight.shape[1:]), out.numel())
+@formula(*(f"quantized::conv{rank}d{suffix}" for rank in (1, 2, 3) for suffix in ("", "_relu", "_dynamic")))
+def _quantized_convolution(x: Tensor, packed: Any, *_: Any, out: Tensor, **__: Any) -> OpCost:
+    weight, bias = packed.unpack()
+    return _convolve(out, weight, bias, out)
 
 
 @formula("convolution_backward", "convolution_backward_overrideable")
@@ -170,14 +144,14 @@ def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any, o
 
 
 @formula("torchvision::deform_conv2d", "torchvision::_deform_conv2d")
-def _deformed(x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor, bias: Tensor | None, *_: Any, out: Tensor, **__: Any) -> OpCost:  # fmt: skip  # noqa: E501
+def _deformed_convolution(x: Tensor, weight: Tensor, *_: Any, out: Tensor, **__: Any) -> OpCost:
     # Each input of each window is interpolated from four neighbours (7) and weighted by the mask (1).
     samples = out.shape[0] * prod(out.shape[2:]) * x.shape[1] * prod(weight.shape[2:])
     sums = out.numel()
     return OpCost(sums * prod(weight.shape[1:]), sums, sums + 8 * samples)
 
 
-# Attention. A row of scores for each query: products with all keys; a softmax; products with all values.
+# -- attention: a row of scores for each query, from products with all keys; a softmax; products with all values -------
 
 
 def attention(q: Any, k: Any, v: Any, *, scores: int = 6) -> OpCost:
@@ -186,36 +160,26 @@ def attention(q: Any, k: Any, v: Any, *, scores: int = 6) -> OpCost:
     return OpCost(batch * rows * keys * (q[-1] + v[-1]), batch * rows * (keys + v[-1]), scores * batch * rows * keys)
 
 
-@formula(
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-)
-def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, out: Any, **__: Any) -> OpCost:
-    return attention(q.shape, k.shape, v.shape)
-
-
-@formula(
-    "_scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-    "_scaled_dot_product_efficient_attention_backward",
-    "_scaled_dot_product_cudnn_attention_backward",
-    "_scaled_dot_product_fused_attention_overrideable_backward",
-)
-def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, out: Any, **__: Any) -> OpCost:
-    return attention_backward(q.shape, k.shape, v.shape, (True, True, True))
-
-
 def attention_backward(q: Any, k: Any, v: Any, needed: tuple[bool, bool, bool], *, scores: int = 6) -> OpCost:
     """Count the four products that the gradients need; a fifth, if a kernel recomputes the scores, is not counted."""
     batch, rows, keys = prod(q[:-2]), q[-2], k[-2]
     each = batch * rows * keys
     to_scores = needed[0] or needed[1]
     macs = each * (q[-1] * (needed[0] + needed[1]) + v[-1] * (to_scores + needed[2]))
-    sums = batch * (rows * q[-1] * needed[0] + keys * k[-1] * needed[1] + rows * keys * to_scores + keys * v[-1] * needed[2])  # fmt: skip  # noqa: E501
-    return OpCost(macs, sums, scores * each if to_scores else 0)
+    sums = rows * q[-1] * needed[0] + keys * k[-1] * needed[1] + rows * keys * to_scores + keys * v[-1] * needed[2]
+    return OpCost(macs, batch * sums, scores * each if to_scores else 0)
+
+
+for _kernel in (
+    "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
+    "fused_attention_overrideable",
+):  # fmt: skip
+    formulas({
+        f"_scaled_dot_product_{_kernel}":
+            lambda q, k, v, *_, out, **__: attention(q.shape, k.shape, v.shape),
+        f"_scaled_dot_product_{_kernel}_backward":
+            lambda grad, q, k, v, *_, out, **__: attention_backward(q.shape, k.shape, v.shape, (True, True, True)),
+    })  # fmt: skip
 
 
 @formula("_native_multi_head_attention")
@@ -239,18 +203,3 @@ def _self_attention(q: Any, k: Any, width: int, heads: int) -> OpCost:
     projected = rows * width * 2 + 2 * keys * width
     split = (q[0] * heads, q[1], width // heads), (k[0] * heads, k[1], width // heads)
     return OpCost(projected * width, projected, projected).plus(attention(split[0], split[1], split[1]))
-
-
-# Quantized layers. Their weights are packed, and can be unpacked.
-
-
-@formula("quantized::linear", "quantized::linear_relu", "quantized::linear_dynamic", "quantized::linear_relu_dynamic")
-def _quantized_linear(x: Tensor, packed: Any, *_: Any, out: Tensor, **__: Any) -> OpCost:
-    _, bias = packed.unpack()
-    return OpCost(out.numel() * x.shape[-1], out.numel(), 0 if bias is None else out.numel())
-
-
-@formula(*(f"quantized::conv{rank}d{suffix}" for rank in (1, 2, 3) for suffix in ("", "_relu", "_dynamic")))
-def _quantized_convolution(x: Tensor, packed: Any, *_: Any, out: Tensor, **__: Any) -> OpCost:
-    weight, bias = packed.unpack()
-    return OpCost(out.numel() * prod(weight.shape[1:]), out.numel(), 0 if bias is None else out.numel())

@@ -43,8 +43,8 @@ Formula = Callable[..., "OpCost | int"]
 NOTHING = OpCost()
 
 _registered: dict[Any, Formula] = {}  # by users
-_own: dict[str, Formula] = {}
-_found: dict[Any, Formula | None] = {}
+_built_in: dict[str, Formula] = {}
+_resolved: dict[Any, Formula | None] = {}
 
 
 def register_formula(op: OpOverload | OpOverloadPacket | str, formula: Formula) -> None:
@@ -59,14 +59,14 @@ def register_formula(op: OpOverload | OpOverloadPacket | str, formula: Formula) 
     >>> register_formula(ops.aten.frac, lambda x, *, out: 2 * out.numel())
     >>> cost_of(ops.aten.frac.default, (torch.ones(3),), {}, torch.ones(3))
     OpCost(macs=0, sums=0, other=6)
-    >>> del _registered[ops.aten.frac]; _found.clear()
+    >>> del _registered[ops.aten.frac]; _resolved.clear()
     """
     if not callable(formula):
         raise BadFormula(f"expected a formula as a function of the operator's arguments, got {type(formula).__name__}")
     if not isinstance(op, OpOverload | OpOverloadPacket | HigherOrderOperator | str):
         raise BadFormula(f"expected an operator, such as torch.ops.mylib.scan, got {op!r}")
     _registered[_packet(op) if isinstance(op, str) else op] = formula
-    _found.clear()
+    _resolved.clear()
 
 
 def _packet(name: str) -> OpOverloadPacket:
@@ -81,20 +81,26 @@ def formula(*names: str) -> Callable[[Formula], Formula]:
     """Register a built-in formula: aten's operators by their name alone, others as `namespace::name`."""
 
     def register(function: Formula) -> Formula:
-        for name in names:
-            assert name not in _own, name
-            _own[name] = function
+        formulas({" ".join(names): function})
         return function
 
     return register
 
 
+def formulas(table: dict[str, Formula]) -> None:
+    """Register built-in formulas, each by the names of its operators, separated by whitespace."""
+    for names, function in table.items():
+        for name in names.split():
+            assert name not in _built_in, name
+            _built_in[name] = function
+
+
 def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost | None:
     """Return the cost of a run of an operator; None if no formula is known."""
     try:
-        found = _found[func]
+        found = _resolved[func]
     except KeyError:
-        found = _found[func] = _find(func)
+        found = _resolved[func] = _resolve(func)
     return None if found is None else evaluate(found, func, args, kwargs, out)
 
 
@@ -103,7 +109,7 @@ def evaluate(formula: Formula, func: Any, args: tuple[Any, ...], kwargs: dict[st
     try:
         cost = formula(*args, **{**kwargs, "out": out})
     except Exception as error:
-        if func not in _registered and registered(func) is None:
+        if func not in _registered and registered_formula(func) is None:
             return None  # so that the operator is listed as unknown
         raise BadFormula(f"the formula of {func} failed: {describe_error(error)}") from error
     if cost.__class__ is OpCost:
@@ -113,7 +119,7 @@ def evaluate(formula: Formula, func: Any, args: tuple[Any, ...], kwargs: dict[st
     return OpCost(0, 0, cost)
 
 
-def registered(function: Any) -> Formula | None:
+def registered_formula(function: Any) -> Formula | None:
     """Return the formula that a user registered for an operator or a composite operator."""
     if isinstance(function, OpOverload):
         return _registered.get(function.overloadpacket)
@@ -121,9 +127,11 @@ def registered(function: Any) -> Formula | None:
     return _registered.get(function) or _registered.get(packet)
 
 
-def _find(func: Any) -> Formula | None:
+def _resolve(func: Any) -> Formula | None:
     """Find the formula of an operator; an `out=` overload has that of the overload without."""
-    formula = _find_any(func)
+    from microtome.flops import composite  # noqa: F401  registers the built-in formulas, and imports this module
+
+    formula = _lookup(func)
     if formula is None or not isinstance(func, OpOverload):
         return formula
     outs = {a.name for a in schema_of(func).arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write}
@@ -136,20 +144,20 @@ def _find(func: Any) -> Formula | None:
     return without_outs
 
 
-def _find_any(func: Any) -> Formula | None:
+def _lookup(func: Any) -> Formula | None:
     if not isinstance(func, OpOverload):  # an operator on functions
-        return _registered.get(func) or _of_torch(func)
+        return _registered.get(func) or _torch_formula(func)
     packet = func.overloadpacket
     if func in _registered or packet in _registered:
         return _registered.get(func) or _registered[packet]
     name = packet.__name__
     if func.namespace != "aten":
-        return _own.get(f"{func.namespace}::{name}") or _of_torch(packet)
+        return _built_in.get(f"{func.namespace}::{name}") or _torch_formula(packet)
     name = name if name.startswith("__") else name.rstrip("_")  # `add_` is `add`
-    return _own.get(name) or _of_torch(packet) or _by_tags(func, name)
+    return _built_in.get(name) or _torch_formula(packet) or _formula_by_tags(func, name)
 
 
-def _of_torch(packet: Any) -> Formula | None:
+def _torch_formula(packet: Any) -> Formula | None:
     """Return the formula of torch's own counter, which counts two FLOPs for each multiply-accumulate."""
     from torch.utils.flop_counter import flop_registry  # slow to import, seldom needed
 
@@ -163,7 +171,7 @@ def _of_torch(packet: Any) -> Formula | None:
     return convert
 
 
-def _by_tags(func: OpOverload, name: str) -> Formula | None:
+def _formula_by_tags(func: OpOverload, name: str) -> Formula | None:
     tags = set(func.tags)
     if name != func.overloadpacket.__name__ and hasattr(torch.ops.aten, name):  # some in-place ones carry no tags
         base = getattr(torch.ops.aten, name)

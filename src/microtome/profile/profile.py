@@ -77,7 +77,7 @@ def profile(
     >>> [(row.address, row.macs) for row in p.top(2, by="macs")]
     [('layer1.0.conv1', 1179648), ('layer1.0.conv2', 1179648)]
     """
-    from microtome.flops.conventions.base import convention as find  # imported when needed: see `microtome.profile`
+    from microtome.flops.conventions import find_convention  # imported when needed: see `microtome.profile`
 
     spec: MeasurementSpec | None = None
     if not isinstance(measure, tuple) or measure:
@@ -93,7 +93,7 @@ def profile(
             meter=meter,
             backward=backward,
         )
-    priced_by = find(convention)
+    priced_by = find_convention(convention)
     run = Inputs.of(inputs)
     trace, costs = record(model, run, backward=backward, fake=fake)
     static = profile_trace(trace, costs, model, run, priced_by, backward=backward)
@@ -124,7 +124,7 @@ def profile_trace(
 
 def _measure(static: Profile, model: nn.Module, inputs: Inputs, spec: MeasurementSpec) -> Profile:
     """Add measurements to a static profile."""
-    from microtome.flops.conventions.base import convention as find
+    from microtome.flops.conventions import find_convention
     from microtome.profile import measurement
     from microtome.profile.static import ProfileBuilder
 
@@ -133,7 +133,9 @@ def _measure(static: Profile, model: nn.Module, inputs: Inputs, spec: Measuremen
 
         def real_rows() -> tuple[Row, ...]:
             trace, costs = record(model, inputs, backward=spec.backward, fake=False)
-            return ProfileBuilder(trace, costs, model, find(static.convention), backward=spec.backward).rows()
+            return ProfileBuilder(
+                trace, costs, model, find_convention(static.convention), backward=spec.backward
+            ).rows()
 
         measurement.host_memory(found, spec, real_rows)
     return replace(static, calls=tuple(found.rows), **found.methods())

@@ -14,7 +14,7 @@ import torch
 from microtome.devices.base import default_generators
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.torch_internals import OpOverload
-from microtome.flops.fused import AttentionArguments
+from microtome.flops.composite import AttentionArguments
 from microtome.results.trace import Op
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention

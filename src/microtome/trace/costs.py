@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microtome.flops.conventions.base import Convention, ConventionCost, counters_of
+from microtome.flops.conventions import counters_of
+from microtome.flops.conventions.base import Convention, ConventionCost
 from microtome.flops.registry import NOTHING, OpCost
 from microtome.results.trace import Trace
 
@@ -54,11 +55,11 @@ class TraceCosts:
 
     def price_calls(self, convention: Convention) -> dict[int, ConventionCost]:
         """Price the modules themselves, by the index of the call, if the convention does."""
-        rule = convention.module
-        if rule is None:
+        price = convention.price_module
+        if price is None:
             return {}
         return {
-            index: rule(module, tuple(map(_tensor, args)), _tensor(output))
+            index: price(module, tuple(map(_tensor, args)), _tensor(output))
             for index, (module, args, output) in self.calls.items()
         }
 

@@ -19,7 +19,7 @@ from microtome.engine.probes import AnyOp, Where
 from microtome.engine.snapshot import WriteBackups
 from microtome.engine.torch_internals import DisableTorchFunction, is_autocast_enabled
 from microtome.errors import Unsupported
-from microtome.flops.fused import composite_costs
+from microtome.flops.composite import composite_costs
 from microtome.flops.registry import NOTHING, OpCost, cost_of
 from microtome.inputs import Inputs
 from microtome.results.trace import How, Op, Read, TensorMode, Trace, TracedCall

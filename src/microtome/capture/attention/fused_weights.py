@@ -13,7 +13,7 @@ from torch import Tensor
 from microtome.engine.composite_ops import suspend_tracing
 from microtome.engine.torch_internals import safe_softmax
 from microtome.errors import BadQuery, Unsupported
-from microtome.flops.fused import AttentionArguments
+from microtome.flops.composite import AttentionArguments
 
 Heads = Sequence[int] | None
 Rows = Sequence[int] | Literal["cls", "last"] | None

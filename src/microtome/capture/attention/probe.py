@@ -16,7 +16,7 @@ from microtome.engine.composite_ops import suspend_tracing
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.selectors import CallSelection
 from microtome.engine.torch_internals import DisableTorchFunction
-from microtome.flops.fused import AttentionArguments
+from microtome.flops.composite import AttentionArguments
 
 #: The composite operators that a session with this probe must report as one operator.
 ATTENTION = (

@@ -12,7 +12,7 @@ from microtome.cli.options.model import describe, model_options, placed, resolve
 from microtome.cli.options.outputs import output_options, put_result, refuse_same
 from microtome.cli.options.page import open_page, page_cuts, page_options, refuse_unseen
 from microtome.errors import BadInputs, MicrotomeError, describe_error
-from microtome.flops.conventions.base import CONVENTIONS
+from microtome.flops.conventions import CONVENTIONS
 from microtome.profile import profile as profile_model
 from microtome.profile.device import METHODS, DeviceTimeMethod
 from microtome.profile.energy import EnergyModel

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from microtome.flops.registry import op_name
+from microtome.flops.conventions.base import Convention, ConventionCost
+from microtome.flops.registry import OpCost, op_name
 
 _FUNCTIONS = {
     F.relu, F.prelu, F.elu, F.relu6, F.gelu, F.silu, F.softmax, F.upsample, F.interpolate,
@@ -47,11 +48,9 @@ _COUNTED = {
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
     "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
 }  # fmt: skip
-#: The names of all operators that may be counted.
-OPERATORS = {*_PRODUCT_NAMES, "add", "mul", *_COUNTED, *(f"{name}_" for name in _COUNTED)}
 
 
-def of_function(function: Any, func: Any, args: tuple[Any, ...], out: Any) -> int:
+def _count_op(function: Any, func: Any, args: tuple[Any, ...], out: Any, _: OpCost) -> int:
     """Count an operator, by the function that the model's code called."""
     name = op_name(func)
     if function in _PRODUCTS and name in _PRODUCT_NAMES:
@@ -64,7 +63,7 @@ def of_function(function: Any, func: Any, args: tuple[Any, ...], out: Any) -> in
     return 0
 
 
-def of_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
+def _count_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
     """Count a module itself, if its type is exactly one that ptflops knows."""
     kind, x = type(module), args[0] if args else None
     out = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else None
@@ -112,3 +111,12 @@ def _recurrent(module: Any, x: Tensor) -> int:
         count += _STATE[type(module)] * module.hidden_size
     both = 2 if not cell and module.bidirectional else 1
     return count * int(prod(x.shape[:1] if cell else x.shape[:2])) * both
+
+
+CONVENTION = Convention(
+    "ptflops",
+    count_op=_count_op,
+    counted_ops=frozenset({*_PRODUCT_NAMES, "add", "mul", *_COUNTED, *(f"{name}_" for name in _COUNTED)}),
+    price_module=lambda module, args, output: ConventionCost(flops=_count_module(module, args, output)),
+    has_madds=False,
+)

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from microtome.flops.conventions.base import Convention, ConventionCost
+
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.PReLU, nn.ELU, nn.LeakyReLU)
 _POOLS = (nn.MaxPool2d, nn.AvgPool2d)
 _POOLS_3D = (nn.MaxPool3d, nn.AvgPool3d)
@@ -82,3 +84,20 @@ def _images(module: nn.Module, tensor: Any, batch: int | None) -> int:
 def _kernel(pool: Any) -> int:
     size = pool.kernel_size
     return int(prod(size)) if isinstance(size, tuple | list) else int(size) ** (3 if isinstance(pool, _POOLS_3D) else 2)
+
+
+def _price_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> ConventionCost:
+    x, out = _first_tensor(args), _first_tensor(output)
+    if next(module.children(), None) is not None or x is None or out is None:
+        return ConventionCost(0, 0, 0, 0, 0)
+    read, written = memory(module, x, out) or (0, 0)
+    bytes_moved = read * x.element_size(), written * x.element_size()
+    return ConventionCost(0, flops(module, x, out) or 0, madds(module, x, out) or 0, *bytes_moved)
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    items = value if isinstance(value, tuple | list) else (value,)
+    return next((item for item in items if isinstance(item, Tensor)), None)
+
+
+CONVENTION = Convention("torchstat", price_module=_price_module)

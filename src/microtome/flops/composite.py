@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from microtome.flops.elementwise import rms_norm
 from microtome.flops.matmul import attention, attention_backward
-from microtome.flops.registry import NOTHING, OpCost, evaluate, first, registered
+from microtome.flops.registry import NOTHING, OpCost, evaluate, first, registered_formula
 
 
 class CompositeFormulas(NamedTuple):
@@ -63,7 +63,7 @@ def _attention_backward(*args: Any, out: Tensor, **kwargs: Any) -> OpCost:
 # -- recurrent layers --------------------------------------------------------------------------------------------------
 
 
-class _Layers(NamedTuple):
+class _Recurrence(NamedTuple):
     """The parts of a recurrent layer that determine its cost.
 
     Attributes:
@@ -80,12 +80,12 @@ class _Layers(NamedTuple):
     dropout: float
 
     @property
-    def tokens(self) -> int:
+    def steps(self) -> int:
         """The number of steps over all sequences."""
         return self.x.numel() // self.x.shape[-1]
 
     @property
-    def starts(self) -> int:
+    def sequences(self) -> int:
         """The number of sequences."""
         return self.state.numel() // self.state.shape[-1] // (self.state.shape[0] if self.state.dim() == 3 else 1)
 
@@ -103,20 +103,19 @@ class _Layers(NamedTuple):
 _STATE = {"lstm": 13, "gru": 10, "rnn": 2}
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 
-
 _SEQUENCE = ("input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
 _PACKED = ("data", "batch_sizes", *_SEQUENCE[1:-1])
 
 
-def _layers(kind: str, *args: Any, **kwargs: Any) -> _Layers:
+def _parse_sequence(kind: str, *args: Any, **kwargs: Any) -> _Recurrence:
     names = _PACKED if "data" in kwargs or (len(args) > 3 and not isinstance(args[3], bool)) else _SEQUENCE
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     state = arguments["hx"] if isinstance(arguments["hx"], Tensor) else arguments["hx"][0]
     directions, dropout = 2 if arguments["bidirectional"] else 1, arguments["dropout"] if arguments["train"] else 0
-    return _Layers(kind, arguments[names[0]], state, arguments["params"], directions, dropout)
+    return _Recurrence(kind, arguments[names[0]], state, arguments["params"], directions, dropout)
 
 
-def _cell(
+def _parse_cell(
     kind: str,
     input: Tensor,  # noqa: A002  as torch calls it
     hx: Any,
@@ -124,12 +123,12 @@ def _cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
-) -> _Layers:
+) -> _Recurrence:
     weights = [weight for weight in (w_ih, w_hh, b_ih, b_hh) if weight is not None]
-    return _Layers(kind, input, hx if isinstance(hx, Tensor) else hx[0], weights, 1, 0)
+    return _Recurrence(kind, input, hx if isinstance(hx, Tensor) else hx[0], weights, 1, 0)
 
 
-def _recurrent(layers: _Layers) -> OpCost:
+def _recurrent(layers: _Recurrence) -> OpCost:
     inputs = [matrices[0] for matrices in layers.matrices]
     every = [matrix for matrices in layers.matrices for matrix in matrices]
     other = sum(weight.numel() for weight in layers.weights if weight.dim() == 1)
@@ -137,29 +136,29 @@ def _recurrent(layers: _Layers) -> OpCost:
     if layers.dropout:
         other += 2 * sum(matrix.shape[1] for matrix in inputs[layers.directions :: layers.directions])
     step = OpCost(sum(matrix.numel() for matrix in every), sum(matrix.shape[0] for matrix in every), other)
-    return OpCost(*(layers.tokens * count for count in step))
+    return OpCost(*(layers.steps * count for count in step))
 
 
-def _recurrent_backward(layers: _Layers) -> OpCost:
+def _recurrent_backward(layers: _Recurrence) -> OpCost:
     """Count the forward's products for the gradient of each matrix, and again for that of its operand.
 
     An input or initial state that requires no gradient is left out. Other operations are counted twice.
     """
-    tokens = layers.tokens
+    steps = layers.steps
     macs = sums = 0
-    for at, (to_input, *to_state) in enumerate(layers.matrices):
-        needs_grad = at >= layers.directions or layers.x.requires_grad
-        steps = [tokens if needs_grad else 0, tokens if layers.state.requires_grad else tokens - layers.starts, tokens]
-        for matrix, times in zip((to_input, *to_state), steps, strict=False):
-            macs += matrix.numel() * (times + (tokens if matrix.requires_grad else 0))
-            sums += matrix.shape[1] * times + (matrix.numel() if matrix.requires_grad else 0)
+    for index, matrices in enumerate(layers.matrices):
+        input_steps = steps if index >= layers.directions or layers.x.requires_grad else 0
+        state_steps = steps if layers.state.requires_grad else steps - layers.sequences
+        for matrix, operand_steps in zip(matrices, (input_steps, state_steps, steps), strict=False):
+            macs += matrix.numel() * (operand_steps + (steps if matrix.requires_grad else 0))
+            sums += matrix.shape[1] * operand_steps + (matrix.numel() if matrix.requires_grad else 0)
     return OpCost(macs, sums, 2 * _recurrent(layers).other)
 
 
-def _recurrent_costs(kind: str, read: Callable[..., _Layers]) -> CompositeFormulas:
+def _recurrent_formulas(kind: str, parse: Callable[..., _Recurrence]) -> CompositeFormulas:
     return CompositeFormulas(
-        lambda *args, out, **kwargs: _recurrent(read(kind, *args, **kwargs)),
-        lambda *args, out, **kwargs: _recurrent_backward(read(kind, *args, **kwargs)),
+        lambda *args, out, **kwargs: _recurrent(parse(kind, *args, **kwargs)),
+        lambda *args, out, **kwargs: _recurrent_backward(parse(kind, *args, **kwargs)),
     )
 
 
@@ -175,18 +174,18 @@ _FREE = CompositeFormulas(lambda *_, out, **__: NOTHING, lambda *_, out, **__: N
 
 _ATTENTION = CompositeFormulas(_attention, _attention_backward)
 
-WHOLE: dict[Callable[..., Any], CompositeFormulas] = {
+COMPOSITE_FORMULAS: dict[Callable[..., Any], CompositeFormulas] = {
     F.scaled_dot_product_attention: _ATTENTION,
     torch.ops.aten.scaled_dot_product_attention: _ATTENTION,
     torch.ops.aten.scaled_dot_product_attention.default: _ATTENTION,
-    torch.lstm: _recurrent_costs("lstm", _layers),
-    torch.gru: _recurrent_costs("gru", _layers),
-    torch.rnn_tanh: _recurrent_costs("rnn", _layers),
-    torch.rnn_relu: _recurrent_costs("rnn", _layers),
-    torch.lstm_cell: _recurrent_costs("lstm", _cell),
-    torch.gru_cell: _recurrent_costs("gru", _cell),
-    torch.rnn_tanh_cell: _recurrent_costs("rnn", _cell),
-    torch.rnn_relu_cell: _recurrent_costs("rnn", _cell),
+    torch.lstm: _recurrent_formulas("lstm", _parse_sequence),
+    torch.gru: _recurrent_formulas("gru", _parse_sequence),
+    torch.rnn_tanh: _recurrent_formulas("rnn", _parse_sequence),
+    torch.rnn_relu: _recurrent_formulas("rnn", _parse_sequence),
+    torch.lstm_cell: _recurrent_formulas("lstm", _parse_cell),
+    torch.gru_cell: _recurrent_formulas("gru", _parse_cell),
+    torch.rnn_tanh_cell: _recurrent_formulas("rnn", _parse_cell),
+    torch.rnn_relu_cell: _recurrent_formulas("rnn", _parse_cell),
     F.rms_norm: _RMS,
     torch.rms_norm: _RMS,
     F.one_hot: _FREE,
@@ -197,6 +196,6 @@ def composite_costs(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> tuple[OpCost | None, OpCost | None]:
     """Return the costs of a composite operator and of its backward; None where no formula is known."""
-    formulas = registered(function) or WHOLE[function].forward, WHOLE[function].backward
-    forward, backward = (evaluate(formula, function, args, kwargs, first(out)) for formula in formulas)
-    return forward, backward
+    formulas = COMPOSITE_FORMULAS[function]
+    forward = evaluate(registered_formula(function) or formulas.forward, function, args, kwargs, first(out))
+    return forward, evaluate(formulas.backward, function, args, kwargs, first(out))
