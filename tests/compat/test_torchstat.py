@@ -467,7 +467,9 @@ def test_a_node_has_what_it_and_all_below_it_have(shape: Any) -> None:
 
 @pytest.mark.parametrize("query", [0, -1, 1.5, "1", None])
 def test_a_granularity_below_the_leaves_is_refused(query: Any) -> None:
-    with pytest.raises(BadQuery, match=rf"query_granularity is a number from 1 \(the leaves\) on, got {query!r}"):
+    with pytest.raises(
+        BadQuery, match=rf"query_granularity to be an integer of at least 1 \(the leaves\), got {query!r}"
+    ):
         StatTree(StatNode("root")).get_collected_stat_nodes(query)
 
 
@@ -565,7 +567,8 @@ def test_model_and_process_are_as_found_also_when_the_forward_raises(size: tuple
 @pytest.mark.parametrize("size", [(), 224, "3x224x224", (3, 0, 4), (3, 2.5), None])
 def test_sizes_that_are_none_are_refused(size: Any) -> None:
     with pytest.raises(
-        BadInputs, match="input_size is the sizes of one image without the batch, as .3, 224, 224., got"
+        BadInputs,
+        match="sizes of one image without the batch, such as .3, 224, 224., got",
     ):
         ModelHook(nn.ReLU(), size)
 
@@ -668,9 +671,9 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("Nett", "net.py has no 'Nett'; its models are: Net\n"),
-        ("number", "number() of {file} makes no model: TypeError: 'int' object is not callable\n"),
-        ("nothing", "nothing() of {file} makes no model: expected a torch.nn.Module, got NoneType None\n"),
-        ("broken", "broken() of {file} makes no model: ValueError: no weights\n"),
+        ("number", "number() of {file} returns no model: TypeError: 'int' object is not callable\n"),
+        ("nothing", "nothing() of {file} returns no model: expected a torch.nn.Module, got NoneType None\n"),
+        ("broken", "broken() of {file} returns no model: ValueError: no weights\n"),
     ],
 )
 def test_a_name_that_is_no_model_is_refused(file: Path, name: str, message: str) -> None:
@@ -684,7 +687,7 @@ def test_a_size_that_cannot_be_read_is_refused(file: Path, size: str) -> None:
     result = run("-f", file, "-m", "Net", "-s", size)
     assert result.exit_code == 2
     assert result.output.startswith(
-        f"Error: cannot read the size {size!r}: write channels x height x width, as 3x224x224"
+        f"Error: expected a size as channels x height x width, such as 3x224x224, got {size!r}"
     )
 
 

@@ -129,7 +129,7 @@ def test_the_function_of_a_kind_counts_as_the_one_for_all_and_refuses_other_kind
         compute = next(getattr(functions, name) for name in names if hasattr(functions, name))
         out = module(x)
         assert compute(module, x, out) == getattr(functions, submodule)(module, x, out)
-        with pytest.raises(AssertionError, match="expected a module of the kind .*, got GELU"):
+        with pytest.raises(AssertionError, match="expected a module of type .*, got GELU"):
             compute(nn.GELU(), x, x)
 
 
@@ -264,7 +264,9 @@ def test_sizes_may_be_any_integers(kind: Any) -> None:
 
 @pytest.mark.parametrize("size", [(), 224, "3x8x8", (3, 0, 8), (3, 2.5), (3, None), np.ones(3, dtype=int)])
 def test_other_sizes_are_refused_with_an_assertion_error_too(size: Any) -> None:
-    with pytest.raises(AssertionError, match="input_size is the sizes of one image without the batch") as raised:
+    with pytest.raises(
+        AssertionError, match="expected input_size to be the sizes of one image without the batch"
+    ) as raised:
         stat(Net(), size)
     assert isinstance(raised.value, BadInputs)
 

@@ -1,7 +1,7 @@
-"""The face of torchstat: change the import, keep the code.
+"""A drop-in for torchstat: change the import, keep the code.
 
-Unlike torchstat's, the report is right for models that run a layer several times or never, return tuples or give three
-sizes to a Linear, at every granularity; and model and process are afterwards as they were.
+Unlike torchstat's, the report is correct, at every granularity, for layers that run several times or never, for outputs
+that are tuples, and for a Linear on three dimensions. The model and the process are left unchanged.
 """
 
 from microtome.compat.torchstat.compute_flops import compute_flops

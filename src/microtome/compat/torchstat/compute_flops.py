@@ -7,28 +7,26 @@ from typing import Any
 
 from torch import nn
 
-from microtome.compat.torchstat.kinds import first, for_kinds, known
+from microtome.compat.torchstat.counting import count, for_types
 from microtome.flops.conventions import torchstat
 
 
 def compute_flops(module: nn.Module, inp: Any, out: Any) -> int:
-    """Multiply-accumulates of the whole batch; 0 and a warning for a kind of module without a formula.
+    """Count the multiply-accumulates of the whole batch; 0 and a warning if the type of module has no formula.
 
     >>> from torch import nn, ones
-    >>> conv = nn.Conv2d(3, 10, 5)
-    >>> x = ones(1, 3, 224, 224)
-    >>> compute_flops(conv, x, conv(x))
-    36784000
+    >>> compute_flops(nn.Linear(6, 5), ones(3, 6), ones(3, 5))
+    90
     """
-    return known("Flops", module, torchstat.flops(module, first(inp), first(out)), 0)
+    return count("Flops", torchstat.flops, 0, module, inp, out)
 
 
-compute_Conv2d_flops = for_kinds(compute_flops, nn.Conv2d)
-compute_BatchNorm2d_flops = for_kinds(compute_flops, nn.BatchNorm2d)
-compute_Conv3d_flops = for_kinds(compute_flops, nn.Conv3d)
-compute_BatchNorm3d_flops = for_kinds(compute_flops, nn.BatchNorm3d)
-compute_ReLU_flops = for_kinds(compute_flops, nn.ReLU, nn.ReLU6, nn.PReLU, nn.ELU, nn.LeakyReLU)
-compute_Pool2d_flops = for_kinds(compute_flops, nn.MaxPool2d, nn.AvgPool2d)
-compute_Pool3d_flops = for_kinds(compute_flops, nn.MaxPool3d, nn.AvgPool3d)
-compute_Linear_flops = for_kinds(compute_flops, nn.Linear)
-compute_Upsample_flops = for_kinds(compute_flops, nn.Upsample)
+compute_Conv2d_flops = for_types(compute_flops, nn.Conv2d)
+compute_BatchNorm2d_flops = for_types(compute_flops, nn.BatchNorm2d)
+compute_Conv3d_flops = for_types(compute_flops, nn.Conv3d)
+compute_BatchNorm3d_flops = for_types(compute_flops, nn.BatchNorm3d)
+compute_ReLU_flops = for_types(compute_flops, nn.ReLU, nn.ReLU6, nn.PReLU, nn.ELU, nn.LeakyReLU)
+compute_Pool2d_flops = for_types(compute_flops, nn.MaxPool2d, nn.AvgPool2d)
+compute_Pool3d_flops = for_types(compute_flops, nn.MaxPool3d, nn.AvgPool3d)
+compute_Linear_flops = for_types(compute_flops, nn.Linear)
+compute_Upsample_flops = for_types(compute_flops, nn.Upsample)

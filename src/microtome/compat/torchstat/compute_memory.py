@@ -7,20 +7,18 @@ from typing import Any
 
 from torch import nn
 
-from microtome.compat.torchstat.kinds import first, for_kinds, known
+from microtome.compat.torchstat.counting import count, for_types
 from microtome.flops.conventions import torchstat
 
 
 def compute_memory(module: nn.Module, inp: Any, out: Any) -> tuple[int, int]:
-    """Elements read and written by the whole batch; (0, 0) and a warning for a kind of module without a formula.
+    """Count the elements that the whole batch reads and writes; (0, 0) and a warning if there is no formula.
 
     >>> from torch import nn, ones
-    >>> conv = nn.Conv2d(3, 10, 5)
-    >>> x = ones(1, 3, 224, 224)
-    >>> compute_memory(conv, x, conv(x))
-    (151288, 484000)
+    >>> compute_memory(nn.Linear(6, 5), ones(1, 6), ones(1, 5))
+    (41, 5)
     """
-    return known("Memory", module, torchstat.memory(module, first(inp), first(out)), (0, 0))
+    return count("Memory", torchstat.memory, (0, 0), module, inp, out)
 
 
 def num_params(module: nn.Module) -> int:
@@ -28,9 +26,9 @@ def num_params(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-compute_ReLU_memory = for_kinds(compute_memory, nn.ReLU, nn.ReLU6, nn.ELU, nn.LeakyReLU)
-compute_PReLU_memory = for_kinds(compute_memory, nn.PReLU)
-compute_Conv2d_memory = for_kinds(compute_memory, nn.Conv2d)
-compute_BatchNorm2d_memory = for_kinds(compute_memory, nn.BatchNorm2d)
-compute_Linear_memory = for_kinds(compute_memory, nn.Linear)
-compute_Pool2d_memory = for_kinds(compute_memory, nn.MaxPool2d, nn.AvgPool2d)
+compute_ReLU_memory = for_types(compute_memory, nn.ReLU, nn.ReLU6, nn.ELU, nn.LeakyReLU)
+compute_PReLU_memory = for_types(compute_memory, nn.PReLU)
+compute_Conv2d_memory = for_types(compute_memory, nn.Conv2d)
+compute_BatchNorm2d_memory = for_types(compute_memory, nn.BatchNorm2d)
+compute_Linear_memory = for_types(compute_memory, nn.Linear)
+compute_Pool2d_memory = for_types(compute_memory, nn.MaxPool2d, nn.AvgPool2d)

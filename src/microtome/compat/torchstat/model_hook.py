@@ -1,19 +1,20 @@
-"""`ModelHook`: a model run once to be counted and once for its times."""
+"""Run a model once to count its operations and once to measure times."""
 
 from __future__ import annotations
 
 import operator
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from microtome.compat.subclass_checks import refuse_overrides
-from microtome.compat.torchstat.kinds import Misuse, first, warn_caller
+from microtome.compat.torchstat.counting import InvalidArgument, first_tensor, warn_caller
+from microtome.devices.base import backend_of
 from microtome.engine import Call, Probe, Session, tensors_in
 from microtome.engine.meta_run import substitute_tensors
 from microtome.engine.selectors import check_model, named_modules
@@ -23,55 +24,41 @@ from microtome.inputs import Inputs
 from microtome.units import shape
 
 _MB = 1024**2
-#: The shape of a layer that never ran.
-_NOT_RUN = (0, 0, 0)
 
 
-class _ModelRun(NamedTuple):
-    """Shapes and costs of one call of a module; of one with children, the shapes alone."""
-
-    input_shape: tuple[int, ...]
-    output_shape: tuple[int, ...]
-    output_bytes: int = 0
-    madds: int = 0
-    flops: int = 0
-    read_bytes: int = 0
-    write_bytes: int = 0
-
-
-@dataclass(frozen=True)
+@dataclass
 class ModuleStat:
-    """Costs of a module in a forward of one image, all its runs together.
+    """The costs of a module in a forward of one image, summed over its calls.
 
     Attributes:
-        leaf: Whether it has no children. What a module with children costs is what they cost.
-        runs: How many times it ran.
-        input_shape: Of the first tensor it was given first, without the batch; (0, 0, 0) if it never ran.
-        output_shape: Of the first tensor it returned last, without the batch; (0, 0, 0) if it never ran.
-        parameter_quantity: How many parameters it holds itself, those left out that a module before it holds too.
-        inference_memory: The size of its outputs, in MB.
+        leaf: Whether it has no children. The costs of other modules are those of their children.
+        runs: The number of calls.
+        input_shape: The shape of the first tensor of its first input, without the batch; (0, 0, 0) if it never ran.
+        output_shape: The shape of the first tensor of its last output, without the batch; (0, 0, 0) if it never ran.
+        parameter_quantity: The number of its own parameters, without those that an earlier module has too.
+        inference_memory: The size of its outputs in MB.
         MAdd: Multiplications and additions.
         Flops: Multiply-accumulates.
         duration: Seconds.
-        Memory: Bytes read, bytes written.
+        Memory: Bytes read and bytes written.
     """
 
-    leaf: bool
-    runs: int
-    input_shape: tuple[int, ...]
-    output_shape: tuple[int, ...]
-    parameter_quantity: int
-    inference_memory: float
-    MAdd: int
-    Flops: int
-    duration: float
-    Memory: tuple[int, int]
+    leaf: bool = True
+    runs: int = 0
+    input_shape: tuple[int, ...] = (0, 0, 0)
+    output_shape: tuple[int, ...] = (0, 0, 0)
+    parameter_quantity: int = 0
+    inference_memory: float = 0.0
+    MAdd: int = 0
+    Flops: int = 0
+    duration: float = 0.0
+    Memory: tuple[int, int] = (0, 0)
 
 
 class ModelHook:
-    """Runs a model twice on an image of random numbers, in eval mode and without gradients.
+    """Runs a model twice on a random image, in eval mode and without gradients.
 
-    The first run counts, and warms up; the second takes the times. Model and process are afterwards as they were.
+    The first run counts and warms up; the second measures times. Model and process are restored afterwards.
 
     Args:
         input_size: The sizes of one image, such as `(3, 224, 224)`. The image has the dtype and device of the weights.
@@ -90,61 +77,46 @@ class ModelHook:
     def __init__(self, model: nn.Module, input_size: Sequence[int]) -> None:
         self._model = model
         self._input_size = input_size
-        image = _image(check_model(model), input_size)
-        counter, clock = _Counter(), _Clock(image.args[0].device)
-        with substitute_tensors(model, image, "real") as given, torch.no_grad():
+        image = _random_image(check_model(model), input_size)
+        counter = _Counter()
+        clock = _Clock(image.args[0].device, counter.stats)
+        with substitute_tensors(model, image, "real") as inputs, torch.no_grad():
             model.eval()
-            # On meta tensors nothing is computed, so there is no time to take.
+            # On meta tensors nothing is computed, so there are no times to measure.
             for probe in (counter,) if clock.device.type == "meta" else (counter, clock):
                 with Session(model, [probe], other_threads="unseen"):
-                    given.run(model)
+                    inputs.run(model)
         counter.warn()
-        #: Every module by its path, the root's being `""`.
-        self.modules = _modules(model, counter.runs, clock.seconds)
+        #: The statistics of every module, by path; that of the root is `""`.
+        self.modules = OrderedDict((path, counter.stats[path]) for path, _ in named_modules(model))
+        _count_parameters(model, self.modules)
 
     def retrieve_leaf_modules(self) -> OrderedDict[str, ModuleStat]:
-        """The modules without children, by their paths."""
+        """Return the statistics of the modules without children, by path."""
         return OrderedDict((path, module) for path, module in self.modules.items() if module.leaf)
 
 
-def _image(model: nn.Module, input_size: Sequence[int]) -> Inputs:
-    sizes = _sizes(input_size)
-    weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    return Inputs.of(f"{shape((1, *sizes))}:{str(weight.dtype).removeprefix('torch.')}").to(weight.device)
-
-
-def _sizes(input_size: Any) -> tuple[int, ...]:
+def _random_image(model: nn.Module, input_size: Any) -> Inputs:
     try:
         sizes = tuple(map(operator.index, input_size)) if isinstance(input_size, list | tuple) else ()
     except TypeError:
         sizes = ()
     if not sizes or min(sizes) < 1:
-        raise Misuse(f"input_size is the sizes of one image without the batch, as (3, 224, 224), got {input_size!r}")
-    return sizes
-
-
-def _modules(
-    model: nn.Module, runs: dict[str, list[_ModelRun]], seconds: dict[str, float]
-) -> OrderedDict[str, ModuleStat]:
-    seen: set[int] = set()
-    modules: OrderedDict[str, ModuleStat] = OrderedDict()
-    for path, module in named_modules(model):
-        own = {id(p): p for p in own_parameters(module).values() if p is not None and id(p) not in seen}
-        seen.update(own)
-        did = runs.get(path, [])
-        modules[path] = ModuleStat(
-            leaf=_is_leaf(module),
-            runs=len(did),
-            input_shape=did[0].input_shape if did else _NOT_RUN,
-            output_shape=did[-1].output_shape if did else _NOT_RUN,
-            parameter_quantity=sum(p.numel() for p in own.values()),
-            inference_memory=sum(run.output_bytes for run in did) / _MB,
-            MAdd=sum(run.madds for run in did),
-            Flops=sum(run.flops for run in did),
-            duration=seconds.get(path, 0.0),
-            Memory=(sum(run.read_bytes for run in did), sum(run.write_bytes for run in did)),
+        raise InvalidArgument(
+            "expected input_size to be the sizes of one image without the batch, such as (3, 224, 224), got "
+            f"{input_size!r}"
         )
-    return modules
+    weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    return Inputs.of(f"{shape((1, *sizes))}:{str(weight.dtype).removeprefix('torch.')}").to(weight.device)
+
+
+def _count_parameters(model: nn.Module, stats: dict[str, ModuleStat]) -> None:
+    counted: set[int] = set()
+    for path, module in named_modules(model):
+        own = {id(p): p for p in own_parameters(module).values() if p is not None and id(p) not in counted}
+        counted.update(own)
+        stats[path].leaf = _is_leaf(module)
+        stats[path].parameter_quantity = sum(p.numel() for p in own.values())
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -152,70 +124,78 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 class _Counter(Probe):
-    """Counts what each call of a leaf does."""
+    """Counts the operations of leaves, by torchstat's formulas.
+
+    Attributes:
+        stats: The statistics of modules, by path.
+    """
 
     def __init__(self) -> None:
-        self.runs: dict[str, list[_ModelRun]] = {}
-        self._unknown: dict[str, tuple[str, ...]] = {}
+        self.stats: defaultdict[str, ModuleStat] = defaultdict(ModuleStat)
+        self._missing_formulas: dict[str, str] = {}
         self._failed = False
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        module = call.module
-        assert module is not None
-        self.runs.setdefault(call.path, []).append(self._run(module, first((args, kwargs)), output))
+        assert call.module is not None
+        stat, x, out = self.stats[call.path], first_tensor((args, kwargs)), first_tensor(output)
+        if not stat.runs:
+            stat.input_shape = _image_shape(x)
+        stat.output_shape = _image_shape(out)
+        stat.runs += 1
+        if _is_leaf(call.module):
+            stat.inference_memory += sum(tensor.nbytes for tensor in tensors_in(output)) / _MB
+            self._count(stat, call.module, x, out)
 
-    def _run(self, module: nn.Module, x: Tensor | None, output: Any) -> _ModelRun:
-        out = first(output)
-        shapes = _shape(x), _shape(out)
-        if not _is_leaf(module):
-            return _ModelRun(*shapes)
-        # There is one image: a first size other than 1 is of windows or frames, all of them that image's.
-        flops, madds = torchstat.flops(module, x, out), torchstat.madds(module, x, out, batch=1)
-        memory = torchstat.memory(module, x, out, batch=1)
-        counts = {"MAdd": madds, "Flops": flops, "Memory": memory}
-        if unknown := tuple(name for name, count in counts.items() if count is None):
-            self._unknown[type(module).__name__] = unknown
-        read, written = memory or (0, 0)
-        size = 0 if x is None else x.element_size()
-        nbytes = sum(tensor.nbytes for tensor in tensors_in(output))
-        return _ModelRun(*shapes, nbytes, madds or 0, flops or 0, read * size, written * size)
+    def _count(self, stat: ModuleStat, module: nn.Module, x: Tensor | None, out: Tensor | None) -> None:
+        # There is one image: a first dimension other than 1 is of windows or frames of that image.
+        counts: dict[str, Any] = {
+            "MAdd": torchstat.madds(module, x, out, batch=1),
+            "Flops": torchstat.flops(module, x, out),
+            "Memory": torchstat.memory(module, x, out, batch=1),
+        }
+        if missing := ", ".join(name for name, count in counts.items() if count is None):
+            self._missing_formulas[type(module).__name__] = missing
+        stat.MAdd += counts["MAdd"] or 0
+        stat.Flops += counts["Flops"] or 0
+        if x is not None and counts["Memory"] is not None:
+            read, written = counts["Memory"]
+            stat.Memory = stat.Memory[0] + read * x.element_size(), stat.Memory[1] + written * x.element_size()
 
     def fail(self, call: Call, error: BaseException) -> None:
-        if not self._failed:  # the innermost is told first
+        if not self._failed:  # the innermost call is reported first
             self._failed = True
             error.add_note(f"in the call {call.address!r} ({type(call.module).__name__})")
 
     def warn(self) -> None:
-        """Say once what was counted as 0 for want of a formula."""
-        kinds: dict[tuple[str, ...], list[str]] = {}
-        for kind, unknown in self._unknown.items():
-            kinds.setdefault(unknown, []).append(kind)
-        listed = "; ".join(f"{', '.join(unknown)} of {', '.join(names)}" for unknown, names in kinds.items())
-        if listed:
+        """Warn once about everything counted as 0 because torchstat has no formula."""
+        types: dict[str, list[str]] = {}
+        for name, missing in self._missing_formulas.items():
+            types.setdefault(missing, []).append(name)
+        if types:
+            text = "; ".join(f"{missing} of {', '.join(names)}" for missing, names in types.items())
             warn_caller(
-                f"torchstat has no formula for these, so they count as 0: {listed}. microtome.profile counts them"
+                f"torchstat has no formula for these, so they count as 0: {text}. microtome.profile counts them"
             )
 
 
-@dataclass
 class _Clock(Probe):
-    """Takes the time of every call of a leaf."""
+    """Adds the duration of every call to the statistics of its module."""
 
-    device: torch.device
-    seconds: dict[str, float] = field(default_factory=dict)
-    _began: dict[Call, float] = field(default_factory=dict)
+    def __init__(self, device: torch.device, stats: dict[str, ModuleStat]) -> None:
+        self.device = device
+        self._stats = stats
+        self._began: dict[Call, float] = {}
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._began[call] = self._now()
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self.seconds[call.path] = self.seconds.get(call.path, 0.0) + self._now() - self._began.pop(call)
+        self._stats[call.path].duration += self._now() - self._began.pop(call)
 
     def _now(self) -> float:
-        if self.device.type != "cpu":  # which may be far behind
-            torch.accelerator.synchronize(self.device)
+        backend_of(self.device).synchronize(self.device)
         return time.perf_counter()
 
 
-def _shape(tensor: Tensor | None) -> tuple[int, ...]:
+def _image_shape(tensor: Tensor | None) -> tuple[int, ...]:
     return () if tensor is None else tuple(tensor.shape[1:])

@@ -1,4 +1,4 @@
-"""`report_format`: nodes as the text of torchstat's report."""
+"""Format nodes as torchstat's report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _COLUMNS = ("module name", "input shape", "output shape", "params", "memory(MB)"
 
 
 def report_format(collected_nodes: Iterable[StatNode]) -> str:
-    """A row for each node, one for the total, and the totals in words.
+    """Return a table with a row for each node and one for the total, followed by the totals.
 
     >>> conv = StatNode("conv")
     >>> conv.input_shape, conv.output_shape, conv.parameter_quantity = (3, 224, 224), (10, 220, 220), 760
@@ -23,8 +23,8 @@ def report_format(collected_nodes: Iterable[StatNode]) -> str:
     total = StatNode("total")
     total.children = list(collected_nodes)
     rows = [
-        [str(at), node.name, _shape(node.input_shape), _shape(node.output_shape), *_numbers(node, total.duration)]
-        for at, node in enumerate(total.children)
+        [str(index), node.name, _shape(node.input_shape), _shape(node.output_shape), *_numbers(node, total.duration)]
+        for index, node in enumerate(total.children)
     ]
     lines = _aligned([["", *_COLUMNS], *rows, ["total", "", "", "", *_numbers(total, total.duration)]])
     width = len(lines[0])
@@ -62,21 +62,17 @@ def _shape(shape: Sequence[int] | None) -> str:
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
-    """The cells under each other, all but the first of a row at the right."""
+    """Align the columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
+    template = "  ".join([f"{{:<{widths[0]}}}", *(f"{{:>{width}}}" for width in widths[1:])])
+    return [template.format(*row) for row in rows]
 
 
 def round_value(value: float, binary: bool = False) -> str:
-    """A number with two digits behind the point and a letter.
+    """Format a number with two decimals and a unit prefix.
 
     Args:
-        binary: Whether a K is 1024, as for bytes.
+        binary: Whether K is 1024, as for bytes.
 
     >>> round_value(190_578_940), round_value(95_998_220), round_value(2048, True), round_value(999)
     ('190.58M', '96.0M', '2.0K', '999')

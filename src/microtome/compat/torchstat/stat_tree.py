@@ -1,63 +1,50 @@
-"""`StatTree` and `StatNode`: what a model does, at any granularity."""
+"""The modules of a model as a tree, whose nodes sum the quantities of those below them."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from microtome.errors import BadQuery
 
-T = TypeVar("T")
 
-
-class _Summed(Generic[T]):
-    """A quantity that a node has of its own and, when read, with that of all nodes below it."""
-
-    def __init__(self, zero: T, add: Callable[[T, T], T]) -> None:
-        self._zero = zero
-        self._add = add
+class _Summed:
+    """A quantity that is set for a node itself, and read summed with those of all nodes below it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
 
-    def __get__(self, node: StatNode, owner: type | None = None) -> T:
-        total: T = node.__dict__.get(self._name, self._zero)
+    def __get__(self, node: StatNode, owner: type | None = None) -> Any:
+        total = getattr(node, self._name)
         for child in node.children:
-            total = self._add(total, self.__get__(child))
+            value = self.__get__(child)
+            total = total + value if self._name != "_Memory" else [total[0] + value[0], total[1] + value[1]]
         return total
 
-    def __set__(self, node: StatNode, value: T) -> None:
-        node.__dict__[self._name] = value
-
-
-def _number(a: Any, b: Any) -> Any:
-    return a + b
-
-
-def _pair(a: Sequence[int], b: Sequence[int]) -> list[int]:
-    return [a[0] + b[0], a[1] + b[1]]
+    def __set__(self, node: StatNode, value: Any) -> None:
+        setattr(node, self._name, value)
 
 
 class StatNode:
-    """A module: its own quantities are set, and read with those of its children.
+    """A module. Its own quantities are set; read, they include those of its children.
 
     Attributes:
-        parameter_quantity: How many parameters.
-        inference_memory: The size of its outputs, in MB.
+        parameter_quantity: The number of parameters.
+        inference_memory: The size of its outputs in MB.
         MAdd: Multiplications and additions.
         Flops: Multiply-accumulates.
-        Memory: Bytes read, bytes written.
+        Memory: Bytes read and bytes written.
         duration: Seconds.
         granularity: The largest query that returns it, 0 for the root; set by `StatTree.update_stat_nodes_granularity`.
     """
 
-    parameter_quantity = _Summed[int](0, _number)
-    inference_memory = _Summed[float](0.0, _number)
-    MAdd = _Summed[int](0, _number)
-    Flops = _Summed[int](0, _number)
-    Memory = _Summed[Sequence[int]]((0, 0), _pair)
-    duration = _Summed[float](0.0, _number)
+    parameter_quantity = _Summed()
+    inference_memory = _Summed()
+    MAdd = _Summed()
+    Flops = _Summed()
+    Memory = _Summed()
+    duration = _Summed()
 
     def __init__(self, name: str = "", parent: StatNode | None = None) -> None:
         self.name = name
@@ -72,7 +59,7 @@ class StatNode:
 
     @property
     def input_shape(self) -> Sequence[int] | None:
-        """Without the batch; if it was not set, that of the first child that ran; None if there is none."""
+        """The shape without the batch; by default that of the first child that ran, None if none did."""
         return _shape(self._input_shape, (child.input_shape for child in self.children))
 
     @input_shape.setter
@@ -81,7 +68,7 @@ class StatNode:
 
     @property
     def output_shape(self) -> Sequence[int] | None:
-        """Without the batch; if it was not set, that of the last child that ran; None if there is none."""
+        """The shape without the batch; by default that of the last child that ran, None if none did."""
         return _shape(self._output_shape, (child.output_shape for child in reversed(self.children)))
 
     @output_shape.setter
@@ -90,15 +77,15 @@ class StatNode:
 
     @property
     def depth(self) -> int:
-        """Its height: 1 for a leaf, and one more than its tallest child otherwise."""
+        """The height: 1 for a leaf, otherwise one more than that of the tallest child."""
         return 1 + max((child.depth for child in self.children), default=0)
 
     def find_child_index(self, child_name: str) -> int:
-        """Return the index in `children` of the child of this name; -1 if there is none."""
-        return next((at for at, child in enumerate(self.children) if child.name == child_name), -1)
+        """Return the index of the child with this name in `children`; -1 if there is none."""
+        return next((index for index, child in enumerate(self.children) if child.name == child_name), -1)
 
     def add_child(self, node: StatNode) -> None:
-        """Add a child, unless there is one of its name."""
+        """Add a child, unless there is one with the same name."""
         if self.find_child_index(node.name) == -1:
             self.children.append(node)
 
@@ -114,7 +101,7 @@ def _shape(own: Sequence[int] | None, below: Iterator[Sequence[int] | None]) -> 
 
 
 class StatTree:
-    """Nodes below a root.
+    """The tree of nodes below a root.
 
     >>> root, block = StatNode("root"), StatNode("block")
     >>> root.add_child(block)
@@ -130,7 +117,7 @@ class StatTree:
         self.root_node = root_node
 
     def get_same_level_max_node_depth(self, query_node: StatNode) -> int:
-        """The height of the tallest child of the node's parent; 0 for the root."""
+        """Return the height of the tallest child of the node's parent; 0 for the root."""
         parent = query_node.parent
         return 0 if query_node is self.root_node or parent is None else parent.depth - 1
 
@@ -142,13 +129,15 @@ class StatTree:
             nodes.extend(node.children)
 
     def get_collected_stat_nodes(self, query_granularity: int) -> list[StatNode]:
-        """The nodes that cover every leaf once, each by the highest node above it of at most this height."""
+        """Return nodes that cover every leaf once: the highest above each that are no taller than this."""
         try:
             height = operator.index(query_granularity)
         except TypeError:
             height = 0
         if height < 1:
-            raise BadQuery(f"query_granularity is a number from 1 (the leaves) on, got {query_granularity!r}")
+            raise BadQuery(
+                f"expected query_granularity to be an integer of at least 1 (the leaves), got {query_granularity!r}"
+            )
         self.update_stat_nodes_granularity()
         return list(_cover(self.root_node, height))
 

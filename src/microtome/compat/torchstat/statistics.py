@@ -1,29 +1,30 @@
-"""`stat` and `ModelStat`: from a model to the report."""
+"""Report the costs of a model's layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from torch import nn
 
-from microtome.compat.torchstat.kinds import Misuse
+from microtome.compat.torchstat.counting import InvalidArgument
 from microtome.compat.torchstat.model_hook import ModelHook, ModuleStat
 from microtome.compat.torchstat.reporter import report_format
 from microtome.compat.torchstat.stat_tree import StatNode, StatTree
 
 
 def stat(model: nn.Module, input_size: Sequence[int], query_granularity: int = 1) -> None:
-    """Print what the layers of a model cost in a forward of one image.
+    """Print the costs of a model's layers in a forward of one image.
 
     Args:
         input_size: The sizes of one image, such as `(3, 224, 224)`.
-        query_granularity: 1 shows the leaves, 2 the modules of leaves in their place, and so on.
+        query_granularity: 1 shows the leaves, 2 the modules that contain only leaves in their place, and so on.
     """
     ModelStat(model, input_size, query_granularity).show_report()
 
 
 class ModelStat:
-    """The report of a model. Each time it is asked for, the model runs anew.
+    """The report of a model, which runs for every report.
 
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()), nn.ReLU())
@@ -38,39 +39,37 @@ class ModelStat:
         self._query_granularity = query_granularity
 
     def tree(self) -> StatTree:
-        """Run the model, and give all its modules as nodes."""
+        """Run the model and return all its modules as a tree."""
         return convert_leaf_modules_to_stat_tree(ModelHook(self._model, self._input_size).modules)
 
     def _analyze_model(self) -> list[StatNode]:
-        """Run the model, and give the nodes of the report."""
+        """Run the model and return the nodes of the report."""
         return self.tree().get_collected_stat_nodes(self._query_granularity)
 
     def show_report(self) -> None:
         """Run the model and print the report."""
-        print(report_format(self._analyze_model()))  # noqa: T201  it is asked to
+        print(report_format(self._analyze_model()))  # noqa: T201  that is its purpose
 
 
 def convert_leaf_modules_to_stat_tree(leaf_modules: Mapping[str, ModuleStat]) -> StatTree:
-    """The tree of modules by their paths; modules above them that are not given have no shapes of their own."""
+    """Build the tree of modules from their paths; parents that are missing have no shapes of their own."""
     root = StatNode("root")
     for path, module in leaf_modules.items():
         node = root
-        for end in [at for at, letter in enumerate(f"{path}.") if letter == "."] if path else []:
-            node = _child(node, path[:end])
+        for name in accumulate(path.split(".") if path else (), "{}.{}".format):
+            node = _child(node, name)
         _fill(node, module)
     return StatTree(root)
 
 
 def get_parent_node(root_node: StatNode, stat_node_name: str) -> StatNode:
-    """The node under which the node of this path is, or is to be."""
+    """Return the parent of the node with this path, whether that node exists or not."""
     node = root_node
-    names = stat_node_name.split(".")
-    for end in range(1, len(names)):
-        name = ".".join(names[:end])
-        at = node.find_child_index(name)
-        if at == -1:
-            raise Misuse(f"expected a node {name!r} above {stat_node_name!r}, got none under {node.name!r}")
-        node = node.children[at]
+    for name in accumulate(stat_node_name.split(".")[:-1], "{}.{}".format):
+        index = node.find_child_index(name)
+        if index == -1:
+            raise InvalidArgument(f"expected a node {name!r} above {stat_node_name!r}, got none under {node.name!r}")
+        node = node.children[index]
     return node
 
 
@@ -85,7 +84,7 @@ def _fill(node: StatNode, module: ModuleStat) -> None:
     if module.leaf:
         node.inference_memory, node.duration = module.inference_memory, module.duration
         node.MAdd, node.Flops, node.Memory = module.MAdd, module.Flops, list(module.Memory)
-    # Parameters beside children have a row of their own, or the rows of the leaves would not add up to the model.
+    # Parameters beside children get a row of their own, so that the leaves add up to the model.
     holder = node if module.leaf or not module.parameter_quantity else _child(node, f"{node.name} (own)")
     holder.parameter_quantity = module.parameter_quantity
     if holder is not node:
