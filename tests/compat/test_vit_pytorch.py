@@ -596,7 +596,7 @@ def test_a_layer_that_is_not_there() -> None:
         Extractor(vit, layer_name="transfomer")
     with pytest.raises(NoMatch, match="the Linear given as selector is not part of the model"):
         Extractor(vit, layer=nn.Linear(1, 1))
-    with pytest.raises(BadQuery, match="an Extractor takes one layer, 'transformer.layers.*' names 2: use mt.extract"):
+    with pytest.raises(BadQuery, match="expected one layer, got 2 at 'transformer.layers.*': use mt.extract"):
         Extractor(vit, layer_name="transformer.layers.*")
     with pytest.raises(NotAModule, match="expected a torch.nn.Module, got"):
         Recorder("vit")  # type: ignore[arg-type]
@@ -613,7 +613,7 @@ def test_a_layer_that_never_ran() -> None:
 
 def test_a_model_without_attention() -> None:
     recorder = Recorder(nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1)))
-    with pytest.raises(NoMatch, match="no attention was seen in the Sequential: it has none, or computes it in code"):
+    with pytest.raises(NoMatch, match="no attention found in the Sequential: neither scaled_dot_product_attention nor"):
         recorder(torch.ones(1, 2))
 
 
@@ -621,7 +621,7 @@ def test_attention_beside_the_transformer() -> None:
     other = plain_vit()
     model = Holds(nn.Identity(), lambda layer, x: other(layer(x)))
     model.other = other
-    with pytest.raises(NoMatch, match=r"in the `transformer` of the Holds, but at 'other.transformer.layers.0.0'"):
+    with pytest.raises(NoMatch, match=r"the Holds computed no attention; these did: 'other.transformer.layers.0.0'"):
         Recorder(model)(image())
 
 
@@ -640,7 +640,8 @@ def test_later_calls_give_what_the_first_does() -> None:
     vit, x, other = plain_vit(), image(), torch.randn(3, 3, 32, 32)
     recorder = Recorder(vit)
     first = recorder(x)
-    assert recorder._known is not None
+    assert recorder._attention is not None
+    assert recorder._attention._cache is not None
     assert same(recorder(x), first)
     assert same(recorder(other), Recorder(vit)(other))
     assert same(recorder(x), first)

@@ -1,26 +1,26 @@
-"""The faces of vit-pytorch's `Extractor` and `Recorder`: change the import, keep the code.
+"""Drop-ins for vit-pytorch's `Extractor` and `Recorder`: change the import, keep the code.
 
-Each is a module that holds the model as `vit`, as vit-pytorch's are, and looks only while it is called: no hooks, and
-no names in the model's `state_dict`.
+Each is a module that has the model as `vit`, as in vit-pytorch. They observe the model only while they are called: they
+register no hooks and add nothing to the model's `state_dict`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from microtome.capture.attention.attention import ATTENTION, AttentionProbe
+from microtome.capture.attention.attention import no_attention_error
 from microtome.capture.attention.cached import CachedAttention
 from microtome.capture.extract import extract
 from microtome.compat.subclass_checks import refuse_overrides
-from microtome.engine import Session, select, tensors_in
+from microtome.engine import select, tensors_in
 from microtome.engine.module_calls import run_uncompiled
 from microtome.engine.pytree import map_tensors
-from microtome.engine.selectors import CallSelection, check_model
+from microtome.engine.selectors import check_model
 from microtome.errors import BadQuery, NoMatch, SessionError
 from microtome.inputs import Inputs
 
@@ -36,10 +36,10 @@ class LayerNotFound(NoMatch, AssertionError):
 
 
 class _ModelWrapper(nn.Module):
-    """A model that is looked at whenever it is called, until it is ejected.
+    """A model that is observed whenever it is called, until it is ejected.
 
     Attributes:
-        hooks: Always empty: vit-pytorch keeps the handles of its hooks here.
+        hooks: Always empty: vit-pytorch has the handles of its hooks here.
         hook_registered: Whether it has been called.
         data: None, as in vit-pytorch.
     """
@@ -63,20 +63,20 @@ class _ModelWrapper(nn.Module):
         return self.vit
 
     def clear(self) -> None:
-        """Drop what is held of the last call."""
+        """Drop the results of the last call."""
         raise NotImplementedError
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        """The arguments for the model. vit-pytorch's wrappers name the first `img`, whatever the model calls it."""
+        """Return the model's arguments; `img` may name the first, as in vit-pytorch, whatever the model calls it."""
         if not args and kwargs.keys() == {"img"} and "img" not in inspect.signature(self.vit.forward).parameters:
             return Inputs(kwargs["img"])
         return Inputs(*args, **kwargs)
 
     def _begin(self, inputs: Inputs) -> torch.device | str | None:
-        """Forget the call before; return where what is seen in this one is to lie: by default, where its inputs do."""
+        """Drop the results of the last call, and return the device for those of this one: by default the inputs'."""
         if self.ejected:
             name = type(self).__name__
-            raise Ejected(f"this {name} has been ejected and cannot be used anymore: make a new {name}(vit)")
+            raise Ejected(f"this {name} has been ejected and cannot be used anymore: create another {name}(vit)")
         self.clear()
         self.hook_registered = True
         if self.device is not None:
@@ -85,21 +85,21 @@ class _ModelWrapper(nn.Module):
 
 
 class Extractor(_ModelWrapper):
-    """Returns `(prediction, latents)` when it is called: what the model returns, and what one of its layers does.
+    """Returns `(prediction, latents)` when it is called: the outputs of the model and of one of its layers.
 
-    It is called as the model is, with any arguments, and `return_embeddings_only=True` to have the latents alone. That
-    may be given by position too, as a bool after the image; a bool is the model's if `return_embeddings_only` is named.
+    It accepts the arguments of the model, and `return_embeddings_only=True` to return only the latents. That may be
+    positional too, as a bool after the image, unless `return_embeddings_only` is also passed by name.
 
     Args:
-        device: Where the latents are moved; None: where the first tensor of the inputs lies.
-        layer: The layer, as a module of the model; None: the one that `layer_name` names.
+        device: The device of the latents; None: that of the first tensor in the inputs.
+        layer: The layer, as a module of the model; None: the one at `layer_name`.
         layer_name: Its path in the model, such as `"transformer.layers.3"`.
-        layer_save_input: Take the layer's arguments in place of its output: a tuple, keyword ones last.
-        return_embeddings_only: Return the latents alone.
-        detach: Copy the latents and cut them from the graph.
+        layer_save_input: Return the layer's arguments instead of its output: a tuple, keyword arguments last.
+        return_embeddings_only: Return only the latents.
+        detach: Copy the latents and detach them from the graph.
 
-    Latents have the structure of what the layer gave. Of a layer that runs several times they are those of the last
-    call; `microtome.extract` gives all.
+    Latents have the structure of the layer's output. If a layer runs several times, they are those of the last call;
+    `microtome.extract` returns all.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     >>> prediction, latents = Extractor(net, layer_name="0")(torch.ones(1, 2))
@@ -140,23 +140,26 @@ class Extractor(_ModelWrapper):
         if return_embeddings_only is None and len(args) == 2 and isinstance(args[1], bool):
             image, return_embeddings_only = args
             args = (image,)
-        given = self._inputs(args, kwargs)
-        device = self._begin(given)
+        inputs = self._inputs(args, kwargs)
+        device = self._begin(inputs)
         path, layer = self._find()
-        detach, own = self.detach_fn is clone_and_detach, self.detach_fn not in (clone_and_detach, identity)
+        detach, is_custom = self.detach_fn is clone_and_detach, self.detach_fn not in (clone_and_detach, identity)
         feats = extract(
             self.vit,
-            given,
+            inputs,
             layer,
             stop=False,
             inputs=self.layer_save_input,
             detach=detach,
-            clone=detach or own,
-            device=None if own else device,
+            clone=detach or is_custom,
+            device=None if is_custom else device,
         )
-        latents = _flat(feats.inputs(path)) if self.layer_save_input else feats[path]
-        if own:
-            latents = map_tensors(lambda tensor: _moved(self.detach_fn(tensor), device), latents)
+        latents = feats[path]
+        if self.layer_save_input:
+            arguments = feats.inputs(path)
+            latents = (*arguments.args, *arguments.kwargs.values())
+        if is_custom:
+            latents = map_tensors(lambda tensor: _move(self.detach_fn(tensor), device), latents)
         self.latents = latents
         return latents if return_embeddings_only or self.return_embeddings_only else (feats.output, latents)
 
@@ -168,28 +171,20 @@ class Extractor(_ModelWrapper):
         except NoMatch as error:
             raise LayerNotFound(str(error)) from None
         if len(found) > 1:
-            raise BadQuery(f"an Extractor takes one layer, {self.layer_name!r} names {len(found)}: use mt.extract")
+            raise BadQuery(f"an Extractor expected one layer, got {len(found)} at {self.layer_name!r}: use mt.extract")
         return next(iter(found.items()))
 
 
-class _Known(NamedTuple):
-    """The calls in which a model computes attention."""
-
-    probe: CachedAttention
-    session: Session
-    modules: list[nn.Module]
-
-
 class Recorder(_ModelWrapper):
-    """Returns `(prediction, attentions)` when it is called: what the model returns, and its attention weights.
+    """Returns `(prediction, attentions)` when it is called: the model's output and its attention weights.
 
-    They are of after the softmax and before dropout, cut from the graph, as one tensor (batch, layers, heads, i, j);
-    where the layers' shapes differ, a list with one (batch, heads, i, j) for each. It is called as the model is.
+    The weights are those after the softmax and before dropout, detached, as one tensor (batch, layers, heads, i, j); if
+    the shapes of the layers differ, a list with one (batch, heads, i, j) for each. It accepts the model's arguments.
 
-    As in vit-pytorch, they are those of the model's `transformer`; of a model that has none, all.
+    As in vit-pytorch, they are those of the model's `transformer`; if it has none, all.
 
     Args:
-        device: Where the attentions are moved as they are made; None: where the first tensor of the inputs lies.
+        device: The device of the attentions; None: that of the first tensor in the inputs.
 
     Attributes:
         recordings: The attentions of the last call, one for each layer.
@@ -204,61 +199,37 @@ class Recorder(_ModelWrapper):
         super().__init__(vit, device)
         self.recordings: list[Tensor] = []
         self._device: torch.device | str | None = None
-        self._known: _Known | None = None
+        self._attention: CachedAttention | None = None
 
     def clear(self) -> None:
         self.recordings.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None}  # a copy is of another model
+        return {**self.__dict__, "_attention": None}  # a copy has another model
 
     def record(self, attn: Tensor) -> None:
-        """Add attention that microtome cannot see, while the model runs; it is copied."""
+        """Add a copy of attention weights that microtome cannot observe, while the model runs."""
         self.recordings.append(attn.detach().clone())
 
     @run_uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | list[Tensor]]:
-        given = self._inputs(args, kwargs)
-        self._device = device = self._begin(given)
+        inputs = self._inputs(args, kwargs)
+        self._device = device = self._begin(inputs)
+        attention = self._attention = self._attention or CachedAttention(self._add, self.clear)
+        transformer = getattr(self.vit, "transformer", None)
         try:
-            prediction = self._run_known(given) if self._known is not None else self._run(given)
-            return prediction, _stacked([attn.to(device) for attn in self.recordings])
+            prediction = attention.run(self.vit, inputs, transformer if isinstance(transformer, nn.Module) else None)
+            if not self.recordings:
+                assert attention.probe is not None
+                error = no_attention_error(self.vit, attention.probe)
+                error.add_note("if the model's own code has the weights, pass them to record(attn)")
+                raise error
+            return prediction, _stack([attn.to(device) for attn in self.recordings])
         except BaseException:
             self.clear()
             raise
 
-    def _run(self, given: Inputs) -> Any:
-        """Look at everything that runs."""
-        transformer = getattr(self.vit, "transformer", None)
-        at = CallSelection(self.vit, transformer) if isinstance(transformer, nn.Module) else None
-        probe = AttentionProbe(self._keep, at=at)
-        with Session(self.vit, [probe], composite=ATTENTION, other_threads="unseen"):
-            prediction = given.run(self.vit)
-        if not self.recordings:
-            raise _nothing_seen(self.vit, probe)
-        known = CachedAttention.from_run(probe, self._keep)
-        if known is not None:
-            self._known = _Known(
-                known, Session(self.vit, [known], at=known.paths, other_threads="unseen"), list(self.vit.modules())
-            )
-        return prediction
-
-    def _run_known(self, given: Inputs) -> Any:
-        """Look where the run before has shown attention to be; and everywhere, if the run is another."""
-        assert self._known is not None
-        known, self._known = self._known, None
-        modules = list(self.vit.modules())
-        if list(map(id, modules)) != list(map(id, known.modules)) or any(module.training for module in modules):
-            return self._run(given)  # it is another model, or to run it twice would not be the same
-        with known.session:
-            prediction = given.run(self.vit)
-        if known.probe.matches():
-            self._known = known
-            return prediction
-        self.clear()
-        return self._run(given)
-
-    def _keep(self, _: str, weights: Tensor) -> None:
+    def _add(self, _: str, weights: Tensor) -> None:
         self.recordings.append(weights if self._device is None else weights.to(self._device))
 
 
@@ -270,29 +241,10 @@ def clone_and_detach(tensor: Tensor) -> Tensor:
     return tensor.clone().detach()
 
 
-def _moved(latent: Any, device: torch.device | str | None) -> Any:
+def _move(latent: Any, device: torch.device | str | None) -> Any:
     return latent.to(device) if isinstance(latent, Tensor) and device is not None else latent
 
 
-def _flat(inputs: Inputs) -> tuple[Any, ...]:
-    return (*inputs.args, *inputs.kwargs.values())
-
-
-def _stacked(attentions: list[Tensor]) -> Tensor | list[Tensor]:
-    alike = len({(attn.shape, attn.dtype, attn.device) for attn in attentions}) == 1
-    return torch.stack(attentions, dim=1) if alike else attentions
-
-
-def _nothing_seen(vit: nn.Module, probe: AttentionProbe) -> NoMatch:
-    name = type(vit).__name__
-    if probe.addresses:
-        where = ", ".join(map(repr, probe.addresses))
-        return NoMatch(
-            f"no attention was seen in the `transformer` of the {name}, but at {where}: wrap the module that holds it, "
-            "or take mt.attention"
-        )
-    hidden = f" by {', '.join(probe.fused_ops)}" if probe.fused_ops else ""
-    return NoMatch(
-        f"no attention was seen in the {name}: it has none, or computes it in code{hidden} that hides the weights. "
-        "mt.attention(model, inputs) says more; where the model's code has them, give them to record(attn)"
-    )
+def _stack(attentions: list[Tensor]) -> Tensor | list[Tensor]:
+    is_uniform = len({(attn.shape, attn.dtype, attn.device) for attn in attentions}) == 1
+    return torch.stack(attentions, dim=1) if is_uniform else attentions
