@@ -260,7 +260,7 @@ def test_modes_device_and_input_size(squeezenet: Any) -> None:
 
 def test_makers_of_hooks_say_what_to_do(squeezenet: Any) -> None:
     for make in (create_forward_prehook, create_forward_posthook):
-        with pytest.raises(Unsupported, match="without hooks on them. .*register a .*of your own"):
+        with pytest.raises(Unsupported, match="without hooks. Instead, register a .*of your own"):
             make(squeezenet, 0, "Conv2d", (0, 0), "cpu")
 
 
@@ -376,7 +376,7 @@ def test_an_image_of_pil_is_an_input(squeezenet: Any, size: tuple[int, int]) -> 
         BadInputs, match=r"expected an image of 3 channels of 8 bits, got mode 'L': image.convert\('RGB'"
     ):
         squeezenet(image.convert("L"))
-    with pytest.raises(BadInputs, match=r"an image is channels x height x width, and the model is given \(2,\)"):
+    with pytest.raises(BadInputs, match=r"an image is channels x height x width, and the model's input is \(2,\)"):
         WrappedModel(nn.Linear(2, 2), "1x2").parse_input(image)
 
 

@@ -17,7 +17,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 import microtome as mt
 from microtome.capture.store import open_folder
 from microtome.cli.samples import batches
-from microtome.compat.tracr.settings import settle
+from microtome.compat.tracr.settings import read_settings
 from microtome.devices.meters.csv_file import CsvMeter
 from microtome.errors import BadFile, BadWeights, MicrotomeError, SensorFailed, Unsupported
 from microtome.plan.codec_benchmark import codec_costs
@@ -202,7 +202,7 @@ def _others(folder: Path) -> dict[str, Sample]:
         "array": data(folder / "data.npy", folder / "data.npy", torch.ones(1, 4)),
         "image": data(folder / "images" / "0.png", folder / "images", torch.ones(1, 3, 8, 8)),
         "settings": Sample(
-            settings, lambda: settle(settings, ()), config, lambda one: _dump(settings, one), (MicrotomeError,)
+            settings, lambda: read_settings(settings, ()), config, lambda one: _dump(settings, one), (MicrotomeError,)
         ),
         "token": Sample(token, lambda: read_token(str(token))),
     }

@@ -1,4 +1,4 @@
-"""Drop-in faces of the tools that microtome succeeds: the same names, right answers.
+"""Drop-ins for the tools that microtome succeeds: the same names, correct results.
 
-The how-to page of each tool lists what differs.
+The how-to page of each tool lists the differences.
 """

@@ -1,67 +1,108 @@
-"""The calls of a model that are its layers, and the records of them."""
+"""The layers of a model: find them, cut the model after them, and bank their outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch import Tensor, nn
+
+from microtome.addresses import strip_first_index
+from microtome.compat.tracr.hooks import HookExitException
+from microtome.engine import Call, Probe
+from microtome.engine.pytree import map_tensors
+from microtome.engine.torch_internals import own_buffers, own_children, own_parameters, version_of
+from microtome.errors import NoMatch, Unsupported
+from microtome.inputs import Inputs
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
-
-_NAMES = frozenset(
-    {
-        *("inference_time", "output_bytes", "output_shape", "output_dtype"),
-        *("processing_energy", "communication_energy", "total_energy", "power_reading", "host_battery_energy_mwh"),
-        *("gpu_utilization", "memory_utilization", "cpu_utilization"),
-    }
-)
+from microtome.split.stages import Splitter, Stages
 
 
-class LayerRecord(dict[str, Any]):
-    """A record of one layer in one run, which holds only what was measured.
-
-    Under a name of tracr's that was not measured, `record[name]` is None and `record.get(name, 0)` the default: code
-    that compares `record.get("power_reading", 0) > 0` meets a number.
-
-    >>> record = LayerRecord(layer_id=0, output_bytes=64)
-    >>> record["output_bytes"], record["power_reading"], record.get("power_reading", 0)
-    (64, None, 0)
-    """
-
-    def __missing__(self, name: str) -> None:
-        if name not in _NAMES:
-            raise KeyError(name)
-
-
-class MetricsCollector:
-    """The records of a wrapped model's last run, where tracr's code looks for them; it measures nothing itself.
-
-    Attributes:
-        energy_monitor: None: the energy of one layer in one run cannot be read.
-        current_split_point: The layer that was set last.
-    """
-
-    def __init__(self, wrapped: Any) -> None:
-        self._wrapped = wrapped
-        self.energy_monitor = None
-        self.current_split_point: int | None = None
-
-    @property
-    def layer_metrics(self) -> dict[int, LayerRecord]:
-        return self.get_all_layer_metrics()
-
-    def get_all_layer_metrics(self) -> dict[int, LayerRecord]:
-        metrics: dict[int, LayerRecord] = self._wrapped.get_layer_metrics()
-        return metrics
-
-    def set_split_point(self, split_point: int) -> None:
-        self.current_split_point = split_point
-
-
-def layers_in(profile: Profile, row: Row, depth: int) -> Iterator[Row]:
-    """The calls inside a call that are layers: those that deep, and those above with no calls inside."""
+def find_layers(profile: Profile, row: Row, depth: int) -> Iterator[Row]:
+    """Yield the calls inside a call that are layers: those at this depth, and those above without calls inside."""
     for child in profile.children(row):
         if child.height == 1 or child.path.count(".") + 1 >= depth:
             yield child
         else:
-            yield from layers_in(profile, child, depth)
+            yield from find_layers(profile, child, depth)
+
+
+class LayerCuts:
+    """The cuts of a model after its layers, each created on first use and valid until the model changes.
+
+    Args:
+        layers: The addresses of the layers, in execution order.
+    """
+
+    def __init__(self, layers: tuple[str, ...]) -> None:
+        self._layers = layers
+        self._splitter: Splitter | None = None
+        self._stages: dict[int, Stages] = {}
+        self._modules: tuple[nn.Module, ...] = ()
+        self._state: Any = None
+
+    def after(self, layer: int, model: nn.Module, example: Callable[[], Inputs]) -> Stages:
+        """Return the stages before and after a cut; the model is analyzed again if its weights or mode changed."""
+        if self._splitter is None or self._state != _state(self._modules):
+            self._stages.clear()
+            try:
+                self._splitter = Splitter(model, example())
+            except HookExitException as error:  # its result is that of the example
+                raise Unsupported(
+                    f"cannot stop a run after layer {layer}: a hook or a layer raises HookExitException before the "
+                    "model returns. Remove it, or run the whole model"
+                ) from error
+            self._modules = tuple(model.modules())
+            self._state = _state(self._modules)
+        if layer not in self._stages:
+            try:
+                self._stages[layer] = self._splitter.at(self._layers[layer])
+            except (NoMatch, Unsupported) as error:
+                raise Unsupported(f"cannot stop a run after layer {layer}: {error}") from error
+        return self._stages[layer]
+
+
+def _state(modules: Iterable[nn.Module]) -> Any:
+    """Return a value that changes with the modes, children, parameters and buffers of modules."""
+    return [
+        (
+            module.training,
+            [id(child) for child in own_children(module).values()],
+            [_version(tensor) for tensors in (own_parameters(module), own_buffers(module)) for tensor in tensors.values()],
+        )
+        for module in modules
+    ]
+
+
+def _version(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (id(tensor), tensor.data_ptr(), version_of(tensor))
+
+
+class OutputBank(Probe):
+    """Keeps copies of the outputs of layers.
+
+    Args:
+        layers: The numbers of the layers, by address.
+        last: The number of the layer after which the run stops, whose output needs no copy: nothing can mutate it.
+    """
+
+    def __init__(self, layers: dict[str, int], last: int | None = None) -> None:
+        self._layers = {strip_first_index(address): layer for address, layer in layers.items()}
+        self._last = last
+        self.outputs: dict[int, Any] = {}
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        layer = self._layers.get(call.address)
+        if layer is not None:
+            is_last = layer == self._last
+            self.outputs[layer] = map_tensors(lambda one: one.detach() if is_last else one.detach().clone(), output)
+
+    def check(self) -> None:
+        """Raise if a layer did not run."""
+        for address, layer in self._layers.items():
+            if layer not in self.outputs and layer != self._last:
+                raise Unsupported(
+                    f"layer {layer} of save_layers, {address!r}, was not observed: this input did not lead to it, or "
+                    "torch ran it inside a fused operator"
+                )
