@@ -332,12 +332,12 @@ def test_weights_of_a_pt_file(x: Tensor, tmp_path: Path) -> None:
         wrapped = WrappedModel(changed(pretrained=pretrained, weight_path=str(tmp_path / "weights.pt")))
         assert wrapped(x).equal(trained(x))
     torch.save(trained, tmp_path / "whole.pt")
-    with pytest.raises(BadWeights, match=r"whole.pt cannot be read as tensors alone .*torch.save\(model.state_dict"):
+    with pytest.raises(BadWeights, match=r"cannot be read with weights_only=True .*torch.save\(model.state_dict"):
         WrappedModel(changed(weight_path=str(tmp_path / "whole.pt")))
 
 
 def test_pretrained_says_what_to_do() -> None:
-    message = r"give a `weight_path`, .* or give the model: WrappedModel\(torchvision.models.get_model\('squeezenet1_1'"
+    message = r"set a `weight_path`, .* or pass the model: WrappedModel\(torchvision.models.get_model\('squeezenet1_1'"
     with pytest.raises(BadQuery, match=message):
         WrappedModel(changed(pretrained=True))
 

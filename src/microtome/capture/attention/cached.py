@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from microtome.capture.attention.probe import ATTENTION, AttentionProbe, WeightSource, split_heads
 from microtome.engine import Call, Probe, Session
-from microtome.engine.call_selection import CallSelection
 from microtome.engine.composite_ops import suspend_tracing
+from microtome.engine.selectors import CallSelection
 from microtome.engine.torch_internals import count_dispatch_modes
 from microtome.inputs import Inputs
 

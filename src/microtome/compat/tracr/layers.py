@@ -69,7 +69,11 @@ def _state(modules: Iterable[nn.Module]) -> Any:
         (
             module.training,
             [id(child) for child in own_children(module).values()],
-            [_version(tensor) for tensors in (own_parameters(module), own_buffers(module)) for tensor in tensors.values()],
+            [
+                _version(tensor)
+                for tensors in (own_parameters(module), own_buffers(module))
+                for tensor in tensors.values()
+            ],
         )
         for module in modules
     ]
