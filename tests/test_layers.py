@@ -195,10 +195,7 @@ def test_every_attribute_that_is_named_is_used() -> None:
 
 
 #: What writes into the model or into somebody else's tensors outside the engine, by file: engine/README.md says why.
-EXCEPTIONS = {
-    "compat/vit_pytorch.py": {"self.__dict__[...] ="},
-    "compat/torchstat/stat_tree.py": {"node.__dict__[...] ="},
-}
+EXCEPTIONS = {"compat/vit_pytorch.py": {"self.__dict__[...] ="}}
 
 
 def model_writes_in(file: Path) -> set[str]:
