@@ -14,7 +14,7 @@ from benchmarks import report
 from benchmarks.report import Target
 from benchmarks.timing import take_turns
 from microtome import zoo
-from microtome.split.stages import Splitter
+from microtome.split.splitter import Splitter
 
 MODELS = {"resnet50": "1x3x224x224", "vit_b_16": "1x3x224x224"}
 

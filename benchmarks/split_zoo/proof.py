@@ -17,7 +17,7 @@ from benchmarks.detection import detection_runs
 from microtome.errors import MicrotomeError
 from microtome.results.cuts import Cut
 from microtome.split.comparison import differences
-from microtome.split.stages import Splitter
+from microtome.split.splitter import Splitter
 
 
 @dataclass

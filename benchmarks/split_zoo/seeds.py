@@ -23,7 +23,7 @@ import microtome as mt
 from benchmarks.split_zoo.models import build, entries, mixed
 from microtome.errors import MicrotomeError
 from microtome.split.comparison import differences
-from microtome.split.stages import Splitter
+from microtome.split.splitter import Splitter
 
 Built = tuple[nn.Module, list[Any]]
 

@@ -25,7 +25,7 @@ from microtome.remote.connection import Connection, Security
 from microtome.remote.replies import Expected
 from microtome.remote.served_model import ServedModel
 from microtome.split.boundary import Boundary
-from microtome.split.stages import Splitter
+from microtome.split.splitter import Splitter
 from tests.remote.hostile import Answer, Hostile
 
 ESCAPES = "\x1b]0;pwned\x07\x1b[31m\u202egnorw\x9b2J"

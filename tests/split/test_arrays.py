@@ -13,7 +13,7 @@ import microtome as mt
 from microtome.errors import BadBoundary, BadInputs, NoMatch, Unsupported
 from microtome.plan.codec_benchmark import codec_costs
 from microtome.remote.payloads import of_inputs, to_inputs
-from microtome.split.stages import Splitter
+from microtome.split.splitter import Splitter
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome import zoo
 from microtome.split.comparison import held_tensors
-from microtome.split.stages import Splitter
+from microtome.split.splitter import Splitter
 
 
 class Keys:

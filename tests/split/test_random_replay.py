@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 import microtome as mt
 from microtome.errors import BadBoundary, NoMatch, Unsupported
 from microtome.split.comparison import differences
-from microtome.split.stages import Splitter
+from microtome.split.splitter import Splitter
 
 
 class Noise(nn.Module):

@@ -603,14 +603,14 @@ def test_places_that_are_no_cuts() -> None:
         ("", BadQuery, r"the exit of the model itself is no cut"),
         ("auto", BadQuery, r"needs to know the devices and the link"),
         (["layer1", "layer1"], BadQuery, r"the cut at 'layer1' is named twice"),
-        ([], BadQuery, r"say where to cut"),
-        (3, BadQuery, r"say where to cut"),
-        (None, BadQuery, r"say where to cut"),
+        ([], BadQuery, r"expected where to cut"),
+        (3, BadQuery, r"expected where to cut"),
+        (None, BadQuery, r"expected where to cut"),
         ("layer9", NoMatch, r"layer9"),
     ]:
         with pytest.raises(error, match=message):
             mt.split(model, x, at=at)
-    with pytest.raises(BadQuery, match=r"load is 'head', 'tail' or the index of one of 2 stages, got 2"):
+    with pytest.raises(BadQuery, match=r"expected load='head', 'tail' or the index of one of 2 stages, got 2"):
         mt.split(model, x, at="layer1", load=2)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import microtome as mt
 from microtome import zoo
-from microtome.split.stages import Splitter
+from microtome.split.splitter import Splitter
 
 
 def test_threads_that_look_at_one_model_at_once_leave_it_as_it_was() -> None:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from operator import index
 from os import PathLike
 from typing import Any, Literal, SupportsFloat, SupportsIndex
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from microtome.engine.selectors import named_modules, path_aliases
+from microtome.engine.fingerprint import layout_fingerprint
+from microtome.engine.selectors import path_aliases
 from microtome.errors import BadQuery, Unsupported
 
 Reduction = Literal["mean", "max", "cls", "last"]
@@ -112,19 +112,12 @@ def manifest_of(model: nn.Module, selectors: list[str], reduce: Reduce | None) -
     """Describe a recording; appending requires the same, except for torch's version and other names."""
     return {
         "model": type(model).__qualname__,
-        "layout": _fingerprint(model),
+        "layout": layout_fingerprint(model),
         "selectors": selectors,
         "reduce": reduce if reduce is None or isinstance(reduce, str) else describe_selector(reduce),
         "other_names": path_aliases(model),
         "torch": torch.__version__,
     }
-
-
-def _fingerprint(model: nn.Module) -> str:
-    """Checksum the paths and types of the modules and the shapes of the parameters."""
-    modules = [f"{path}:{type(module).__name__}" for path, module in named_modules(model)]
-    shapes = [f"{name}:{tuple(value.shape)}" for name, value in model.named_parameters()]
-    return f"{crc32(' '.join(modules + shapes).encode()):08x}"
 
 
 def describe_selector(selector: Any) -> str:

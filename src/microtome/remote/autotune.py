@@ -25,7 +25,7 @@ from microtome.units import rate, seconds
 
 if TYPE_CHECKING:
     from microtome.results.requests import RequestRecord
-    from microtome.split.stages import Splitter
+    from microtome.split.splitter import Splitter
 
 log = logging.getLogger("microtome.remote")
 
@@ -247,7 +247,7 @@ def tuned(splitter: Splitter, connection: Connection, codecs: Sequence[str], ser
     with torch.no_grad():
         edge = profile(model, given, measure="time", repeat=5)
         costs = codec_costs(cuts, tuple(dict.fromkeys(("raw", *codecs))), model=model, inputs=given)
-    cloud = ask_profile(connection, len(splitter.ranks), timeout=120.0)
+    cloud = ask_profile(connection, splitter.num_calls, timeout=120.0)
     measured = probe(connection)
     found = plan(cuts, edge=edge, cloud=cloud, link=measured.link, codec=codecs, costs=costs)
     return Autotuner(found, measured, connection, codecs)

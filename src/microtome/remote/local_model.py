@@ -13,8 +13,8 @@ from microtome.errors import BadQuery, RemoteError
 from microtome.remote import protocol
 from microtome.remote.connection import Connection
 from microtome.remote.payloads import INPUTS
+from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
-from microtome.split.stages import Splitter
 from microtome.split.structure_spec import ModelSpec
 
 

@@ -19,8 +19,8 @@ from microtome.remote.error_kinds import WrongModel
 from microtome.remote.payloads import INPUTS, of_inputs, of_output, to_inputs
 from microtome.split.boundary import Boundary
 from microtome.split.codecs import parse_codec
+from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
-from microtome.split.stages import Splitter
 
 
 class Decoded(NamedTuple):

@@ -32,8 +32,8 @@ from microtome.results.link import LinkMeasurement
 from microtome.results.requests import RequestRecord
 from microtome.results.sweep import CutTiming, Sweep
 from microtome.split.codecs import parse_codec
+from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
-from microtome.split.stages import Splitter
 
 #: Seconds of each cut that energy is measured over, and to wait for the profile of the server.
 _ENERGY_S, _PROFILE_S = 0.5, 120.0
@@ -218,7 +218,7 @@ def _planned(
     """Plan over the same cuts: the seconds of each way, or why there is no plan."""
     cuts = replace(splitter.cuts, offered=tuple(chosen))
     try:
-        cloud = ask_profile(connection, len(splitter.ranks), timeout=_PROFILE_S)
+        cloud = ask_profile(connection, splitter.num_calls, timeout=_PROFILE_S)
         with torch.no_grad():
             edge = profile(splitter.model, splitter.example, measure="time", repeat=10)
             costs = codec_costs(cuts, tuple({"raw", codec}), model=splitter.model, inputs=splitter.example)

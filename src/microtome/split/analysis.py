@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -152,6 +152,13 @@ class Analysis:
 
         visit(self.trace.calls[0])
         return order
+
+    def describe_calls(self) -> Iterator[str]:
+        """Describe each call for a fingerprint of the model, in canonical order."""
+        for call in self.canonical_order:
+            parent = None if call.parent is None else self.trace.calls[call.parent].path
+            output = describe((self.call_structures[call.index].output.template,), {}).structure
+            yield f"{call.path}:{call.type}:{call.depth}:{parent}:{output}"
 
     @cached_property
     def allocated_by(self) -> dict[int, int]:

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +159,10 @@ def _split_again(model: nn.Module, plan: _SavedSplit, file: Path) -> list[Stage]
         made: list[Tensor] = []
         args = [_remade(value, made) for value in plan.inputs["args"]]
         given = Inputs(*args, **{name: _remade(value, made) for name, value in plan.inputs["kwargs"].items()})
-    load_stages = import_module("microtome.split.stages").load_stages  # which imports this
+    from microtome.split.splitter import load_stages  # it imports this module
+
     try:
-        stages: list[Stage] = load_stages(model, given, plan.at, plan.fingerprint, plan.more)
+        stages = load_stages(model, given, plan.at, plan.fingerprint, plan.more)
     except Unsupported:  # the model cannot be run without weights, whatever the file says
         raise
     except Exception as error:  # the model's own code runs, on an example that is described in the file

@@ -149,7 +149,7 @@ class Liveness:
             call = self._trace.calls[call].parent
         return False
 
-    def read_by(self, op: Op) -> Sequence[int]:
+    def value_reads(self, op: Op) -> Sequence[int]:
         """The values that an operator reads even where nobody needs what it makes."""
         values = self._trace.values
         if op.name == _INDEX:
@@ -182,7 +182,7 @@ class Liveness:
                 reasons.append(held.get(at, any(held.values())))
                 wanted = True
         if not wanted:
-            for at in (read := self.read_by(op)):
+            for at in (read := self.value_reads(op)):
                 self.need(needs, at)
             return bool(read)
         surely = any(reasons)

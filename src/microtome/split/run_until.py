@@ -12,7 +12,7 @@ from microtome.engine.pytree import map_tensors
 from microtome.engine.selectors import CallSelection
 from microtome.errors import BadQuery, NoMatch
 from microtome.split.boundary import Boundary
-from microtome.split.stages import Splitter
+from microtome.split.splitter import Splitter
 
 
 class Until(NamedTuple):

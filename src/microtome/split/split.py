@@ -46,7 +46,7 @@ def split(
     >>> tail(head(x)).equal(model(x))
     True
     """
-    from microtome.split.stages import Splitter  # not before it is needed
+    from microtome.split.splitter import Splitter  # not before it is needed
 
     where = plan if isinstance(at, str) and at == "auto" and plan is not None else at
     return Splitter(model, inputs).at(where, verify=verify, load=load)

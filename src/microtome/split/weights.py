@@ -1,4 +1,4 @@
-"""The weights of a stage, and the fingerprint of a model."""
+"""The weights of a stage."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
+from microtome.engine.fingerprint import named_weights
 from microtome.engine.module_state import replace_tensors
 from microtome.engine.torch_internals import own_buffers, own_parameters
 from microtome.split.analysis import Analysis
 from microtome.split.crossing import Crossing
-from microtome.split.signature import describe
 
 
 def weights_of(analysis: Analysis, begins: Crossing | None, ends: Crossing | None) -> list[str]:
@@ -30,30 +29,6 @@ def weights_of(analysis: Analysis, begins: Crossing | None, ends: Crossing | Non
     return [value.name for value in held if value.name is not None]
 
 
-def structure_of(analysis: Analysis, model: nn.Module) -> str:
-    """A few letters for the calls of a model and the shapes of its weights: another model has others."""
-    digest = xxhash.xxh3_64()
-    for call in analysis.canonical_order:  # whatever order this process runs them in
-        parent = None if call.parent is None else analysis.trace.calls[call.parent].path
-        output = describe((analysis.call_structures[call.index].output.template,), {}).structure
-        digest.update(f"{call.path}:{call.type}:{call.depth}:{parent}:{output};".encode())
-    for name, tensor in _held(model):
-        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
-    return str(digest.hexdigest())
-
-
-def digest_of(model: nn.Module) -> str | None:
-    """A few letters for the values of all weights; None where some are not there."""
-    digest = xxhash.xxh3_64()
-    for _, tensor in _held(model):
-        if tensor.is_meta:
-            return None
-        plain = tensor.detach().cpu().contiguous()
-        if plain.numel():
-            digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-    return str(digest.hexdigest())
-
-
 def tensor_at(model: nn.Module, name: str) -> Tensor | None:
     """The parameter or buffer of this name."""
     path, _, last = name.rpartition(".")
@@ -65,22 +40,19 @@ def tensor_at(model: nn.Module, name: str) -> Tensor | None:
 def stripped(model: nn.Module, kept: Iterable[str]) -> nn.Module:
     """A copy of a model that shares these weights with it and has the others on meta."""
     keep = set(kept)
-    memo: dict[int, Any] = {id(tensor): tensor if name in keep else _empty(tensor) for name, tensor in _held(model)}
+    memo: dict[int, Any] = {
+        id(tensor): tensor if name in keep else _empty(tensor) for name, tensor in named_weights(model)
+    }
     return copy.deepcopy(model, memo)
 
 
 def strip(model: nn.Module, kept: Iterable[str]) -> None:
     """Put all but these weights of a model on meta."""
     keep = set(kept)
-    empty = {id(tensor): _empty(tensor) for name, tensor in _held(model) if name not in keep}
+    empty = {id(tensor): _empty(tensor) for name, tensor in named_weights(model) if name not in keep}
     replace_tensors(model, lambda tensor: empty.get(id(tensor), tensor))
 
 
 def _empty(tensor: Tensor) -> Tensor:
     made = torch.empty_like(tensor, device="meta")
     return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-
-
-def _held(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()

@@ -16,7 +16,8 @@ from microtome.errors import NoMatch, Unsupported
 from microtome.inputs import Inputs
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
-from microtome.split.stages import Splitter, Stages
+from microtome.split.splitter import Splitter
+from microtome.split.stages import Stages
 
 
 def find_layers(profile: Profile, row: Row, depth: int) -> Iterator[Row]:
