@@ -190,7 +190,7 @@ def test_a_probe_of_another_session_that_raises_leaves_no_change_behind() -> Non
         with mt.Session(model, [Breaks()]), pytest.raises(ProbeError, match="no"):
             model(1)
         assert session.stack == ()
-        assert session._threads.current().pending_change is None
+        assert session._threads.current().pending_intervention is None
         assert model(1) == 16
 
 

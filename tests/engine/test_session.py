@@ -419,7 +419,7 @@ def test_something_that_is_not_a_module(thing: Any, message: str) -> None:
 
 def test_entering_a_session_twice() -> None:
     session = mt.Session(nn.Identity())
-    with session, pytest.raises(SessionError, match="already open: use a new one"):
+    with session, pytest.raises(SessionError, match="already open: create one"):
         session.__enter__()
     with session:  # one after the other is fine
         pass
@@ -432,7 +432,7 @@ def test_entering_a_session_twice() -> None:
     [
         ({"probes": mt.Probe()}, None),
         ({"probes": iter([mt.Probe()])}, None),
-        ({"probes": [print]}, "probes are a list of Probe, got builtin_function_or_method"),
+        ({"probes": [print]}, "expected probes to be a list of Probe, got builtin_function_or_method"),
         ({"interventions": [mt.Probe()]}, "a list of Replace or ReplaceInputs or Skip or Stop or ReplaceOp, got Probe"),
     ],
 )
@@ -533,7 +533,7 @@ def test_a_module_that_runs_twice_has_two_calls_where_only_it_is_seen() -> None:
 
 
 def test_parts_are_of_a_model_and_hold_what_is_changed() -> None:
-    with pytest.raises(SessionError, match="`at` chooses what is seen of a model: give one"):
+    with pytest.raises(SessionError, match="`at` selects modules of a model: pass one"):
         mt.Session(None, [Log()], at=nn.Linear)
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with pytest.raises(SessionError, match="an intervention is at a ReLU that `at` leaves out"):

@@ -249,7 +249,7 @@ def test_extract_has_no_stand_ins_while_another_thread_runs_the_model() -> None:
     model, x = Gated().eval(), torch.rand(3, 1, 4)
     beside = Beside(model, x, began_before=True)
     feats = mt.extract(model, x, "first")
-    assert not feats.stopped  # where to stop is learned with stand-ins
+    assert not feats.stopped  # where to stop is learned with substitute tensors
     beside.end()
     assert mt.extract(model, x, "first").stopped
 
@@ -264,7 +264,7 @@ def test_a_call_that_would_find_stand_ins_is_refused(action: Callable[..., Any])
 
 
 class Calls:
-    """An argument that has another thread run the model as it is copied: when stand-ins are placed, before the run."""
+    """An argument whose copying, before the run, makes another thread run the model."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call = call
@@ -311,7 +311,7 @@ def test_calls_that_began_before_a_trace_end_first() -> None:
                     wrong.append(output)
             except Unsupported:
                 refusals += 1
-            except Exception as error:  # noqa: BLE001  torch's own: it found a stand-in
+            except Exception as error:  # noqa: BLE001  torch's own: it found a substitute tensor
                 wrong.append(error)
 
     thread = InThread(run)

@@ -1,4 +1,4 @@
-"""Law: no stand-in outlives a run on stand-ins, whatever remembers it."""
+"""Law: no substitute tensor outlives a run on substitute tensors, whatever remembers it."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def extract(
         capture.stops,
         composite=COMPOSITE_FORMULAS if targets.owners else (),
         fast_paths=targets.fast_paths,
-        other_threads="unseen",
+        other_threads="ignore",
     )
     try:
         with session, grad_mode(torch.is_grad_enabled() or grad):

@@ -1,4 +1,4 @@
-"""The nouns: a site (a module and its path), a call (one run of it), a run (an outermost call and all inside it)."""
+"""Module entries (a module and its path), calls (one run of a module), and runs (an outermost call and all inside)."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from torch import nn
 from microtome.results.trace import Phase
 
 _start = attrgetter("_start")
-#: The end of a call that is still open: larger than any number that autograd gives to a node made in a forward.
+#: The end of an open call: larger than the sequence number of any node created in a forward.
 _OPEN = (1 << 64) - 1
 
 
 class ModuleEntry:
-    """A module as a session knows it: its path, and the module itself, held weakly.
+    """The path of a module, and a weak reference to it.
 
-    Autograd nodes keep sites alive, and Python's collector cannot see into them: a strong reference to the module would
+    Autograd nodes keep entries alive, and Python's garbage collector cannot traverse nodes: a strong reference would
     leak every model that stores one of its own outputs.
     """
 
     __slots__ = ("path", "ref")
 
-    def __init__(self, path: str, module: nn.Module, when_gone: Callable[[object], object] | None = None) -> None:
+    def __init__(self, path: str, module: nn.Module, on_delete: Callable[[object], object] | None = None) -> None:
         self.path = path
-        self.ref = weakref.ref(module, when_gone)
+        self.ref = weakref.ref(module, on_delete)
 
     def contains(self, other: ModuleEntry) -> bool:
-        """Whether the other module lies strictly below this one."""
+        """Whether the other module is strictly below this one."""
         return other is not self and (not self.path or other.path.startswith(self.path + "."))
 
 
 class Call:
-    """One run of one module. Read it; do not change it.
+    """One run of one module. Read-only.
 
     Attributes:
-        index: How many times the module had run before in the same outermost call.
+        index: The number of earlier calls of the module in the same outermost call.
         parent: The call that contains this one, or None for an outermost call.
         phase: `"forward"`, or `"recompute"` for a forward that runs inside a backward, as checkpointing does.
     """
@@ -50,20 +50,20 @@ class Call:
         self.index = index
         self.parent = parent
         self.phase = phase
-        # The autograd nodes made while the call ran have sequence numbers in [start, end) of the thread that ran it.
+        # Autograd nodes created by the call have sequence numbers in [start, end) of the thread that ran it.
         self._start = start
         self._end = _OPEN
 
     @property
     def path(self) -> str:
-        """The module's path as `named_modules()` gives it; `""` for the root."""
+        """The module's path in `named_modules()`; `""` for the root."""
         return self._entry.path
 
     @property
     def address(self) -> str:
-        """The path and, from the second run on, the index: `block`, `block#1`.
+        """The path and, from the second call on, the index: `block`, `block#1`.
 
-        Results, which know whether the module ran again, give the first of several calls as `block#0`.
+        In results the first of several calls is `block#0`.
         """
         return f"{self.path}#{self.index}" if self.index else self.path
 
@@ -95,14 +95,14 @@ class Run:
     """An outermost call in one thread and everything inside it.
 
     Attributes:
-        thread: The key of the thread that it runs in.
+        thread: The key of its thread.
         outer: The run that this one interrupted in the same thread (a backward inside a forward), or None.
-        task: The autograd graph task inside which the run began; -1 outside any backward.
-        base: The call that the run's outermost call hangs under; None but for a recomputation.
-        start: The sequence number of the first autograd node that the run can have made.
-        open: The calls now running, outermost first; never empty while it is its thread's run.
-        counts: How many calls each site has had.
-        calls: In the order they began, the calls since the first autograd node was made and those then open.
+        task: The id of the autograd graph task inside which the run began; -1 outside any backward.
+        base: The parent of the run's outermost call; None except for a recomputation.
+        start: The sequence number of the first autograd node that the run can have created.
+        open: The stack of running calls, outermost first; not empty while this is its thread's run.
+        counts: The number of calls of each module.
+        calls: The calls since the first autograd node was created, and those open then, in order.
     """
 
     __slots__ = (
@@ -132,11 +132,11 @@ class Run:
         self._firsts: dict[str, Call] = {}
 
     def made(self, number: int) -> bool:
-        """Whether the node with this sequence number was made by this run, if it was made in this run's thread."""
+        """Whether this run created the node with this sequence number, if created in this run's thread."""
         return bool(self.calls) and self.start <= number < self.calls[0]._end
 
     def first_call(self, paths: Iterable[str]) -> Call | None:
-        """The first call of the modules at these paths; for one that never ran, of the nearest above it that did."""
+        """The first call of the modules at these paths; a module that never ran counts as its nearest ancestor."""
         if self.open or not self._firsts:
             self._firsts = {call.path: call for call in reversed(self.calls)}
         calls = [call for path in paths if (call := self._nearest(path)) is not None]
@@ -148,14 +148,14 @@ class Run:
         return self._firsts.get(path)
 
     def call_after(self, entry: ModuleEntry, number: int) -> Call | None:
-        """The site's first call after the node with this sequence number was made."""
+        """The first call of a module after the node with this sequence number was created."""
         later = self.calls[bisect_right(self.calls, number, key=_start) :]
         return next((call for call in later if call._entry is entry), None)
 
     def owner(self, number: int) -> Call | None:
-        """The innermost call that was running when the node with this sequence number was made."""
-        at = bisect_right(self.calls, number, key=_start) - 1
-        call = self.calls[at] if at >= 0 else None
+        """The innermost call that was running when the node with this sequence number was created."""
+        index = bisect_right(self.calls, number, key=_start) - 1
+        call = self.calls[index] if index >= 0 else None
         while call is not None and call._end <= number:
             call = call.parent if call.parent is not self.base else None
         return call

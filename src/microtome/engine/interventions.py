@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from microtome.engine.call import Call
+from microtome.engine.call import Call, ModuleEntry
 from microtome.engine.module_calls import AnyCall
+from microtome.engine.module_index import ModuleIndex
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.selectors import Selector
+from microtome.engine.selectors import Selector, select
+from microtome.errors import SessionError
 
 
 @dataclass(frozen=True)
@@ -127,3 +129,27 @@ def _invoke(callback: Callable[..., Any], call: Call, *args: Any) -> Any:
     except Exception as error:
         error.add_note(f"raised by an intervention at {call.address!r}")
         raise
+
+
+class InterventionTable:
+    """The interventions of a session by module, found again when the modules of the model have changed."""
+
+    def __init__(self, interventions: Iterable[Intervention]) -> None:
+        self._interventions = [one for one in interventions if not isinstance(one, ReplaceOp)]
+        self._version = -1
+        self.by_entry: dict[ModuleEntry, CallInterventions] = {}
+
+    def update(self, model: nn.Module, index: ModuleIndex) -> None:
+        """Select the modules of each intervention, unless the index is as it was."""
+        if not self._interventions or self._version == index.version:
+            return
+        self.by_entry.clear()
+        for intervention in self._interventions:
+            for module in select(model, intervention.at).values():
+                entry = index.by_id.get(id(module)) or index.find(module, model)
+                if entry is None:
+                    raise SessionError(
+                        f"an intervention is at a {type(module).__name__} that `at` leaves out: add it there"
+                    )
+                self.by_entry.setdefault(entry, CallInterventions()).add(intervention)
+        self._version = index.version

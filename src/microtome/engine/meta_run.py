@@ -228,7 +228,7 @@ def exclude_other_threads(model: nn.Module, modules: list[nn.Module]) -> Iterato
     Raises:
         Unsupported: A call that began before does not end.
     """
-    with Session(model, fast_paths=True, other_threads="refused") as session:
+    with Session(model, fast_paths=True, other_threads="refuse") as session:
         deadline = time.monotonic() + PATIENCE_S
         session.admits_running_calls = True
         while session.admits_running_calls:

@@ -1,9 +1,7 @@
-"""Probes, which observe a run without changing it, and dispatching events to them."""
+"""Probes, which observe a run without changing it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import wraps
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,7 +9,6 @@ from torch import Tensor
 from microtome.engine.call import Call
 from microtome.engine.composite_ops import CompositeOp, Function
 from microtome.engine.torch_internals import OpOverload
-from microtome.errors import MicrotomeError, ProbeError
 from microtome.results.trace import Phase
 
 #: An operator, or a function of torch that the session reports as one operator.
@@ -73,51 +70,3 @@ class Probe:
 
     def exit_backward(self, call: Call) -> None:
         """Called when the backward leaves a call."""
-
-
-# -- dispatch ----------------------------------------------------------------------------------------------------------
-
-
-def overridden_methods(probes: Iterable[Probe], name: str, *, skip_root: bool = False) -> list[Callable[..., None]]:
-    """The probes' methods of this name, without those inherited from `Probe`.
-
-    Args:
-        skip_root: Do not call them for the root, which a session always tracks since its call is the run.
-    """
-    methods = [getattr(probe, name) for probe in probes if getattr(type(probe), name) is not getattr(Probe, name)]
-    return [_except_root(method) for method in methods] if skip_root else methods
-
-
-def _except_root(method: Callable[..., None]) -> Callable[..., None]:
-    @wraps(method)
-    def call_method(call: Call, *args: Any) -> None:
-        if call.path:
-            method(call, *args)
-
-    return call_method
-
-
-def notify(methods: Iterable[Callable[..., None]], event: str, call: Call, *args: Any) -> None:
-    """Call the method of every probe; then raise the first error, if any."""
-    first: MicrotomeError | None = None
-    for method in methods:
-        try:
-            method(call, *args)
-        except MicrotomeError as error:  # its message is complete
-            first = first or error
-        except Exception as error:  # noqa: BLE001  whatever a probe raises, the user must learn at which call
-            name = getattr(method, "__qualname__", repr(method))
-            message = f"{name} raised {type(error).__name__} at {event} of {call.address!r}: {error}"
-            wrapped = ProbeError(message, call.address)
-            wrapped.__cause__ = error
-            first = first or wrapped
-    if first is not None:
-        raise first
-
-
-def notify_backward_step(methods: Iterable[Callable[..., None]], call: Call | None) -> None:
-    if call is not None:
-        notify(methods, "the backward", call)
-        return
-    for method in methods:
-        method(None)

@@ -1,16 +1,15 @@
-"""A session: the time during which microtome looks at a model, or at every module of the process."""
+"""A session: observing and changing the calls of a model, or of every module in the process, in a `with` block."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Collection, Container, Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -18,11 +17,11 @@ from microtome.engine import self_test
 from microtome.engine.autograd_owners import AutogradOwners, nodes_of
 from microtome.engine.backward import Backward, BackwardProbes, watch_moves
 from microtome.engine.call import Call, ModuleEntry, Run
-from microtome.engine.composite_ops import CompositeOp, Function, is_meta_or_fake, meta_output, run_on_meta
-from microtome.engine.function_mode import FunctionMode, hide_modes
+from microtome.engine.composite_ops import Function
+from microtome.engine.dispatch import OpDispatcher, ProbeMethods, notify, notify_backward_step
 from microtome.engine.interventions import (
-    CallInterventions,
     Intervention,
+    InterventionTable,
     Replace,
     ReplaceInputs,
     ReplaceOp,
@@ -32,9 +31,7 @@ from microtome.engine.interventions import (
 )
 from microtome.engine.module_calls import AnyCall, chain
 from microtome.engine.module_index import ModelIndex, ModuleIndex, ProcessIndex
-from microtome.engine.op_mode import OpMode
-from microtome.engine.probes import Probe, Where, notify, notify_backward_step, overridden_methods
-from microtome.engine.pytree import tensors_in
+from microtome.engine.probes import Probe
 from microtome.engine.selectors import Selector, check_model, select
 from microtome.engine.signals import Modes, SignalSafe, deliver_signals, pending_signals
 from microtome.engine.thread_stacks import is_in_module_call
@@ -44,24 +41,24 @@ from microtome.errors import MicrotomeError, SessionError, Unsupported
 
 
 class Session(SignalSafe[Any]):
-    """Attaches probes and interventions to a model, or to every module of the process, for the time of a `with` block.
+    """Attaches probes and interventions to a model, or to every module in the process, in a `with` block.
 
-    Nothing is added to the model. Sessions nest, on the same model too; each thread has its own stack of calls;
-    whatever is raised inside, model and process are afterwards as they were.
+    Nothing is added to the model. Sessions nest, also on one model; each thread has its own stack of calls; whatever is
+    raised inside, model and process are afterwards as they were.
 
     Args:
-        model: The model to look at. None: every module that runs in the process, named by the class of its root.
-        probes: What looks.
-        interventions: What changes the run; needs a model.
-        at: Which modules of the model to look at, as a selector; the others run as if there were no session, and but
-            for the root, whose call is the run, no stack of calls has them. None: all.
-        backward: Whether to know whose backward runs. Probes that watch the backward turn it on by themselves.
-        composite: Functions of torch that probes are told of as of one operator, in place of those inside.
-        fast_paths: Whether TransformerEncoderLayer and MultiheadAttention may run as one fused operator, as they do
+        model: The model to observe. None: every module that runs in the process, named by the class of its root.
+        probes: Observers of the run.
+        interventions: Changes of the run; they need a model.
+        at: Selector of the modules to observe; the others run as without a session, and except for the root, whose
+            call is the run, they are in no stack of calls. None: all.
+        backward: Attribute backwards to calls. Implied by probes that observe the backward.
+        composite: Functions of torch that are reported as one operator instead of the operators inside.
+        fast_paths: Allow TransformerEncoderLayer and MultiheadAttention to run as one fused operator, as they do
             without a session, and so without the calls inside them.
-        other_threads: Calls in other threads than the one that opens the session are `"seen"` and changed like its own;
-            or they run `"unseen"` and unchanged, or are `"refused"`, unless the thread works for a call of its own: see
-            `Threads.joins`.
+        other_threads: Calls in other threads than the one that opens the session: `"observe"` and change them like its
+            own; `"ignore"` them, so that they run unchanged; or `"refuse"` them. The last two do not apply to threads
+            that work for a call of the session, see `Threads.is_worker_call`.
 
     >>> from torch import nn, ones
     >>> class Show(Probe):
@@ -83,42 +80,31 @@ class Session(SignalSafe[Any]):
         backward: bool = False,
         composite: Collection[Function] = (),
         fast_paths: bool = False,
-        other_threads: Literal["seen", "unseen", "refused"] = "seen",
+        other_threads: Literal["observe", "ignore", "refuse"] = "observe",
     ) -> None:
         self.fast_paths = fast_paths
         self._other_threads = other_threads
         #: Whether a session that refuses calls of other threads admits those inside calls that began before.
         self.admits_running_calls = False
         self.model = None if model is None else check_model(model)
-        probes = _as_tuple(probes, "probes", Probe)
-        self._interventions = _as_tuple(interventions, "interventions", Replace, ReplaceInputs, Skip, Stop, ReplaceOp)
-        self._replace_op = [one.by for one in self._interventions if isinstance(one, ReplaceOp)]
-        self.changes_runs = bool(self._interventions)
-        self.replaces_inputs = any(isinstance(one, ReplaceInputs) for one in self._interventions)
-        if self.changes_runs and model is None:
-            raise SessionError("interventions need a model: give the one that they are to change")
-        if at is not None and self.model is None:
-            raise SessionError("`at` chooses what is seen of a model: give one")
+        probes = _check_types(probes, "probes", Probe)
+        interventions = _check_types(interventions, "interventions", Replace, ReplaceInputs, Skip, Stop, ReplaceOp)
+        self.changes_runs = bool(interventions)
+        self.replaces_inputs = any(isinstance(one, ReplaceInputs) for one in interventions)
+        if self.model is None and self.changes_runs:
+            raise SessionError("interventions need a model: pass the one to change")
+        if self.model is None and at is not None:
+            raise SessionError("`at` selects modules of a model: pass one")
         self._index: ModuleIndex = ProcessIndex() if self.model is None else ModelIndex(self.model, at)
         skip_root = at is not None and self.model is not None and "" not in select(self.model, at)
-        self._enter = overridden_methods(probes, "enter", skip_root=skip_root)
-        self._exit = overridden_methods(probes, "exit", skip_root=skip_root)
-        self._fail = overridden_methods(probes, "fail", skip_root=skip_root)
-        self._op = overridden_methods(probes, "op")
-        self._op_begins = overridden_methods(probes, "op_begins")
-        self._read = overridden_methods(probes, "read")
-        self._enter_backward = overridden_methods(probes, "enter_backward", skip_root=skip_root)
-        self._exit_backward = overridden_methods(probes, "exit_backward", skip_root=skip_root)
-        self._backward_moves = overridden_methods(probes, "backward_moves")
-        # A function that is shown whole is shown so in its backward too, which a forward may run.
-        told = self._enter_backward or self._exit_backward or self._backward_moves
-        self._backward = backward or bool(told or composite)
+        self._probes = ProbeMethods.collect(probes, skip_root=skip_root)
+        self._interventions = InterventionTable(interventions)
+        self._replace_op = [one.by for one in interventions if isinstance(one, ReplaceOp)]
+        # A composite operator is reported as one in its backward too, which a forward may run.
+        self._backward = backward or bool(self._probes.observe_backward or composite)
         self._composite = frozenset(composite)
-        self._functions: FunctionMode | None = None
-        self._last = Where(None, "forward")
+        self._ops: OpDispatcher | None = None
         self._open: ExitStack | None = None
-        self._changes: dict[ModuleEntry, CallInterventions] = {}
-        self._resolved = -1
 
     if TYPE_CHECKING:
 
@@ -126,25 +112,22 @@ class Session(SignalSafe[Any]):
 
     def _set_up(self) -> Self:
         if self._open is not None:
-            raise SessionError("this session is already open: use a new one for each `with` that lies inside another")
+            raise SessionError("this session is already open: create one for each `with` block inside another")
         self_test.CALLS.ensure()
         chain.force_eager()
-        self._threads = Threads(everywhere=self._other_threads == "seen")
-        self._opener = self._threads.current()
+        self._threads = Threads(everywhere=self._other_threads == "observe")
         self._owners = AutogradOwners(self._threads, self._index) if self._backward else None
-        self._resolve_interventions()
+        if self._probes.op or self._probes.op_begins or self._replace_op:
+            self._ops = OpDispatcher(self._threads, self._owners, self._probes, self._replace_op, self._composite)
+        self._update_interventions()
         with ExitStack() as stack:
             handle = register_module_module_registration_hook(self._index.on_registration)
             stack.callback(handle.remove)
             chain.add(self)
             stack.callback(chain.remove, self)
             stack.push(Modes().restore_after)
-            if self._op or self._op_begins or self._replace_op:
-                ops = stack.enter_context(OpMode(self._where, self._op_begins, self._op, self._replace_op))
-                if self._composite:
-                    stack.enter_context(hide_modes())
-                    functions = FunctionMode(self._composite, partial(self._run_composite, ops), self._notify_read)
-                    self._functions = stack.enter_context(functions)
+            if self._ops is not None:
+                self._ops.open(stack)
             stack.push(Modes().restore_after)
             self._open = stack.pop_all()
         return self
@@ -154,19 +137,18 @@ class Session(SignalSafe[Any]):
     ) -> None:
         if self._open is None:
             raise SessionError("this session is not open: enter it with `with`")
-        stack, self._open, self._functions = self._open, None, None
-        self._last = Where(None, "forward")
+        stack, self._open, self._ops = self._open, None, None
         stack.__exit__(kind, error, trace)
 
     @property
     def is_open(self) -> bool:
         return self._open is not None
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def current(self) -> Call | None:
-        """The innermost call that runs now in this thread: its forward, or in a backward, its backward."""
+        """The innermost call whose forward or, in a backward, whose backward runs now in this thread."""
         if self._open is None:
             return None
         task, thread = current_graph_task(), self._threads.current()
@@ -184,43 +166,43 @@ class Session(SignalSafe[Any]):
 
     @property
     def is_backward(self) -> bool:
-        """Whether this thread is inside a backward. A recomputation is; so is telling of the calls open at its end."""
+        """Whether this thread runs a backward, or a recomputation or a callback in one."""
         return self._open is not None and (
             current_graph_task() != -1 or self._threads.current().notified_call is not None
         )
 
     def module_of(self, path: str) -> nn.Module:
-        """The module at a path or address. A shared module answers to all its names."""
+        """The module at a path or address; a shared module has several paths."""
         return self._index.module_of(path)
 
     def paths_of(self, module: nn.Module) -> tuple[str, ...]:
-        """All names of a module, in the order of `named_modules()`; its calls carry the first."""
+        """All paths of a module, in the order of `named_modules()`; its calls carry the first."""
         return self._index.paths_of(module)
 
-    # -- what the chain of open sessions runs --------------------------------------------------------------------------
+    # -- called by the chain of open sessions --------------------------------------------------------------------------
 
     @property
     def ignored(self) -> Container[int]:
-        """The ids of modules that are not looked at."""
+        """The ids of modules that are not observed."""
         return self._index.ignored
 
     def wrap_call(self, inner: AnyCall | None) -> AnyCall:
-        """The way of a module call through this session, and then through the inner one or to the module itself.
+        """Wrap the next inner session, or None for the module itself, in this session's handling of a module call.
 
-        All the cost per call is here, so it is one flat function. In a session that feeds, the change of the output is
-        not made here: see `wrap_output`.
+        All the cost per call is here, so it is one flat function. In a session that replaces inputs, `wrap_output`
+        applies the other interventions.
         """
-        known, ignored, local = self._index.by_id, self._index.ignored, self._threads.local
-        owners, changes = self._owners, self._changes
-        owned = owners is not None
-        enter, exit_, replaces_inputs = self._enter, self._exit, self.replaces_inputs
-        call_inner, all_threads = inner or _run_module, self._other_threads == "seen"
+        entries, ignored, local = self._index.by_id, self._index.ignored, self._threads.local
+        owners, interventions = self._owners, self._interventions.by_entry
+        has_owners = owners is not None
+        enter, exit_, replaces_inputs = self._probes.enter, self._probes.exit, self.replaces_inputs
+        call_inner, all_threads = inner or _run_module, self._other_threads == "observe"
 
         def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if pending_signals:
                 deliver_signals()
             key = id(module)
-            entry = known.get(key) or (None if key in ignored else self._find_entry(module))
+            entry = entries.get(key) or (None if key in ignored else self._find_entry(module))
             if entry is None:
                 return call_inner(module, *args, **kwargs)
             try:
@@ -239,28 +221,27 @@ class Session(SignalSafe[Any]):
             counts, stack = run.counts, run.open
             index = counts.get(entry, 0)
             counts[entry] = index + 1
-            # Numbers of autograd's nodes say whose they are: without owners, nobody asks.
-            call = Call(
-                entry, index, stack[-1] if stack else run.base, run.phase, next_sequence_number() if owned else 0
-            )
+            # Sequence numbers of autograd nodes identify their call; without owners, they are not needed.
+            start = next_sequence_number() if has_owners else 0
+            call = Call(entry, index, stack[-1] if stack else run.base, run.phase, start)
             try:
                 stack.append(call)
-                if owned:
+                if has_owners:
                     run.calls.append(call)
                 try:
-                    change = changes.get(entry) if changes else None
-                    if change is not None:
-                        args, kwargs = change.replace_inputs(call, args, kwargs)
+                    intervention = interventions.get(entry) if interventions else None
+                    if intervention is not None:
+                        args, kwargs = intervention.replace_inputs(call, args, kwargs)
                     if enter and self._open is not None:
                         notify(enter, "enter", call, args, kwargs)
-                    if change is not None:
+                    if intervention is not None:
                         if replaces_inputs:
-                            thread.pending_change = module, call, change
+                            thread.pending_intervention = module, call, intervention
                             output = call_inner(module, *args, **kwargs)
                         else:
-                            output = change.run(call, call_inner, module, args, kwargs)
+                            output = intervention.run(call, call_inner, module, args, kwargs)
                     elif inner is None:
-                        output = module._call_impl(*args, **kwargs)  # `onward`, without its frame
+                        output = module._call_impl(*args, **kwargs)  # `_run_module`, without its frame
                     else:
                         output = inner(module, *args, **kwargs)
                 except BaseException as error:
@@ -269,18 +250,18 @@ class Session(SignalSafe[Any]):
                 if exit_ and self._open is not None:
                     notify(exit_, "exit", call, args, kwargs, output)
             finally:
-                if stack and stack[-1] is call:  # or a signal came before it was there
+                if stack and stack[-1] is call:  # else a signal came before it was appended
                     stack.pop()
-                if owned:
+                if has_owners:
                     call._end = end = next_sequence_number()
                     if end == run.start and run.calls:
-                        del run.calls[-1]  # no node was made so far; a loop without grad must not grow
+                        del run.calls[-1]  # no node so far: a loop without grad must not accumulate calls
                 if not stack:
                     thread.end(run)
             if owners is not None and end > call._start and (thread.tags or not stack):
                 (owners.tag_nodes if thread.tags else owners.tag_outputs)(run, output)
-                call._end = next_sequence_number()  # asking a view for its grad_fn may have made one
-            if change is not None and change.stops(call):
+                call._end = next_sequence_number()  # reading the grad_fn of a view may have created a node
+            if intervention is not None and intervention.stops(call):
                 raise Stopped(call, output)
             return output
 
@@ -294,53 +275,52 @@ class Session(SignalSafe[Any]):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a call of another thread than the session's: as one of the session's, or past it."""
+        """Observe, ignore or refuse a call in a thread that did not open the session."""
         if self._threads.is_worker_call(entry):
             with self._threads.join():
                 return self.wrap_call(inner)(module, *args, **kwargs)
-        finishes = self.admits_running_calls and is_in_module_call(sys._getframe())
-        if self._other_threads == "refused" and self._open is not None and not finishes:
+        is_admitted = self.admits_running_calls and is_in_module_call(sys._getframe())
+        if self._other_threads == "refuse" and self._open is not None and not is_admitted:
             raise Unsupported(
                 f"{entry.path or 'the model'} ({type(module).__name__}) is called in thread "
-                f"{threading.current_thread().name!r} while another thread runs the model on stand-ins for its "
+                f"{threading.current_thread().name!r} while another thread runs the model on substitutes for its "
                 "weights, as mt.trace, mt.profile and mt.split do: call it when that has ended"
             )
         with self._threads.exclude_thread():
             return (inner or _run_module)(module, *args, **kwargs)
 
     def wrap_output(self, inner: AnyCall | None) -> AnyCall:
-        """The innermost part of the way through a session that feeds, where outputs are changed.
+        """Wrap the innermost part of a session that replaces inputs: it skips calls and replaces outputs.
 
-        The other part is outermost, so that all other sessions are inside the change of the arguments and outside that
-        of the output, and see both.
+        `wrap_call` is its outermost part, so that all other sessions run after the arguments are replaced and before
+        they receive the output, and observe both.
         """
         threads, call_inner = self._threads, inner or _run_module
 
-        def change_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        def intervene(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             thread = threads.current()
-            pending_change = thread.pending_change
-            if pending_change is None or pending_change[0] is not module:
+            pending = thread.pending_intervention
+            if pending is None or pending[0] is not module:
                 return call_inner(module, *args, **kwargs)
-            thread.pending_change = None
-            _, call, change = pending_change
-            return change.run(call, call_inner, module, args, kwargs)
+            thread.pending_intervention = None
+            _, call, intervention = pending
+            return intervention.run(call, call_inner, module, args, kwargs)
 
-        return change_module
+        return intervene
 
     def wrap_backward(self, inner: AnyCall) -> AnyCall:
-        """The way of a backward through this session; node by node only if probes are told or it makes a graph."""
-        owners, threads = self._owners, self._threads
-        if self._other_threads != "seen":
+        """Wrap the function that runs autograd's engine; nodes get hooks only for probes and `create_graph`."""
+        owners, threads, probes = self._owners, self._threads, self._probes
+        if self._other_threads != "observe":
             inner = threads.watch_backward(inner)
+        observe_ops = (lambda run: run) if self._ops is None else self._ops.wrap_backward
         if owners is None:
-            return self._wrap_functions(inner)
-        probes = BackwardProbes(
-            enter=partial(notify, self._enter_backward, "enter_backward"),
-            leave=partial(notify, self._exit_backward, "exit_backward"),
+            return observe_ops(inner)
+        callbacks = BackwardProbes(
+            enter=partial(notify, probes.enter_backward, "enter_backward"),
+            leave=partial(notify, probes.exit_backward, "exit_backward"),
             are_open=lambda: self.is_open,
         )
-        told = bool(self._enter_backward or self._exit_backward)
-        moves = self._backward_moves
 
         def run_backward(roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
             self_test.BACKWARD.ensure()
@@ -349,143 +329,63 @@ class Session(SignalSafe[Any]):
             nodes = [node for root in roots for node in (nodes_of(root) if isinstance(root, Tensor) else [root.node])]
             with ExitStack() as stack:
                 stack.enter_context(owners.attribute_backward(nodes))
-                if told or create_graph:
-                    backward = Backward(owners, threads, probes, create_graph=create_graph)
+                if probes.enter_backward or probes.exit_backward or create_graph:
+                    backward = Backward(owners, threads, callbacks, create_graph=create_graph)
                     stack.enter_context(backward.watch(nodes))
-                if moves:
-                    stack.enter_context(watch_moves(owners, nodes, partial(notify_backward_step, moves)))
+                if probes.backward_moves:
+                    step = partial(notify_backward_step, probes.backward_moves)
+                    stack.enter_context(watch_moves(owners, nodes, step))
                 return inner(roots, *args, **kwargs)
 
-        return self._wrap_functions(run_backward)
-
-    def _wrap_functions(self, run_backward: AnyCall) -> AnyCall:
-        """Show functions in a backward too: torch's own functions that run one hide what runs inside from our mode."""
-        if not self._composite:
-            return run_backward
-
-        def run_shown(*args: Any, **kwargs: Any) -> Any:
-            with self._functions or nullcontext():
-                return run_backward(*args, **kwargs)
-
-        return run_shown
-
-    def _where(self) -> Where:
-        task = current_graph_task()
-        try:
-            run = self._threads.local.state.run
-        except AttributeError:
-            run = self._threads.current().run
-        functions = self._functions
-        function, autocast = (None, False) if functions is None else (functions.function, functions.autocast)
-        if run is not None and run.task == task:
-            last, call = self._last, run.open[-1]
-            if last.call is not call or last.function is not function or last.autocast is not autocast:
-                last = self._last = Where(call, run.phase, function, autocast)
-            return last
-        if task == -1:
-            return Where(None, "forward", function)
-        composite = None if self._owners is None else self._owners.composite()
-        outer = self._opener.run
-        if outer is not None and outer.task == -1:  # a backward that a forward runs is part of it
-            return Where(outer.open[-1], outer.phase, function, autocast, part_of=composite)
-        owner = None if self._owners is None else self._owners.current()
-        if torch.is_grad_enabled():  # autograd turns it off: this is code that a node runs again, as checkpoints do
-            return Where(owner, "recompute", function, autocast)
-        return Where(owner, "backward", part_of=composite)
-
-    def _notify_read(self, tensor: Tensor) -> None:
-        for method in self._read:
-            method(self._where(), tensor)
-
-    def _run_composite(self, ops: OpMode, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function and tell of it as of one operator; of nothing, if it ran none."""
-        if ops.silent:
-            return func(*args, **kwargs)
-        where = self._where()
-        for method in self._op_begins:
-            method(where, func, args, kwargs)
-        composite = CompositeOp(func, next_sequence_number())
-        ops.silent, ops.has_run = True, False
-        standing = any(map(is_meta_or_fake, tensors_in((args, kwargs))))
-        stopped: BaseException | None = None
-        try:
-            output = run_on_meta(func, args, kwargs) if standing else func(*args, **kwargs)
-        except BaseException as error:  # the one that checkpoints stop with is private
-            if where.phase != "recompute" or not ops.has_run:
-                raise
-            # A checkpoint stops when it has what it needs, here when the function keeps that: it has run by then.
-            stopped, output = error, meta_output(func, args, kwargs)
-        finally:
-            ops.silent = False
-        composite.end = next_sequence_number()
-        if composite.end > composite.start:
-            self._threads.current().composites.append(composite)
-        for method in self._op if ops.has_run else ():
-            method(where._replace(composite=composite), func, args, kwargs, output)
-        if stopped is not None:
-            raise stopped
-        return output
+        return observe_ops(run_backward)
 
     def _find_entry(self, module: nn.Module) -> ModuleEntry | None:
         chain.force_eager()  # the first call of a model that was compiled while the session was open
         run = self._threads.current().run
         entry = self._index.find(module, None if run is None else run.open[-1].module)
-        self._resolve_interventions()
+        self._update_interventions()
         return entry
 
     def _begin_run(
         self, thread: Thread, module: nn.Module, entry: ModuleEntry, task: int, inputs: Any
     ) -> tuple[Run, ModuleEntry] | None:
-        """Begin a run at an outermost call. Inside a backward it recomputes, and hangs where its original hung."""
+        """Begin a run at an outermost call: in a backward, a recomputation below the parent of the original call."""
         chain.force_eager()
-        found = self._index.begin(module, entry)
-        self._resolve_interventions()
-        if found is None:  # it left the model
+        current = self._index.begin(module, entry)
+        self._update_interventions()
+        if current is None:  # it left the model
             return None
         base, index = None, 0
         if self._owners is not None:
             self._owners.mark_foreign_inputs(thread, inputs)
             if task != -1:
-                base, index = self._owners.recomputed_call(found)
+                base, index = self._owners.recomputed_call(current)
         thread.run = run = Run(thread.key, thread.run, task, base, next_sequence_number())
-        run.counts[found] = index
-        return run, found
+        run.counts[current] = index
+        return run, current
+
+    def _update_interventions(self) -> None:
+        if self.model is not None:
+            self._interventions.update(self.model, self._index)
 
     def _notify_failure(self, call: Call, error: BaseException) -> None:
-        self._threads.current().pending_change = None
+        self._threads.current().pending_intervention = None
         if self._open is None:
             return
         try:
-            notify(self._fail, "fail", call, error)
-        except MicrotomeError as second:  # what the model raised goes first
+            notify(self._probes.fail, "fail", call, error)
+        except MicrotomeError as second:  # the error of the model takes precedence
             error.add_note(str(second))
-
-    def _resolve_interventions(self) -> None:
-        """Find what is to be changed; again when the model has become another."""
-        if self.model is None or not self._interventions or self._resolved == self._index.version:
-            return
-        self._changes.clear()
-        for intervention in self._interventions:
-            if isinstance(intervention, ReplaceOp):
-                continue
-            for module in select(self.model, intervention.at).values():
-                entry = self._index.by_id.get(id(module)) or self._index.find(module, self.model)
-                if entry is None:
-                    raise SessionError(
-                        f"an intervention is at a {type(module).__name__} that `at` leaves out: add it there"
-                    )
-                self._changes.setdefault(entry, CallInterventions()).add(intervention)
-        self._resolved = self._index.version
 
 
 def _run_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def _as_tuple(given: Any, what: str, *kinds: type) -> tuple[Any, ...]:
-    items = tuple(given) if isinstance(given, Iterable) else (given,)
+def _check_types(value: Any, name: str, *types: type) -> tuple[Any, ...]:
+    items = tuple(value) if isinstance(value, Iterable) else (value,)
     for item in items:
-        if not isinstance(item, kinds):
-            names = " or ".join(kind.__name__ for kind in kinds)
-            raise SessionError(f"{what} are a list of {names}, got {type(item).__name__}")
+        if not isinstance(item, types):
+            expected = " or ".join(one.__name__ for one in types)
+            raise SessionError(f"expected {name} to be a list of {expected}, got {type(item).__name__}")
     return items

@@ -1,4 +1,4 @@
-"""Per-thread state of a session: the open run, and the runs whose graphs still live."""
+"""Per-thread state of a session: the open run, and the runs whose graphs are still alive."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _start = itemgetter(0)
 
 
 class Thread:
-    """One thread's share of a session.
+    """The state of a session in one thread.
 
     Attributes:
-        key: The thread's number, which its runs carry.
-        tags: Whether runs of the thread tag the autograd nodes they make; see `Owners`.
-        run: The run now open in the thread, or None.
-        in_backward: The calls whose backward the probes were told is open in the thread, outermost first.
-        notified_call: The call that probes are being told of in a backward, or None.
-        pending_change: In a session that replaces inputs, the module whose output is still to be replaced, its call
+        key: A number that identifies the thread in its runs.
+        tags: Whether runs of the thread tag the autograd nodes they create; see `AutogradOwners`.
+        run: The run open in the thread, or None.
+        in_backward: The calls whose backward is open in the thread as probes were notified, outermost first.
+        notified_call: The call whose backward probes are being notified of, or None.
+        pending_intervention: In a session that replaces inputs: a module whose output is yet to be replaced, its call,
             and the interventions.
-        composites: In the order they began, the runs of functions shown whole that made autograd nodes.
+        composites: The runs of composite operators that created autograd nodes, in order.
     """
 
     __slots__ = (
@@ -49,7 +49,7 @@ class Thread:
         "in_backward",
         "key",
         "notified_call",
-        "pending_change",
+        "pending_intervention",
         "run",
         "tags",
     )
@@ -60,11 +60,11 @@ class Thread:
         self.run: Run | None = None
         self.in_backward: tuple[Call, ...] = ()
         self.notified_call: Call | None = None
-        self.pending_change: tuple[nn.Module, Call, CallInterventions] | None = None
+        self.pending_intervention: tuple[nn.Module, Call, CallInterventions] | None = None
         self.composites: list[CompositeOp] = []
-        # A run lives as long as a node that it tagged; the latest live on, for graphs that their output is not part of.
+        # Tagged nodes keep their run alive; this keeps the latest, for graphs that their output is not part of.
         self._recent: deque[Run] = deque(maxlen=16)
-        # Those that ended, by where they began. Other threads read it too.
+        # Runs that ended, sorted by their first sequence number. Other threads read it too.
         self._runs: list[tuple[int, weakref.ref[Run]]] = []
         self._prune_at = 64
         self._lock = threading.Lock()
@@ -82,29 +82,29 @@ class Thread:
             insort(self._runs, (run.start, weakref.ref(run)), key=_start)
 
     def run_that_made(self, number: int) -> Run | None:
-        """The run that made the node with this number, if the node was made in this thread."""
+        """The run that created the node with this sequence number, if the node was created in this thread."""
         run = self.run
         if run is None or number < run.start:
             run = self._latest(number)
-        # Of two runs that both began before the node, the later one ended before the other did, or lies inside it.
+        # If the last run that began before the node did not create it, that run is nested in the one that did.
         while run is not None and not run.made(number):
             run = run.outer
         return run
 
     def composite_that_made(self, number: int) -> CompositeOp | None:
-        """The function shown whole that made the node with this number, if the node was made in this thread."""
-        at = bisect_right(self.composites, number, key=attrgetter("start")) - 1
-        return self.composites[at] if at >= 0 and number < self.composites[at].end else None
+        """The composite operator that created the node with this sequence number, if created in this thread."""
+        index = bisect_right(self.composites, number, key=attrgetter("start")) - 1
+        return self.composites[index] if index >= 0 and number < self.composites[index].end else None
 
     def _latest(self, number: int) -> Run | None:
-        """Of the runs that ended and live, the last that began before the node with this number was made."""
+        """The last run that ended, is alive, and began before the node with this sequence number was created."""
         with self._lock:
-            at = bisect_right(self._runs, number, key=_start)
-            before = (self._runs[index][1]() for index in range(at - 1, -1, -1))
+            end = bisect_right(self._runs, number, key=_start)
+            before = (self._runs[index][1]() for index in range(end - 1, -1, -1))
             return next((run for run in before if run is not None), None)
 
     def first_call(self, paths: list[str], run: Run | None) -> Call | None:
-        """The first call of the modules at these paths: in that run, or in the latest forward."""
+        """The first call of the modules at these paths, in that run or in the latest forward."""
         with self._lock:
             latest = self.run or (self._recent[-1] if self._recent else None)
         run = run or latest
@@ -112,24 +112,24 @@ class Thread:
 
 
 class Threads:
-    """The threads that run modules of the session; each is forgotten when it ends.
+    """The threads that run modules of the session; the state of each is freed when the thread ends.
 
     Args:
-        everywhere: Whether the session is for all threads, or for the one that opens it and those that join it.
+        everywhere: Whether the session observes all threads, or only the one that opens it and those that join it.
     """
 
     def __init__(self, *, everywhere: bool = True) -> None:
         self._everywhere = everywhere
         self.local = threading.local()
-        #: By key.
+        #: The threads that are alive, by key.
         self.alive: weakref.WeakValueDictionary[int, Thread] = weakref.WeakValueDictionary()
-        #: Of the thread that opens the session.
+        #: The state of the thread that opens the session.
         self.opener = self.local.state = self._new(tags=False)
-        # How many backwards run that it called.
+        # The number of backwards that the opener runs.
         self._backwards = 0
 
     def current(self) -> Thread:
-        """This thread's share."""
+        """The state of this thread."""
         try:
             state: Thread = self.local.state
         except AttributeError:
@@ -143,14 +143,14 @@ class Threads:
         self.alive[thread.key] = thread
         return thread
 
-    # -- sessions that are for one thread ------------------------------------------------------------------------------
+    # -- sessions of one thread ----------------------------------------------------------------------------------------
 
     def is_worker_call(self, entry: ModuleEntry) -> bool:
-        """Whether a call of this module, in another thread than the opener's, is part of what the opener runs.
+        """Whether a call of this module in another thread is part of what the opener runs.
 
-        A call of a module below the one that the opener runs at the moment is: a forward that has workers call its
-        submodules, as DataParallel's does, waits for them. Unless it is inside a call that the other thread made before
-        the session was opened. And so is a recomputation in a backward that the opener called.
+        It is if the module is below the one that the opener runs at the moment (a forward whose workers call its
+        submodules, as that of DataParallel, waits for them), unless it is inside a call that the other thread began
+        before the session was opened. It is, too, if it is a recomputation in a backward that the opener runs.
         """
         if getattr(self.local, "is_excluded", False):
             return False
@@ -162,7 +162,7 @@ class Threads:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Have this thread be one of the session's while a call of it runs."""
+        """Add this thread to the session while a call of it runs."""
         self.local.state = self._new(tags=True)
         try:
             yield
@@ -171,7 +171,7 @@ class Threads:
 
     @contextmanager
     def exclude_thread(self) -> Iterator[None]:
-        """Have this thread be none of the session's while a call of it runs, with all calls inside."""
+        """Ignore a call of this thread, with all calls inside it."""
         before, self.local.is_excluded = getattr(self.local, "is_excluded", False), True
         try:
             yield
@@ -179,7 +179,7 @@ class Threads:
             self.local.is_excluded = before
 
     def watch_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs a backward, and for whom: autograd has threads of its own, which do not tell."""
+        """Wrap a function that runs a backward, to record who runs it: autograd's own threads do not know."""
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             thread = getattr(self.local, "state", None)

@@ -101,7 +101,7 @@ def _run(model: nn.Module, inputs: Inputs, wanted: dict[str, Live], measure: Any
     for value in wanted.values():
         if value.source is None:
             measure(value.name, _find(value, (inputs.args, inputs.kwargs, list(map(to_tensor, arrays)))))
-    with torch.no_grad(), Session(model, [_CrossingValues(wanted.values(), measure)], other_threads="unseen"):
+    with torch.no_grad(), Session(model, [_CrossingValues(wanted.values(), measure)], other_threads="ignore"):
         inputs.run(model)
 
 

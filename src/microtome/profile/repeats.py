@@ -182,7 +182,7 @@ class Passes:
 
     def session(self, probe: Probe, tree: CallTree) -> Session:
         """Return a session in which a probe observes the calls of a tree."""
-        return Session(self.model, [probe], at=tree.selector(), fast_paths=self.fast_paths, other_threads="unseen")
+        return Session(self.model, [probe], at=tree.selector(), fast_paths=self.fast_paths, other_threads="ignore")
 
     def choose_fast_paths(self, tree: CallTree) -> None:
         """Disable fast paths if they hide calls, and check that a pass makes the calls of the tree."""

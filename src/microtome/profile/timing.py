@@ -189,7 +189,7 @@ def _stamp_cost(calls: int = 200, rounds: int = 7) -> float:
     """Measure the overhead of the time stamps of a call, on modules that do nothing."""
     runs = Passes(nn.Sequential(*(nn.Identity() for _ in range(calls))), Inputs(None), backward=False)
     watch = Stopwatch(["", *map(str, range(calls))])
-    session = Session(runs.model, [watch], other_threads="unseen")
+    session = Session(runs.model, [watch], other_threads="ignore")
     bare: list[float] = []
     stamped: list[float] = []
     for _ in range(rounds):  # the minimum counts, so the first, which builds the index of modules, does not
@@ -210,7 +210,7 @@ def _backward_stamp_cost(calls: int = 200, rounds: int = 7) -> float:
         for _ in range(rounds):
             bare.append(runs.once().backward_s)
             watch = _BackwardWatch()
-            with Session(runs.model, [watch], other_threads="unseen"):
+            with Session(runs.model, [watch], other_threads="ignore"):
                 runs.once()
             watched.append(watch.seconds)
     return max(min(watched) - min(bare), 0.0) / calls

@@ -170,7 +170,7 @@ class Stage:
             interventions.append(Stop(self._cut, when=run.is_over))
         # In one session with the run, or the probes would not see the exit of the call at which it stops.
         at = None if probes else self._seen
-        session = Session(self.model, [run, *probes], interventions, at=at, fast_paths=True, other_threads="unseen")
+        session = Session(self.model, [run, *probes], interventions, at=at, fast_paths=True, other_threads="ignore")
         return session, run
 
     def _missing(self) -> list[str]:

@@ -146,7 +146,7 @@ def _run(
     with substitute_tensors(model, inputs, how.tensor_mode, recorder.backups) as substitute_inputs:
         recorder.register_tensors(model, substitute_inputs)
         grad = torch.is_grad_enabled() or backward
-        session = Session(model, probes, backward=backward, composite=COMPOSITE_FORMULAS, other_threads="refused")
+        session = Session(model, probes, backward=backward, composite=COMPOSITE_FORMULAS, other_threads="refuse")
         with session, grad_mode(grad):
             output = substitute_inputs.run(model)
             if backward:
@@ -154,7 +154,7 @@ def _run(
         traced = recorder.trace(how)  # while the output is there: it outlives the run
 
         def run_again(probe: Probe) -> None:
-            more = Session(model, [recorder.fork(), probe], composite=COMPOSITE_FORMULAS, other_threads="refused")
+            more = Session(model, [recorder.fork(), probe], composite=COMPOSITE_FORMULAS, other_threads="refuse")
             args, kwargs = clone_tensors(
                 (substitute_inputs.args, substitute_inputs.kwargs)
             )  # others than what the last run has left

@@ -64,7 +64,7 @@ def attention(
         captured[address] = weights if device is None else weights.to(device)
 
     probe = AttentionProbe(capture, at=calls, weights=selected)
-    with Session(model, [probe], composite=ATTENTION, other_threads="unseen"):
+    with Session(model, [probe], composite=ATTENTION, other_threads="ignore"):
         run.run(model)
     if not captured:
         raise no_attention_error(model, probe)

@@ -55,12 +55,12 @@ class CachedAttention:
                 return output
             self._discard()
         self.probe = AttentionProbe(self._capture, at=None if at is None else CallSelection(model, at))
-        with Session(model, [self.probe], composite=ATTENTION, other_threads="unseen"):
+        with Session(model, [self.probe], composite=ATTENTION, other_threads="ignore"):
             output = inputs.run(model)
         sources = {address: source for address, source in self.probe.sources.items() if source is not None}
         if sources and len(sources) == len(self.probe.sources) and not self.probe.fused_ops:
             softmax = _SoftmaxProbe(self._capture, sources)
-            session = Session(model, [softmax], at=softmax.paths, other_threads="unseen")
+            session = Session(model, [softmax], at=softmax.paths, other_threads="ignore")
             self._cache = _Cache(softmax, session, modules)
         return output
 

@@ -84,7 +84,7 @@ class ModelHook:
             model.eval()
             # On meta tensors nothing is computed, so there are no times to measure.
             for probe in (counter,) if clock.device.type == "meta" else (counter, clock):
-                with Session(model, [probe], other_threads="unseen"):
+                with Session(model, [probe], other_threads="ignore"):
                     inputs.run(model)
         counter.warn()
         #: The statistics of every module, by path; that of the root is `""`.

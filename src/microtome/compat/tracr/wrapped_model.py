@@ -269,7 +269,7 @@ class WrappedModel(nn.Module):
             bank.outputs = share_tensors(bank.outputs, boundary, self.layers)
             output: Any = EarlyOutput(bank.outputs, boundary, cut)
         else:
-            session = Session(self.model, [bank], fast_paths=True, other_threads="unseen") if banked else nullcontext()
+            session = Session(self.model, [bank], fast_paths=True, other_threads="ignore") if banked else nullcontext()
             with session:
                 output = inputs.run(self.model)
         bank.check()
@@ -301,7 +301,7 @@ class WrappedModel(nn.Module):
         at = [module for path, module in self.model.named_modules(remove_duplicate=False) if path in paths]
         if observer is None or not at:
             return nullcontext()
-        return Session(self.model, [observer], at=at, fast_paths=True, other_threads="unseen")
+        return Session(self.model, [observer], at=at, fast_paths=True, other_threads="ignore")
 
     def _reset_records(self) -> None:
         rows = [self._profile[address] for address in self.layers]
