@@ -30,5 +30,5 @@ def test_a_picture_goes_to_the_terminal() -> None:
 def test_wrong_words_exit_with_2(tmp_path: Path) -> None:
     result = run("zoo:tiny-vit")
     assert result.exit_code == 2
-    assert "say where the picture goes: --svg F or --dot F" in result.output
+    assert "expected an output: --svg F or --dot F" in result.output
     assert run("zoo:tiny-vit", "--dot", "-", "--at", "nowhere").exit_code == 2

@@ -94,7 +94,7 @@ def test_a_model_whose_outputs_need_no_gradient_has_no_backward(tmp_path: Path) 
 def test_a_name_is_shown_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "[b]net.py").write_text("import torch\n\nclass llama(torch.nn.ReLU):\n    example_inputs = '2'\n")
-    assert "[b]net.py:llama: which module" in microtome("track", "[b]net.py:llama").stdout
+    assert "[b]net.py:llama: the order of calls" in microtome("track", "[b]net.py:llama").stdout
 
 
 def test_notes_go_to_stderr(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_notes_go_to_stderr(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--arg", "width"], "'width' is not NAME=VALUE, such as num_classes=10"),
+        (["--arg", "width"], "expected NAME=VALUE, such as num_classes=10, got 'width'"),
         ([], "has no example inputs"),
         (["--input", "4x"], "cannot read '4x'"),
         (["--input", "4x4"], "does not run on Inputs(4x4:float32): RuntimeError: "),

@@ -107,8 +107,8 @@ def test_codecs_are_measured_on_the_run_and_can_be_taken_from_files(files: list[
     [
         (["--bandwidth", "fast"], "'fast' is no speed of a link"),
         (["--rtt", "soon"], "'soon' is no time"),
-        (["--limit", "moon=1GB"], "'moon=1GB' is not edge=… or cloud=…"),
-        (["--limit", "edge=1GB", "--limit", "edge=2GB"], "edge is there twice"),
+        (["--limit", "moon=1GB"], "expected edge=VALUE or cloud=VALUE, got 'moon=1GB'"),
+        (["--limit", "edge=1GB", "--limit", "edge=2GB"], "edge is set twice"),
         (["--limit", "edge=1", "--limit", "cloud=1"], "no way to place the model is within the limits"),
         (["--objective", "speed"], "'speed' is not one of"),
         (["--objective", "energy"], "has no energy"),

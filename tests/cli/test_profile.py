@@ -98,9 +98,9 @@ def test_weights_are_loaded(tmp_path: Path) -> None:
         (["zoo:tiny-vit", "--energy", "--meter", "crystal"], "expected a meter of nvml"),
         (["zoo:tiny-vit", "--energy-model", "flop"], "watts=W, got 'flop'"),
         (["zoo:tiny-vit", "--energy", "--meter", "csv:/no/file"], "/no/file does not exist"),
-        (["zoo:tiny-vit", "--device", "cpu", "--meta"], "--meta builds a model on no device: leave out --device"),
+        (["zoo:tiny-vit", "--device", "cpu", "--meta"], "choose one of --meta and --device"),
         (["zoo:tiny-vit", "--json", "a", "--csv", "a"], "--json and --csv both write to 'a'"),
-        (["zoo:tiny-vit", "--json", ""], "--json needs the name of a file, or - for the terminal"),
+        (["zoo:tiny-vit", "--json", ""], "--json: expected the name of a file, or - for stdout"),
         (
             ["zoo:tiny-vit", "--by", "type", "--columns", "dtype"],
             "there is no column 'dtype' of types: write one of runs",
@@ -174,4 +174,4 @@ def test_what_was_timed_is_written_for_perfetto_and_speedscope(tmp_path: Path) -
 def test_perfetto_without_times_is_a_wrong_word() -> None:
     result = run("zoo:tiny-resnet", "--perfetto", "p.json")
     assert result.exit_code == 2
-    assert "measure that with --time" in result.output
+    assert "measure them with --time" in result.output

@@ -75,13 +75,13 @@ def test_statistics_alone_and_a_reduction(data: Path, tmp_path: Path) -> None:
     [
         (["zoo:tiny-resnet", "layer9", "--data", "{data}", "--to", "{to}"], "no module matches the path 'layer9'"),
         (["zoo:tiny-resnet", "fc", "--data", "/no/such.npy", "--to", "{to}"], "cannot read '/no/such.npy' as .npy"),
-        (["zoo:tiny-resnet", "fc", "--data", "{empty}", "--to", "{to}"], "holds no .npy file and no image"),
+        (["zoo:tiny-resnet", "fc", "--data", "{empty}", "--to", "{to}"], "expected .npy files or images"),
         (
             ["zoo:tiny-resnet", "fc", "--data", "{data}", "--to", "{to}", "--reduce", "median"],
             "Invalid value for '--reduce': 'median' is not one of 'mean', 'max', 'cls', 'last'",
         ),
         (["zoo:tiny-resnet", "fc", "--data", "{data}", "--to", "{to}", "--limit", "x"], "'x' is no number of bytes"),
-        (["zoo:tiny-resnet", "fc", "--data", "{words}", "--to", "{to}"], "numbers or truth values are needed"),
+        (["zoo:tiny-resnet", "fc", "--data", "{words}", "--to", "{to}"], "expected floats, integers or booleans"),
         (["zoo:tiny-resnet", "--data", "{data}", "--to", "{to}"], "Missing argument 'SELECT...'"),
         (["zoo:tiny-resnet", "fc", "--data", "{flat}", "--to", "{to}"], "does not run on (4, 5)"),
         (
@@ -91,7 +91,7 @@ def test_statistics_alone_and_a_reduction(data: Path, tmp_path: Path) -> None:
         ),
         (
             ["zoo:tiny-resnet", "fc", "--data", "{data}", "--to", "{to}", "--device", "meta"],
-            "--device meta has no values: there is nothing to record on it",
+            "--device meta: expected a device that computes values",
         ),
         (["zoo:tiny-vit", "blocks", "--data", "{data}", "--to", "{to}"], "'blocks' never ran: a ModuleList"),
     ],

@@ -112,7 +112,7 @@ def test_a_folder_gets_a_file_for_each_request_and_is_not_written_over(server: S
         assert load_file(files[2])["output"].equal(model(x))
     again = call(*words)
     assert again.exit_code == 2
-    assert "already holds .safetensors files" in again.output
+    assert "already contains .safetensors files" in again.output
 
 
 def test_every_request_is_in_the_json_and_the_csv(server: Server, tmp_path: Path) -> None:
@@ -217,10 +217,10 @@ def test_no_line_of_table_or_chart_is_wider_than_the_terminal(
         (["ping", "{server}", "--tls", "--timeout", "0.5"], "cannot be reached"),
         (["ping", "{server}", "--ca", "/no/such.pem"], "cannot read '/no/such.pem': No such file"),
         (["ping", "{server}", "--cert", "a.pem"], "--cert and --key go together"),
-        (["ping", "{server}", "--server-name", "x"], "give --tls or --ca too"),
+        (["ping", "{server}", "--server-name", "x"], "add --tls or --ca"),
         (["ping", "{server}", "--token-file", "/no/such"], "cannot read '/no/such': No such file"),
         (["ping", "{server}", "--timeout", "0"], "0.0 is not in the range x>0"),
-        (["ping", "{server}", "--json", ""], "--json needs the name of a file"),
+        (["ping", "{server}", "--json", ""], "--json: expected the name of a file"),
         (["run", MODEL, "--server", "127.0.0.1:1", "--timeout", "0.3"], "127.0.0.1:1 cannot be reached"),
         (["run", MODEL], "Missing option '--server'"),
         (["run", MODEL, "--server", "{server}", "--at", "layer9"], "no module at path 'layer9'. Did you mean"),
@@ -230,7 +230,7 @@ def test_no_line_of_table_or_chart_is_wider_than_the_terminal(
         (["run", MODEL, "--server", "{server}", "--at", "", "--data", "{flat}"], "could not answer: RuntimeError"),
         (["run", MODEL, "--server", "{server}", "--data", "a", "--repeat", "2"], "choose one of --data and --repeat"),
         (["run", MODEL, "--server", "{server}", "--deadline", "0"], "0.0 is not in the range x>0"),
-        (["run", MODEL, "--server", "{server}", "--device", "meta"], "--device meta has no values"),
+        (["run", MODEL, "--server", "{server}", "--device", "meta"], "--device meta: expected a device that computes values"),
         (["run", MODEL, "--server", "{server}", "--device", "moon"], "--device moon: RuntimeError"),
         (["run", MODEL, "--server", "{server}", "--stages", "/no/such"], "'/no/such' holds no split model"),
         (["run", MODEL, "--server", "{server}", "--at", "layer1", "--to", "/no/x.safetensors"], "there is no folder"),

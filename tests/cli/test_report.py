@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 import microtome as mt
 from microtome import zoo
 from microtome.cli import main
-from microtome.cli.options import page
+from microtome.cli.options.outputs import open_page
 from microtome.errors import BadFile, Unsupported
 
 
@@ -54,11 +54,11 @@ def test_where_cuts_cannot_be_found_the_page_is_written_all_the_same(
     def refuse(*_: Any) -> None:
         raise Unsupported("it is not traced")
 
-    monkeypatch.setattr(page, "find_cuts", refuse)
+    monkeypatch.setattr("microtome.cli.commands.profile.find_cuts", refuse)
     file = tmp_path / "report.html"
     result = run("profile", "zoo:tiny-resnet", "--time", "--repeat", 3, "--warmup", 1, "--html", file)
     assert result.exit_code == 0
-    assert "Note: the page does not say where to cut: it is not traced" in result.stderr
+    assert "Note: the page does not show cuts: it is not traced" in result.stderr
     assert "No cuts were given" in file.read_text("utf-8")
 
 
@@ -89,7 +89,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     mt.cuts(*zoo.build("tiny-resnet")).to_json(tmp_path / "cuts.json")
     result = run("report", tmp_path / "cuts.json", "-o", tmp_path / "report.html")
     assert result.exit_code == 2
-    assert "holds no profile: give what `microtome profile --json` wrote" in result.output
+    assert "expected a profile that `microtome profile --json` wrote" in result.output
 
 
 def test_only_a_page_in_a_file_is_opened() -> None:
@@ -103,7 +103,7 @@ def test_without_a_browser_the_file_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(webbrowser, "open", lambda _: False)
-    page.open_page("report.html")
+    open_page("report.html")
     assert "there is no browser to open report.html in" in capsys.readouterr().err
 
 

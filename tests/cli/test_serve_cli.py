@@ -34,7 +34,7 @@ def serving(*words: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.search(r"is served at (\S+), from \d+ places? on", line)
+        found = re.search(r"is served at (\S+), \d+ cuts?", line)
         assert found is not None, f"{line!r}: {process.communicate(timeout=120)}"
         yield process, found[1]
     finally:
@@ -95,7 +95,7 @@ def test_a_stage_is_served_to_a_client_of_the_other(tmp_path: Path) -> None:
         (["--client-ca", "/no/such.pem"], "certificates of clients can be checked with TLS only"),
         (["--token-file", "/no/such"], "cannot read '/no/such'"),
         (["--weights", "a", "--stages", "b"], "choose one of --weights and --stages"),
-        (["--device", "meta"], "--device meta has no values"),
+        (["--device", "meta"], "--device meta: expected a device that computes values"),
         (["--log-level", "loud"], "'loud' is not one of"),
     ],
 )

@@ -16,7 +16,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 import microtome as mt
 from microtome.capture.store import open_folder
-from microtome.cli.samples import batches
+from microtome.cli.samples import read_batches
 from microtome.compat.tracr.settings import read_settings
 from microtome.devices.meters.csv_file import CsvMeter
 from microtome.errors import BadFile, BadWeights, MicrotomeError, SensorFailed, Unsupported
@@ -191,7 +191,7 @@ def _others(folder: Path) -> dict[str, Sample]:
         return Sample(file, lambda: load_weights(net(), file, "net", meta=False), errors=(BadWeights,))
 
     def data(file: Path, path: Path, like: torch.Tensor) -> Sample:
-        return Sample(file, lambda: [*batches(str(path), 2, like)])
+        return Sample(file, lambda: [*read_batches(str(path), 2, like)])
 
     settings = folder / "tracr.yaml"
     meter, token = folder / "meter.csv", folder / "token"

@@ -89,7 +89,7 @@ def test_outputs_of_a_dtype_that_the_format_has_not_are_refused(tmp_path: Path, 
     dtype: torch.dtype = getattr(torch, name)
     output = torch.zeros(2 * dtype.itemsize, dtype=torch.uint8).view(dtype)
     with (
-        pytest.raises(BadFile, match=f"cannot write 'output' to .*: safetensors files do not hold torch.{name}"),
+        pytest.raises(BadFile, match=f"cannot write 'output' to .*: safetensors files cannot store torch.{name}"),
         open_tensors(str(tmp_path / "outputs")) as write,
     ):
         write(output)

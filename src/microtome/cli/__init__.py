@@ -1,4 +1,4 @@
-"""The command line: `microtome VERB MODEL`, one file a command."""
+"""The command line: `microtome COMMAND MODEL`, one file per command."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ class _CommandError(click.ClickException):
 
 
 class _Commands(click.Group):
-    """Says a microtome error in one line and exits with 2, as for any wrong word on the command line."""
+    """Prints errors without a traceback and exits with 2, as click does for usage errors."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except click.FileError as error:
-            raise _CommandError(sanitize_text(error.format_message(), keep="\n")) from error
         except (MicrotomeError, OSError) as error:
             raise _CommandError(sanitize_text(str(error), keep="\n")) from error
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+_COMMANDS = (
+    cuts,
+    diff,
+    doctor,
+    graph,
+    models,
+    ping,
+    plan,
+    profile,
+    record,
+    report,
+    run,
+    serve,
+    split,
+    sweep,
+    top,
+    track,
+)
+
+
+@click.group(cls=_Commands, commands=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="microtome")
 def main() -> None:
-    """Open a PyTorch model at any layer."""
-
-
-main.add_command(cuts)
-main.add_command(diff)
-main.add_command(doctor)
-main.add_command(graph)
-main.add_command(models)
-main.add_command(ping)
-main.add_command(plan)
-main.add_command(profile)
-main.add_command(record)
-main.add_command(report)
-main.add_command(run)
-main.add_command(serve)
-main.add_command(split)
-main.add_command(sweep)
-main.add_command(top)
-main.add_command(track)
+    """Profile, trace, cut and serve a PyTorch model at any layer."""

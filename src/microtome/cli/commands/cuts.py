@@ -1,15 +1,16 @@
-"""`microtome cuts`: where a model can be cut, and what crosses there."""
+"""`microtome cuts`: list the cuts of a model, and the bytes that cross each."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import click
 import torch
 
-from microtome.cli.options.model import model_options, resolve, running, working
-from microtome.cli.options.outputs import output_options, put_result, refuse_same
+from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.progress import show_progress
 from microtome.report.cuts import CutSelection, details
 from microtome.report.formats import markdown, text
 from microtome.results.cuts import By
@@ -17,35 +18,22 @@ from microtome.split.cuts import cuts as find_cuts
 
 
 @click.command()
-@model_options
-@click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Show cuts at calls down to here.")
-@click.option("--all", "every", is_flag=True, help="Show every cut, however many there are.")
-@click.option("--best", type=click.Choice(list(get_args(By))), help="Show the one with the least of this, in full.")
-@click.option("--meta", is_flag=True, help="Build the model without allocating its weights.")
-@output_options
-def cuts(
-    model: str,
-    inputs: str | None,
-    args: dict[str, Any],
-    *,
-    depth: int | None,
-    every: bool,
-    best: By | None,
-    meta: bool,
-    outputs: dict[str, str | None],
-) -> None:
-    """Say where a model can be cut in two exactly, and what crosses there.
+@model_options("meta")
+@click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Show cuts at calls up to this depth.")
+@click.option("--all", "every", is_flag=True, help="Show every cut.")
+@click.option("--best", type=click.Choice(list(get_args(By))), help="Show details of the cut with the least of this.")
+@output_options("json", "csv", "md")
+def cuts(*, model: ModelOptions, depth: int | None, every: bool, best: By | None, outputs: Outputs) -> None:
+    """List where a model can be cut in two exactly, and the tensors that cross each cut.
 
-    MODEL is as for `microtome profile`. A cut is at the exit of a call; its address goes to `microtome split --at`.
-    JSON and CSV have every cut, and the places that are refused.
+    MODEL is as for `microtome profile`. A cut is at the exit of a call; pass its address to `microtome split --at`.
+    JSON and CSV list every cut, and the refused ones with the reason.
     """
     if (depth is not None) + every + (best is not None) > 1:
         raise click.UsageError("choose one of --depth, --all and --best")
-    refuse_same(outputs)
-    found = resolve(model, inputs, args, meta=meta)
-    found.model.eval()
-    with working(f"cutting {model}"), running(found), torch.no_grad():
-        result = find_cuts(found.model, found.inputs)
-    view = CutSelection(depth, every=every)
-    shown = partial(text, result, view) if best is None else partial(details, result.best(best), result)
-    put_result(outputs, result, shown, md=partial(markdown, result, view))
+    resolved = model.resolve()
+    with show_progress(f"cutting {model.name}"), wrap_model_errors(model.name, resolved.inputs), torch.no_grad():
+        result = find_cuts(resolved.model, resolved.inputs)
+    selection = CutSelection(depth, every=every)
+    shown = partial(text, result, selection) if best is None else partial(details, result.best(best), result)
+    outputs.write_result(result, shown, md=partial(markdown, result, selection))

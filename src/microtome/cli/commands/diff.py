@@ -1,4 +1,4 @@
-"""`microtome diff`: what changed between two profiles."""
+"""`microtome diff`: compare two profiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from microtome.cli.options.outputs import output_options, put_result, refuse_same
+from microtome.cli.options.outputs import Outputs, output_options
 from microtome.errors import BadFile
 from microtome.load import load
 from microtome.report.diff import growth, name_of
@@ -16,66 +16,63 @@ from microtome.results.diff import diff as compare
 from microtome.results.metrics import compared_metrics
 from microtome.results.profile import Profile
 
-_FAIL = "Exit with 1 if the whole grew by more, such as macs=5% or macs=5%,time=10%."
+_FAIL_OVER = "Exit with 1 if a total grew by more than this, such as macs=5% or macs=5%,time=10%."
 
 
-def _limits(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _parse_limits(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, float]:
+    limits: dict[str, float] = {}
     for word in ",".join(words).replace(" ", ",").split(",") if words else ():
         name, _, value = word.partition("=")
         if name not in compared_metrics():
-            raise click.BadParameter(f"{word!r} is no limit: write such as macs=5%, of {', '.join(compared_metrics())}")
-        if name in found:
-            raise click.BadParameter(f"{name} is there twice")
+            names = ", ".join(compared_metrics())
+            raise click.BadParameter(f"expected METRIC=N% with a metric of {names}, got {word!r}")
+        if name in limits:
+            raise click.BadParameter(f"{name} is set twice")
         try:
-            found[name] = float(value.removesuffix("%")) / 100
+            limits[name] = float(value.removesuffix("%")) / 100
         except ValueError:
-            found[name] = -1.0
-        if not value.endswith("%") or not isfinite(found[name]) or found[name] < 0:
-            raise click.BadParameter(f"{word!r} is no limit: write per cent from 0 on, such as {name}=5%")
-    return found
+            limits[name] = -1.0
+        if not value.endswith("%") or not isfinite(limits[name]) or limits[name] < 0:
+            raise click.BadParameter(f"expected a percentage of at least 0, such as {name}=5%, got {word!r}")
+    return limits
 
 
-class _Limited(click.Command):
-    """Takes all limits that follow `--fail-over`, as in `--fail-over macs=5% time=10%`."""
+class _DiffCommand(click.Command):
+    """Accepts several limits after one `--fail-over`, as in `--fail-over macs=5% time=10%`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words: list[str] = []
         for word in args:
-            last = words[-1].startswith("--fail-over=") or words[-2:-1] == ["--fail-over"] if words else False
-            words += ["--fail-over", word] if last and re.fullmatch(r"[a-z_]+=[^=]*%(,.*)?", word) else [word]
+            follows = words[-1].startswith("--fail-over=") or words[-2:-1] == ["--fail-over"] if words else False
+            words += ["--fail-over", word] if follows and re.fullmatch(r"[a-z_]+=[^=]*%(,.*)?", word) else [word]
         return super().parse_args(ctx, words)
 
 
-@click.command(cls=_Limited)
+@click.command(cls=_DiffCommand)
 @click.argument("before", metavar="A.json")
 @click.argument("after", metavar="B.json")
-@click.option("--fail-over", "limits", multiple=True, metavar="NAME=N%...", callback=_limits, help=_FAIL)
-@output_options
+@click.option("--fail-over", "limits", multiple=True, metavar="NAME=N%...", callback=_parse_limits, help=_FAIL_OVER)
+@output_options("json", "csv", "md")
 @click.pass_context
-def diff(
-    context: click.Context, before: str, after: str, *, limits: dict[str, float], outputs: dict[str, str | None]
-) -> None:
-    """Say what changed between two profiles that `microtome profile --json` wrote, in all and by layer.
+def diff(context: click.Context, before: str, after: str, *, limits: dict[str, float], outputs: Outputs) -> None:
+    """Compare two profiles that `microtome profile --json` wrote, in total and per layer.
 
-    Times that differ within what repeated passes spread by are noise, and exceed no limit. Markdown is for pull
+    A time that differs by less than the spread of repeated passes is noise and exceeds no limit. Markdown is for pull
     requests.
     """
-    refuse_same(outputs)
-    result = compare(_profile(before), _profile(after))
-    over = result.over(limits)
-    put_result(outputs, result)
-    for change in over:
+    result = compare(load_profile(before), load_profile(after))
+    exceeded = result.over(limits)
+    outputs.write_result(result)
+    for change in exceeded:
         limit = f"{100 * limits[change.quantity]:g} %"
-        click.echo(f"Over the limit: {name_of(change)} {growth(change)}, and {limit} are allowed", err=True)
-    if over:
+        click.echo(f"Over the limit: {name_of(change)} {growth(change)}, expected at most {limit}", err=True)
+    if exceeded:
         context.exit(1)
 
 
-def _profile(file: str) -> Profile:
-    found = load(file)
-    if not isinstance(found, Profile):
-        kind = getattr(found, "kind", "recording")
-        kind = kind if kind.endswith("s") else f"a {kind}"
-        raise BadFile(f"{str(Path(file))!r} holds {kind}, not a profile: `microtome profile --json` writes one")
-    return found
+def load_profile(file: str) -> Profile:
+    result = load(file)
+    if not isinstance(result, Profile):
+        kind = getattr(result, "kind", "recording")
+        raise BadFile(f"expected a profile that `microtome profile --json` wrote in {str(Path(file))!r}, got {kind}")
+    return result

@@ -1,47 +1,45 @@
-"""`microtome doctor`: what this machine can measure."""
+"""`microtome doctor`: check which clocks and sensors of this machine work."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TextIO
 
 import click
 
-from microtome.cli.options.model import working
+from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.progress import show_progress
 from microtome.devices.base import available_accelerators
-from microtome.devices.doctor import checkup, describe_device_time
+from microtome.devices.doctor import Checkup, checkup, describe_device_time
 from microtome.devices.environment import environment
+from microtome.devices.meters import Missing
 from microtome.units import seconds
 
 
 @click.command()
-@click.option("--json", "json_file", type=click.File("w"), help="Write it as JSON to this file; - for the terminal.")
-def doctor(json_file: TextIO | None) -> None:
-    """Say what can be measured here and how well, what cannot, and what would help.
+@output_options("json")
+def doctor(*, outputs: Outputs) -> None:
+    """Show what can be measured on this machine, how precisely, and how to enable the rest.
 
-    Clocks and sensors are tried: how long a reading takes, and how often each moves.
+    Every clock and sensor is read: how long a reading takes, and how often its value changes.
     """
-    with working("trying clocks and sensors"):
+    with show_progress("checking clocks and sensors"):
         works, missing = checkup()
         devices = available_accelerators()
         device_time = describe_device_time(devices[0]) if devices else "no accelerator"
-        found = environment(devices) | {"device_time": device_time}
-    if json_file is not None:
-        data = {
-            "environment": found,
-            "works": [asdict(item) for item in works],
-            "missing": [asdict(m) for m in missing],
-        }
-        json.dump(data, json_file, indent=1)
-        json_file.write("\n")
-        if json_file.name == "<stdout>":
-            return
-    for name, value in found.items():
-        click.echo(f"{name:>16}  {value}")
-    click.echo()
+        machine = environment(devices) | {"device_time": device_time}
+    data = {"environment": machine, "works": list(map(asdict, works)), "missing": list(map(asdict, missing))}
+    outputs.write(
+        {"json": lambda: json.dumps(data, indent=1) + "\n"}, lambda: "\n".join(_lines(machine, works, missing))
+    )
+
+
+def _lines(machine: dict[str, str], works: list[Checkup], missing: list[Missing]) -> Iterator[str]:
+    yield from (f"{name:>16}  {value}" for name, value in machine.items())
+    yield ""
     for item in works:
-        moves = "it did not move" if item.period_s is None else f"moves every {seconds(item.period_s)}"
-        click.echo(f"           works  {item.name}: {item.what}; a reading takes {seconds(item.read_s)}; {moves}")
+        changes = "did not change" if item.period_s is None else f"changes every {seconds(item.period_s)}"
+        yield f"           works  {item.name}: {item.what}; a reading takes {seconds(item.read_s)}; {changes}"
     for gone in missing:
-        click.echo(f"         missing  {gone.name}: {gone.reason}\n                  {gone.fix}")
+        yield f"         missing  {gone.name}: {gone.reason}\n                  {gone.fix}"

@@ -1,31 +1,25 @@
-"""`microtome models`: what can be named as a model."""
+"""`microtome models`: list the models that can be named."""
 
 from __future__ import annotations
 
 import json
-from typing import TextIO
 
 import click
 
 from microtome import zoo
-from microtome.cli.options.model import say
+from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.progress import print_notes
 
 
 @click.command()
 @click.argument("pattern", required=False)
-@click.option(
-    "--json", "json_file", type=click.File("w"), help="Write the names as JSON to this file; - for the terminal."
-)
-def models(pattern: str | None, json_file: TextIO | None) -> None:
-    """List the models that can be named here.
+@output_options("json")
+def models(pattern: str | None, *, outputs: Outputs) -> None:
+    """List the available models.
 
-    PATTERN is matched against the whole name, such as 'torchvision:resnet*'. Python code can be named too, as
+    PATTERN must match the whole name, such as 'torchvision:resnet*'. Models in Python code are not listed; name them
     package.module:Name or ./file.py:Name.
     """
-    found = zoo.listing(pattern)
-    say(found.notes)
-    if json_file is not None:
-        json.dump(found.names, json_file, indent=1)
-        json_file.write("\n")
-    if json_file is None or json_file.name != "<stdout>":
-        click.echo("\n".join(found.names))
+    listing = zoo.listing(pattern)
+    print_notes(listing.notes)
+    outputs.write({"json": lambda: json.dumps(listing.names, indent=1) + "\n"}, lambda: "\n".join(listing.names))

@@ -13,34 +13,32 @@ import torch
 
 from microtome import __version__
 from microtome.cli.options.connection import connection_options
-from microtome.cli.options.model import working
-from microtome.cli.options.outputs import put, refuse_same
+from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.progress import show_progress
 from microtome.errors import sanitize_text
 from microtome.units import rate, seconds, size
 
 if TYPE_CHECKING:
     from microtome.remote.channel import Security
 
-#: The most cuts to list by name.
-_FEW = 5
-#: Bytes of the longest message of a bandwidth measurement.
-_LONGEST = 8 << 20
+#: Cuts to list by name.
+_MAX_CUTS = 5
+#: Bytes of the largest message of a bandwidth measurement.
+_MAX_MESSAGE = 8 << 20
 
 
 @click.command()
 @click.argument("server", metavar="HOST:PORT")
-@click.option("--json", "json_file", metavar="F", help="Write JSON, with every cut; - for stdout.")
+@output_options("json")
 @connection_options
-def ping(server: str, json_file: str | None, security: Security, timeout: float) -> None:
+def ping(server: str, *, outputs: Outputs, security: Security, timeout: float) -> None:
     """Show what a server serves, and the latency and bandwidth of the link to it.
 
-    Needs no model on this machine.
+    Needs no model on this machine. JSON lists every cut.
     """
-    outputs = {"--json": json_file}
-    refuse_same(outputs)
-    with working(f"asking {server}"):
-        found = _ask(server, security, timeout)
-    put(outputs, {"--json": lambda: json.dumps(found, indent=1) + "\n"}, partial(_text, found))
+    with show_progress(f"asking {server}"):
+        reply = _ask(server, security, timeout)
+    outputs.write({"json": lambda: json.dumps(reply, indent=1) + "\n"}, partial(_text, reply))
 
 
 def _ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
@@ -50,11 +48,11 @@ def _ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
 
     with closing(Connection(server, security)) as connection:
         hello = protocol.HelloRequest(protocol=protocol.PROTOCOL, microtome=__version__, torch=torch.__version__)
-        connection.ask("Hello", hello, timeout)  # which opens the connection
+        connection.ask("Hello", hello, timeout)  # opens the connection
         start = perf_counter()
         reply = connection.ask("Hello", hello, timeout)
         handshake_s = perf_counter() - start
-        measured = probe(connection, most=min(_LONGEST, reply.max_message))
+        measured = probe(connection, most=min(_MAX_MESSAGE, reply.max_message))
     return {
         "kind": "ping",
         "schema": 1,
@@ -77,27 +75,27 @@ def _ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
     }
 
 
-def _text(found: dict[str, Any]) -> str:
+def _text(reply: dict[str, Any]) -> str:
     lines = {
-        "versions": f"microtome {found['microtome']}, torch {found['torch']}, protocol {found['protocol']}",
-        "handshake": seconds(found["handshake_s"]),
-        "round trip": f"{seconds(found['rtt_s'])} at least, {seconds(found['rtt_median_s'])} median",
-        "bandwidth": f"{rate(found['up_bytes_per_s'])} there, {rate(found['down_bytes_per_s'])} back",
-        "codecs": ", ".join(found["codecs"]),
-        "cuts": _cuts(found["cuts"]),
-        "takes": f"{size(found['max_message'])} a request at most{_batch(found['batch'])}",
-        "model": found["fingerprint"],
+        "versions": f"microtome {reply['microtome']}, torch {reply['torch']}, protocol {reply['protocol']}",
+        "handshake": seconds(reply["handshake_s"]),
+        "round trip": f"{seconds(reply['rtt_s'])} at least, {seconds(reply['rtt_median_s'])} median",
+        "bandwidth": f"{rate(reply['up_bytes_per_s'])} there, {rate(reply['down_bytes_per_s'])} back",
+        "codecs": ", ".join(reply["codecs"]),
+        "cuts": _cuts(reply["cuts"]),
+        "takes": f"{size(reply['max_message'])} a request at most{_batch(reply['batch'])}",
+        "model": reply["fingerprint"],
     }
-    head = f"{found['server']} serves {found['model']} on {found['device']}"
+    head = f"{reply['server']} serves {reply['model']} on {reply['device']}"
     text = [head, *(f"  {name:<11} {value}" for name, value in lines.items())]
-    if found["torch"].partition("+")[0] != torch.__version__.partition("+")[0]:
-        text.append(f"Note: here is torch {torch.__version__}: a client is refused unless it allows another version")
+    if reply["torch"].partition("+")[0] != torch.__version__.partition("+")[0]:
+        text.append(f"Note: this machine has torch {torch.__version__}: clients must allow another version")
     return "\n".join(map(sanitize_text, text))
 
 
 def _cuts(cuts: list[str]) -> str:
-    names = [at or "(the inputs)" for at in cuts[:_FEW]]
-    return f"{len(cuts)}: {', '.join(names)}{', …' if len(cuts) > _FEW else ''}"
+    names = [at or "(the inputs)" for at in cuts[:_MAX_CUTS]]
+    return f"{len(cuts)}: {', '.join(names)}{', …' if len(cuts) > _MAX_CUTS else ''}"
 
 
 def _batch(most: int) -> str:

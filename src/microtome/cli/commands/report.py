@@ -1,33 +1,29 @@
-"""`microtome report`: a profile as a page to look at."""
+"""`microtome report`: write a profile as an HTML page."""
 
 from __future__ import annotations
 
 import click
 
-from microtome.cli.options.page import open_page, refuse_unseen
-from microtome.errors import BadFile
-from microtome.load import load
+from microtome.cli.commands.diff import load_profile
+from microtome.cli.options.outputs import check_opened, open_option, open_page
 from microtome.results.base import write
-from microtome.results.profile import Profile
 
 
 @click.command()
 @click.argument("profile", metavar="PROFILE.json")
-@click.option("-o", "--output", "html_file", required=True, metavar="F", help="The page; - for the terminal.")
-@click.option("--cuts", metavar="F", help="What `microtome cuts --json F` wrote: with times, the page weighs the cuts.")
-@click.option("--compare", metavar="F", help="Another profile, to be shown beside; with times it is the cloud, too.")
-@click.option("--open", "is_opened", is_flag=True, help="Open the page in a browser.")
+@click.option("-o", "--output", "html_file", required=True, metavar="F", help="The page to write; - for stdout.")
+@click.option("--cuts", metavar="F", help="Cuts from `microtome cuts --json`: with times, the page compares them.")
+@click.option("--compare", metavar="F", help="Another profile to compare with; with times, also that of the cloud.")
+@open_option
 def report(profile: str, html_file: str, cuts: str | None, compare: str | None, *, is_opened: bool) -> None:
-    """Make one page of what `microtome profile --json` wrote: it needs no network, and nothing beside it."""
-    refuse_unseen(html_file, is_opened=is_opened)
-    found = load(profile)
-    if not isinstance(found, Profile):
-        raise BadFile(f"{profile!r} holds no profile: give what `microtome profile --json` wrote")
-    page = found.to_html(cuts=cuts, compare=compare)
+    """Write a profile that `microtome profile --json` wrote as one self-contained HTML page."""
+    check_opened(html_file, is_opened=is_opened)
+    result = load_profile(profile)
+    page = result.to_html(cuts=cuts, compare=compare)
     if html_file == "-":
         click.echo(page, nl=False)
         return
     write(page, html_file)
-    click.echo(f"{html_file}: {len(page.encode()) / 1000:,.0f} kB, {found.model} on {found.inputs}")
+    click.echo(f"{html_file}: {len(page.encode()) / 1000:,.0f} kB, {result.model} on {result.inputs}")
     if is_opened:
         open_page(html_file)

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
-from itertools import repeat as again
+from itertools import repeat as repeat_item
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from microtome.cli.options.connection import connection_options
-from microtome.cli.options.model import model_options, working
-from microtome.cli.options.outputs import output_options, put_result, refuse_same
-from microtome.cli.options.stage import part_of
-from microtome.cli.samples import batches, count_of, lone_tensor
+from microtome.cli.options.connection import connection_options, server_option
+from microtome.cli.options.model import ModelOptions, model_options
+from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.progress import show_progress
+from microtome.cli.samples import count_samples, read_batches, single_tensor
 from microtome.cli.tensor_files import open_tensors
 from microtome.engine.pytree import accelerators_in, tensors_in
 from microtome.errors import BadInputs, MicrotomeError, RemoteError, SensorFailed, describe_error
@@ -33,8 +32,8 @@ _AT = "Cut: an address of `microtome cuts`; auto: the fastest; '': send the inpu
 
 
 @click.command()
-@model_options
-@click.option("--server", required=True, metavar="HOST:PORT", help="Address of the server.")
+@model_options("stages", "weights", "device")
+@server_option
 @click.option("--data", metavar="FOLDER_OR_NPY", help=_DATA)
 @click.option(
     "--repeat", type=click.IntRange(min=1), metavar="N", help="Number of requests without --data (default: 100)."
@@ -48,71 +47,51 @@ _AT = "Cut: an address of `microtome cuts`; auto: the fastest; '': send the inpu
     "--window", type=click.IntRange(min=1), default=8, metavar="N", help="Maximum number of requests in flight."
 )
 @click.option("--warmup", type=click.IntRange(min=0), default=1, metavar="N", help="Warm-up requests, not counted.")
-@click.option("--stages", metavar="FOLDER", help="Run the first stage that `microtome split` wrote there.")
-@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load weights from this file.")
-@click.option("--device", metavar="D", help="Compute the head on this device, such as cuda.")
-@click.option("--perfetto", metavar="F", help="Write a trace of every request for https://ui.perfetto.dev.")
 @click.option("--to", metavar="FOLDER", help="Write the outputs: one file per request, or one F.safetensors.")
-@output_options
+@output_options("json", "csv", "md", "perfetto")
 @connection_options
 def run(
-    model: str,
-    inputs: str | None,
-    args: dict[str, Any],
     *,
+    model: ModelOptions,
     server: str,
     data: str | None,
     repeat: int | None,
     batch: int,
-    at: str,
-    codec: str,
-    deadline: float | None,
-    max_reply: str | None,
     window: int,
     warmup: int,
-    stages: str | None,
-    weights: str | None,
-    device: str | None,
     to: str | None,
-    perfetto: str | None,
-    outputs: dict[str, str | None],
+    outputs: Outputs,
     security: Security,
-    timeout: float,
+    **options: Any,
 ) -> None:
     """Run a model on data, the head here and the tail on a server, and time each phase of a request.
 
-    MODEL is as for `microtome profile`, and must be the model that the server has. JSON and CSV list every request.
+    MODEL is as for `microtome profile`, and must be the model that the server has. JSON, CSV and the trace contain
+    every request.
     """
     from microtome.remote.client import connect
     from microtome.results.requests import RequestLog, moved
 
     if data is not None and repeat is not None:
         raise click.UsageError("choose one of --data and --repeat")
-    outputs = outputs | {"--perfetto": perfetto}
-    refuse_same(outputs | {"--to": to})
-    target, example = part_of(model, inputs, args, weights=weights, stages=stages, device=device)
-    items, whole = _items(data, repeat or 100, batch, example)
-    with working(f"connecting to {server}"):
-        remote = connect(
-            target,
-            example,
-            server,
-            at,
-            deadline=deadline,
-            codec=codec,
-            max_reply=max_reply,
-            timeout=timeout,
-            **asdict(security),
-        )
-    with remote, open_tensors(to) as keep, working(f"running {model}") as tell:
-        _warm(remote, example, warmup)
+    Outputs(outputs.files | {"to": to})  # checks that no two write to the same file
+    target, example = model.load(0)
+    items, total = _make_items(data, repeat or 100, batch, example)
+    with show_progress(f"connecting to {server}"):
+        remote = connect(target, example, server, **options, **asdict(security))
+    with remote, open_tensors(to) as write_output, show_progress(f"running {model.name}") as progress:
+        _warm_up(remote, example, warmup)
         began = len(remote.history)
-        with _measured(example) as energy:
+        with _measure_energy(example) as energy:
             start = perf_counter()
-            requests, samples = _streamed(remote, items, window, keep, partial(_tell, tell, whole, start))
+
+            def update(done: int) -> None:
+                progress(f"{done / max(perf_counter() - start, 1e-9):.1f} requests/s", done, total)
+
+            requests, samples = _stream(remote, items, window, write_output, update)
             wall_s = perf_counter() - start
         moves = moved(remote.history[0 if began == 1 else began :])
-    ran = RequestLog(
+    log = RequestLog(
         model=remote.server.model,
         server=server,
         device=remote.server.device,
@@ -123,21 +102,20 @@ def run(
         moves=moves,
         **energy,
     )
-    put_result(outputs, ran, perfetto=ran.to_perfetto)
+    outputs.write_result(log, perfetto=log.to_perfetto)
 
 
-def _items(data: str | None, repeat: int, batch: int, example: Inputs) -> tuple[Iterator[Inputs], int]:
-    """The inputs of each request, and the number of requests."""
+def _make_items(data: str | None, repeat: int, batch: int, example: Inputs) -> tuple[Iterator[Inputs], int]:
+    """Return the inputs of each request, and the number of requests."""
     if data is None:
-        return again(example, repeat), repeat
-    like = lone_tensor(example, "run others from Python, with mt.connect")
-    whole = -(-count_of(data) // batch)
-    return (Inputs(x.to(like.device)) for x in batches(data, batch, like)), whole
+        return repeat_item(example, repeat), repeat
+    like = single_tensor(example, "run others from Python, with mt.connect")
+    return map(Inputs, read_batches(data, batch, like)), -(-count_samples(data) // batch)
 
 
-def _warm(remote: Remote, example: Inputs, times: int) -> None:
+def _warm_up(remote: Remote, example: Inputs, count: int) -> None:
     """Send warm-up requests; those that exceed the deadline count too."""
-    for _ in range(times):
+    for _ in range(count):
         try:
             remote(*example.args, **example.kwargs)
         except RemoteError as error:
@@ -145,61 +123,55 @@ def _warm(remote: Remote, example: Inputs, times: int) -> None:
                 raise
 
 
-def _streamed(
+def _stream(
     remote: Remote,
     items: Iterator[Inputs],
     window: int,
-    keep: Callable[[Any], None],
-    tell: Callable[[int], None],
+    write_output: Callable[[Any], None],
+    update: Callable[[int], None],
 ) -> tuple[list[RequestRecord], int]:
     """Run all requests; return their records and the number of samples."""
     requests: list[RequestRecord] = []
-    counts: list[int] = []
-    last: list[Inputs] = []
+    samples = 0
+    last: Inputs | None = None
 
-    def counted() -> Iterator[Inputs]:
-        for given in items:
-            counts.append(_samples(given))
-            last[:] = [given]
-            yield given
+    def count_samples_of_items() -> Iterator[Inputs]:
+        nonlocal samples, last
+        for last in items:
+            samples += _batch_size(last)
+            yield last
 
     try:
-        for output in remote.stream(counted(), window):
+        for output in remote.stream(count_samples_of_items(), window):
             requests.append(remote.requests[-1])
-            keep(output)
-            tell(len(requests))
+            write_output(output)
+            update(len(requests))
     except MicrotomeError:
         raise
     except Exception as error:
-        raise BadInputs(
-            f"the model does not run on {last[0] if last else 'the data'!r}: {describe_error(error)}"
-        ) from error
-    return requests, sum(counts)
+        raise BadInputs(f"the model does not run on {last or 'the data'}: {describe_error(error)}") from error
+    return requests, samples
 
 
-def _samples(given: Inputs) -> int:
-    first = next(tensors_in((given.args, given.kwargs)), None)
+def _batch_size(inputs: Inputs) -> int:
+    first = next(tensors_in((inputs.args, inputs.kwargs)), None)
     return 1 if first is None or not first.ndim else len(first)
 
 
-def _tell(tell: Callable[[str, int, int], None], whole: int, start: float, done: int) -> None:
-    tell(f"{done / max(perf_counter() - start, 1e-9):.1f} a second", done, whole)
-
-
 @contextmanager
-def _measured(example: Inputs) -> Iterator[dict[str, Any]]:
+def _measure_energy(example: Inputs) -> Iterator[dict[str, Any]]:
     """Measure the energy of this device, as the energy fields of `RequestLog`, filled in when the block ends."""
     from microtome.devices.meters import Window, pick
 
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     try:
         meter = pick(None, accelerators_in((example.args, example.kwargs)))
     except SensorFailed as error:
-        found["energy"] = str(error)
-        yield found
+        fields["energy"] = str(error)
+        yield fields
         return
     with meter:
         with Window(meter) as window:
-            yield found
+            yield fields
         energy = window.energy()
-        found.update(energy_j=energy.joules, energy=energy.reason or f"{meter.what}: {energy.method}")
+        fields.update(energy_j=energy.joules, energy=energy.reason or f"{meter.what}: {energy.method}")

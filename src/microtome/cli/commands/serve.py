@@ -12,22 +12,19 @@ from typing import Any
 
 import click
 
-from microtome.cli.options.model import model_options, working
-from microtome.cli.options.stage import part_of
+from microtome.cli.options.model import ModelOptions, model_options
+from microtome.cli.progress import show_progress
 
-#: Numbers of glibc's malloc.h, and bytes: blocks up to the one come from memory that is kept, up to the other.
+#: Parameters of mallopt in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT, _LARGE = 64 << 20, 32 << 20
+_TRIM_BYTES, _MMAP_BYTES = 64 << 20, 32 << 20
 
 
 @click.command()
-@model_options
+@model_options("stages", "weights", "device")
 @click.option(
     "--listen", default="127.0.0.1:7070", metavar="HOST:PORT", help="Address to listen on; port 0 picks a free port."
 )
-@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load weights from this file.")
-@click.option("--stages", metavar="FOLDER", help="Serve only the last stage that `microtome split` wrote there.")
-@click.option("--device", metavar="D", help="Compute on this device, such as cuda.")
 @click.option("--tls-cert", metavar="F", help="Server certificate, PEM.")
 @click.option("--tls-key", metavar="F", help="Private key of --tls-cert, PEM.")
 @click.option("--client-ca", metavar="F", help="Require client certificates signed by this authority, PEM.")
@@ -51,13 +48,8 @@ _KEPT, _LARGE = 64 << 20, 32 << 20
     help="Minimum level of log messages.",
 )
 def serve(
-    model: str,
-    inputs: str | None,
-    args: dict[str, Any],
     *,
-    weights: str | None,
-    stages: str | None,
-    device: str | None,
+    model: ModelOptions,
     token_file: str | None,
     metrics: str | None,
     grace: float,
@@ -66,47 +58,46 @@ def serve(
 ) -> None:
     """Serve every cut of a model: clients run the head, the server runs the tail.
 
-    MODEL is as for `microtome profile`. Listens on loopback by default, until SIGTERM or Ctrl-C; then it answers the
-    requests it has received, and exits.
+    MODEL is as for `microtome profile`. Listens on loopback by default. On SIGTERM or Ctrl-C, the server answers the
+    requests that it has received, and exits.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else it writes what strangers send between the lines of the log
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # keep what clients send out of the log
     from microtome.remote.credentials import read_token
     from microtome.remote.logs import log_to_stderr
     from microtome.remote.peers import raise_open_files
     from microtome.remote.server import serve as start
 
-    _keep_memory()
+    _keep_freed_memory()
     raise_open_files()
     log_to_stderr(log_level)
     token = None if token_file is None else read_token(token_file)
-    target, given = part_of(model, inputs, args, weights=weights, stages=stages, index=-1, device=device)
+    target, inputs = model.load(-1)
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    with working(f"looking at {model}"):
-        server = start(target, given, token=token, **options)
+    with show_progress(f"analysing {model.name}"):
+        server = start(target, inputs, token=token, **options)
     try:
         if metrics is not None:
             server.metrics.listen(metrics)
-        known = len(server.served.cuts)
-        gc.freeze()  # what is there now stays: later collections need not look at it
-        click.echo(f"{server.served.name} is served at {server.address}, from {known} places on")
+        gc.freeze()  # the model lives as long as the process: later collections can skip it
+        click.echo(f"{server.served.name} is served at {server.address}, {len(server.served.cuts)} cuts")
         while not ended.wait(0.5) and not server.wait(0) and server.failure is None:
             pass
     finally:
         server.stop(grace if server.failure is None else 0.0)
     if server.failure is not None:
-        raise click.ClickException(f"the device failed, and the process must be started again: {server.failure}")
+        raise click.ClickException(f"the device failed, restart the server: {server.failure}")
     click.echo("ended")
 
 
-def _keep_memory() -> None:
-    """Take the buffers of a request from those of the one before, in this process, which is ours alone.
+def _keep_freed_memory() -> None:
+    """Let glibc reuse the large buffers of earlier requests.
 
-    glibc gives large ones back, and faulting them in again takes longer than filling them. With another C library
-    nothing changes.
+    By default it returns them to the system, and page faults take longer than filling them. A no-op with other C
+    libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT)
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)

@@ -1,14 +1,15 @@
-"""`microtome split`: cut a model, and write its stages to a folder."""
+"""`microtome split`: cut a model into stages, and write them to a folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import torch
 
-from microtome.cli.options.model import describe, model_options, resolve, running, working
+from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.progress import show_progress
 from microtome.split import split as split_model
 from microtome.units import size
 
@@ -17,27 +18,23 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@model_options
+@model_options("weights")
 @click.option("--at", multiple=True, required=True, metavar="ADDRESS", help="Cut at the exit of this call; repeatable.")
 @click.option("--to", required=True, type=click.Path(file_okay=False), metavar="FOLDER", help="Write to this folder.")
-@click.option("--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load these weights.")
-def split(
-    model: str, inputs: str | None, args: dict[str, Any], *, at: tuple[str, ...], to: str, weights: str | None
-) -> None:
-    """Cut a model into stages that give together exactly what it gives, and write the weights of each to a folder.
+def split(*, model: ModelOptions, at: tuple[str, ...], to: str) -> None:
+    """Cut a model into stages that together compute exactly its output, and write the weights of each to a folder.
 
     MODEL is as for `microtome profile`; `microtome cuts` lists the addresses. microtome.load_stage reads the folder.
     """
-    found = resolve(model, inputs, args, weights=weights)
-    found.model.eval()
-    with working(f"splitting {model}"), running(found), torch.no_grad():
-        stages = split_model(found.model, found.inputs, at)
+    resolved = model.resolve()
+    with show_progress(f"splitting {model.name}"), wrap_model_errors(model.name, resolved.inputs), torch.no_grad():
+        stages = split_model(resolved.model, resolved.inputs, at)
         stages.save(to)
-    click.echo(f"{found.name} cut at {', '.join(stages.at)}: {stages.verified}, on {describe(found)}")
-    click.echo("\n".join(_lines(stages, Path(to))))
+    click.echo(f"{model.name} cut at {', '.join(stages.at)}: {stages.verified}, on {resolved.inputs}")
+    click.echo("\n".join(_describe_stages(stages, Path(to))))
 
 
-def _lines(stages: Stages, folder: Path) -> list[str]:
+def _describe_stages(stages: Stages, folder: Path) -> list[str]:
     lines = []
     for stage in stages:
         if stage.begins_at is not None:

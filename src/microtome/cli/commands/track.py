@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING
 
 import click
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from microtome.addresses import number_calls
-from microtome.cli.options.model import model_options, resolve, run
+from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.outputs import Outputs, output_options
 from microtome.engine import tensors_in
+from microtome.report.table import Column, Line, Report, Table
+from microtome.report.table import text as render
 from microtome.track import track as track_model
+from microtome.units import UNKNOWN
 
 if TYPE_CHECKING:
     from microtome.engine import Call
     from microtome.results.trace import Phase
-    from microtome.zoo import Resolved
 
 
 @dataclass(frozen=True)
 class _TrackRow:
-    """One call: its place in the forward and the place of its backward, counted from 1; None where no backward ran."""
+    """A call, and the position of its forward and of its backward, from 1; None if no backward ran."""
 
     address: str
     type: str
@@ -34,52 +35,45 @@ class _TrackRow:
 
 
 @click.command()
-@model_options
-@click.option(
-    "--json", "json_file", type=click.File("w"), help="Write the rows as JSON to this file; - for the terminal."
-)
-def track(model: str, inputs: str | None, args: dict[str, Any], json_file: TextIO | None) -> None:
-    """Show which module runs when, in the forward and in the backward.
+@model_options()
+@output_options("json")
+def track(*, model: ModelOptions, outputs: Outputs) -> None:
+    """Show the order in which modules run, forward and backward.
 
-    MODEL is a name that `microtome models` lists, such as zoo:tiny-resnet, or Python code: package.module:Name or
-    ./file.py:Name.
+    MODEL is as for `microtome profile`.
     """
-    rows = _run(resolve(model, inputs, args))
-    if json_file is not None:
-        json.dump([asdict(row) for row in rows], json_file, indent=1)
-        json_file.write("\n")
-    if json_file is None or json_file.name != "<stdout>":
-        Console(markup=False, emoji=False).print(_table(model, rows))
+    rows = _run(model)
+    data = [asdict(row) for row in rows]
+    outputs.write({"json": lambda: json.dumps(data, indent=1) + "\n"}, lambda: _text(model.name, rows))
 
 
-def _run(found: Resolved) -> list[_TrackRow]:
+def _run(model: ModelOptions) -> list[_TrackRow]:
     """Run the model forward and backward once."""
+    resolved = model.resolve()
     order: dict[Phase, dict[Call, int]] = {"forward": {}, "backward": {}}
 
     def number(call: Call, phase: Phase) -> None:
         order[phase].setdefault(call, len(order[phase]) + 1)
 
-    with track_model(found.model, on_enter=number):
-        output = run(found)
+    with track_model(resolved.model, on_enter=number):
+        with wrap_model_errors(model.name, resolved.inputs):
+            output = resolved.inputs.run(resolved.model)
         losses = [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]
-        if losses:  # none where the model gives indices, or runs without gradients
+        if losses:  # none if the model returns indices, or runs without gradients
             torch.stack(losses).sum().backward()
     addresses = number_calls(call.address for call in order["forward"])
     return [
-        _TrackRow(address, type(call.module).__name__, call.depth, place, order["backward"].get(call))
-        for (call, place), address in zip(order["forward"].items(), addresses, strict=True)
+        _TrackRow(address, type(call.module).__name__, call.depth, position, order["backward"].get(call))
+        for (call, position), address in zip(order["forward"].items(), addresses, strict=True)
     ]
 
 
-def _table(name: str, rows: list[_TrackRow]) -> Table:
-    table = Table(
-        title=f"{name}: which module runs when", caption="backward: the order in which autograd reached each call"
-    )
-    table.add_column("call")
-    table.add_column("module")
-    table.add_column("forward", justify="right")
-    table.add_column("backward", justify="right")
+def _text(name: str, rows: list[_TrackRow]) -> str:
+    columns = Column("call", right=False), Column("module", right=False), Column("forward"), Column("backward")
+    lines = []
     for row in rows:
         call = "  " * row.depth + (row.address or "(root)")
-        table.add_row(call, row.type, str(row.forward), "–" if row.backward is None else str(row.backward))  # noqa: RUF001
-    return table
+        backward = UNKNOWN if row.backward is None else str(row.backward)
+        lines.append(Line((call, row.type, str(row.forward), backward)))
+    note = "backward: the order in which autograd reached each call"
+    return render(Report(f"{name}: the order of calls", (Table(columns, tuple(lines)),), (note,)))

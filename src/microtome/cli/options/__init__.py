@@ -1,1 +1,1 @@
-"""Options that several commands share."""
+"""Options that commands share, each declared once."""

@@ -1,4 +1,4 @@
-"""The options of commands that connect to a server: `--tls`, `--ca`, `--cert`, `--key`, `--token-file` and others."""
+"""The options of commands that connect to a server: `--server`, `--timeout`, and those of TLS and tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import click
 
 _CA = "PEM file of the authority that signed the server's certificate (default: the system's authorities)."
 _SERVER_NAME = "Name to expect in the server's certificate, if it differs from the host."
+
+server_option = click.option("--server", required=True, metavar="HOST:PORT", help="Address of the server.")
 
 
 def connection_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -30,14 +32,14 @@ def connection_options(command: Callable[..., None]) -> Callable[..., None]:
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before the import: errors are printed once, by microtome
         if (cert is None) != (key is None):
             raise click.UsageError("--cert and --key go together: a certificate, and its key")
-        encrypted = tls or ca is not None or cert is not None
-        if server_name is not None and not encrypted:
-            raise click.UsageError("--server-name is compared with a certificate: give --tls or --ca too")
+        is_encrypted = tls or ca is not None or cert is not None
+        if server_name is not None and not is_encrypted:
+            raise click.UsageError("--server-name is compared with a certificate: add --tls or --ca")
         from microtome.remote.channel import Security
         from microtome.remote.credentials import read_token
 
         token = None if token_file is None else read_token(token_file)
-        command(*args, security=Security(encrypted, ca, cert, key, token, server_name), **options)
+        command(*args, security=Security(is_encrypted, ca, cert, key, token, server_name), **options)
 
     for option in (
         click.option(

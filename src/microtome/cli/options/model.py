@@ -1,114 +1,148 @@
-"""Options that name the model and its inputs: MODEL, `--input`, `--arg`."""
+"""MODEL and its options: `--input`, `--arg`, and for some commands `--weights`, `--stages`, `--meta`, `--device`."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from torch import nn
 
 from microtome import zoo
-from microtome.errors import BadInputs, MicrotomeError, describe_error, sanitize_text
+from microtome.cli.progress import print_notes, show_progress
+from microtome.errors import BadInputs, MicrotomeError, describe_error
+from microtome.inputs import Inputs
+from microtome.split.checkpoint import load_stage
+from microtome.split.stage import Stage
 from microtome.zoo import Resolved
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+_INPUT = "Shapes of the inputs, such as 1x3x224x224 or input_ids=1x128:int64, comma-separated (default: an example)."
+_ARG = "Keyword argument of the model's class or factory, such as num_classes=10; repeatable."
 
 
-def model_options(command: Command) -> Command:
-    """Give a command the parameters of `resolve`: model, inputs, args."""
-    for option in (
-        click.option("--arg", "args", multiple=True, metavar="NAME=VALUE", callback=_read, help=_ARG),
-        click.option("--input", "inputs", metavar="SPEC", help=_INPUT),
-        click.argument("model"),
-    ):
-        command = option(command)
-    return command
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model of a command line, and where it runs."""
+
+    name: str
+    inputs: str | None
+    args: dict[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+    stages: str | None = None
+    meta: bool = False
+    device: str | None = None
+
+    def resolve(self) -> Resolved:
+        """Build the model and its inputs on their device, and print the notes on it."""
+        resolved = self._build()
+        if self.device is None:
+            return resolved
+        with self._wrap_device_errors():
+            model = resolved.model.to(self.device)
+            return replace(resolved, model=model, inputs=resolved.inputs.to(self.device))
+
+    def load(self, index: int) -> tuple[nn.Module | Stage, Inputs]:
+        """Build the model, or with `--stages` the stage at this index, and its inputs."""
+        if self.weights is not None and self.stages is not None:
+            raise click.UsageError("choose one of --weights and --stages")
+        self.check_has_values()
+        if self.stages is None:
+            resolved = self.resolve()
+            return resolved.model, resolved.inputs
+        inputs: list[Inputs] = []
+
+        def make() -> nn.Module:
+            resolved = self._build()
+            inputs.append(resolved.inputs)
+            return resolved.model
+
+        with self._wrap_device_errors():
+            stage = load_stage(make, self.stages, index, device=self.device)
+            return stage, inputs[-1] if self.device is None else inputs[-1].to(self.device)
+
+    def check_has_values(self) -> None:
+        """Raise if the model would be on the meta device."""
+        if self.device is not None and self.device.partition(":")[0] == "meta":
+            raise BadInputs("--device meta: expected a device that computes values")
+
+    def _build(self) -> Resolved:
+        with show_progress(f"building {self.name}"):
+            resolved = zoo.resolve(self.name, inputs=self.inputs, args=self.args, meta=self.meta, weights=self.weights)
+        print_notes(resolved.notes)
+        return resolved
+
+    @contextmanager
+    def _wrap_device_errors(self) -> Iterator[None]:
+        """Name the device in errors that torch raises."""
+        try:
+            yield
+        except MicrotomeError:
+            raise
+        except Exception as error:
+            if self.device is None:
+                raise
+            raise BadInputs(f"--device {self.device}: {describe_error(error)}") from error
 
 
-def resolve(model: str, inputs: str | None, args: dict[str, Any], **options: Any) -> Resolved:
-    """The model as the command line names it, with a sign of life; what there is to say about it goes to stderr."""
-    with working(f"building {model}"):
-        found = zoo.resolve(model, inputs=inputs, args=args, **options)
-    say(found.notes)
-    return found
+def _parse_arguments(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise click.BadParameter(f"expected NAME=VALUE, such as num_classes=10, got {word!r}")
+        try:
+            arguments[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            arguments[name] = value
+    return arguments
 
 
-def run(found: Resolved) -> Any:
-    """Run the model on its inputs."""
-    with running(found):
-        return found.inputs.run(found.model)
+_OPTIONS = {
+    "model": click.argument("model"),
+    "inputs": click.option("--input", "inputs", metavar="SPEC", help=_INPUT),
+    "args": click.option("--arg", "args", multiple=True, metavar="NAME=VALUE", callback=_parse_arguments, help=_ARG),
+    "weights": click.option(
+        "--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load weights from this file."
+    ),
+    "stages": click.option(
+        "--stages", metavar="FOLDER", help="Use the stage of this machine that `microtome split` wrote to this folder."
+    ),
+    "meta": click.option(
+        "--meta", is_flag=True, help="Build the model on the meta device, without allocating weights."
+    ),
+    "device": click.option("--device", metavar="D", help="Run the model on this device, such as cuda."),
+}
+
+
+def model_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add MODEL, `--input`, `--arg` and the named options to a command, which receives a `ModelOptions` as `model`."""
+    declared = ("model", "inputs", "args", *names)
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def wrapper(*args: Any, **options: Any) -> None:
+            name, *values = (options.pop(option) for option in declared)
+            model = ModelOptions(name, **dict(zip(declared[1:], values, strict=True)))
+            command(*args, model=model, **options)
+
+        for option in reversed(declared):
+            wrapper = _OPTIONS[option](wrapper)
+        return wrapper
+
+    return decorate
 
 
 @contextmanager
-def running(found: Resolved) -> Iterator[None]:
-    """Say of an error in the model's own code that it comes from there, and on which inputs."""
+def wrap_model_errors(name: str, inputs: object, hint: str = ". Pass others with --input") -> Iterator[None]:
+    """Raise BadInputs for an error in the model's own code, with the inputs that it ran on."""
     try:
         yield
     except MicrotomeError:
         raise
     except Exception as error:
-        raise BadInputs(
-            f"{found.name} does not run on {describe(found)}: {describe_error(error)}. Give others with --input"
-        ) from error
-
-
-def placed(found: Resolved, device: str | None) -> Resolved:
-    """The model and its inputs on a device, if one is named."""
-    if device is None:
-        return found
-    try:
-        return replace(found, model=found.model.to(device), inputs=found.inputs.to(device))
-    except Exception as error:
-        raise BadInputs(f"--device {device}: {describe_error(error)}") from error
-
-
-def describe(found: Resolved) -> str:
-    """The inputs, in words."""
-    return repr(found.inputs)
-
-
-@contextmanager
-def working(what: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Say on a terminal what takes its time, and, where that is known, how much of it is done."""
-    console = Console(stderr=True, markup=False, emoji=False)
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
-    with ExitStack() as stack:
-        status = stack.enter_context(console.status(what))
-        bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, refresh_per_second=4)
-        task = bar.add_task(what)
-
-        def tell(step: str, done: int, whole: int) -> None:
-            if not bar.live.is_started:  # the two cannot be shown at once
-                status.stop()
-                stack.enter_context(bar)
-            bar.update(task, description=f"{what}: {step}", completed=done, total=whole)
-
-        yield tell
-
-
-def say(notes: tuple[str, ...]) -> None:
-    for note in notes:
-        click.echo(sanitize_text(f"Note: {note}"), err=True)
-
-
-def _read(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, Any]:
-    return dict(_pair(word) for word in words)
-
-
-def _pair(word: str) -> tuple[str, Any]:
-    name, equals, value = word.partition("=")
-    if not equals or not name.isidentifier():
-        raise click.BadParameter(f"{word!r} is not NAME=VALUE, such as num_classes=10")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
-
-
-_INPUT = "Shapes of the inputs, such as 1x3x224x224 or input_ids=1x128:int64, commas between several; else guessed."
-_ARG = "An argument for what builds the model, such as num_classes=10; may be given several times."
+        message = f"{name} does not run on {inputs}: {describe_error(error)}{hint}"
+        raise BadInputs("\n  ".join([message, *getattr(error, "__notes__", [])])) from error

@@ -1,7 +1,8 @@
-"""The outputs of a command: files, or the terminal."""
+"""The outputs of a command: `--json`, `--csv`, `--html` and others write files, or `-` for stdout."""
 
 from __future__ import annotations
 
+import webbrowser
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
@@ -9,67 +10,92 @@ from typing import Any
 
 import click
 
+from microtome.cli.progress import print_notes
 from microtome.results.base import Result, write
 from microtome.units import size
 
+_HELP = {
+    "json": "Write JSON; - for stdout.",
+    "csv": "Write CSV with raw numbers; - for stdout.",
+    "md": "Write a Markdown table; - for stdout.",
+    "html": "Write a self-contained HTML page; - for stdout.",
+    "perfetto": "Write a trace for https://ui.perfetto.dev.",
+    "speedscope": "Write a trace for https://www.speedscope.app.",
+    "svg": "Write an SVG picture; - for stdout.",
+    "dot": "Write a Graphviz graph; - for stdout.",
+    "measure_codecs": "Measure codecs on this machine, and write their costs as JSON.",
+}
 
-def output_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command `--json`, `--csv` and `--md`, and as its argument `outputs` the file that each names."""
+open_option = click.option("--open", "is_opened", is_flag=True, help="Open the page in a browser.")
 
-    @wraps(command)
-    def with_outputs(
-        *args: Any, json_file: str | None, csv_file: str | None, md_file: str | None, **options: Any
+
+class Outputs:
+    """The file of each output option, None where it is not set."""
+
+    def __init__(self, files: Mapping[str, str | None]) -> None:
+        self.files = dict(files)
+        options: dict[str, str] = {}
+        for name, file in files.items():
+            if file == "":
+                raise click.UsageError(f"{_flag(name)}: expected the name of a file, or - for stdout")
+            if file in options:
+                raise click.UsageError(f"{options[file]} and {_flag(name)} both write to {file!r}")
+            if file is not None:
+                options[file] = _flag(name)
+
+    def write_result(
+        self, result: Result, shown: Callable[[], str] | None = None, **formats: Callable[[], str]
     ) -> None:
-        command(*args, outputs={"--json": json_file, "--csv": csv_file, "--md": md_file}, **options)
+        """Write a result to files, or print it.
 
-    for option in (
-        click.option("--md", "md_file", metavar="F", help="Write a Markdown table; - for the terminal."),
-        click.option("--csv", "csv_file", metavar="F", help="Write CSV, raw numbers; - for the terminal."),
-        click.option(
-            "--json", "json_file", metavar="F", help="Write JSON that microtome.load reads; - for the terminal."
-        ),
-    ):
-        with_outputs = option(with_outputs)
-    return with_outputs
+        Args:
+            shown: Returns the text to print, if it is not `str(result)`.
+            formats: Return the text of other outputs than JSON, CSV and Markdown, or of these for selected rows.
+        """
+        defaults = {"json": result.to_json, "csv": result.to_csv, "md": result.to_markdown}
+        self.write({**defaults, **formats}, shown or partial(str, result))
 
-
-def refuse_same(outputs: Mapping[str, str | None]) -> None:
-    """Raise if an option has no file, or two have the same."""
-    seen: dict[str, str] = {}
-    for option, file in outputs.items():
-        if file == "":
-            raise click.UsageError(f"{option} needs the name of a file, or - for the terminal")
-        if file in seen:
-            raise click.UsageError(f"{seen[file]} and {option} both write to {file!r}")
-        if file is not None:
-            seen[file] = option
+    def write(self, formats: Mapping[str, Callable[[], str]], shown: Callable[[], str] | None) -> None:
+        """Write each output whose option is set and name the files; print `shown` unless an output went to stdout."""
+        for name, file in self.files.items():
+            if file == "-":
+                click.echo(formats[name](), nl=False)
+            elif file is not None:
+                write(formats[name](), file)
+        if shown is not None and "-" not in self.files.values():
+            click.echo(shown())
+        files = [Path(file) for file in self.files.values() if file not in (None, "-") and Path(file).is_file()]
+        if files:
+            click.echo(f"written: {', '.join(f'{file} ({size(file.stat().st_size)})' for file in files)}", err=True)
 
 
-def put_result(
-    outputs: Mapping[str, str | None],
-    result: Result,
-    shown: Callable[[], str] | None = None,
-    **others: Callable[[], str],
-) -> None:
-    """Write a result to the files that options name, or show it.
+def output_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add output options to a command, which receives them as `outputs`."""
 
-    Args:
-        shown: Makes the text for the terminal, where it is not that of the whole result.
-        others: Make the text for other options, such as `html`, or for `csv` and `md` with a selection of rows.
-    """
-    make = {"json": result.to_json, "csv": result.to_csv, "md": result.to_markdown, **others}
-    put(outputs, {f"--{name.replace('_', '-')}": one for name, one in make.items()}, shown or partial(str, result))
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def wrapper(*args: Any, **options: Any) -> None:
+            files = {name: options.pop(f"{name}_file") for name in names}
+            command(*args, outputs=Outputs(files), **options)
+
+        for name in reversed(names):
+            wrapper = click.option(_flag(name), f"{name}_file", metavar="F", help=_HELP[name])(wrapper)
+        return wrapper
+
+    return decorate
 
 
-def put(outputs: Mapping[str, str | None], make: Mapping[str, Callable[[], str]], shown: Callable[[], str]) -> None:
-    """Write what options ask for, and name the files; if nothing went to the terminal, show the result there."""
-    for option, file in outputs.items():
-        if file == "-":
-            click.echo(make[option](), nl=False)
-        elif file is not None:
-            write(make[option](), file)
-    if "-" not in outputs.values():
-        click.echo(shown())
-    files = [Path(file) for file in outputs.values() if file is not None and file != "-" and Path(file).is_file()]
-    if files:
-        click.echo(f"written: {', '.join(f'{file} ({size(file.stat().st_size)})' for file in files)}", err=True)
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_opened(file: str | None, *, is_opened: bool) -> None:
+    """Raise if `--open` is set and the page is not written to a file."""
+    if is_opened and file in (None, "-"):
+        raise click.UsageError("--open needs a page in a file: name one")
+
+
+def open_page(file: str) -> None:
+    """Open a page in a browser, if there is one."""
+    if not webbrowser.open(Path(file).resolve().as_uri()):
+        print_notes([f"there is no browser to open {file} in"])
