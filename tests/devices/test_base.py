@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,18 @@ from torch import nn
 import microtome
 import microtome as mt
 from microtome.devices import base
-from microtome.devices.accelerator import Accelerator
-from microtome.devices.base import Backend, accelerators_of, available_accelerators, backend_of, default_generators
+from microtome.devices.activity import Activity, Allocation, Launch
+from microtome.devices.base import (
+    Accelerator,
+    Backend,
+    accelerators_of,
+    available_accelerators,
+    backend_of,
+    default_generators,
+)
 from microtome.devices.cuda import Cuda
 from microtome.errors import SensorFailed, Unsupported
-from microtome.profile import repeats
+from microtome.profile import device, repeats
 from microtome.report.formats import text
 
 ROOT = Path(microtome.__file__).parent
@@ -84,22 +93,49 @@ def test_a_driver_that_is_not_supported_is_an_error() -> None:
         backend_of("xpu").driver(torch.device("xpu"))
 
 
-class Synchronous(Accelerator):
-    """A device that runs on the CPU: there is no other to test with."""
+class HostBackend(Accelerator):
+    """A backend of a device that runs on the host, since there is no other to test with."""
 
     def __init__(self) -> None:
         super().__init__("xpu")
-        self.waits = 0
+        self.synchronizations = 0
 
     def synchronize(self, device: torch.device) -> None:
-        self.waits += 1
+        self.synchronizations += 1
 
 
-def test_a_device_without_a_backend_has_host_times_and_live_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = Synchronous()
-    monkeypatch.setattr(repeats, "accelerators_of", lambda _: [torch.device("xpu", 0)])
-    monkeypatch.setattr(repeats, "backend_of", lambda _: backend)
-    monkeypatch.setattr(base, "_backend", lambda device_type: Backend() if device_type == "cpu" else backend)
+class KernelBackend(HostBackend):
+    """Also reports a kernel of a millisecond, and an allocation of 64 bytes, after each mark."""
+
+    has_activity = True
+
+    @contextmanager
+    def watch_activity(self, *, memory: bool = False) -> Iterator[Activity]:
+        activity = Activity()
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(device, "mark", activity.labels.append)
+            yield activity
+        for index in range(len(activity.labels)):
+            activity.launches.append(Launch(index, "kernel", 1e-3))
+            activity.allocations.append(Allocation(index, 64))
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Backend], None]]:
+    """Registers the backend of XPU devices, and makes all models run on one."""
+
+    def register(backend: Backend) -> None:
+        monkeypatch.setitem(base.BACKENDS, "xpu", lambda: backend)
+        monkeypatch.setattr(repeats, "accelerators_of", lambda _: [torch.device("xpu", 0)])
+        base._backend.cache_clear()
+
+    yield register
+    base._backend.cache_clear()
+
+
+def test_a_device_without_a_backend_has_host_times_and_live_tensors(register: Callable[[Backend], None]) -> None:
+    backend = HostBackend()
+    register(backend)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(2, 8)
     p = mt.profile(model, x, measure=["time", "memory"], repeat=3)
     assert p["0"].time_s is not None
@@ -107,4 +143,18 @@ def test_a_device_without_a_backend_has_host_times_and_live_tensors(monkeypatch:
     assert p["0"].measured_peak_bytes == p["0"].peak_bytes
     assert p.unavailable["device time"] == "not measured on xpu devices"
     assert "no device time: not measured on xpu devices" in text(p)
-    assert backend.waits > 6
+    assert backend.synchronizations > 6
+
+
+def test_a_registered_backend_measures_device_times_and_memory(register: Callable[[Backend], None]) -> None:
+    register(KernelBackend())
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(2, 8)
+    p = mt.profile(model, x, measure=["time", "memory"], repeat=3)
+    # Marks: the pass begins, the root is entered, each layer is entered and left, the root is left. Those that enter a
+    # layer belong to it, the other five to the root.
+    assert (p["0"].device_s, p["1"].device_s) == (pytest.approx(1e-3), pytest.approx(1e-3))
+    assert p.total.own.device_s == pytest.approx(5e-3)
+    assert p.total.device_s == pytest.approx(7e-3)
+    # By the end of the first layer three marks have allocated 64 bytes each, by that of the second five.
+    assert p["1"].measured_peak_bytes - p["0"].measured_peak_bytes == 2 * 64
+    assert p.unavailable == {}

@@ -8,7 +8,7 @@ import time
 from click.testing import CliRunner
 
 from microtome.cli import main
-from microtome.devices.doctor import check_clock, check_sources
+from microtome.devices.machine import check_clock, check_sources
 from microtome.devices.meters import Meter, MeterReading, Missing
 from microtome.errors import SensorFailed
 

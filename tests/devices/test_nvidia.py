@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from microtome.devices.nvidia import Gpu
+from microtome.devices.cuda import NvidiaDriver
 from microtome.errors import SensorFailed
 from tests.devices.stand_in_nvml import NVMLError, StandIn, plug_in
 
@@ -17,7 +17,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def test_the_state_says_clocks_temperature_limit_and_driver_in_words(nvml: StandIn) -> None:
-    with Gpu(0) as gpu:
+    with NvidiaDriver(0) as gpu:
         assert gpu.state() == {
             "driver": "570.86",
             "gpu_clock": "1755 of 1980 MHz",
@@ -46,7 +46,7 @@ def test_the_state_says_clocks_temperature_limit_and_driver_in_words(nvml: Stand
 )
 def test_what_holds_the_clocks_back_is_said_in_words(nvml: StandIn, bits: int, words: str) -> None:
     nvml.answers["nvmlDeviceGetCurrentClocksEventReasons"] = bits
-    with Gpu(0) as gpu:
+    with NvidiaDriver(0) as gpu:
         assert gpu.throttling() == words
         assert gpu.state()["gpu_throttling"] == words
 
@@ -65,7 +65,7 @@ def test_what_holds_the_clocks_back_is_said_in_words(nvml: StandIn, bits: int, w
 def test_what_a_gpu_does_not_answer_is_left_out_of_its_state(
     nvml: StandIn, question: str, left_out: set[str], known: bool
 ) -> None:
-    with Gpu(0) as gpu:
+    with NvidiaDriver(0) as gpu:
         whole = gpu.state()
         if known:
             nvml.answers[question] = NVMLError("Not Supported")
@@ -77,13 +77,13 @@ def test_what_a_gpu_does_not_answer_is_left_out_of_its_state(
 
 def test_a_driver_that_does_not_say_its_version_is_left_out_of_the_state(nvml: StandIn) -> None:
     nvml.driver = NVMLError("Unknown Error")
-    with Gpu(0) as gpu:
+    with NvidiaDriver(0) as gpu:
         assert "driver" not in gpu.state()
         assert gpu.state()["gpu_temperature"] == "41 C"
 
 
 def test_how_busy_it_is_is_said_in_parts_of_one_and_what_it_draws_in_watts(nvml: StandIn) -> None:
-    with Gpu(0) as gpu:
+    with NvidiaDriver(0) as gpu:
         assert gpu.utilization() == (0.75, 0.25)  # 75 %, and 30 of 120 bytes
         assert gpu.watts() == 70.5
 
@@ -92,7 +92,7 @@ def test_how_busy_it_is_is_said_in_parts_of_one_and_what_it_draws_in_watts(nvml:
 def test_a_gpu_that_does_not_say_how_busy_it_is_is_an_error(nvml: StandIn, question: str) -> None:
     nvml.answers[question] = NVMLError("GPU is lost")
     with (
-        Gpu(0) as gpu,
+        NvidiaDriver(0) as gpu,
         pytest.raises(SensorFailed, match=f"{question} of the GPU failed: NVMLError") as info,
     ):
         gpu.utilization()
@@ -101,7 +101,10 @@ def test_a_gpu_that_does_not_say_how_busy_it_is_is_an_error(nvml: StandIn, quest
 
 def test_a_question_that_pynvml_does_not_know_is_an_error(nvml: StandIn) -> None:
     del nvml.answers["nvmlDeviceGetPowerUsage"]
-    with Gpu(0) as gpu, pytest.raises(SensorFailed, match="nvmlDeviceGetPowerUsage of the GPU failed: AttributeError"):
+    with (
+        NvidiaDriver(0) as gpu,
+        pytest.raises(SensorFailed, match="nvmlDeviceGetPowerUsage of the GPU failed: AttributeError"),
+    ):
         gpu.watts()
 
 
@@ -109,12 +112,12 @@ def test_the_gpu_asked_is_the_one_that_torch_means(monkeypatch: pytest.MonkeyPat
     nvml = plug_in(monkeypatch, gpus=2)
     nvml.uuids.reverse()  # NVML counts them the other way round
     nvml.answers["nvmlDeviceGetPowerUsage"] = 1000
-    with Gpu(1) as gpu:
+    with NvidiaDriver(1) as gpu:
         assert gpu._handle == "GPU-0001"
 
 
 def test_nvml_is_given_back_once(nvml: StandIn) -> None:
-    with Gpu(0) as gpu:
+    with NvidiaDriver(0) as gpu:
         assert nvml.opened == 1
     assert nvml.opened == 0
     gpu.close()
@@ -122,14 +125,14 @@ def test_nvml_is_given_back_once(nvml: StandIn) -> None:
 
 
 def test_nvml_is_given_back_when_the_block_raises(nvml: StandIn) -> None:
-    with pytest.raises(KeyError, match="mine"), Gpu(0):
+    with pytest.raises(KeyError, match="mine"), NvidiaDriver(0):
         raise KeyError("mine")
     assert nvml.opened == 0
 
 
 def test_a_gpu_that_nvml_does_not_see_is_an_error_and_nvml_is_given_back(nvml: StandIn) -> None:
     with pytest.raises(SensorFailed, match="cannot query GPU 3: NVMLError: Not Found"):
-        Gpu(3)
+        NvidiaDriver(3)
     assert nvml.opened == 0
 
 
@@ -141,11 +144,11 @@ def test_an_nvml_that_does_not_start_is_an_error_and_is_not_given_back(
 
     monkeypatch.setattr(nvml, "nvmlInit", fail)
     with pytest.raises(SensorFailed, match="cannot query GPU 0: NVMLError: Driver Not Loaded"):
-        Gpu(0)
+        NvidiaDriver(0)
     assert nvml.opened == 0
 
 
 def test_without_pynvml_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(SensorFailed, match="NVML is not installed: pip install nvidia-ml-py"):
-        Gpu(0)
+        NvidiaDriver(0)

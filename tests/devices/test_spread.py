@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from microtome.devices.environment import environment
+from microtome.devices.machine import environment
 from microtome.devices.statistics import spreads
 
 

@@ -1,16 +1,17 @@
 """The interface of device backends, and finding the backend of a device.
 
-No other package names a backend. To support another one, add a file like `cuda.py` and register its class in
-`backend_of`; devices without a file of their own get `Accelerator`, which relies on `torch.accelerator` alone.
+No other package names a backend. To support another one, add a file like `cuda.py` and its class to `BACKENDS`; other
+devices get an `Accelerator`, which relies on `torch.accelerator` alone.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +20,32 @@ from microtome.errors import SensorFailed, Unsupported
 
 if TYPE_CHECKING:
     from microtome.devices.activity import Activity
-    from microtome.devices.nvidia import Gpu
+
+
+class Driver(ABC):
+    """The interface of a device's driver. Its methods raise `SensorFailed` if the driver does not answer."""
+
+    @abstractmethod
+    def utilization(self) -> tuple[float, float]:
+        """Return the fraction of time in which kernels ran, in the driver's last period, and of memory in use."""
+
+    @abstractmethod
+    def watts(self) -> float:
+        """Return the power draw."""
+
+    @abstractmethod
+    def state(self) -> dict[str, str]:
+        """Describe the driver, and the current clocks and throttling, as far as the driver exposes them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the driver."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
 
 class Backend:
@@ -75,11 +101,11 @@ class Backend:
         """Return the bytes that the allocator takes for a storage of that size."""
         return nbytes
 
-    def driver(self, device: torch.device) -> Gpu:
-        """Open the driver's interface to the device.
+    def driver(self, device: torch.device) -> Driver:
+        """Open the driver of the device.
 
         Raises:
-            SensorFailed: There is none.
+            SensorFailed: It is not supported, or cannot be opened.
         """
         raise SensorFailed(f"the driver of {self.type} devices is not supported")
 
@@ -95,21 +121,40 @@ class Backend:
         return Unsupported(f"{feature} are not supported on {self.type} devices")
 
 
+class Accelerator(Backend):
+    """A device without a backend of its own, such as MPS: host time and live tensors are measured."""
+
+    has_timestamps = False
+
+    def __init__(self, device_type: str) -> None:
+        self.type = device_type
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.accelerator.synchronize(device)
+
+    def default_generator(self, device: torch.device) -> torch.Generator | None:
+        generators = getattr(torch.get_device_module(device), "default_generators", ())
+        index = device.index or 0
+        return generators[index] if index < len(generators) else None
+
+
+def _cuda() -> Backend:
+    from microtome.devices.cuda import Cuda  # imports this module
+
+    return Cuda()
+
+
+#: Creates the backend of a type of device; other types get an `Accelerator`.
+BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": Backend, "meta": Backend, "cuda": _cuda}
+
+
 def backend_of(device: torch.device | str) -> Backend:
     return _backend(device.partition(":")[0] if isinstance(device, str) else device.type)
 
 
 @cache
 def _backend(device_type: str) -> Backend:
-    if device_type in ("cpu", "meta"):
-        return Backend()
-    if device_type == "cuda":
-        from microtome.devices.cuda import Cuda  # imports this module
-
-        return Cuda()
-    from microtome.devices.accelerator import Accelerator
-
-    return Accelerator(device_type)
+    return BACKENDS.get(device_type, partial(Accelerator, device_type))()
 
 
 def accelerators_of(tensors: Iterable[Tensor]) -> list[torch.device]:
@@ -119,11 +164,13 @@ def accelerators_of(tensors: Iterable[Tensor]) -> list[torch.device]:
 
 def default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     """Return the default generators of the CPU and of these devices, each once."""
-    found = (backend_of(device).default_generator(device) for device in sorted(set(devices), key=str))
-    return [*{id(one): one for one in (torch.default_generator, *found) if one is not None}.values()]
+    generators = (backend_of(device).default_generator(device) for device in sorted(set(devices), key=str))
+    return list(dict.fromkeys(filter(None, (torch.default_generator, *generators))))
 
 
 def available_accelerators() -> list[torch.device]:
     """Return the accelerator devices of this machine."""
     current = torch.accelerator.current_accelerator(check_available=True)
-    return [] if current is None else [torch.device(current.type, at) for at in range(torch.accelerator.device_count())]
+    if current is None:
+        return []
+    return [torch.device(current.type, index) for index in range(torch.accelerator.device_count())]

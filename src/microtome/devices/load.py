@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from time import perf_counter
-from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
 import psutil
 import torch
 
-from microtome.devices.base import backend_of
-from microtome.devices.nvidia import Gpu
+from microtome.devices.base import Driver, backend_of
 from microtome.errors import SensorFailed, describe_error
 
 #: The sampling period. The system counts CPU times in hundredths of a second, so a shorter one would be noise.
@@ -53,55 +51,50 @@ class LoadSampler:
         self.missing: dict[str, str] = {}
         self._process = psutil.Process()
         self.rss_peak_bytes = self._process.memory_info().rss
-        self._gpu: Gpu | None = None
+        self._driver: Driver | None = None
         self._watts = watts
         if device is None:
             self.missing |= dict.fromkeys(("gpu", "gpu_memory"), "the model does not run on a GPU")
         else:
-            self._open(device)
+            try:
+                self._driver = backend_of(device).driver(device)
+                self._watts = self._driver.watts
+            except SensorFailed as error:
+                self.missing |= dict.fromkeys(("gpu", "gpu_memory", "watts"), str(error))
         if self._watts is None:
             self.missing.setdefault("watts", "no sensor; `microtome doctor` says what would help")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="microtome-load", daemon=True)
 
-    def _open(self, device: torch.device) -> None:
-        try:
-            self._gpu = backend_of(device).driver(device)
-            self._watts = self._gpu.watts
-        except SensorFailed as error:
-            self.missing |= dict.fromkeys(("gpu", "gpu_memory", "watts"), str(error))
-
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._note_rss()
-        if self._gpu is not None:
-            self._gpu.close()
+        self._update_rss()
+        if self._driver is not None:
+            self._driver.close()
 
     def _run(self) -> None:
-        psutil.cpu_percent()  # from now on
+        psutil.cpu_percent()  # begins the first interval
         last = perf_counter()
         while not self._stop.wait(EVERY_S):
-            self._note_rss()
+            self._update_rss()
             cpu, memory = psutil.cpu_percent() / 100, psutil.virtual_memory().percent / 100
-            used = None if self._gpu is None else self._read(self._gpu.utilization, "gpu", "gpu_memory")
+            used = None if self._driver is None else self._read(self._driver.utilization, "gpu", "gpu_memory")
             gpu, gpu_memory = used or (None, None)
             watts = self._read(self._watts, "watts")
             now = perf_counter()
             self.samples.append(Sample(last, now, cpu, gpu, memory, gpu_memory, watts))
             last = now
 
-    def _note_rss(self) -> None:
+    def _update_rss(self) -> None:
         self.rss_peak_bytes = max(self.rss_peak_bytes, self._process.memory_info().rss)
 
     def _read(self, read: Callable[[], T] | None, *names: str) -> T | None:
-        """Read a quantity; the first failure is kept as the reason and ends its readings."""
+        """Read a quantity; the first failure ends its readings and becomes the reason."""
         if read is None or self.missing.keys() & names:
             return None
         try:

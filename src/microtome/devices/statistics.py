@@ -21,39 +21,25 @@ def spreads(samples: torch.Tensor, method: str = "") -> list[Spread]:
     1
     """
     table = samples.to(torch.float64)
-    count = table.shape[0]
-    q1, median, q3 = torch.quantile(table, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=0)
+    quartiles = torch.quantile(table, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=0)
+    q1, _, q3 = quartiles
     reach = 1.5 * (q3 - q1)
     outliers = ((table < q1 - reach) | (table > q3 + reach)).sum(0)
-    if count > _MAX_BOOTSTRAP:
-        return _rank_spreads(table, method, median, q1, q3, outliers)
+    interval = _bootstrap_interval(table) if len(table) <= _MAX_BOOTSTRAP else _rank_interval(table)
+    columns = zip(*quartiles.tolist(), *interval.tolist(), outliers.tolist(), strict=True)
+    return [Spread(median, q1, q3, low, high, len(table), out, method) for q1, median, q3, low, high, out in columns]
+
+
+def _bootstrap_interval(table: torch.Tensor) -> torch.Tensor:
+    """Return the 95 % interval of each column's median, from resampled medians."""
+    count = len(table)
     resamples = torch.randint(count, (_RESAMPLES, count), generator=torch.Generator().manual_seed(0))
-    columns = []
-    for column in range(table.shape[1]):
-        medians = torch.quantile(table[:, column][resamples], 0.5, dim=1)
-        low, high = torch.quantile(medians, torch.tensor([0.025, 0.975], dtype=torch.float64))
-        columns.append(
-            Spread(
-                median=float(median[column]),
-                q1=float(q1[column]),
-                q3=float(q3[column]),
-                low=float(low),
-                high=float(high),
-                count=count,
-                outliers=int(outliers[column]),
-                method=method,
-            )
-        )
-    return columns
+    medians = torch.stack([torch.quantile(column[resamples], 0.5, dim=1) for column in table.T], dim=1)
+    return torch.quantile(medians, torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
 
 
-def _rank_spreads(
-    table: torch.Tensor, method: str, median: torch.Tensor, q1: torch.Tensor, q3: torch.Tensor, outliers: torch.Tensor
-) -> list[Spread]:
-    """Return spreads with the 95 % interval of the median from ranks: 0.98 sqrt(count) around the middle."""
-    count = table.shape[0]
+def _rank_interval(table: torch.Tensor) -> torch.Tensor:
+    """Return the 95 % interval of each column's median, from ranks: 0.98 sqrt(count) around the middle."""
     ordered = table.sort(0).values
-    reach = int(0.98 * count**0.5) + 1
-    low, high = ordered[count // 2 - reach], ordered[count // 2 + reach]
-    columns = zip(*(part.tolist() for part in (median, q1, q3, low, high, outliers)), strict=True)
-    return [Spread(m, a, b, c, d, count, int(out), method) for m, a, b, c, d, out in columns]
+    middle, reach = len(table) // 2, int(0.98 * len(table) ** 0.5) + 1
+    return ordered[[middle - reach, middle + reach]]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.addresses import strip_first_index
-from microtome.devices.environment import environment
+from microtome.devices.machine import environment
 from microtome.engine import Call, Probe, Session, tensors_in
 from microtome.engine.meta_run import copy_inputs
 from microtome.errors import BadInputs

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 from torch import Tensor, nn
 
-from microtome.devices.environment import environment
 from microtome.devices.load import LoadSampler
+from microtome.devices.machine import environment
 from microtome.devices.meters import Meter, check, pick
 from microtome.devices.statistics import spreads
 from microtome.errors import BadQuery, SensorFailed

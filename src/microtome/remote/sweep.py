@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from microtome.devices.environment import environment
+from microtome.devices.machine import environment
 from microtome.devices.meters import metered, pick
 from microtome.engine.pytree import accelerators_in
 from microtome.errors import BadFile, BadQuery, MicrotomeError, NoMatch, RemoteError, SensorFailed, Unsupported

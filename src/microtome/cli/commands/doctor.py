@@ -11,8 +11,7 @@ import click
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import show_progress
 from microtome.devices.base import available_accelerators
-from microtome.devices.doctor import Checkup, checkup, describe_device_time
-from microtome.devices.environment import environment
+from microtome.devices.machine import Checkup, checkup, describe_device_time, environment
 from microtome.devices.meters import Missing
 from microtome.units import seconds
 

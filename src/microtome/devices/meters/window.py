@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from microtome.devices.meters.base import Log, Meter, MeterReading, finite
@@ -79,9 +78,7 @@ class Window:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -119,7 +116,7 @@ class Window:
             self._sample()
 
     def _sample(self) -> None:
-        """Add a reading; the first failure is kept and ends the readings."""
+        """Add a reading; the first failure ends the readings and becomes the reason."""
         if self.reason or isinstance(self._source, Log):
             return
         try:
