@@ -1,8 +1,8 @@
-"""Every private symbol of torch that microtome relies on, under a name of ours, with what is relied on.
+"""Every private symbol of torch that microtome relies on, with the behaviour that it relies on.
 
-All other files import them from here, and tests/test_layers.py finds those that do not. `self_test.py` checks, before
-the first session of a process is opened, that they still do what is said here. The names of operators
-(`torch.ops.aten._to_copy`) are not meant: they are part of an operator's schema.
+All other files import them from here; tests/test_layers.py enforces it. `self_test.py` checks this behaviour before the
+first session of a process. Names of operators (`torch.ops.aten._to_copy`) are no private symbols: they are part of an
+operator's schema.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from microtome.errors import Unsupported
 
 
 def unsupported_torch(symbol: str, problem: str) -> Unsupported:
-    """The error for a torch in which a symbol is missing or does something else."""
+    """The error for a version of torch in which a symbol is missing or behaves differently."""
     return Unsupported(
         f"torch {torch.__version__} is not supported: {symbol} {problem}, which microtome relies on. "
         "Install another version of either"
@@ -27,40 +27,43 @@ def unsupported_torch(symbol: str, problem: str) -> Unsupported:
 
 
 try:
-    from torch._C import DisableTorchFunction, _disabled_torch_function_impl
-    from torch._compile import _disable_dynamo
-    from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+    from torch._C import DisableTorchFunction as DisableTorchFunction
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
     from torch.utils import _python_dispatch
-    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
     # -- calls of modules ----------------------------------------------------------------------------------------------
 
-    #: The functions that run a call, by whose code a frame is recognised as one. `nn.Module.__call__` is the first, and
-    #: it calls the second, whose local `self` is the module.
+    #: The code of the functions that run a call, by which frames are recognised. `nn.Module.__call__` is the first; it
+    #: calls the second, whose local `self` is the module.
     WRAPPED_CALL: CodeType = nn.Module._wrapped_call_impl.__code__
     CALL: CodeType = nn.Module._call_impl.__code__
+    #: Makes a function run as Python where dynamo traces its caller, without importing dynamo.
+    disable_dynamo: Any = torch._compile._disable_dynamo
 
     # -- autograd ------------------------------------------------------------------------------------------------------
 
-    #: The number that the next autograd node of this thread will have: it grows by one for each node.
+    #: The sequence number of the next autograd node of this thread.
     next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-    #: The autograd node whose backward runs now in this thread; None: none does.
+    #: The autograd node whose backward runs now in this thread, or None.
     current_node: Callable[[], Any] = torch._C._current_autograd_node
-    #: The number of the backward that runs now in this thread, -1: none does. Nested ones have numbers of their own.
+    #: The id of the backward that runs now in this thread, or -1. A nested backward has an id of its own.
     current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-    #: The class of the node that adds to the gradient of a leaf, which is its `variable`.
+    #: The class of the node that accumulates the gradient of a leaf, its `variable`.
     AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
     #: Whether torch's profiler runs in this thread.
     is_profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
-    #: Whether an operator, by its name with the overload, has any kernel; and whether it has one for a dispatch key.
+    #: Whether an operator, by name and overload, has any kernel, and whether it has one for a dispatch key.
     has_kernel: Callable[[str], bool] = torch._C._dispatch_has_kernel
     has_kernel_for_key: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
-    #: Softmax with 0 for rows in which all is -inf, as in attention.
+    #: Softmax that is 0 in rows where all inputs are -inf, as in attention.
     safe_softmax: Callable[[Tensor, int], Tensor] = torch._safe_softmax
-    #: Functions that read the lengths, their second argument, without an operator.
+    #: Functions that read the values of their second argument, the lengths, without an operator.
     pack_padded_sequence: Any = torch._VF._pack_padded_sequence
     pad_packed_sequence: Any = torch._VF._pad_packed_sequence
 
@@ -68,76 +71,73 @@ try:
 
     #: Whether autocast is on in this thread for any device.
     is_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-    #: Whether a tensor is a wrapper of vmap, grad or another transform of functorch.
+    #: Whether a tensor is wrapped by vmap, grad or another transform of functorch.
     is_functorch_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-    #: How many dispatch modes are active in this thread.
+    #: The number of dispatch modes that are active in this thread.
     count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+    #: A context manager in which no dispatch mode is active.
+    disable_current_modes: Any = _python_dispatch._disable_current_modes
+    #: A class with this as `__torch_function__` is a plain tensor to all functions.
+    disabled_torch_function: Any = torch._C._disabled_torch_function_impl
     #: Whether `__torch_function__` of modes and subclasses is called in this thread.
     is_torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
-    #: The function modes of this thread, outermost first; and what pushes and pops one.
+    #: The stack of function modes of this thread, outermost first, and functions to push and pop one.
     function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
     push_function_mode: Callable[[Any], None] = overrides._push_mode
     pop_function_mode: Callable[[], Any] = overrides._pop_mode
-    #: The same of dispatch modes. One of torch's own, such as a fake mode, has a key, by which it is popped.
+    #: The same for dispatch modes. A mode of torch's own, such as a fake tensor mode, is popped by its key.
     dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
     push_dispatch_mode: Callable[[Any], None] = _python_dispatch._push_mode
     _pop_dispatch_mode: Callable[[Any], Any] = _python_dispatch._pop_mode
 except (ImportError, AttributeError) as error:
     raise unsupported_torch("a private symbol", f"is missing ({error})") from error
 
-#: Have a function run as Python where dynamo traces its caller, without importing dynamo.
-disable_dynamo = _disable_dynamo
-#: A context manager in which no dispatch mode is active.
-disable_current_modes = _disable_current_modes
-#: What a class sets as `__torch_function__` to be a plain tensor to all functions.
-disabled_torch_function = _disabled_torch_function_impl
-
-#: The attribute that `nn.Module.__call__` reads of `self`, and calls in place of `_call_impl` if it is not None. A data
-#: descriptor on the class answers for all instances.
+#: The attribute of a module that `nn.Module.__call__` calls instead of `_call_impl` unless it is None. A data
+#: descriptor on the class takes precedence over instance attributes.
 MODULE_CALL = "_compiled_call_impl"
 #: The global of `torch.autograd` through which `Tensor.backward` and `autograd.grad` run the engine.
 RUN_BACKWARD = "_engine_run_backward"
 
-#: Attributes of torch's objects that the engine reads in place, since a function around each would cost more than what
-#: it reads. Nobody else names them: the functions below are for the other folders.
+#: Private attributes of torch's objects that the engine reads directly, since a function call would cost more than the
+#: read. Other packages use the functions below.
 ATTRIBUTES = {
     "_call_impl": "of a module: runs its hooks and its forward",
-    "_parameters": "of a module: its own parameters by name; writing there replaces them, past `__setattr__`",
+    "_parameters": "of a module: its own parameters by name; writing there replaces them without `__setattr__`",
     "_buffers": "of a module: its own buffers by name, likewise",
     "_modules": "of a module: its children by name",
     "_forward_hooks": "of a module: by the id of the handle; a replica of DataParallel shares it with its original",
-    "_forward_hooks_with_kwargs": "of a module: the ids of those that take keyword arguments",
-    "_schema": "of an operator: its name, arguments and returns, with what is aliased and written to",
-    "_can_decompose": "of an operator: whether torch can make it of others",
-    "_sequence_nr": "of an autograd node: the number that it got from its thread's count",
-    "_cdata": "of a storage: its identity, while it lives",
-    "_version": "of a tensor: how often it or a view of it was written into; inference tensors have none",
-    "_make_wrapper_subclass": "of `Tensor`: makes a tensor of a subclass that has a shape and no memory",
+    "_forward_hooks_with_kwargs": "of a module: the ids of the hooks that take keyword arguments",
+    "_schema": "of an operator: its name, arguments and returns, with aliasing and mutation",
+    "_can_decompose": "of an operator: whether torch can decompose it into others",
+    "_sequence_nr": "of an autograd node: its sequence number in the thread that created it",
+    "_cdata": "of a storage: its identity, while it is alive",
+    "_version": "of a tensor: how often it or a view of it was mutated; inference tensors have none",
+    "_make_wrapper_subclass": "of `Tensor`: makes a tensor of a subclass with a shape and no memory",
 }
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dict in which a module holds its own parameters."""
+    """The dict of a module's own parameters."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The dict in which a module holds its own buffers."""
+    """The dict of a module's own buffers."""
     return module._buffers
 
 
 def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The dict in which a module holds its children."""
+    """The dict of a module's children."""
     return module._modules
 
 
 def schema_of(func: OpOverload) -> Any:
-    """The schema of an operator: its name, arguments and returns, with what is aliased and written to."""
+    """The schema of an operator: its name, arguments and returns, with aliasing and mutation."""
     return func._schema
 
 
 def storage_id(tensor: Tensor) -> int:
-    """The identity of the memory that a tensor lies in, while that lives."""
+    """The identity of a tensor's storage, while that is alive."""
     return tensor.untyped_storage()._cdata
 
 
@@ -147,37 +147,37 @@ def version_of(tensor: Tensor) -> int:
 
 
 def make_wrapper_subclass(cls: type[Any], like: Tensor, device: torch.device) -> Any:
-    """Make a tensor of a subclass with the shape, strides and dtype of another, and no memory."""
+    """Make a tensor of a subclass with the shape, strides and dtype of another, without memory."""
     return Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
 
 
 def pop_dispatch_mode(mode: Any) -> None:
-    """Pop the innermost dispatch mode, which this is."""
+    """Pop this dispatch mode, which is the innermost."""
     _pop_dispatch_mode(getattr(mode, "_mode_key", None))
 
 
 # -- flags of modes ----------------------------------------------------------------------------------------------------
 
-#: One of the flags that torch keeps in C too, with the function that sets it there; older ones have neither.
+#: A flag that torch stores in C too, and the function that sets it there; older versions have neither.
 _FLAG_IN_C = "_is_in_any_mode_without_ignore_compile_internals"
 _set_flag_in_c = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
 _FLAGS = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
 
 
 def mode_flags() -> dict[str, bool]:
-    """The flags that torch sets as dispatch modes are entered and left."""
+    """The global flags that torch sets as dispatch modes are pushed and popped."""
     return {name: getattr(_python_dispatch, name) for name in _FLAGS}
 
 
 def set_mode_flags(flags: dict[str, bool]) -> None:
-    """Set the flags that torch sets as dispatch modes are entered and left."""
+    """Set the global flags that torch sets as dispatch modes are pushed and popped."""
     for name, value in flags.items():
         setattr(_python_dispatch, name, value)
     if _set_flag_in_c is not None:
         _set_flag_in_c(flags[_FLAG_IN_C])
 
 
-# -- what is slow to import, and seldom needed -------------------------------------------------------------------------
+# -- imported only when needed -----------------------------------------------------------------------------------------
 
 #: Files and folders of torch that implement operators in Python, and push and pop modes.
 OPERATOR_FILES = (
@@ -197,7 +197,7 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
 
 def fake_tensor_types() -> tuple[type[Tensor], type[Any]]:
-    """`FakeTensor`, a tensor with a device and no values, and `FakeTensorMode`, which makes them."""
+    """`FakeTensor`, a tensor with a device and without values, and `FakeTensorMode`, which creates them."""
     try:
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     except ImportError as error:
@@ -206,7 +206,7 @@ def fake_tensor_types() -> tuple[type[Tensor], type[Any]]:
 
 
 def grouped_product_output(a: Tensor, b: Tensor, offsets: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """An empty output of `torch.ops.aten._grouped_mm`, as its kernel for meta tensors lays it out."""
+    """An empty output of `torch.ops.aten._grouped_mm` in the layout of its meta kernel."""
     try:
         from torch._meta_registrations import _create_grouped_mm_output_tensor
     except ImportError as error:
@@ -215,91 +215,10 @@ def grouped_product_output(a: Tensor, b: Tensor, offsets: Tensor | None, dtype: 
 
 
 def is_dynamo_imported() -> bool:
-    """Whether anything can have been compiled in this process."""
+    """Whether dynamo is imported, without which nothing is compiled."""
     return "torch._dynamo" in sys.modules
 
 
 def count_compiled_graphs() -> int:
     """Count the graphs that dynamo has compiled in this process; it must have been imported."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-#: What `self_test.py` does not check, and why.
-UNCHECKED = {
-    "ATTRIBUTES": "is a list",
-    "CALL": "a frame that is not recognised is taken for one outside a call, in other threads alone",
-    "FAKE_TENSOR_LOGGER": "another logger leaves a message more on the screen",
-    "HigherOrderOperator": "a class, for isinstance",
-    "MODULE_CALL": "is checked by what `intercept.py` does with it",
-    "OPERATOR_FILES": "what is not there is not found in any stack",
-    "OpOverloadPacket": "a class, for isinstance",
-    "RUN_BACKWARD": "is checked by what `intercept.py` does with it",
-    "WRAPPED_CALL": "where the reads are not found in its code, there is none to wait for",
-    "count_compiled_graphs": "needs dynamo, which is slow to import; for a warning",
-    "disable_dynamo": "needs dynamo, which is slow to import",
-    "disabled_torch_function": "is the base class's own: what a subclass does with it is tested by torch",
-    "grouped_product_output": "needs decompositions, which are slow to import",
-    "is_dynamo_imported": "asks Python",
-    "is_functorch_wrapped": "needs functorch, which is slow to import",
-    "is_profiler_enabled": "needs a profiler, which is slow to start",
-    "mode_flags": "flags that are not there are not restored",
-    "own_buffers": "is checked as `_buffers`",
-    "own_children": "is checked as `_modules`",
-    "own_parameters": "is checked as `_parameters`",
-    "pad_packed_sequence": "goes with `pack_padded_sequence`",
-    "set_mode_flags": "flags that are not there are not restored",
-    "UNCHECKED": "is a list",
-}
-
-__all__ = [
-    "ATTRIBUTES",
-    "CALL",
-    "FAKE_TENSOR_LOGGER",
-    "MODULE_CALL",
-    "OPERATOR_FILES",
-    "RUN_BACKWARD",
-    "UNCHECKED",
-    "WRAPPED_CALL",
-    "AccumulateGrad",
-    "DisableTorchFunction",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "TorchDispatchMode",
-    "count_compiled_graphs",
-    "count_dispatch_modes",
-    "current_graph_task",
-    "current_node",
-    "disable_current_modes",
-    "disable_dynamo",
-    "disabled_torch_function",
-    "dispatch_modes",
-    "fake_tensor_types",
-    "function_modes",
-    "grouped_product_output",
-    "has_kernel",
-    "has_kernel_for_key",
-    "is_autocast_enabled",
-    "is_dynamo_imported",
-    "is_functorch_wrapped",
-    "is_profiler_enabled",
-    "is_torch_function_enabled",
-    "make_wrapper_subclass",
-    "mode_flags",
-    "next_sequence_number",
-    "own_buffers",
-    "own_children",
-    "own_parameters",
-    "pack_padded_sequence",
-    "pad_packed_sequence",
-    "pop_dispatch_mode",
-    "pop_function_mode",
-    "push_dispatch_mode",
-    "push_function_mode",
-    "safe_softmax",
-    "schema_of",
-    "set_mode_flags",
-    "storage_id",
-    "unsupported_torch",
-    "version_of",
-]
