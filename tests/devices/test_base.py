@@ -32,16 +32,10 @@ ROOT = Path(microtome.__file__).parent
 
 #: Files outside `devices` that contain the word, and why.
 EXCEPTIONS = {
-    "cli/commands/profile.py": "help of --device",
-    "cli/commands/record.py": "help of --device",
-    "cli/commands/run.py": "help of --device",
-    "cli/commands/serve.py": "help of --device",
-    "cli/commands/sweep.py": "help of --device",
-    "cli/commands/top.py": "help of --device",
+    "cli/options/model.py": "help of --device",
     "compat/tracr/settings.py": "an example in an error about tracr's configuration",
     "engine/meta_tensors.py": "the names of `torch.Tensor`'s flags of devices, such as `is_cuda`",
     "report/notes.py": "a key of `Profile.environment` in saved files",
-    "results/metrics.py": "a command in a note",
     "split/signature.py": "device strings in a serialized signature",
 }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -15,14 +16,18 @@ from microtome.devices.machine import environment
 from microtome.devices.meters import Meter, check, pick
 from microtome.devices.statistics import spreads
 from microtome.errors import BadQuery, SensorFailed
+from microtome.flops.conventions import find_convention
 from microtome.inputs import Inputs
 from microtome.profile import device, energy, timing
 from microtome.profile.call_tree import CallTree
 from microtome.profile.energy import Energies, EnergyModel
 from microtome.profile.load import sample_load
 from microtome.profile.repeats import Passes, PassSchedule, check_calls, passes, to_integer
-from microtome.results.measurements import EnergyUse, MemoryUse, Sampling, Spread, Timing
+from microtome.profile.static import ProfileBuilder
+from microtome.results.measurements import MemoryUse, Spread, Timing
+from microtome.results.profile import Profile
 from microtome.results.rows import Row
+from microtome.trace.trace import record
 
 QUANTITIES = ("time", "memory", "energy", "load")
 
@@ -76,167 +81,158 @@ class MeasurementSpec:
             raise BadQuery(f"expected depth to be 0 or more, got {self.depth}")
 
 
-@dataclass
-class Measurements:
-    """The rows with their measurements, and how these were made."""
-
-    rows: list[Row]
-    environment: dict[str, str] = field(default_factory=dict)
-    timing: Timing | None = None
-    energy: EnergyUse | None = None
-    memory: MemoryUse | None = None
-    sampling: Sampling | None = None
-    unavailable: dict[str, str] = field(default_factory=dict)
-
-    def methods(self) -> dict[str, Any]:
-        """Return all fields but the rows."""
-        return {name: value for name, value in vars(self).items() if name != "rows"}
+def measure(profile: Profile, model: nn.Module, inputs: Inputs, spec: MeasurementSpec) -> Profile:
+    """Add measurements to a static profile."""
+    return _Measurer(profile, model, inputs, spec).run()
 
 
-def measure(rows: Sequence[Row], model: nn.Module, inputs: Inputs, spec: MeasurementSpec) -> Measurements:
-    """Measure the calls of a profile."""
-    tree = CallTree(rows, spec.depth)
-    found = Measurements(list(rows))
-    if spec.measure == {"energy"} and isinstance(spec.energy, EnergyModel) and not spec.energy.watts:
-        estimated = energy.estimate(tree, spec.energy, [None] * len(tree), backward=spec.backward)
-        _set_energies(found, tree, estimated)
-        return found
-    with passes(model, inputs, backward=spec.backward) as runs:
-        runs.choose_fast_paths(tree)
-        if "time" in spec.measure or ("energy" in spec.measure and spec.energy_needs_time):
-            _time(found, runs, tree, spec)
-        if "memory" in spec.measure and runs.backend.has_activity:
-            _device_memory(found, runs, tree)
-        if "energy" in spec.measure:
-            _energy(found, runs, tree, spec)
-        if "load" in spec.measure:
-            loads, found.sampling = sample_load(runs, tree, spec.schedule, spec.meter)
-            for at, load in zip(tree.at, loads, strict=True):
-                found.rows[at] = replace(found.rows[at], load=load)
-        found.environment = environment(runs.devices)
-    return found
+class _Measurer:
+    """Measures the calls of a profile: its rows are replaced, and its fields about methods are set."""
 
+    def __init__(self, profile: Profile, model: nn.Module, inputs: Inputs, spec: MeasurementSpec) -> None:
+        self._profile = profile
+        self._model = model
+        self._inputs = inputs
+        self._spec = spec
+        self._rows = list(profile.calls)
+        self._tree = CallTree(profile.calls, spec.depth)
+        self._methods: dict[str, Any] = {}
+        self._unavailable: dict[str, str] = {}
 
-# -- time --------------------------------------------------------------------------------------------------------------
+    def run(self) -> Profile:
+        spec, quantities = self._spec, self._spec.measure
+        if quantities == {"energy"} and not spec.energy_needs_time:
+            self._estimate_energy([None] * len(self._tree))
+        else:
+            with passes(self._model, self._inputs, backward=spec.backward) as runs:
+                runs.choose_fast_paths(self._tree)
+                if "time" in quantities or ("energy" in quantities and spec.energy_needs_time):
+                    self._measure_time(runs)
+                if "memory" in quantities and runs.backend.has_activity:
+                    self._measure_device_memory(runs)
+                if "energy" in quantities:
+                    self._measure_energy(runs)
+                if "load" in quantities:
+                    loads, self._methods["sampling"] = sample_load(runs, self._tree, spec.schedule, spec.meter)
+                    self._set("load", loads)
+                self._methods["environment"] = environment(runs.devices)
+            if "memory" in quantities and "memory" not in self._methods:
+                self._measure_host_memory()
+        return replace(self._profile, calls=tuple(self._rows), unavailable=self._unavailable, **self._methods)
 
+    # -- rows ----------------------------------------------------------------------------------------------------------
 
-def _time(found: Measurements, runs: Passes, tree: CallTree, spec: MeasurementSpec) -> None:
-    schedule = spec.schedule
-    times, overhead = timing.time_forward(runs, tree, schedule)
-    _set_spreads(found, tree, "time_s", spreads(times.inclusive, timing.METHOD))
-    _set_elapsed(found, tree, "elapsed_s", times.elapsed)
-    if runs.backward:
-        own, overhead = timing.time_backward(runs, tree, schedule, overhead)
-        _set_spreads(found, tree, "backward_s", spreads(tree.inclusive(own), timing.BACKWARD_METHOD))
-    if runs.backend.has_activity:
-        overhead = _device_time(found, runs, tree, spec, overhead)
-    elif runs.devices:
-        found.unavailable["device time"] = f"not measured on {runs.backend.type} devices"
-    found.timing = overhead
+    def _set(self, name: str, values: Iterable[Any]) -> None:
+        """Set a field of the rows of measured calls."""
+        for at, value in zip(self._tree.at, values, strict=True):
+            self._rows[at] = replace(self._rows[at], **{name: value})
 
+    def _set_amounts(self, name: str, inclusive: Sequence[float | None], own: Sequence[float | None]) -> None:
+        """Set a quantity of calls, and of their own part."""
+        self._set(name, inclusive)
+        owns = [self._rows[at].own for at in self._tree.at]
+        self._set("own", [replace(amounts, **{name: value}) for amounts, value in zip(owns, own, strict=True)])  # type: ignore[arg-type]
 
-def _device_time(found: Measurements, runs: Passes, tree: CallTree, spec: MeasurementSpec, overhead: Timing) -> Timing:
-    times_of = device.kernel_times if spec.device_time == "kernels" else device.graph_times
-    times = times_of(runs, tree, spec.schedule)
-    method = device.METHODS[spec.device_time]
-    _set_spreads(found, tree, "device_s", spreads(tree.inclusive(times.forward), method))
-    _set_elapsed(found, tree, "elapsed_device_s", times.elapsed)
-    bare = spreads(times.bare, f"{method}, of bare passes")[0]
-    backward = None
-    if times.backward is not None and times.bare_backward is not None:
-        _set_spreads(found, tree, "backward_device_s", spreads(tree.inclusive(times.backward), method))
-        backward = spreads(times.bare_backward, f"{method}, of bare passes")[0]
-    ratio = median(times.forward.sum(1).tolist()) / bare.median
-    return replace(overhead, device=bare, device_backward=backward, device_ratio=ratio)
+    def _set_spreads(self, name: str, call_spreads: Sequence[Spread | None]) -> None:
+        for at, spread in zip(self._tree.at, call_spreads, strict=True):
+            if spread is not None:
+                self._rows[at] = replace(self._rows[at], spreads=self._rows[at].spreads | {name: spread})
 
+    def _set_times(self, name: str, times: Tensor, method: str) -> None:
+        """Set inclusive times, which have a row for each pass; a call's own excludes the calls inside it."""
+        call_spreads = spreads(times, method)
+        inclusive = [spread.median for spread in call_spreads]
+        self._set_spreads(name, call_spreads)
+        self._set_amounts(name, inclusive, self._tree.own(inclusive))
 
-def _set_spreads(found: Measurements, tree: CallTree, name: str, call_spreads: Sequence[Spread]) -> None:
-    """Write a quantity into the rows; a call's own amount excludes the calls inside it."""
-    own = tree.own([spread.median for spread in call_spreads])
-    for at, spread, own_amount in zip(tree.at, call_spreads, own, strict=True):
-        row = found.rows[at]
-        row = replace(row, spreads=row.spreads | {name: spread})
-        found.rows[at] = _with_amount(row, name, spread.median, own_amount)
+    # -- time ----------------------------------------------------------------------------------------------------------
 
+    def _measure_time(self, runs: Passes) -> None:
+        tree, schedule = self._tree, self._spec.schedule
+        times, overhead = timing.time_forward(runs, tree, schedule)
+        self._set_times("time_s", times.inclusive, timing.METHOD)
+        self._set("elapsed_s", times.elapsed.quantile(0.5, dim=0).tolist())
+        if runs.backward:
+            own, overhead = timing.time_backward(runs, tree, schedule, overhead)
+            self._set_times("backward_s", tree.inclusive(own), timing.BACKWARD_METHOD)
+        if runs.backend.has_activity:
+            overhead = self._measure_device_time(runs, overhead)
+        elif runs.devices:
+            self._unavailable["device time"] = f"not measured on {runs.backend.type} devices"
+        self._methods["timing"] = overhead
 
-def _set_elapsed(found: Measurements, tree: CallTree, name: str, elapsed: Tensor) -> None:
-    """Write the time from the beginning of the run to the end of each call into the rows."""
-    for at, seconds in zip(tree.at, elapsed.quantile(0.5, dim=0).tolist(), strict=True):
-        change: dict[str, Any] = {name: seconds}
-        found.rows[at] = replace(found.rows[at], **change)
+    def _measure_device_time(self, runs: Passes, overhead: Timing) -> Timing:
+        tree, method = self._tree, device.METHODS[self._spec.device_time]
+        measure_times = device.kernel_times if self._spec.device_time == "kernels" else device.graph_times
+        times = measure_times(runs, tree, self._spec.schedule)
+        self._set_times("device_s", tree.inclusive(times.forward), method)
+        self._set("elapsed_device_s", times.elapsed.quantile(0.5, dim=0).tolist())
+        bare = spreads(times.bare, f"{method}, of bare passes")[0]
+        backward = None
+        if times.backward is not None and times.bare_backward is not None:
+            self._set_times("backward_device_s", tree.inclusive(times.backward), method)
+            backward = spreads(times.bare_backward, f"{method}, of bare passes")[0]
+        ratio = median(times.forward.sum(1).tolist()) / bare.median
+        return replace(overhead, device=bare, device_backward=backward, device_ratio=ratio)
 
+    # -- memory --------------------------------------------------------------------------------------------------------
 
-def _with_amount(row: Row, name: str, inclusive: float | None, own: float | None) -> Row:
-    amount: dict[str, Any] = {name: inclusive}
-    own_amount: dict[str, Any] = {name: own}
-    return replace(row, own=replace(row.own, **own_amount), **amount)
+    def _measure_device_memory(self, runs: Passes) -> None:
+        with self._watch_rss("allocations of the device's allocator, including those of weights and inputs"):
+            peaks = device.peak_bytes(runs, self._tree)
+        resident = runs.resident_bytes()
+        self._set("measured_peak_bytes", [resident + peak for peak in peaks])
 
+    def _measure_host_memory(self) -> None:
+        """Measure the tensors that are alive during a real run, where there are no statistics of an allocator."""
+        backward = self._spec.backward
+        with self._watch_rss("tensors alive during a real run"):
+            trace, costs = record(self._model, self._inputs, backward=backward, fake=False)
+            convention = find_convention(self._profile.convention)
+            rows = ProfileBuilder(trace, costs, self._model, convention, backward=backward).rows()
+        check_calls([row.address for row in rows], [row.address for row in self._rows])
+        self._set("measured_peak_bytes", [rows[at].peak_bytes for at in self._tree.at])
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def _watch_rss(self, method: str) -> Iterator[None]:
+        before = psutil.Process().memory_info().rss
+        with LoadSampler() as sampler:
+            yield
+        self._methods["memory"] = MemoryUse(method, before, sampler.rss_peak_bytes)
 
+    # -- energy --------------------------------------------------------------------------------------------------------
 
-def _device_memory(found: Measurements, runs: Passes, tree: CallTree) -> None:
-    before = psutil.Process().memory_info().rss
-    with LoadSampler() as sampler:
-        peaks = device.peak_bytes(runs, tree)
-    resident = runs.resident_bytes()
-    for at, peak in zip(tree.at, peaks, strict=True):
-        found.rows[at] = replace(found.rows[at], measured_peak_bytes=resident + peak)
-    method = "allocations of the device's allocator, including those of weights and inputs"
-    found.memory = MemoryUse(method, before, sampler.rss_peak_bytes)
-
-
-def host_memory(found: Measurements, spec: MeasurementSpec, real_rows: Callable[[], Sequence[Row]]) -> None:
-    """Measure the tensors that are alive during a real run, where there are no statistics of an allocator.
-
-    Args:
-        real_rows: Returns the rows of a real run.
-    """
-    before = psutil.Process().memory_info().rss
-    with LoadSampler() as sampler:
-        rows = real_rows()
-    check_calls([row.address for row in rows], [row.address for row in found.rows])
-    for at in CallTree(found.rows, spec.depth).at:
-        found.rows[at] = replace(found.rows[at], measured_peak_bytes=rows[at].peak_bytes)
-    found.memory = MemoryUse("tensors alive during a real run", before, sampler.rss_peak_bytes)
-
-
-# -- energy ------------------------------------------------------------------------------------------------------------
-
-
-def _energy(found: Measurements, runs: Passes, tree: CallTree, spec: MeasurementSpec) -> None:
-    own_s = [_own_seconds(found.rows[at]) for at in tree.at]
-    if isinstance(spec.energy, EnergyModel):
-        _set_energies(found, tree, energy.estimate(tree, spec.energy, own_s, backward=runs.backward))
-        return
-    method = energy.share if spec.energy == "share" else energy.replay
-    try:
-        meter = pick(spec.meter, runs.devices)
+    def _measure_energy(self, runs: Passes) -> None:
+        spec = self._spec
+        own_s = [_own_seconds(self._rows[at]) for at in self._tree.at]
+        if isinstance(spec.energy, EnergyModel):
+            self._estimate_energy(own_s)
+            return
+        measure_energies = energy.share if spec.energy == "share" else energy.replay
         try:
-            seconds = [time or 0.0 for time in own_s]
-            _set_energies(found, tree, method(runs, tree, meter, spec.schedule, seconds))
-        finally:
-            if meter is not spec.meter:
-                meter.close()
-    except SensorFailed as error:
-        found.unavailable["energy"] = str(error)
+            meter = pick(spec.meter, runs.devices)
+            try:
+                seconds = [time or 0.0 for time in own_s]
+                self._set_energies(measure_energies(runs, self._tree, meter, spec.schedule, seconds))
+            finally:
+                if meter is not spec.meter:
+                    meter.close()
+        except SensorFailed as error:
+            self._unavailable["energy"] = str(error)
+
+    def _estimate_energy(self, own_s: Sequence[float | None]) -> None:
+        assert isinstance(self._spec.energy, EnergyModel)
+        self._set_energies(energy.estimate(self._tree, self._spec.energy, own_s, backward=self._spec.backward))
+
+    def _set_energies(self, energies: Energies) -> None:
+        self._methods["energy"] = energies.use
+        self._set_amounts("energy_j", self._tree.known_sums(energies.own), energies.own)
+        self._set_amounts("net_energy_j", self._tree.known_sums(energies.net), energies.net)
+        self._set_spreads("energy_j", energies.spreads)
 
 
 def _own_seconds(row: Row) -> float | None:
     """Return the own time of a call on the device if measured, else on the host."""
     own = row.own
     times = (own.time_s, own.backward_s) if own.device_s is None else (own.device_s, own.backward_device_s)
-    return None if row.own.time_s is None else sum(time for time in times if time is not None)
-
-
-def _set_energies(found: Measurements, tree: CallTree, energies: Energies) -> None:
-    found.energy = energies.use
-    columns = {"energy_j": energies.own, "net_energy_j": energies.net}
-    for name, own in columns.items():
-        inclusive = tree.known_sums(own)
-        for at, own_j, inclusive_j in zip(tree.at, own, inclusive, strict=True):
-            found.rows[at] = _with_amount(found.rows[at], name, inclusive_j, own_j)
-    for at, spread in zip(tree.at, energies.spreads, strict=True):
-        if spread is not None:
-            row = found.rows[at]
-            found.rows[at] = replace(row, spreads=row.spreads | {"energy_j": spread})
+    return None if own.time_s is None else sum(time for time in times if time is not None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from microtome.profile.measurement import MeasurementSpec
     from microtome.profile.repeats import Progress
     from microtome.results.profile import Coverage, Profile
-    from microtome.results.rows import Row
     from microtome.results.trace import Trace
     from microtome.trace.costs import TraceCosts
 
@@ -99,7 +97,11 @@ def profile(
     static = profile_trace(trace, costs, model, run, priced_by, backward=backward)
     if strict and static.coverage.unknown:
         raise _unknown_op_error(static.coverage)
-    return static if spec is None else _measure(static, model, run, spec)
+    if spec is None:
+        return static
+    from microtome.profile.measurement import measure as add_measurements
+
+    return add_measurements(static, model, run, spec)
 
 
 def profile_trace(
@@ -120,25 +122,6 @@ def profile_trace(
         timeline=builder.timeline(),
         gradients=backward or (torch.is_grad_enabled() and any(one.requires_grad for one in model.parameters())),
     )
-
-
-def _measure(static: Profile, model: nn.Module, inputs: Inputs, spec: MeasurementSpec) -> Profile:
-    """Add measurements to a static profile."""
-    from microtome.flops.conventions import find_convention
-    from microtome.profile import measurement
-    from microtome.profile.static import ProfileBuilder
-
-    found = measurement.measure(static.calls, model, inputs, spec)
-    if "memory" in spec.measure and found.memory is None:
-
-        def real_rows() -> tuple[Row, ...]:
-            trace, costs = record(model, inputs, backward=spec.backward, fake=False)
-            return ProfileBuilder(
-                trace, costs, model, find_convention(static.convention), backward=spec.backward
-            ).rows()
-
-        measurement.host_memory(found, spec, real_rows)
-    return replace(static, calls=tuple(found.rows), **found.methods())
 
 
 def _unknown_op_error(coverage: Coverage) -> Unsupported:
