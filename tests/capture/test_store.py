@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from microtome.capture.store import DiskStore, Histogram, MemoryStore, Series, Stats, batch, open_folder, shard
-from microtome.capture.store.checks import OVERHEAD_BYTES
+from microtome.capture.store.base import OVERHEAD_BYTES
 from microtome.errors import BadFile, BadQuery, NoMatch
 from microtome.files.tensors import DTYPE_CODES, memory_of
 
@@ -620,13 +620,13 @@ def test_statistics_alone_are_written(tmp_path: Path) -> None:
 
 def test_the_queue_is_bounded_while_the_writer_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turn = threading.Semaphore(0)
-    real = shard.write_shard
+    real = shard.OpenShard.write
 
     def slow(*args: Any, **options: Any) -> Any:
         turn.acquire()
         return real(*args, **options)
 
-    monkeypatch.setattr(batch, "write_shard", slow)
+    monkeypatch.setattr(shard.OpenShard, "write", slow)
     store = DiskStore(tmp_path, MANIFEST, shard_bytes=4096, queue_bytes=16384)
     most = 0
 
@@ -827,7 +827,7 @@ def test_an_error_that_is_not_of_the_system_is_told_too(tmp_path: Path, monkeypa
     def fail(*_: object, **__: object) -> int:
         raise MemoryError
 
-    monkeypatch.setattr(batch, "write_shard", fail)
+    monkeypatch.setattr(shard.OpenShard, "write", fail)
     store = DiskStore(tmp_path, MANIFEST)
     store.add("fc", torch.zeros(3))
     with pytest.raises(BadFile, match="MemoryError; 0 records"):

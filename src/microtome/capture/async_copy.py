@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from microtome.capture.store import TensorStore
 from microtome.devices.base import backend_of
+from microtome.engine.torch_internals import storage_id
+from microtome.errors import Unsupported
 
 #: The most bytes of copies in flight; further copies wait for the oldest ones.
 _IN_FLIGHT_BYTES = 256 * 2**20
-
-
-class Consumer(Protocol):
-    """Receives tensors in host memory: its own, or borrowed ones, which it must not use after it returns."""
-
-    def __call__(self, name: str, tensor: Tensor, *, borrowed: bool = False, run: int | None = None) -> None: ...
 
 
 class _PendingTask(NamedTuple):
@@ -35,14 +32,14 @@ class _PendingTask(NamedTuple):
 
 
 class AsyncCopier:
-    """Copies tensors to host memory and passes them on in order.
+    """Copies tensors to host memory and adds them to a store, in order.
 
-    Tensors in host memory are lent to the consumer. Tensors on a device with streams are copied to pinned memory on a
+    Tensors in host memory are lent to the store. Tensors on a device with streams are copied to pinned memory on a
     separate stream, which waits for the model's stream; the model's stream does not wait for the copy.
     """
 
-    def __init__(self, consumer: Consumer) -> None:
-        self._consumer = consumer
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
         self._pending: deque[_PendingTask] = deque()
         self._pending_bytes = 0
         self._streams: dict[torch.device, torch.Stream] = {}
@@ -55,7 +52,7 @@ class AsyncCopier:
             run: The number of the run that made it.
         """
         if not backend_of(tensor.device).has_streams:
-            self._consumer(name, tensor.cpu(), borrowed=not fresh and tensor.device.type == "cpu", run=run)
+            self._store.add(name, tensor.cpu(), borrowed=not fresh and tensor.device.type == "cpu", run=run)
             return
         while self._pending and self._pending[0].is_ready:
             self._complete_oldest()
@@ -64,14 +61,14 @@ class AsyncCopier:
         self._start_copy(name, tensor, run, fresh=fresh)
 
     def call_after_pending(self, callback: Callable[[], None]) -> None:
-        """Call a function once all tensors added before have been passed on."""
+        """Call a function once all tensors added before are in the store."""
         if self._pending:
             self._pending.append(_PendingTask(callback))
         else:
             callback()
 
     def drain(self) -> None:
-        """Wait for all copies and pass them on."""
+        """Wait for all copies and add them to the store."""
         while self._pending:
             self._complete_oldest()
 
@@ -87,7 +84,7 @@ class AsyncCopier:
             target.copy_(source, non_blocking=True)
             completed = stream.record_event()
         source.record_stream(stream)  # so that the allocator does not reuse its memory before the copy ends
-        self._pending.append(_PendingTask(partial(self._pass_on, name, target, run), completed, target.nbytes))
+        self._pending.append(_PendingTask(partial(self._add_copy, name, target, run), completed, target.nbytes))
         self._pending_bytes += target.nbytes
 
     def _complete_oldest(self) -> None:
@@ -97,5 +94,25 @@ class AsyncCopier:
         self._pending_bytes -= oldest.nbytes
         oldest.callback()
 
-    def _pass_on(self, name: str, target: Tensor, run: int | None) -> None:
-        self._consumer(name, target.clone(), run=run)  # pinned memory is scarce
+    def _add_copy(self, name: str, target: Tensor, run: int | None) -> None:
+        self._store.add(name, target.clone(), run=run)  # pinned memory is scarce
+
+
+def check_copyable(name: str, tensor: Tensor) -> None:
+    """Raise if a tensor has no values yet, or is not dense."""
+    if backend_of(tensor.device).is_capturing():
+        raise Unsupported(
+            f"{name!r} ran during the capture of a CUDA graph, where tensors have no values yet and copies to host "
+            "memory are not allowed: record the model outside of the capture, in eager mode"
+        )
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise Unsupported(
+            f"{name!r} expected a dense tensor, got a sparse, nested or quantized one: use mt.extract instead"
+        )
+
+
+def is_new_memory(result: Tensor, tensor: Tensor) -> bool:
+    """Return whether the result of an operation has a new storage, which holds nothing else."""
+    if result.layout is not torch.strided or tensor.layout is not torch.strided:
+        return False
+    return storage_id(result) != storage_id(tensor) and result.untyped_storage().nbytes() == result.nbytes

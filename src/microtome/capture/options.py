@@ -18,10 +18,18 @@ Reduction = Literal["mean", "max", "cls", "last"]
 Reduce = Reduction | Callable[[Tensor], Tensor]
 
 
-def check_combination(
-    *, selects_modules: bool, attention: bool, selects_attention: bool, to: Any, append: bool, last: Any
+def check_options(
+    *,
+    selects_modules: bool,
+    attention: bool,
+    selects_attention: bool,
+    to: Any,
+    append: bool,
+    last: Any,
+    histogram: Any,
+    progress: Any,
 ) -> None:
-    """Raise if options exclude each other.
+    """Raise if an option is invalid, or excludes another.
 
     Args:
         selects_modules: Whether modules are selected.
@@ -37,10 +45,6 @@ def check_combination(
         raise BadQuery(f"expected the path of a folder as `to`, got {to!r}")
     if to is not None and last is not None:
         raise BadQuery("`last` bounds a recording in memory: leave out `to` or `last`")
-
-
-def check_values(*, last: Any, histogram: Any, progress: Any) -> None:
-    """Raise if an option has an invalid type or value."""
     if last is not None and not (isinstance(last, SupportsIndex) and index(last) >= 1):
         raise BadQuery(f"expected `last` to be a number of tensors of at least 1, got {last!r}")
     if histogram is not None and not _is_histogram(histogram):
@@ -58,7 +62,7 @@ def _is_histogram(value: Any) -> bool:
 # -- reduction ---------------------------------------------------------------------------------------------------------
 
 
-def reduction(reduce: Reduce) -> Callable[[Tensor], Tensor]:
+def find_reduction(reduce: Reduce) -> Callable[[Tensor], Tensor]:
     """Return the reduction of that name, or the function itself."""
     if callable(reduce):
         return reduce
@@ -108,7 +112,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # -- manifest ----------------------------------------------------------------------------------------------------------
 
 
-def manifest_of(model: nn.Module, selectors: list[str], reduce: Reduce | None) -> dict[str, Any]:
+def make_manifest(model: nn.Module, selectors: list[str], reduce: Reduce | None) -> dict[str, Any]:
     """Describe a recording; appending requires the same, except for torch's version and other names."""
     return {
         "model": type(model).__qualname__,

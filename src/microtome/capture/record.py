@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from os import PathLike
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from microtome.addresses import Addresses
-from microtome.capture.async_copy import AsyncCopier
+from microtome.capture.async_copy import AsyncCopier, check_copyable, is_new_memory
 from microtome.capture.attention.attention import ATTENTION, AttentionProbe, no_attention_error
 from microtome.capture.attention.fused_weights import Heads, Rows, WeightRange
-from microtome.capture.options import (
-    Reduce,
-    check_combination,
-    check_values,
-    describe_selector,
-    manifest_of,
-    reduction,
-)
-from microtome.capture.record_probes import OutputProbe, RunNumbers, RunProbe
-from microtome.capture.store import DiskStore, MemoryStore, Recording, Series, Stats, open_folder
+from microtome.capture.options import Reduce, check_options, describe_selector, find_reduction, make_manifest
+from microtome.capture.store import DiskStore, MemoryStore, Series, Stats, TensorStore
+from microtome.capture.store.base import Keep
 from microtome.capture.targets import Targets, model_never_ran
-from microtome.devices.base import backend_of
-from microtome.engine import Probe, Selector, Session
+from microtome.engine import Call, Probe, Selector, Session, tensors_in
 from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.engine.pytree import named_tensors
 from microtome.engine.selectors import CallSelection, check_model
 from microtome.engine.signals import SignalSafe
-from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadQuery, SessionError, Unsupported
 from microtome.results.base import render
 from microtome.units import parse_size
-
-Keep = Literal["all", "stats"]
 
 
 class RecordTotals(NamedTuple):
@@ -110,41 +100,41 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
         progress: Callable[[RecordTotals], None] | None = None,
     ) -> None:
         self._model = check_model(model)
-        check_combination(
+        check_options(
             selects_modules=at is not None,
             attention=attention,
             selects_attention=any(option is not None for option in (layers, heads, rows)),
             to=to,
             append=append,
             last=last,
+            histogram=histogram,
+            progress=progress,
         )
-        check_values(last=last, histogram=histogram, progress=progress)
         self._targets = None if at is None else Targets(model, at)
-        if self._targets is not None and self._targets.owners:
-            raise BadQuery("expected modules to record, got operators: mt.extract captures these")
-        self._reduce = None if reduce is None else reduction(reduce)
-        self._own_reduction = isinstance(reduce, str)
-        self._progress = progress
-        limits: dict[str, Any] = {"limit_bytes": None if limit is None else parse_size(limit)}
         if self._targets is not None:
-            self._probe: Probe = OutputProbe(self)
-            selectors = [describe_selector(one) for one in self._targets.selectors]
+            if self._targets.owners:
+                raise BadQuery("expected modules to record, got operators: mt.extract captures these")
+            self._probe: Probe = _OutputProbe(self, self._targets)
+            selectors = list(map(describe_selector, self._targets.selectors))
         else:
             calls, weights = None if layers is None else CallSelection(model, layers), WeightRange(heads, rows)
             self._probe = AttentionProbe(self.add, at=calls, weights=weights)
             selectors = [f"attention of {describe_selector(layers)}, {weights}"]
-        limits |= {"keep": keep, "histogram": histogram}
-        self._store: MemoryStore | DiskStore = MemoryStore(last=last, **limits)
+        self._reduce = None if reduce is None else find_reduction(reduce)
+        self._is_own_reduction = isinstance(reduce, str)
+        self._progress = progress
+        limit_bytes = None if limit is None else parse_size(limit)
+        limits: dict[str, Any] = {"limit_bytes": limit_bytes, "keep": keep, "histogram": histogram}
+        self._store: TensorStore = MemoryStore(last=last, **limits)
         # The folder is created when the block begins, so that an unused recorder leaves none.
-        manifest = manifest_of(model, selectors, reduce)
+        manifest = make_manifest(model, selectors, reduce)
         self._other_names: dict[str, str] = manifest["other_names"]
         self._cached_addresses = Addresses((), self._other_names)
         self._open_store = None if to is None else partial(DiskStore, to, manifest, append=append, **limits)
-        self._copier = AsyncCopier(self._store.add)
+        self._copier = AsyncCopier(self._store)
         self._folder = to
-        self._numbers = RunNumbers(itertools.count())
+        self._open_runs = _OpenRuns(itertools.count())
         self._session: Session | None = None
-        self._recording: Recording | None = None
         self._is_done = False
         self._runs = self._records = self._nbytes = 0
         self._seconds = 0.0
@@ -162,13 +152,13 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
     def _set_up(self) -> Self:
         if self._began is not None:
             raise SessionError("a recorder is used in one `with` block: create another, with append=True for a folder")
-        whole = () if self._targets is not None else ATTENTION
+        composite = () if self._targets is not None else ATTENTION
         fast_paths = self._targets is not None and self._targets.fast_paths
-        session = Session(self._model, [self._probe, RunProbe(self)], composite=whole, fast_paths=fast_paths)
+        session = Session(self._model, [self._probe, _RunProbe(self)], composite=composite, fast_paths=fast_paths)
         if self._open_store is not None:
             self._store = self._open_store()
-            self._copier = AsyncCopier(self._store.add)
-            self._numbers = RunNumbers(itertools.count(self._store.next_run))
+            self._copier = AsyncCopier(self._store)
+            self._open_runs = _OpenRuns(itertools.count(self._store.next_run))
         try:
             self._session = session.__enter__()
         except BaseException:
@@ -213,7 +203,7 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
             if is_meta_or_fake(tensor):  # a run on tensors without values, which finds where to stop
                 continue
             added = True
-            self._check_tensor(name, tensor)
+            check_copyable(name, tensor)
             result = tensor.detach()
             if self._reduce is not None:
                 with torch.no_grad():
@@ -222,31 +212,18 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
                     raise BadQuery(f"expected reduce to return a tensor, got a {type(result).__name__} at {name!r}")
             self._records += 1
             self._nbytes += result.nbytes
-            fresh = self._own_reduction and _owns_its_memory(result, tensor)
-            self._copier.add(name + place, result, fresh=fresh, run=self._numbers.current)
+            fresh = self._is_own_reduction and is_new_memory(result, tensor)
+            self._copier.add(name + place, result, fresh=fresh, run=self._open_runs.current)
         return added
 
-    def _check_tensor(self, name: str, tensor: Tensor) -> None:
-        if backend_of(tensor.device).is_capturing():
-            raise Unsupported(
-                f"{name!r} ran during the capture of a CUDA graph, where tensors have no values yet and copies to host "
-                "memory are not allowed: record the model outside of the capture, in eager mode"
-            )
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-            raise Unsupported(
-                f"{name!r} expected a dense tensor, got a sparse, nested or quantized one: use mt.extract instead"
-            )
-
     def _begin_run(self) -> None:
-        self._numbers.begin()
-        if isinstance(self._store, DiskStore):
-            self._copier.call_after_pending(self._store.begin_run)
+        self._open_runs.begin()
+        self._copier.call_after_pending(self._store.begin_run)
 
     def _end_run(self) -> None:
         """End a run of the model, whether it raised or not."""
-        self._numbers.end()
-        if isinstance(self._store, DiskStore):
-            self._copier.call_after_pending(self._store.end_run)
+        self._open_runs.end()
+        self._copier.call_after_pending(self._store.end_run)
 
     def _count_run(self) -> None:
         self._runs += 1
@@ -271,14 +248,7 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
         return self._cached_addresses
 
     def __getitem__(self, name: str) -> Series:
-        address = self._addresses.resolve(name) or name  # the store raises if it has no such name
-        if isinstance(self._store, MemoryStore):
-            return self._store.series(address)
-        if self._recording is None or not self._is_done:
-            if not self._is_done:
-                self._store.flush()
-            self._recording = open_folder(self._store.folder)
-        return self._recording[name]
+        return self._store.series(self._addresses.resolve(name) or name)  # the store raises if it has no such name
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the series of that name, or the default."""
@@ -315,8 +285,72 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
 record = ActivationRecorder
 
 
-def _owns_its_memory(result: Tensor, tensor: Tensor) -> bool:
-    """Return whether a reduction's result has a storage of its own, which holds nothing else."""
-    if result.layout is not torch.strided or tensor.layout is not torch.strided:
-        return False
-    return storage_id(result) != storage_id(tensor) and result.untyped_storage().nbytes() == result.nbytes
+class _OpenRuns(threading.local):
+    """The numbers of the open runs of this thread, which follow the order in which runs begin.
+
+    Args:
+        counter: Shared by all threads.
+    """
+
+    def __init__(self, counter: itertools.count[int]) -> None:
+        self._counter = counter
+        self._open: list[int] = []
+
+    @property
+    def current(self) -> int | None:
+        return self._open[-1] if self._open else None
+
+    def begin(self) -> None:
+        self._open.append(next(self._counter))
+
+    def end(self) -> None:
+        if self._open:
+            self._open.pop()
+
+
+class _OutputProbe(Probe):
+    """Adds the outputs of selected calls to a recorder."""
+
+    def __init__(self, recorder: ActivationRecorder, targets: Targets) -> None:
+        self._recorder = recorder
+        self._targets = targets
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if call.phase == "forward":
+            last_calls = self._recorder._last_calls
+            last_calls[call.path] = max(call.index, last_calls.get(call.path, 0))
+            if call in self._targets.calls and self._add(call, output):
+                self._recorder._recorded_paths[call.path] = None
+
+    def _add(self, call: Call, output: Any) -> bool:
+        try:
+            return self._recorder.add(self._targets.address(call), output)
+        except BadQuery:
+            if self._recorder._is_done:  # another thread has closed the recorder
+                return False
+            raise
+        except Unsupported as error:
+            error.add_note(f"in the output of {call.address!r}")
+            raise
+
+
+class _RunProbe(Probe):
+    """Begins and ends the runs of a recorder."""
+
+    def __init__(self, recorder: ActivationRecorder) -> None:
+        self._recorder = recorder
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if call.parent is None:
+            self._recorder._begin_run()
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if call.parent is None:
+            self._recorder._end_run()
+            if call.phase == "forward" and not any(map(is_meta_or_fake, tensors_in(output))):
+                self._recorder._count_run()
+
+    def fail(self, call: Call, error: BaseException) -> None:
+        if call.parent is None:
+            self._recorder._end_run()
+            self._recorder._failed = True

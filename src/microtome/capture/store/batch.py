@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from microtome.capture.store.checks import OVERHEAD_BYTES, memory_bytes
+from microtome.capture.store.base import OVERHEAD_BYTES, memory_bytes
 from microtome.capture.store.index import INDEX, IndexLine, IndexTotals, SeriesEntry, append_lines, tensor_key
-from microtome.capture.store.shard import OpenShard, header_bytes, write_shard
+from microtome.capture.store.shard import OpenShard, header_bytes
 from microtome.capture.store.stats import Stats
 from microtome.files.tensors import DTYPE_CODES
 from microtome.files.writing import open_for_writing
@@ -162,14 +162,17 @@ class ShardWriter:
         """Write a part, or the rest of a batch; `on_io` is called right before the system call that writes it."""
         try:
             if isinstance(item, ShardPart):
-                if self._shard is None:
-                    self._shard = OpenShard(self._folder / self._file, item.header_space)
-                self._shard.write(item.tensors, on_io)
+                self._open_shard(item.header_space).write(item.tensors, on_io)
             else:
                 self._complete(item, on_io)
         except Exception:
             self._discard()
             raise
+
+    def _open_shard(self, header_space: int | None = None) -> OpenShard:
+        """Return the shard being written; create one if there is none."""
+        self._shard = self._shard or OpenShard(self._folder / self._file, header_space)
+        return self._shard
 
     @property
     def _file(self) -> str:
@@ -179,16 +182,13 @@ class ShardWriter:
 
     def _complete(self, batch: Batch, on_io: Callable[[], None]) -> None:
         line = IndexLine(None, 0, batch.full, batch.pieces, batch.ends_run)
-        if self._shard is not None:
-            self._shard.write(batch.tensors, on_io)
+        if self._shard is not None or batch.tensors:
             line.file = self._file
-            line.file_bytes, sums = self._shard.finish(sync=self._sync)
+            shard = self._open_shard()
+            shard.write(batch.tensors, on_io)
+            line.file_bytes, sums = shard.finish(sync=self._sync)
             line.add_sums(sums)
             self._shard = None
-        elif batch.tensors:
-            line.file = self._file
-            line.file_bytes, sums = write_shard(self._folder / line.file, batch.tensors, sync=self._sync)
-            line.add_sums(sums)
         self._deferred.append(line)
         if line.ends_run:
             self._write_deferred()

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from torch import Tensor
 
+from microtome.capture.store.base import Keep, TensorStore, memory_bytes, must_copy, to_contiguous
 from microtome.capture.store.batch import Batch, ShardWriter, can_be_own_part
-from microtome.capture.store.checks import check_limits, memory_bytes, must_copy, to_contiguous
 from microtome.capture.store.folder import claim, open_recording, record_error
 from microtome.capture.store.index import tensor_key
-from microtome.capture.store.series import unknown_name_error
-from microtome.capture.store.stats import Histogram, Stats
-from microtome.capture.store.writer import Writer
+from microtome.capture.store.recording import Recording, open_folder
+from microtome.capture.store.series import Series
+from microtome.capture.store.stats import Stats
+from microtome.capture.store.writer import WriterThread
 from microtome.errors import BadFile, BadQuery, describe_error
 from microtome.files.tensors import DTYPE_CODES
 from microtome.units import size
@@ -25,7 +25,7 @@ from microtome.units import size
 MIB = 2**20
 
 
-class DiskStore:
+class DiskStore(TensorStore):
     """Writes tensors to safetensors shards in a folder, from a background thread.
 
     The index names complete shards of complete runs: a killed process loses at most the open run, the shard being
@@ -43,11 +43,6 @@ class DiskStore:
         shard_bytes: The approximate size of a shard.
         queue_bytes: The maximum bytes that wait to be written; `add` blocks above it. A larger tensor waits alone.
         sync: Flush each shard to the disk before the next, so that a power failure loses no more than a kill.
-
-    Attributes:
-        count: The number of tensors added, written or not.
-        dropped: The number of tensors not written because of the limit.
-        nbytes: The bytes of the tensors written or waiting to be.
     """
 
     def __init__(
@@ -56,18 +51,16 @@ class DiskStore:
         manifest: Mapping[str, Any],
         append: bool = False,
         limit_bytes: int | None = None,
-        keep: Literal["all", "stats"] = "all",
+        keep: Keep = "all",
         histogram: tuple[int, float, float] | None = None,
         shard_bytes: int = 64 * MIB,
         queue_bytes: int = 256 * MIB,
         sync: bool = False,
     ) -> None:
-        check_limits(keep, limit_bytes=limit_bytes, shard_bytes=shard_bytes, queue_bytes=queue_bytes)
+        super().__init__(keep, limit_bytes, histogram, shard_bytes=shard_bytes, queue_bytes=queue_bytes)
         self.folder = Path(folder)
-        self._empty_stats = Stats(histogram=None if histogram is None else Histogram(*histogram))
-        self._keep, self._limit_bytes, self._queue_bytes = keep, limit_bytes, queue_bytes
+        self._queue_bytes = queue_bytes
         self._shard_bytes = min(shard_bytes, (queue_bytes + 1) // 2)  # else nothing would be written while it fills
-        self._lock = threading.RLock()
         self._file_lock = claim(self.folder)
         try:
             self._totals = open_recording(self.folder, manifest, self._empty_stats, append=append, keep=keep, sync=sync)
@@ -79,22 +72,21 @@ class DiskStore:
             raise
         self._counts = dict(self._totals.kept)  # of written tensors, by name
         self.count, self.dropped, self.nbytes = self._totals.count, self._totals.dropped, self._totals.nbytes
+        self.next_run = self._totals.next_run
         self._names = dict.fromkeys(self._totals.stats)
-        self._writer = Writer(self._shard_writer.write)
+        self._writer = WriterThread(self._shard_writer.write)
         self._batch = Batch(self._shard_bytes)
         self._full = self._closed = self._is_error_raised = False
         self._open_runs = 0
         self._run_spans_batches = False
+        self._recording: Recording | None = None
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def add(self, name: str, tensor: Tensor, *, borrowed: bool = False, run: int | None = None) -> None:
         """Add a tensor; blocks while the queue is full.
 
-        Args:
-            borrowed: The caller may write to the tensor after this returns; otherwise it belongs to the store. A large
-                one is not copied: this waits until it is written, and computes the statistics meanwhile.
-            run: The number of the run that made it.
+        A large borrowed one is not copied: this waits until it is written, and computes the statistics meanwhile.
         """
         with self._lock:
             self._check_open()
@@ -109,11 +101,6 @@ class DiskStore:
                 self._count(name, tensor)
             if self._batch.is_complete and (not self._open_runs or self._batch.is_overdue):
                 self._submit_batch()
-
-    @property
-    def next_run(self) -> int:
-        """The number of the first run of this recorder, above those of runs in the folder."""
-        return self._totals.next_run
 
     def begin_run(self) -> None:
         """Defer the index lines of added tensors until the run ends."""
@@ -235,14 +222,22 @@ class DiskStore:
         with self._lock:
             return list(self._names)
 
+    def series(self, name: str) -> Series:
+        """Return the tensors of a name in the folder; waits as `flush` does."""
+        self._check_name(name)
+        if self._recording is None or not self._closed:
+            if not self._closed:
+                self.flush()
+            self._recording = open_folder(self.folder)
+        return self._recording.series(name)
+
     def stats(self, name: str) -> Stats:
         """Return statistics of all tensors of a name, including those in the folder before; waits as `flush` does.
 
         If writing has failed, those of the tensors that are safely written.
         """
         with self._lock:
-            if name not in self.names:
-                raise unknown_name_error(name, self.names)
+            self._check_name(name)
             if not self._closed:
                 self._submit_batch()
                 self._writer.drain()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import mmap
-import threading
 from collections import OrderedDict, deque
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from microtome.capture.store.checks import OVERHEAD_BYTES, check_limits, own_copy
-from microtome.capture.store.series import Series, in_memory, unknown_name_error
-from microtome.capture.store.stats import Histogram, Stats
+from microtome.capture.store.base import OVERHEAD_BYTES, Keep, TensorStore, must_copy, to_contiguous
+from microtome.capture.store.series import Series, in_memory
+from microtome.capture.store.stats import Stats
 from microtome.errors import BadQuery
 from microtome.units import size
 
@@ -21,7 +19,7 @@ _MIN_POOLED_BYTES = 16 * 1024
 _POOLS = 32
 
 
-class MemoryStore:
+class MemoryStore(TensorStore):
     """A ring buffer of tensors by name: the oldest are dropped when the limit is reached.
 
     Statistics cover all tensors, including dropped ones. They are computed when a tensor is dropped or when they are
@@ -33,54 +31,38 @@ class MemoryStore:
         last: The maximum number of tensors of one name.
         keep: "all", or "stats" to keep no tensors.
         histogram: `(bins, low, high)`, for a histogram of each name.
-
-    Attributes:
-        count: The number of tensors added.
-        dropped: The number of tensors dropped.
-        nbytes: The bytes of the values of tensors that are kept.
     """
 
     def __init__(
         self,
         limit_bytes: int | None = None,
         last: int | None = None,
-        keep: Literal["all", "stats"] = "all",
+        keep: Keep = "all",
         histogram: tuple[int, float, float] | None = None,
     ) -> None:
-        check_limits(keep, limit_bytes=limit_bytes, last=last)
-        self.limit_bytes = limit_bytes
-        self.last = last
-        self.keep = keep
-        self.count = self.dropped = self.nbytes = 0
-        self._empty_stats = Stats(histogram=None if histogram is None else Histogram(*histogram))
+        super().__init__(keep, limit_bytes, histogram, last=last)
+        self._last = last
         self._tensors: OrderedDict[int, tuple[str, Tensor, int | None]] = OrderedDict()
         self._numbers: dict[str, deque[int]] = {}
         self._stats: dict[str, Stats] = {}
         self._last_in_stats: dict[str, int] = {}
         self._pools: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-        self._lock = threading.RLock()
 
     @property
     def names(self) -> list[str]:
         return list(self._numbers)
 
     def add(self, name: str, tensor: Tensor, *, borrowed: bool = False, run: int | None = None) -> None:
-        """Add a tensor.
-
-        Args:
-            borrowed: The caller may write to the tensor, so it is copied; otherwise it belongs to the store.
-            run: The number of the run that made it.
-        """
+        """Add a tensor; a borrowed one is copied."""
         with self._lock:
-            if self.keep == "all":
-                is_pooled = borrowed and self._can_pool(tensor)
-                tensor = self._copy_to_pool(tensor) if is_pooled else own_copy(tensor, borrowed=borrowed)
+            if self._keep == "all":
+                tensor = self._own(tensor, borrowed=borrowed)
                 self._free_memory(name, tensor.nbytes)
             if name not in self._numbers:
                 self._numbers[name] = deque()
                 self._stats[name] = self._empty_stats.new()
                 self._last_in_stats[name] = -1
-            if self.keep == "all":
+            if self._keep == "all":
                 self._tensors[self.count] = name, tensor, run
                 self._numbers[name].append(self.count)
                 self.nbytes += tensor.nbytes
@@ -88,10 +70,17 @@ class MemoryStore:
                 self._stats[name].add(tensor)
             self.count += 1
 
+    def _own(self, tensor: Tensor, *, borrowed: bool) -> Tensor:
+        """Return a contiguous tensor in memory of the store, copied only if necessary."""
+        if borrowed and self._can_pool(tensor):
+            return self._copy_to_pool(tensor)
+        contiguous = to_contiguous(tensor)
+        return contiguous.clone() if must_copy(contiguous, tensor, borrowed=borrowed) else contiguous
+
     def _can_pool(self, tensor: Tensor) -> bool:
-        if self.limit_bytes is None or not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+        if self._limit_bytes is None or not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             return False
-        fits = _MIN_POOLED_BYTES <= tensor.nbytes <= self.limit_bytes // _POOLS
+        fits = _MIN_POOLED_BYTES <= tensor.nbytes <= self._limit_bytes // _POOLS
         return fits and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
 
     def _copy_to_pool(self, tensor: Tensor) -> Tensor:
@@ -100,32 +89,32 @@ class MemoryStore:
         Separate copies would be scattered among the model's own tensors, which are freed, and the C library cannot
         reuse the holes: the process would take twice the memory of the copies, as with a list of clones.
         """
-        assert self.limit_bytes is not None
+        assert self._limit_bytes is not None
         pool = self._pools.setdefault((tensor.shape, tensor.dtype), [])
         if not pool:
-            count = self.limit_bytes // _POOLS // tensor.nbytes
+            count = self._limit_bytes // _POOLS // tensor.nbytes
             pages = mmap.mmap(-1, count * tensor.nbytes)
             pool += torch.frombuffer(pages, dtype=tensor.dtype).view(count, *tensor.shape).unbind(0)
         return pool.pop().copy_(tensor)
 
     def _free_memory(self, name: str, nbytes: int) -> None:
         """Drop tensors until another one fits."""
-        if self.limit_bytes is not None and nbytes > self.limit_bytes:
+        if self._limit_bytes is not None and nbytes > self._limit_bytes:
             raise BadQuery(
-                f"a tensor of {name!r} has {size(nbytes)}, above the limit of {size(self.limit_bytes)} for all; "
+                f"a tensor of {name!r} has {size(nbytes)}, above the limit of {size(self._limit_bytes)} for all; "
                 f"raise the limit, or reduce the output"
             )
         numbers = self._numbers.get(name, deque())
-        while self.last is not None and len(numbers) >= self.last:
+        while self._last is not None and len(numbers) >= self._last:
             self._drop(numbers[0])
         needed = nbytes + OVERHEAD_BYTES
-        while self.limit_bytes is not None and self._tensors and self._used_bytes + needed > self.limit_bytes:
+        while self._limit_bytes is not None and self._tensors and self._used_bytes + needed > self._limit_bytes:
             self._drop(next(iter(self._tensors)))
 
     @property
     def _used_bytes(self) -> int:
         # A pool is freed with the last of its tensors, so one may hold dropped ones.
-        pooled = self.limit_bytes // _POOLS if self._pools and self.limit_bytes is not None else 0
+        pooled = self._limit_bytes // _POOLS if self._pools and self._limit_bytes is not None else 0
         return self.nbytes + OVERHEAD_BYTES * len(self._tensors) + pooled
 
     def _drop(self, number: int) -> None:
@@ -142,13 +131,11 @@ class MemoryStore:
             self._last_in_stats[name] = number
 
     def series(self, name: str) -> Series:
-        """Return the tensors of a name that are kept, the oldest first."""
         with self._lock:
             self._check_name(name)
             return Series(name, [in_memory(*self._tensors[number][1:]) for number in self._numbers[name]])
 
     def stats(self, name: str) -> Stats:
-        """Return statistics of all tensors of a name so far."""
         with self._lock:
             self._check_name(name)
             for number in self._numbers[name]:
@@ -156,10 +143,3 @@ class MemoryStore:
             result = self._stats[name].new()
             result.merge(self._stats[name])
             return result
-
-    def close(self) -> None:
-        """Do nothing: the tensors stay available."""
-
-    def _check_name(self, name: str) -> None:
-        if name not in self._numbers:
-            raise unknown_name_error(name, self.names)

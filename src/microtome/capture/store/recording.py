@@ -12,7 +12,7 @@ from typing import Any, Self
 from microtome.addresses import Addresses
 from microtome.capture.store.index import IndexLine, IndexTotals, read_index, read_manifest, tensor_key
 from microtome.capture.store.series import Series, StoredTensor
-from microtome.capture.store.shard import Shards
+from microtome.capture.store.shard import ShardReader
 from microtome.capture.store.stats import Stats
 from microtome.errors import BadFile, NoMatch
 from microtome.files.reading import translate_read_errors
@@ -36,7 +36,7 @@ class Recording:
         self._totals = IndexTotals()
         files = [(line.file, line) for line in lines if line.file is not None]
         sums = {file: line.header_sum for file, line in files if line.header_sum is not None}
-        self._shards = Shards(folder, {file: line.file_bytes for file, line in files}, sums)
+        self._shards = ShardReader(folder, {file: line.file_bytes for file, line in files}, sums)
         self._tensors: dict[str, list[StoredTensor]] = {}
         for line in lines:
             self._totals.add(line)
@@ -83,7 +83,10 @@ class Recording:
         return self._totals.stats[self._resolve(name)]
 
     def __getitem__(self, name: str) -> Series:
-        address = self._resolve(name)
+        return self.series(self._resolve(name))
+
+    def series(self, address: str) -> Series:
+        """Return the tensors of a name as it is in the files."""
         return Series(address, self._tensors[address])
 
     def __len__(self) -> int:

