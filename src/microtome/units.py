@@ -1,4 +1,4 @@
-"""Numbers as text for people: the one place where that is done.
+"""Format numbers for people and parse them: the only code that does.
 
 >>> count(1_814_073_344), count(999), count(0)
 ('1.81 G', '999', '0')
@@ -17,8 +17,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 from microtome.errors import BadQuery
 
@@ -27,89 +27,81 @@ Unit = Literal["count", "bytes", "seconds", "joules", "watts", "ratio", "fractio
 UNKNOWN = "–"  # noqa: RUF001
 
 
+def _multiples(step: float, names: Sequence[str]) -> list[tuple[float, str]]:
+    """Return the multiples of a unit, the largest first."""
+    return [(float(step**power), name) for power, name in reversed(list(enumerate(names)))]
+
+
+def _fractions(unit: str) -> list[tuple[float, str]]:
+    return [(1.0, unit), (1e-3, f"m{unit}"), (1e-6, f"u{unit}"), (1e-9, f"n{unit}")]
+
+
+_MULTIPLES = {
+    "count": _multiples(1000, ("", "k", "M", "G", "T", "P", "E")),
+    "bytes": _multiples(1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")),
+    "bits": _multiples(1000, ("bps", "Kbps", "Mbps", "Gbps", "Tbps")),
+}
+_FRACTIONS = {"seconds": _fractions("s"), "joules": _fractions("J"), "watts": _fractions("W")}
+
+
+def _fitting(number: float, unit: str) -> tuple[float, str]:
+    """Return the value and the name of the multiple or fraction of a unit that suits a number."""
+    if unit in _FRACTIONS:
+        fractions = _FRACTIONS[unit]
+        return next((one for one in fractions if abs(number) >= one[0]), fractions[-1] if number else fractions[0])
+    step = 1024 if unit == "bytes" else 1000
+    multiples = _MULTIPLES[unit]
+    return next((one for one in multiples if abs(number) >= one[0] * (1 - 0.5 / step)), multiples[-1])
+
+
+def _digits(scaled: float) -> int:
+    """Return the digits after the point with which a number below 1000 has three digits."""
+    return 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
+
+
+def _multiple(number: float | None, unit: str) -> str:
+    if number is None:
+        return UNKNOWN
+    value, name = _fitting(number, unit)
+    scaled = number / value
+    return (f"{number:,} {name}" if value == 1.0 else f"{scaled:.{_digits(scaled)}f} {name}").rstrip()
+
+
+def _fraction(number: float | None, unit: str) -> str:
+    if number is None:
+        return UNKNOWN
+    value, name = _fitting(number if abs(number) >= 0.5e-9 else 0.0, unit)
+    return f"{number / value:.0f} {name}" if value == 1e-9 or abs(number) < 0.5e-9 else f"{number / value:.3g} {name}"
+
+
 def count(number: float | None) -> str:
-    """With three digits, and a letter for thousands, millions and so on."""
-    return _scaled(number, 1000, ("", " k", " M", " G", " T", " P", " E"))
+    """Format a number with three digits and a letter for thousands, millions and so on."""
+    return _multiple(number, "count")
 
 
 def size(nbytes: float | None) -> str:
-    """Bytes, in steps of 1024."""
-    return _scaled(nbytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB"))
-
-
-def parse_size(text: int | str) -> int:
-    """Bytes, from a number or a text: KB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024.
-
-    >>> parse_size("4GB"), parse_size("1.5 MiB"), parse_size(10)
-    (4000000000, 1572864, 10)
-    """
-    if isinstance(text, int) and text > 0:
-        return text
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?\s*", str(text), re.IGNORECASE)
-    nbytes = 0
-    if found:
-        power = " kmgt".index((found[2] or " ").lower())
-        nbytes = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
-    if nbytes <= 0:
-        raise BadQuery(f"{text!r} is no number of bytes: write such as 4GB or 256MiB")
-    return nbytes
+    """Format bytes in powers of 1024."""
+    return _multiple(nbytes, "bytes")
 
 
 def rate(bytes_per_s: float | None) -> str:
-    """A speed of a link, in bits, with three digits."""
+    """Format a bandwidth in bits per second."""
     if bytes_per_s is None:
         return UNKNOWN
-    bits, at = 8.0 * bytes_per_s, 0
-    while bits >= 999.5 and at < 4:
-        bits /= 1000
-        at += 1
-    return f"{bits:.3g} {('', 'K', 'M', 'G', 'T')[at]}bps"
-
-
-def parse_rate(text: float | str) -> float:
-    """Bytes a second, from a text; a number is that of bits a second. `b` is a bit and `B` is a byte.
-
-    >>> parse_rate("20Mbps"), parse_rate("20 Mbit/s"), parse_rate("2.5MB/s"), parse_rate(8000)
-    (2500000.0, 2500000.0, 2500000.0, 1000.0)
-    """
-    if isinstance(text, int | float) and 0 < text < float("inf"):
-        return text / 8
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKmMgGtT]?)(i?)([bB]|bit)(?:ps|/s)\s*", str(text))
-    speed = 0.0
-    if found:
-        step = 1024 if found[3] else 1000
-        speed = float(found[1]) * step ** " kmgt".index((found[2] or " ").lower()) / (1 if found[4] == "B" else 8)
-    if speed <= 0:
-        raise BadQuery(f"{text!r} is no speed of a link: write such as 20Mbps, in bits, or 2.5MB/s, in bytes")
-    return speed
-
-
-def parse_seconds(text: float | str) -> float:
-    """A time, from a text; a number is that of seconds.
-
-    >>> parse_seconds("15ms"), parse_seconds("0.5 s"), parse_seconds(2)
-    (0.015, 0.5, 2.0)
-    """
-    if isinstance(text, int | float) and 0 <= text < float("inf"):
-        return float(text)
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s|min)\s*", str(text))
-    if not found:
-        raise BadQuery(f"{text!r} is no time: write such as 15ms or 0.2s")
-    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}[found[2]]
+    value, name = _fitting(8.0 * bytes_per_s, "bits")
+    return f"{8.0 * bytes_per_s / value:.3g} {name}"
 
 
 def seconds(number: float | None) -> str:
-    """A time, in the unit that fits it."""
-    return UNKNOWN if number is None else _scaled_down(number, "s")
+    return _fraction(number, "seconds")
 
 
 def joules(number: float | None) -> str:
-    """An energy, in the unit that fits it."""
-    return UNKNOWN if number is None else _scaled_down(number, "J")
+    return _fraction(number, "joules")
 
 
 def watts(number: float | None) -> str:
-    return UNKNOWN if number is None else _scaled_down(number, "W")
+    return _fraction(number, "watts")
 
 
 def share(part: float | None, whole: float | None) -> str:
@@ -121,12 +113,23 @@ def ratio(number: float | None) -> str:
 
 
 def fraction(part: float | None) -> str:
-    """A part of a whole, in per cent."""
+    """Format a part of a whole in per cent."""
     return UNKNOWN if part is None else f"{100 * part:.0f} %"
 
 
+_WRITERS: dict[Unit, Callable[[Any], str]] = {
+    "count": count,
+    "bytes": size,
+    "seconds": seconds,
+    "joules": joules,
+    "watts": watts,
+    "ratio": ratio,
+    "fraction": fraction,
+}
+
+
 def write(value: Any, unit: Unit | None) -> str:
-    """A value in its unit; without one, a number as a count, and anything else as it is.
+    """Format a value in its unit; without one, a number as a count, and anything else by `str`.
 
     >>> write(2048, "bytes"), write(0.5, "fraction"), write(None, "joules") == UNKNOWN, write("launch", None)
     ('2.00 KiB', '50 %', True, 'launch')
@@ -140,35 +143,127 @@ def shape(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes)) or "scalar"
 
 
-def _scaled(number: float | None, step: int, units: Sequence[str]) -> str:
-    if number is None:
-        return UNKNOWN
-    at = 0
-    while abs(number) >= step - 0.5 and at < len(units) - 1:
-        number /= step
-        at += 1
-    if at == 0:
-        return f"{number:,}{units[0]}"
-    digits = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
-    return f"{number:.{digits}f}{units[at]}"
+# -- one unit for the numbers of a column ------------------------------------------------------------------------------
+
+#: Units that have multiples or fractions.
+SCALED = {"count", "bytes", *_FRACTIONS}
+#: The most characters of a number in a unit smaller than its own.
+_WIDEST = 8
 
 
-def _scaled_down(number: float, unit: str) -> str:
-    """With three digits, in the unit or in thousandths, millionths and so on of it."""
-    if abs(number) < 0.5e-9:
-        return f"0 {unit}"
-    for letter, size_ in (("", 1.0), ("m", 1e-3), ("u", 1e-6)):
-        if abs(number) >= size_:
-            return f"{number / size_:.3g} {letter}{unit}"
-    return f"{number / 1e-9:.0f} n{unit}"
+class Scale(NamedTuple):
+    """A multiple of a unit and a number of digits, for numbers that are compared by their length.
+
+    Attributes:
+        size: The value of one unit.
+        unit: Its name; empty for plain numbers.
+        digits: The digits after the point.
+    """
+
+    size: float
+    unit: str
+    digits: int
+
+    def write(self, number: float | None) -> str:
+        """Format a number; one that would round to 0 as less than the last digit."""
+        if not number:
+            return UNKNOWN if number is None else "0"
+        least = 10.0**-self.digits
+        scaled = number / self.size
+        if 0 < scaled <= least / 2:
+            return f"<{least:.{self.digits}f}"
+        return f"{scaled:,.{self.digits}f}"
 
 
-_WRITERS: dict[Unit, Callable[[Any], str]] = {
-    "count": count,
-    "bytes": size,
-    "seconds": seconds,
-    "joules": joules,
-    "watts": watts,
-    "ratio": ratio,
-    "fraction": fraction,
-}
+def scale_of_largest(numbers: Iterable[float | None], unit: Unit) -> Scale:
+    """Return the scale in which the largest of several numbers has three digits.
+
+    >>> scale = scale_of_largest([9_355_584, 73_728, 12], "count")
+    >>> scale.unit, [scale.write(number) for number in (9_355_584, 73_728, 12)]
+    ('M', ['9.36', '0.07', '<0.01'])
+    >>> scale_of_largest([0.0023, 0.0000041], "seconds").write(0.0000041)
+    '<0.01'
+    >>> Scale(1000.0, "k", 0).write(500)
+    '<1'
+    """
+    largest = max((abs(number) for number in numbers if number is not None), default=0.0)
+    value, name = _fitting(largest, unit)
+    return Scale(value, name, 0 if value == 1.0 and unit in _MULTIPLES else _digits(largest / value))
+
+
+def scale_of_all(numbers: Iterable[float | None], unit: Unit) -> Scale | None:
+    """Return the scale in which the least of several numbers has two digits, or one; None if the largest is too long.
+
+    >>> scale = scale_of_all([9_355_584, 73_728, 640], "count")
+    >>> scale.unit, [scale.write(number) for number in (9_355_584, 73_728, 640)]
+    ('k', ['9,355.58', '73.73', '0.64'])
+    >>> scale_of_all([0.00013, 0.0000072], "seconds").write(0.0000072)
+    '7.2'
+    >>> scale_of_all([9_355_584_000, 640], "count") is None
+    True
+    """
+    known = [abs(number) for number in numbers if number]
+    first = scale_of_largest(known, unit)
+    if not known or (first.size == 1.0 and unit in _MULTIPLES):
+        return first
+    every = _FRACTIONS[unit] if unit in _FRACTIONS else _MULTIPLES[unit]
+    smaller = [Scale(value, name, digits) for value, name in every if value <= first.size for digits in (0, 1, 2)]
+    fitting = [scale for scale in (first, *smaller) if len(scale.write(max(known))) <= _WIDEST]
+    for least in (10, 1):
+        for scale in fitting:
+            if min(known) / scale.size >= least * 10.0**-scale.digits:
+                return scale
+    return None
+
+
+# -- parsing -----------------------------------------------------------------------------------------------------------
+
+_NUMBER = r"\s*([0-9]+(?:\.[0-9]+)?)\s*"
+
+
+def parse_size(text: int | str) -> int:
+    """Parse bytes: KB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024.
+
+    >>> parse_size("4GB"), parse_size("1.5 MiB"), parse_size(10)
+    (4000000000, 1572864, 10)
+    """
+    if isinstance(text, int) and text > 0:
+        return text
+    match = re.fullmatch(_NUMBER + r"(?:([kmgt])(i?))?b?\s*", str(text), re.IGNORECASE)
+    nbytes = int(float(match[1]) * _prefix(match[2], match[3])) if match else 0
+    if nbytes <= 0:
+        raise BadQuery(f"expected a number of bytes, such as 4GB or 256MiB, got {text!r}")
+    return nbytes
+
+
+def parse_rate(text: float | str) -> float:
+    """Parse bytes per second; a number is in bits per second. `b` is a bit and `B` is a byte.
+
+    >>> parse_rate("20Mbps"), parse_rate("20 Mbit/s"), parse_rate("2.5MB/s"), parse_rate(8000)
+    (2500000.0, 2500000.0, 2500000.0, 1000.0)
+    """
+    if isinstance(text, int | float) and 0 < text < float("inf"):
+        return text / 8
+    match = re.fullmatch(_NUMBER + r"([kKmMgGtT]?)(i?)([bB]|bit)(?:ps|/s)\s*", str(text))
+    speed = float(match[1]) * _prefix(match[2], match[3]) / (1 if match[4] == "B" else 8) if match else 0.0
+    if speed <= 0:
+        raise BadQuery(f"expected a bandwidth, such as 20Mbps (bits) or 2.5MB/s (bytes), got {text!r}")
+    return speed
+
+
+def _prefix(letter: str | None, binary: str | None) -> float:
+    return float((1024 if binary else 1000) ** " kmgt".index((letter or " ").lower()))
+
+
+def parse_seconds(text: float | str) -> float:
+    """Parse a time; a number is in seconds.
+
+    >>> parse_seconds("15ms"), parse_seconds("0.5 s"), parse_seconds(2)
+    (0.015, 0.5, 2.0)
+    """
+    if isinstance(text, int | float) and 0 <= text < float("inf"):
+        return float(text)
+    match = re.fullmatch(_NUMBER + r"(us|ms|s|min)\s*", str(text))
+    if not match:
+        raise BadQuery(f"expected a time, such as 15ms or 0.2s, got {text!r}")
+    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}[match[2]]

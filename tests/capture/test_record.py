@@ -240,7 +240,7 @@ def test_what_a_model_without_attention_says() -> None:
         ({}, "expected modules to record or attention=True, and not both"),
         ({"at": "0", "attention": True}, "expected modules to record or attention=True"),
         ({"at": "0", "heads": [0]}, "layers, heads and rows select attention"),
-        ({"at": "0", "limit": "much"}, "'much' is no number of bytes: write such as 4GB"),
+        ({"at": "0", "limit": "much"}, "expected a number of bytes, such as 4GB or 256MiB, got 'much'"),
         ({"at": "0", "reduce": "median"}, "expected reduce to be one of 'mean'"),
         ({"at": "0", "append": True}, "append=True continues a folder"),
         ({"at": "0/relu"}, "expected modules to record, got operators"),

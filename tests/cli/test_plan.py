@@ -105,8 +105,8 @@ def test_codecs_are_measured_on_the_run_and_can_be_taken_from_files(files: list[
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--bandwidth", "fast"], "'fast' is no speed of a link"),
-        (["--rtt", "soon"], "'soon' is no time"),
+        (["--bandwidth", "fast"], "expected a bandwidth, such as 20Mbps (bits) or 2.5MB/s (bytes), got 'fast'"),
+        (["--rtt", "soon"], "expected a time, such as 15ms or 0.2s, got 'soon'"),
         (["--limit", "moon=1GB"], "expected edge=VALUE or cloud=VALUE, got 'moon=1GB'"),
         (["--limit", "edge=1GB", "--limit", "edge=2GB"], "edge is set twice"),
         (["--limit", "edge=1", "--limit", "cloud=1"], "no way to place the model is within the limits"),

@@ -35,7 +35,7 @@ def test_speeds_are_bits_with_b_and_bytes_with_a_capital_b(text: Any, bytes_per_
     "text", ["20", "20MHz", "fast", "", "0Mbps", 0, -5, "-5Mbps", float("inf"), float("nan"), "20MB"]
 )
 def test_what_is_no_speed_is_said(text: Any) -> None:
-    with pytest.raises(BadQuery, match="is no speed of a link: write such as 20Mbps, in bits, or 2.5MB/s"):
+    with pytest.raises(BadQuery, match="expected a bandwidth, such as 20Mbps"):
         mt.Link(text)
 
 
@@ -46,7 +46,7 @@ def test_times_have_units_or_are_seconds(text: Any, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["15", "15 m", "-1ms", -1, float("nan"), float("inf")])
 def test_what_is_no_time_is_said(text: Any) -> None:
-    with pytest.raises(BadQuery, match="is no time: write such as 15ms"):
+    with pytest.raises(BadQuery, match="expected a time, such as 15ms"):
         mt.Link("1Mbps", rtt=text)
 
 

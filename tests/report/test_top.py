@@ -10,8 +10,8 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
-from microtome.report.shared_units import scale_of_largest
 from microtome.report.top import as_json, ranking, text
+from microtome.units import scale_of_largest
 
 
 @pytest.fixture(scope="module")

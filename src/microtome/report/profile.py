@@ -8,12 +8,11 @@ from typing import Any
 from microtome.report.columns import AT_LEAST, OWN, CallColumn, at_least, columns_of, leaves_out
 from microtome.report.notes import notes_of
 from microtome.report.row_selection import RowSelection, check, deepest, depth_of, rows_of, whole_tree
-from microtome.report.shared_units import SCALED, scale_of_all
 from microtome.report.table import Bar, Cell, Column, Line, Medium, Note, Report, Table, plain
 from microtome.results.metrics import IMPORTANCE, METRICS
 from microtome.results.profile import Profile
 from microtome.results.rows import Group, Row, flat
-from microtome.units import write
+from microtome.units import SCALED, scale_of_all, write
 
 #: The width of the longest bar: with it, the counts of a small model fit in 80 columns.
 _BAR = 4

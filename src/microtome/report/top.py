@@ -9,12 +9,11 @@ from typing import Any
 from microtome.errors import BadQuery
 from microtome.report import table
 from microtome.report.notes import notes_of
-from microtome.report.shared_units import scale_of_largest
 from microtome.report.table import Bar, Column, Line, Report, Styled, Table
 from microtome.results.metrics import METRICS, Metric
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
-from microtome.units import share
+from microtome.units import scale_of_largest, share
 
 #: The width of the longest bar.
 _BAR = 8
