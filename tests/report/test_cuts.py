@@ -54,7 +54,7 @@ cut        ┃ module ┃ bytes ┃          ┃ MACs ┃ MACs ┃ params ┃ pa
 fewest bytes: 2, 48 B; the first with fewer than the input's 96 B: 2
 *: sends fewer bytes than every cut before it
 read from a run on meta tensors
-itself: what the call at the cut returns"""
+itself: the output of the call at the cut"""
 
 
 def test_a_small_table_is_drawn_so() -> None:

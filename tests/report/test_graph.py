@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery, NoMatch
-from microtome.report.graph.graph import Graph, graph
+from microtome.report.graph.graph import Graph, build_graph
 from microtome.report.graph.layout import lay_out, spaced
 from microtome.units import size
 
@@ -38,7 +38,7 @@ class Residual(nn.Module):
 
 def test_calls_of_one_module_are_not_joined_by_its_weights() -> None:
     layer = nn.Linear(4, 4)
-    drawn = graph(mt.trace(nn.Sequential(layer, layer, layer), torch.ones(2, 4)))
+    drawn = build_graph(mt.trace(nn.Sequential(layer, layer, layer), torch.ones(2, 4)))
     assert [(edge.source, edge.target, edge.nbytes) for edge in drawn.edges] == [(at, at + 1, 32) for at in range(4)]
 
 
@@ -55,7 +55,7 @@ def joined(found: Graph) -> set[tuple[str, str, int]]:
 
 def test_edges_have_the_bytes_of_what_goes_from_one_to_the_other(t: mt.Trace) -> None:
     # Every value is 2 x 4 floats. What is changed in place comes from the one that changed it.
-    assert joined(graph(t, 1)) == {
+    assert joined(build_graph(t, 1)) == {
         ("args[0]", "a", 32),
         ("a", "act", 32),
         ("act", "b", 32),
@@ -66,13 +66,13 @@ def test_edges_have_the_bytes_of_what_goes_from_one_to_the_other(t: mt.Trace) ->
 
 
 def test_depth_says_what_is_opened(t: mt.Trace) -> None:
-    assert [node.name for node in graph(t, 0).nodes] == ["args[0]", "Residual", "output"]
-    assert [node.name for node in graph(t, 2).nodes if node.kind == "call"] == ["a", "act", "b.0"]
-    assert [node.name for node in graph(t).nodes] == [node.name for node in graph(t, 2).nodes]
+    assert [node.name for node in build_graph(t, 0).nodes] == ["args[0]", "Residual", "output"]
+    assert [node.name for node in build_graph(t, 2).nodes if node.kind == "call"] == ["a", "act", "b.0"]
+    assert [node.name for node in build_graph(t).nodes] == [node.name for node in build_graph(t, 2).nodes]
 
 
 def test_what_contains_a_cut_is_opened_and_what_crosses_is_marked(t: mt.Trace) -> None:
-    found = graph(t, 1, "b.0")
+    found = build_graph(t, 1, "b.0")
     assert [node.name for node in found.nodes if node.is_head] == ["args[0]", "a", "act", "b.0"]
     crossing = {found.nodes[edge.source].name for edge in found.edges if edge.crosses}
     assert crossing == {"b.0", "args[0]"}
@@ -85,7 +85,7 @@ def test_every_cut_can_be_drawn(name: str) -> None:
     with torch.no_grad():
         trace, cuts = mt.trace(model, x), mt.cuts(model, x)
     for cut in cuts:
-        found = graph(trace, 1, cut)
+        found = build_graph(trace, 1, cut)
         assert found.cut == f"cut at {cut.at}: {size(cut.nbytes)} cross"
         assert any(edge.crosses for edge in found.edges)
 
@@ -95,7 +95,7 @@ def test_a_graph_has_no_circle_and_all_is_reached(name: str) -> None:
     with torch.no_grad():
         trace = mt.trace(*zoo.build(name))
     for depth in range(4):
-        found = graph(trace, depth)
+        found = build_graph(trace, depth)
         assert all(edge.source < edge.target for edge in found.edges)
         read = {edge.source for edge in found.edges}
         assert all(node.index in read or node.kind == "output" for node in found.nodes)
@@ -151,9 +151,9 @@ def test_dot_names_every_node_and_edge(t: mt.Trace, tmp_path: Path) -> None:
 
 
 def test_wrong_words_are_told(t: mt.Trace) -> None:
-    with pytest.raises(BadQuery, match="depth is a number from 0 on, got -1"):
+    with pytest.raises(BadQuery, match="expected depth of 0 or more, got -1"):
         t.to_svg(depth=-1)
-    with pytest.raises(BadQuery, match="a cut is an address or a Cut, got 3"):
+    with pytest.raises(BadQuery, match="expected cut to be an address or a Cut, got 3"):
         t.to_dot(cut=3)
     with pytest.raises(NoMatch, match="'c'"):
         t.to_dot(cut="c")

@@ -16,7 +16,7 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
-from microtome.report.trace_events.slices import device, host
+from microtome.report.trace_events.profile import device_slices, host_slices
 from microtome.results.link import LinkMeasurement
 from microtome.results.measurements import Load
 from microtome.results.plan import Plan
@@ -58,8 +58,13 @@ def test_a_slice_begins_as_long_before_its_end_as_the_call_took() -> None:
         Row(address="c", parent="", depth=1, time_s=4e-6, elapsed_s=12e-6),  # as if it ended after the run
     )
     p = replace(mt.profile(*zoo.build("tiny-resnet")), calls=rows)
-    assert [(one.begin_ns, one.end_ns) for one in host(p)] == [(0, 10000), (1000, 3000), (4000, 9000), (9000, 10000)]
-    assert device(p) == []
+    assert [(one.begin_ns, one.end_ns) for one in host_slices(p)] == [
+        (0, 10000),
+        (1000, 3000),
+        (4000, 9000),
+        (9000, 10000),
+    ]
+    assert device_slices(p) == []
 
 
 @settings(max_examples=25, deadline=None)

@@ -31,7 +31,13 @@ def forms_asked_for() -> set[str]:
 
 def test_every_form_that_is_asked_for_has_a_renderer() -> None:
     forms = forms_asked_for()
-    assert forms >= {"svg.svg", "profile.report", "sweep.records", "formats.html", "attention.plot"}
+    assert forms >= {
+        "graph.drawing.draw_svg",
+        "profile.report",
+        "sweep.records",
+        "formats.html",
+        "pictures.attention.plot",
+    }
     assert all(callable(find_renderer(form)) for form in forms)
 
 

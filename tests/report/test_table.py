@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microtome.report.notebook_html import page
+from microtome.report.notebook import page
 from microtome.report.table import Bar, Column, Line, Names, Note, Report, Segments, Styled, Table, shorten, text
 from microtome.results.base import Result
 from tests.report.test_foreign_text import COLOURS, RESULTS
@@ -49,7 +49,7 @@ def test_columns_are_left_out_by_importance_and_named(
     headers = ("first", "second", "third")
     columns = [Column(header, importance=at) for header, at in zip(headers, importance, strict=True)]
     lines = tuple(Line((name, *map(str, numbers))) for name, numbers in rows)
-    report = Report("a title", (Table((Column("name", right=False), *columns), lines),))
+    report = Report("a title", (Table((Column("name", align="left"), *columns), lines),))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(width))
         shown = text(report)
@@ -67,7 +67,7 @@ def test_columns_are_left_out_by_importance_and_named(
 
 def test_columns_without_an_importance_are_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    columns = (Column("name", right=False), Column("must"), Column("may", importance=0))
+    columns = (Column("name", align="left"), Column("must"), Column("may", importance=0))
     shown = text(Report("t", (Table(columns, (Line(("x" * 80, "1" * 20, "2" * 20)),)),)))
     assert "no room for: may" in shown
     assert "1" * 20 in shown
@@ -98,10 +98,10 @@ name     ┃ of all       ┃       k ┃ crosses
 def test_bars_marks_units_totals_and_lists_are_drawn_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "56")
     columns = (
-        Column("name", right=False),
-        Column("share\nof all", right=False, bar_width=4),
+        Column("name", align="left"),
+        Column("share\nof all", align="left", bar_width=4),
         Column("count\n", unit="k"),
-        Column("crosses", right=False),
+        Column("crosses", align="left"),
     )
     lines = (
         Line(("  long", Bar(0.5, "50.0 %"), "1,234.5", Names(("itself", "block.0", "block.1", "block.2"))), mark="*"),

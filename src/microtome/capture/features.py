@@ -88,7 +88,7 @@ class Features(Mapping[str, Any]):
             scale: `"each"` scales each channel by its own minimum and maximum, `"all"` by common ones.
             part: The index of the tensor, if the module returns several.
         """
-        return render("activation.plot", self[name], name, **options)
+        return render("pictures.activation.plot", self[name], name, **options)
 
     def to_png(self, file: File, name: str, **options: Any) -> None:
         """Write the image that `plot` returns, with its options."""

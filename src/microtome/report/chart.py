@@ -21,7 +21,7 @@ class StackedBar:
     """A bar with its name and its sum.
 
     Attributes:
-        parts: The character, the seconds, and whether a part that is not 0 has one character at least.
+        parts: The character, the seconds, and whether a part above 0 s has at least one character.
     """
 
     name: str
@@ -31,7 +31,7 @@ class StackedBar:
 
 
 def stacked_bars(bars: Sequence[StackedBar], longest_s: float, width: int) -> list[str]:
-    """Draw bars below each other; those of more than `longest_s` are cut off."""
+    """Draw bars below each other; those above `longest_s` are cut off."""
     marks = max(len(bar.mark) for bar in bars) + 1
     names = min(max(len(bar.name) for bar in bars), max(2 * width // 5, 12), _NAME)
     room = width - names - marks - 11
@@ -52,10 +52,9 @@ def _draw(bar: StackedBar, whole: float, room: int) -> str:
     return drawn[:room] if bar.total_s <= whole else drawn[: room - 1] + _CUT_OFF
 
 
-def sample(rows: Sequence[Row], most: int, is_kept: Callable[[Row], bool]) -> list[Row]:
-    """All rows, or, of many, some evenly, with the first, the last, and those that are to be kept."""
+def sample(rows: Sequence[Row], most: int, is_required: Callable[[Row], bool]) -> list[Row]:
+    """Return all rows, or, of many, an even sample with the first, the last, and the required ones."""
     if len(rows) <= most:
         return list(rows)
-    last = len(rows) - 1
-    kept = {round(at * last / (most - 1)) for at in range(most)} | {at for at, row in enumerate(rows) if is_kept(row)}
-    return [rows[at] for at in sorted(kept)]
+    even = {round(step * (len(rows) - 1) / (most - 1)) for step in range(most)}
+    return [row for index, row in enumerate(rows) if index in even or is_required(row)]

@@ -1,4 +1,4 @@
-"""The columns of a table of calls: texts about a call, and each metric with its share and its interval."""
+"""The columns of a table of calls: descriptions of a call, and each metric with its share and its interval."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from microtome.report.notes import interval
+from microtome.report.table import some
 from microtome.results.metrics import METRICS, Metric
 from microtome.results.profile import Profile
 from microtome.units import UNKNOWN, shape, share, write
@@ -20,9 +21,9 @@ class CallColumn:
     """A column of a table of calls or of groups of calls.
 
     Attributes:
-        metric: None: the column is a text about a call.
-        part: Which part of the metric: its value, its share of the total, or its interval.
-        text: Writes the cell of a row, of a column without a metric.
+        metric: None: the column is text.
+        part: The value of the metric, its share of the total, or its interval.
+        text: Returns the cell of a row in a column without a metric.
         field: The name in files, where it is not that of the metric.
         is_default: Whether a table shows it by default.
         needs: The metric without which a table does not show it by default.
@@ -33,13 +34,12 @@ class CallColumn:
     part: Literal["value", "share", "interval"] = "value"
     text: Callable[[Any], str] = lambda row: ""
     field: str = ""
-    right: bool = True
     known_of: Literal["ops", "modules", "calls", "groups"] = "calls"
     is_default: bool = False
     needs: str = ""
 
     def cell(self, row: Any, profile: Profile) -> str:
-        """The cell of a row, each number in a unit of its own."""
+        """Return the cell of a row, each number in a unit of its own."""
         if self.metric is None:
             return self.text(row)
         if self.part == "share":
@@ -50,7 +50,7 @@ class CallColumn:
         return self.number(row, partial(write, unit=unit))
 
     def number(self, row: Any, write_: Write) -> str:
-        """The cell with its number written in a given unit; parameters that are counted elsewhere are in brackets."""
+        """Return the cell with its number formatted by `write_`; parameters that count elsewhere are in brackets."""
         assert self.metric is not None
         text = write_(self.metric.of(row))
         shared = self.metric.name == "params" and getattr(row, "shared_params", None)
@@ -59,10 +59,10 @@ class CallColumn:
         return f"{text} (+{write_(shared)})" if row.params else f"({write_(shared)})"
 
     def raw(self, row: Any, record: dict[str, Any], profile: Profile) -> dict[str, Any]:
-        """The columns of a file, with raw numbers.
+        """Return the fields of a file, with raw numbers.
 
         Args:
-            record: The row with all its fields, as `flat` has it.
+            record: The row with all its fields, as `flat` returns it.
         """
         if self.metric is None:
             return {self.field: record.get(self.field, self.text(row))}
@@ -75,7 +75,7 @@ class CallColumn:
         return {name: value}
 
     def is_of(self, by: str | None) -> bool:
-        """Whether calls have the column, or, by `"module"`, `"type"` or `"op"`, groups."""
+        """Whether the column exists for calls, or for groups by `"module"`, `"type"` or `"op"`."""
         if by is None:
             return self.known_of != "groups"
         return self.known_of in {"op": ("ops", "groups")}.get(by, ("ops", "modules", "groups"))
@@ -90,40 +90,35 @@ _RUNS = Metric("runs", "runs", None, "how many calls, or runs of the operator")
 
 
 def call_columns() -> dict[str, CallColumn]:
-    """Every column by its name, in the order of the table."""
-    found = {
-        "type": CallColumn("module", text=lambda row: row.type, field="type", right=False, is_default=True),
+    """Return every column by its name, in the order of the table."""
+    columns = {
+        "type": CallColumn("module", text=lambda row: row.type, field="type", is_default=True),
         "runs": CallColumn("runs", _RUNS, known_of="groups", is_default=True),
-        "inputs": CallColumn("input", text=lambda row: _shapes(row.inputs), field="input_shapes", right=False),
-        "outputs": CallColumn(
-            "output", text=lambda row: _shapes(row.outputs), field="output_shapes", right=False, is_default=True
-        ),
-        "dtype": CallColumn("dtype", text=_dtypes, field="dtypes", right=False),
+        "inputs": CallColumn("input", text=lambda row: _shapes(row.inputs), field="input_shapes"),
+        "outputs": CallColumn("output", text=lambda row: _shapes(row.outputs), field="output_shapes", is_default=True),
+        "dtype": CallColumn("dtype", text=_dtypes, field="dtypes"),
     }
     for metric in METRICS.values():
-        make = partial(
+        column = partial(
             CallColumn, metric=metric, known_of=metric.known_of, needs=metric.name if metric.requires else ""
         )
-        found[metric.column] = make(metric.header, is_default=metric.shown == "table")
+        columns[metric.column] = column(metric.header, is_default=metric.shown == "table")
         if metric.share:
-            found[metric.share] = make(f"{metric.header} share", part="share", field=metric.share, is_default=True)
+            columns[metric.share] = column(f"{metric.header} share", part="share", field=metric.share, is_default=True)
         if metric.interval:
-            found[metric.interval] = make(f"{metric.header} 95 %", part="interval", known_of="calls")
+            columns[metric.interval] = column(f"{metric.header} 95 %", part="interval", known_of="calls")
         if metric.name == "device_s":
-            found["bound"] = CallColumn(
-                "bound", text=_bound, field="bound", right=False, is_default=True, needs="device_s"
-            )
-    return found
+            columns["bound"] = CallColumn("bound", text=_bound, field="bound", is_default=True, needs="device_s")
+    return columns
 
 
 def columns_of(by: str | None) -> dict[str, CallColumn]:
-    """The columns of a table of calls, or, by `"module"`, `"type"` or `"op"`, of groups."""
+    """Return the columns of a table of calls, or of groups by `"module"`, `"type"` or `"op"`."""
     return {name: column for name, column in call_columns().items() if column.is_of(by)}
 
 
 def _shapes(tensors: Sequence[Any]) -> str:
-    shown = [shape(tensor.shape) for tensor in tensors[:2]]
-    return ", ".join(shown) + (", …" if len(tensors) > 2 else "")
+    return some([shape(tensor.shape) for tensor in tensors], 2)
 
 
 def _dtypes(row: Any) -> str:
@@ -134,18 +129,18 @@ def _bound(row: Any) -> str:
     return {None: UNKNOWN, True: "launch", False: "device"}[row.is_launch_bound]
 
 
-#: The suffix of the type of a row that leaves the calls inside out.
+#: The suffix of the type of a row without the calls inside it.
 OWN = "(own)"
 AT_LEAST = "≥ "
 
 
 def at_least(cell: str) -> str:
-    """Mark a number that leaves operators without a formula out."""
+    """Mark a number that leaves out operators without a formula."""
     return cell if cell == UNKNOWN else AT_LEAST + cell
 
 
 def leaves_out(profile: Profile, metric: Metric, by: str | None) -> Callable[[Any], bool]:
-    """A predicate of rows or groups: whether some of their operators have no formula."""
+    """Return a predicate of rows or groups: whether some of their operators have no formula."""
     if metric.counted_by:
         own = {row.address for row in profile if any(getattr(op, metric.counted_by) is None for op in row.ops)}
     else:

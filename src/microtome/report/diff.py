@@ -1,4 +1,4 @@
-"""The tables of what changed between two profiles."""
+"""The tables of the changes between two profiles."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MINUS = "\N{MINUS SIGN}"
 
 
 def report(diff: Diff, medium: Medium = "terminal") -> Report:
-    """The totals, and the layers that changed the most; Markdown folds many of them away."""
+    """Describe the totals, and the layers that changed the most; Markdown folds a long list of them."""
     changes = (Column("before"), Column("after"), Column("change"))
-    totals = tuple(Line((name_of(one), *_cells(one))) for one in diff.totals)
-    tables = [Table((Column("total", right=False), *changes), totals)]
+    totals = tuple(Line((name_of(change), *_cells(change))) for change in diff.totals)
+    tables = [Table((Column("total", align="left"), *changes), totals)]
     if diff.layers:
-        columns = (Column("layer", right=False, is_name=True), Column("", right=False, wraps=True), *changes)
+        columns = (Column("layer", align="left", is_name=True), Column("", align="left", wraps=True), *changes)
         lines = tuple(line for layer in diff.layers[:_LAYERS] for line in _lines(layer))
         tables.append(Table(columns, lines, summary=_changed(diff) if len(diff.layers) >= _FOLDED else ""))
     title = diff.after if diff.before == diff.after else f"{diff.before}, then {diff.after}"
@@ -32,15 +32,14 @@ def report(diff: Diff, medium: Medium = "terminal") -> Report:
 
 
 def records(diff: Diff) -> list[dict[str, Any]]:
-    """A record for each change; those of the whole have no address."""
-    changes = [({"address": "", "type": "", "what": "total"}, one) for one in diff.totals]
-    changes += [
-        ({"address": layer.address, "type": layer.type, "what": layer.what}, one)
-        for layer in diff.layers
-        for one in layer.changes
-    ]
+    """Return a record for each change; those of the totals have no address."""
+    changes = [(("", "", "total"), change) for change in diff.totals]
+    changes += [((layer.address, layer.type, layer.what), change) for layer in diff.layers for change in layer.changes]
     names = ("quantity", "before", "after", "growth", "is_noise")
-    return [about | {name: getattr(one, name) for name in names} for about, one in changes]
+    return [
+        dict(zip(("address", "type", "what"), where, strict=True)) | {name: getattr(change, name) for name in names}
+        for where, change in changes
+    ]
 
 
 def name_of(change: MetricChange) -> str:
@@ -48,10 +47,10 @@ def name_of(change: MetricChange) -> str:
 
 
 def growth(change: MetricChange, *, is_new: bool = False) -> str:
-    """By how much, in words.
+    """Format the growth of a metric.
 
     Args:
-        is_new: Whether the layer was not there on the side where nothing is known.
+        is_new: Whether an unknown value means that the layer did not exist.
 
     >>> growth(MetricChange("macs", 100, 105)), growth(MetricChange("macs", 0, 5))
     ('+5.0 %', 'new')
@@ -77,7 +76,7 @@ def _cells(change: MetricChange, *, is_new: bool = False) -> tuple[str, str, Sty
 
 
 def _lines(layer: LayerChange) -> Iterator[Line]:
-    """The rows of a layer, its name in the first."""
+    """Yield the rows of a layer, the first with its name."""
     name = layer.address or "(root)"
     note = layer.note if layer.what == "changed" else f"{layer.type} {layer.what}"
     if note:
@@ -95,7 +94,7 @@ def _style(change: MetricChange) -> str:
 
 def _changed(diff: Diff) -> str:
     counts = {what: sum(layer.what == what for layer in diff.layers) for what in ("added", "removed", "changed")}
-    changed = ", ".join(f"{many} {what}" for what, many in counts.items() if many)
+    changed = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
     return f"{changed or 'no layer changed'}; {diff.unchanged} as before"
 
 

@@ -1,4 +1,4 @@
-"""Results as text, Markdown, CSV and HTML, whatever their kind."""
+"""Render any kind of result as text, Markdown, CSV or HTML."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from microtome.errors import sanitize_text
 from microtome.report import find_renderer, table
-from microtome.report.notebook_html import page
-from microtome.report.table import Cell, Column, Line, Medium, Names, Report, Table, notes_of, plain
+from microtome.report.notebook import page
+from microtome.report.table import Cell, Column, Line, Medium, Names, Report, Table, plain
 from microtome.results.base import Result
 
-#: Spreadsheets take a cell that begins so for a formula; some leave out tabs and new lines before it.
+#: Spreadsheets read a cell with such a prefix as a formula; some skip tabs and new lines before it.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def describe(result: Result, *options: Any, medium: Medium = "terminal") -> Report:
-    """The tables of a result, with the options of its kind, such as which rows are selected."""
+    """Build the report of a result, with the options of its kind, such as the selected rows."""
     report: Report = find_renderer(f"{result.kind}.report")(result, *options, medium=medium)
     return report
 
@@ -34,21 +34,20 @@ def html(result: Result, *options: Any) -> str:
 
 
 def csv(result: Result, *options: Any) -> str:
-    """Write CSV, raw numbers, one line a row."""
+    """Render CSV: raw numbers, one line a row."""
     records = find_renderer(f"{result.kind}.records")(result, *options)
     return csv_text(list(dict.fromkeys(name for record in records for name in record)), records)
 
 
 def markdown(result: Result, *options: Any) -> str:
     report = describe(result, *options, medium="markdown")
-    shown = [column for one in report.tables for column in one.columns]
-    notes = "\n".join(f"- {escape_markdown(note)}" for note in notes_of(report, shown))
+    notes = "\n".join(f"- {escape_markdown(note)}" for note in report.notes_with())
     parts = [f"**{escape_markdown(report.title)}**", *map(_markdown_table, report.tables), notes]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _markdown_table(one: Table) -> str:
-    rules = ["---:" if column.right else "---" for column in one.columns]
+    rules = ["---:" if column.align == "right" else "---" for column in one.columns]
     rows = [[escape_markdown(column.title) for column in one.columns], rules]
     rows += [[_markdown_cell(line, at, column) for at, column in enumerate(one.columns)] for line in one.lines]
     lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -69,7 +68,7 @@ def _markdown_cell(line: Line, at: int, column: Column) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Text as Markdown that shows it as it is, in a table, too.
+    """Escape text for Markdown, also in a table.
 
     >>> escape_markdown("a<b>&amp; *c* | d")
     'a&lt;b&gt;&amp;amp; \\\\*c\\\\* \\\\| d'
@@ -79,7 +78,7 @@ def escape_markdown(text: str) -> str:
 
 
 def code_span(name: str) -> str:
-    """A name as a code span of Markdown, in a table, too.
+    """Format a name as a Markdown code span, also in a table.
 
     >>> code_span("layer1.0"), code_span("a|b"), code_span("`tick`")
     ('`layer1.0`', '`a\\\\|b`', '`` `tick` ``')
@@ -92,7 +91,7 @@ def code_span(name: str) -> str:
 
 
 def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any] | Mapping[str, Any]]) -> str:
-    """A table as CSV. A string that a spreadsheet would take for a formula begins with an apostrophe.
+    """Format a table as CSV. A string that a spreadsheet would read as a formula begins with an apostrophe.
 
     >>> csv_text(["name", "value"], [["=1+1", -1.5], {"name": "a,b"}]).splitlines()
     ['name,value', "'=1+1,-1.5", '"a,b",']

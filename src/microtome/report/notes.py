@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+from microtome.report.table import some
 from microtome.results.measurements import EnergyUse, Spread, Timing
-from microtome.results.metrics import Amounts
-from microtome.results.profile import Coverage, Profile
+from microtome.results.profile import Coverage, Profile, group
 from microtome.units import UNKNOWN, joules, seconds, size, watts
 
 #: Above this ratio, measuring has changed the measured times.
@@ -17,16 +18,23 @@ FEW = 6
 
 
 def interval(spread: Spread | None, write: Callable[[float], str] = seconds) -> str:
-    """The 95 % interval of a median."""
+    """Format the 95 % interval of a median."""
     return UNKNOWN if spread is None else f"{write(spread.low)} to {write(spread.high)}"
 
 
-def notes_of(profile: Profile) -> list[str]:
+def profile_notes(profile: Profile) -> list[str]:
+    """Return the notes on the counts, the coverage and the measurements of a profile."""
     total, coverage = profile.total, profile.coverage
-    counted = f"{_known(total, 'macs', 'MACs')}; {_known(total, 'flops', 'FLOPs')} ({profile.convention} convention)"
+    counts = [
+        f"{unit} not known" if number is None else f"{number:,} {unit}"
+        for number, unit in ((total.macs, "MACs"), (total.flops, "FLOPs"))
+    ]
+    keeps = profile.gradients and total.saved_bytes is None
+    gradients = ", with gradients: memory holds what a backward would need" if keeps else ""
     notes = [
-        f"{total.params:,} parameters ({total.trainable_params:,} trainable, {size(total.param_bytes)}); {counted}",
-        f"counted: {_share(coverage)}, on {profile.how}{_kept(profile)}",
+        f"{total.params:,} parameters ({total.trainable_params:,} trainable, {size(total.param_bytes)}); "
+        f"{'; '.join(counts)} ({profile.convention} convention)",
+        f"counted: {_share(coverage)}, on {profile.how}{gradients}",
     ]
     if total.backward_flops is not None:
         peak = f"at most {size(profile.peak_bytes)} live, {size(total.peak_bytes)} in the forward"
@@ -35,11 +43,10 @@ def notes_of(profile: Profile) -> list[str]:
         notes.append(f"the {profile.convention} convention does not say what a backward costs")
     notes += _measured(profile)
     if coverage.unknown:
-        notes.append(f"no formula is known for {_some([f'{op.name} ({op.runs})' for op in coverage.unknown])}")
+        notes.append(f"no formula is known for {some([f'{op.name} ({op.runs})' for op in coverage.unknown], 6)}")
     if coverage.never_ran:
-        notes.append(
-            f"never ran: {_some(_folded(coverage.never_ran))}; parameters they hold count in the call above them"
-        )
+        names = some(_folded(coverage.never_ran), 6)
+        notes.append(f"never ran: {names}; parameters they hold count in the call above them")
     return notes
 
 
@@ -66,9 +73,7 @@ def _measured(profile: Profile) -> Iterator[str]:
             f"load: {sampling.samples} samples, one every {seconds(sampling.every_s)}, over {sampling.passes} passes; "
             "calls shorter than that have what was around them"
         )
-        reasons: dict[str, list[str]] = {}
-        for name, why in sampling.missing.items():
-            reasons.setdefault(why, []).append(name)
+        reasons = group((why, name) for name, why in sampling.missing.items())
         yield from (f"no load of {' and '.join(names)}: {why}" for why, names in reasons.items())
     yield from (f"no {name}: {why}" for name, why in profile.unavailable.items())
 
@@ -135,30 +140,12 @@ def _energy(profile: Profile, use: EnergyUse) -> Iterator[str]:
     closure = f"{joules(use.closure_j)} ({joules(use.net_closure_j)} net)"
     yield f"closure: the whole takes {closure} more than its parts"
     if use.not_replayed:
-        reasons: dict[str, int] = {}
-        for why in use.not_replayed.values():
-            reasons[why] = reasons.get(why, 0) + 1
+        reasons = Counter(use.not_replayed.values())
         counted = "; ".join(f"{count} layers, {why}" for why, count in reasons.items())
         yield f"not replayed: {counted}; sums leave them out"
 
 
-def _some(names: Sequence[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
-
-
 def _folded(paths: Sequence[str]) -> list[str]:
-    """Paths that differ in a number alone as one, with how many there are."""
-    alike: dict[str, list[str]] = {}
-    for path in paths:
-        alike.setdefault(re.sub(r"\b\d+\b|(?<=_)\d+\b", "*", path), []).append(path)
-    return [f"{name} ({len(several)})" if len(several) > 1 else several[0] for name, several in alike.items()]
-
-
-def _known(total: Amounts, name: str, unit: str) -> str:
-    number = getattr(total, name)
-    return f"{unit} not known" if number is None else f"{number:,} {unit}"
-
-
-def _kept(profile: Profile) -> str:
-    keeps = profile.gradients and profile.total.saved_bytes is None
-    return ", with gradients: memory holds what a backward would need" if keeps else ""
+    """Merge paths that differ only in a number, with their count."""
+    alike = group((re.sub(r"\b\d+\b|(?<=_)\d+\b", "*", path), path) for path in paths)
+    return [f"{pattern} ({len(same)})" if len(same) > 1 else same[0] for pattern, same in alike.items()]

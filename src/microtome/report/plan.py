@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from math import isinf
 from typing import Any
 
 from microtome.report.chart import StackedBar, sample, stacked_bars
-from microtome.report.table import Cell, Column, Line, Medium, Report, Segments, Table
+from microtome.report.table import Column, Medium, Report, Segments, Table
 from microtome.results.plan import Candidate, Plan
 from microtome.units import UNKNOWN, count, joules, rate, ratio, seconds, size
 
-#: The most candidates of a table beside those that are always there, and the most cuts of a chart.
+#: The most candidates of a table beside those that are always shown, and the most cuts of a chart.
 _ROWS, _BARS = 8, 20
 #: A bar longer than this many times the median is cut off.
 _LONGEST = 6
-#: The characters of bars: of each device in the order of the chain, and of codecs and links.
+#: The characters of bars: for each device in the order of the chain, and for codecs and links.
 _DEVICES, _BETWEEN = "█▓▒▚", "░"
 
 
 def report(plan: Plan, top: int = _ROWS, medium: Medium = "terminal") -> Report:
-    """The winner, the candidates and the chart; files have every candidate that can be chosen."""
+    """Describe the winner, the candidates and the chart; files have every candidate that can be chosen."""
     rows = _selected(plan, len(plan) if medium == "markdown" else 12 if medium == "html" else top)
-    cells = _cells(plan)
-    importance = _importance(plan)
-    columns = [Column("cut", right=False), *(Column(name, importance=importance.index(name)) for name in cells)]
-    lines: list[tuple[Cell, ...]] = [(one.name, *(cell(one) for cell in cells.values())) for one in rows]
+    columns = [Column("cut", lambda one: one.name, "left"), *_columns(plan)]
     if medium == "html":
         longest = max(one.latency_s for one in rows) or 1.0
-        columns.append(Column("where the time goes", right=False))
-        lines = [(*line, _segments(plan, one, longest)) for line, one in zip(lines, rows, strict=True)]
+        columns.append(Column("where the time goes", lambda one: _segments(plan, one, longest), "left"))
     winner = plan.winner
-    styles = {id(one): "dim" for one in rows if one.refused} | {id(winner): "bold green"}
-    table = Table(
-        tuple(columns),
-        tuple(
-            Line(line, mark="*" if one is winner else " ", style=styles.get(id(one), ""))
-            for line, one in zip(lines, rows, strict=True)
-        ),
+    table = Table.of(
+        columns,
+        rows,
+        lambda one: "*" if one is winner else " ",
+        lambda one: "bold green" if one is winner else "dim" if one.refused else "",
     )
     figures = [("best", winner.name), ("latency", seconds(winner.latency_s)), ("sent", size(sum(winner.sent_bytes)))]
     figures += [("energy", joules(winner.energy_j))] if winner.energy_j is not None else []
@@ -52,7 +47,7 @@ def report(plan: Plan, top: int = _ROWS, medium: Medium = "terminal") -> Report:
 
 
 def records(plan: Plan) -> list[dict[str, Any]]:
-    """A record for each candidate, those that cannot be chosen included."""
+    """Return a record for each candidate, refused ones included."""
     return [_record(plan, candidate) for candidate in plan]
 
 
@@ -81,13 +76,13 @@ def _record(plan: Plan, candidate: Candidate) -> dict[str, Any]:
 
 
 def _selected(plan: Plan, top: int) -> list[Candidate]:
-    """The best, the winner, and the whole model on one device, in the plan's order."""
+    """Return the best, the winner, and the whole model on one device, in the plan's order."""
     best = {id(candidate) for candidate in [one for one in plan if one.refused is None][:top]}
     return [one for one in plan if id(one) in best or one.is_baseline or one is plan.winner]
 
 
-def _cells(plan: Plan) -> dict[str, Callable[[Candidate], str]]:
-    """The functions that write the cells of each column."""
+def _columns(plan: Plan) -> list[Column]:
+    """Return the columns; on a narrow terminal those that matter least to the objective are dropped first."""
     cells: dict[str, Callable[[Candidate], str]] = {
         "sent": lambda one: size(sum(one.sent_bytes)) if one.at else UNKNOWN
     }
@@ -99,19 +94,16 @@ def _cells(plan: Plan) -> dict[str, Callable[[Candidate], str]]:
     cells["passes/s"] = lambda one: count(round(one.throughput_per_s, 1))
     if plan.energy_of:
         cells["energy"] = lambda one: joules(one.energy_j)
+    memories = [f"{name} memory" for name in plan.limits]
     for name in plan.limits:
-        at = list(plan.devices).index(name)
-        cells[f"{name} memory"] = lambda one, at=at: size(one.memory_bytes[at])  # type: ignore[misc]
+        index = list(plan.devices).index(name)
+        cells[f"{name} memory"] = lambda one, index=index: size(one.memory_bytes[index])  # type: ignore[misc]
     if any(one.refused for one in plan):
         cells["fits"] = lambda one: "no" if one.refused else "yes"
-    return cells
-
-
-def _importance(plan: Plan) -> list[str]:
-    """The columns, those first that are left out last where a terminal is too narrow."""
     first = {"latency": "latency", "throughput": "passes/s", "energy": "energy"}[plan.objective]
-    names = [first, "latency", "sent", *plan.devices, "wire", "fits", "codec", "energy"]
-    return list(dict.fromkeys([*names, *(f"{name} memory" for name in plan.limits), "passes/s"]))
+    names = [first, "latency", "sent", *plan.devices, "wire", "fits", "codec", "energy", *memories, "passes/s"]
+    order = list(dict.fromkeys(names))
+    return [Column(name, cell, importance=order.index(name)) for name, cell in cells.items()]
 
 
 def _segments(plan: Plan, one: Candidate, longest: float) -> Segments:
@@ -125,30 +117,28 @@ def _segments(plan: Plan, one: Candidate, longest: float) -> Segments:
 
 
 def _chart(plan: Plan, width: int) -> str:
-    """The latency of each cut in the order of the run, as bars in parts: each device's, and codecs and links."""
-    devices = list(plan.devices)
-    bars = []
-    for row in _over_cuts(plan):
-        parts = [
-            (_DEVICES[devices.index(step.where) % len(_DEVICES)] if step.what == "run" else _BETWEEN, step)
-            for step in row.steps
-        ]
-        bars.append(
-            StackedBar(
-                row.name,
-                "*" if row is plan.winner else " ",
-                row.latency_s,
-                tuple((character, step.seconds, step.what == "run") for character, step in parts),
-            )
+    """Draw the latency of each cut in the order of the run, as stacked bars of devices, codecs and links."""
+    signs = dict(zip(plan.devices, cycle(_DEVICES), strict=False))
+    bars = [
+        StackedBar(
+            row.name,
+            "*" if row is plan.winner else " ",
+            row.latency_s,
+            tuple(
+                (signs[step.where], step.seconds, True) if step.what == "run" else (_BETWEEN, step.seconds, False)
+                for step in row.steps
+            ),
         )
+        for row in _over_cuts(plan)
+    ]
     latencies = sorted(bar.total_s for bar in bars)
-    names = " ".join(f"{_DEVICES[at % len(_DEVICES)]} {name}" for at, name in enumerate(devices))
+    names = " ".join(f"{sign} {name}" for name, sign in signs.items())
     legend = f"latency in the order of the run: {names} {_BETWEEN} between"
     return "\n".join([legend, *stacked_bars(bars, _LONGEST * latencies[len(latencies) // 2], width)])
 
 
 def _over_cuts(plan: Plan) -> list[Candidate]:
-    """Each cut with the best codec, and the whole model on one device; of many, some evenly, with the winner."""
+    """Return each cut with its best codec, and the whole model on one device; of many, an even sample."""
     first = next(iter(plan.devices))
     found: dict[tuple[str | None, ...], Candidate] = {}
     for candidate in plan:
@@ -159,7 +149,7 @@ def _over_cuts(plan: Plan) -> list[Candidate]:
     return sample(ordered, _BARS, lambda one: one is plan.winner)
 
 
-# -- in words ----------------------------------------------------------------------------------------------------------
+# -- title and notes ---------------------------------------------------------------------------------------------------
 
 
 def _title(plan: Plan) -> str:
@@ -180,9 +170,10 @@ def _notes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
         yield f"up to {seconds(winner.late_s)} more if messages are late by the jitter of the links"
     if len(plan.links) == 1:
         yield f"best over bandwidths: {_spans(plan)}"
-    able = sum(one.refused is None for one in plan)
-    if able < len(plan):
-        yield f"{len(plan) - able} of {len(plan)} candidates are refused: such as {_first_refused(plan)}"
+    refused = [one for one in plan if one.refused is not None]
+    if refused:
+        first = f"{refused[0].name}: {refused[0].refused}"
+        yield f"{len(refused)} of {len(plan)} candidates are refused: such as {first}"
     if len(shown) < len(plan):
         yield f"shown: {len(shown)} of {len(plan)} candidates"
     yield from (f"{name}: {machine}" for name, machine in plan.devices.items())
@@ -198,7 +189,7 @@ def _terms(candidate: Candidate) -> Iterator[str]:
 
 
 def _beside(plan: Plan) -> Iterator[str]:
-    """The costs of the whole model on one device, relative to the winner."""
+    """Describe the costs of the whole model on one device, relative to the winner."""
     ours = plan.winner.score(plan.objective)
     others = [(one, one.score(plan.objective)) for one in plan.baselines if one is not plan.winner]
     parts = [f"{one.name} {ratio(score / ours)}" for one, score in others if score is not None and ours]
@@ -217,8 +208,3 @@ def _spans(plan: Plan, most: int = 8) -> str:
         until = "" if isinf(span.until_bytes_per_s) or since else f"until {rate(span.until_bytes_per_s)} "
         words.append(f"{since}{until}{span.candidate.name}".strip())
     return "; ".join(words) + ("; …" if len(spans) > most else "")
-
-
-def _first_refused(plan: Plan) -> str:
-    one = next(one for one in plan if one.refused is not None)
-    return f"{one.name}: {one.refused}"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from microtome.report.columns import AT_LEAST, OWN, CallColumn, at_least, columns_of, leaves_out
-from microtome.report.notes import notes_of
+from microtome.report.notes import profile_notes
 from microtome.report.row_selection import RowSelection, check, deepest, depth_of, rows_of, whole_tree
 from microtome.report.table import Bar, Cell, Column, Line, Medium, Note, Report, Table, plain
 from microtome.results.metrics import IMPORTANCE, METRICS
@@ -24,9 +24,9 @@ _STYLES = {"type": "cyan", "outputs": "dim"}
 
 
 def report(profile: Profile, view: RowSelection | None = None, medium: Medium = "terminal") -> Report:
-    """The calls or groups that are selected; in Markdown every call, if it is not said which.
+    """Describe the selected calls or groups; Markdown has every call by default.
 
-    On a terminal the numbers of a column have a unit in common.
+    On a terminal the numbers of a column share a unit.
     """
     view = view or RowSelection()
     if medium == "markdown":
@@ -35,36 +35,38 @@ def report(profile: Profile, view: RowSelection | None = None, medium: Medium = 
     pairs = rows_of(profile, view)[: _NOTEBOOK_ROWS if medium == "html" else None]
     rows = [row for row, _ in pairs]
     known = columns_of(view.by)
-    names = tuple(dict.fromkeys(view.columns)) or tuple(
-        name for name, column in known.items() if column.is_shown(profile)
-    )
+    default = (name for name, column in known.items() if column.is_shown(profile))
+    names = tuple(dict.fromkeys(view.columns or default))
     bars = next((name for name in _BARS if name in names), None) if medium != "markdown" else None
-    made = {name: _column(profile, view, known[name], rows, medium) for name in names}
-    if bars is not None:
-        made[bars] = _with_bars(profile, known[bars], made[bars], rows)
-    columns = {name: _styled(name, known[name], unit, view, bars) for name, (unit, _) in made.items()}
-    cells = [made[name][1] for name in names]
-    lines = [Line((name, *row)) for (_, name), *row in zip(pairs, *(column[:-1] for column in cells), strict=True)]
-    lines.append(Line(("total", *(column[-1] for column in cells)), style="bold", kind="total"))
+    columns: list[Column] = []
+    cells: list[list[Cell]] = []
+    for name in names:
+        unit, texts = _texts(profile, view, known[name], rows, medium)
+        columns.append(_column(name, known[name], unit, view, has_bars=name == bars))
+        cells.append(_bars(profile, known[name], texts, rows) if name == bars else texts)
+    by_row = list(zip(*cells, strict=True)) or [()] * (len(rows) + 1)
+    lines = [Line((name, *row)) for (_, name), row in zip(pairs, by_row, strict=False)]
+    lines.append(Line(("total", *by_row[-1]), style="bold", kind="total"))
     first = {None: "call", "module": "module", "type": "module", "op": "operator"}[view.by]
-    table = Table((Column(first, right=False, is_name=True), *columns.values()), tuple(lines))
-    notes = [*notes_of(profile), *_notes(profile, view, {columns[name]: made[name][1] for name in names}, len(rows))]
-    return Report(f"{profile.model} on {profile.inputs}", (table,), tuple(notes), figures=_figures(profile))
+    table = Table((Column(first, align="left", is_name=True), *columns), tuple(lines))
+    notes = (*profile_notes(profile), *_notes(profile, view, dict(zip(columns, cells, strict=True)), len(rows)))
+    return Report(f"{profile.model} on {profile.inputs}", (table,), notes, figures=_figures(profile))
 
 
 def records(profile: Profile, view: RowSelection | None = None) -> list[dict[str, Any]]:
-    """Every row of the view, all calls if it does not say which, with all their numbers."""
+    """Return a record for each selected row, by default for every call, with all its numbers."""
     view = whole_tree(profile, view or RowSelection())
     check(view)
     pairs = [(row, flat(row) if isinstance(row, Row) else _flat_group(row)) for row, _ in rows_of(profile, view)]
     if not view.columns:
         return [record for _, record in pairs]
-    chosen: list[dict[str, Any]] = []
+    columns = [columns_of(view.by)[name] for name in view.columns]
+    selected: list[dict[str, Any]] = []
     for row, record in pairs:
-        chosen.append({name: record[name] for name in ("address", "name") if name in record})
-        for name in view.columns:
-            chosen[-1] |= columns_of(view.by)[name].raw(row, record, profile)
-    return chosen
+        selected.append({name: record[name] for name in ("address", "name") if name in record})
+        for column in columns:
+            selected[-1] |= column.raw(row, record, profile)
+    return selected
 
 
 def _flat_group(group: Group) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def _flat_group(group: Group) -> dict[str, Any]:
 
 
 def _figures(profile: Profile) -> tuple[tuple[str, str], ...]:
-    """The total of each metric that is ranked, FLOPs, and the peak of the whole run."""
+    """Return the total of each ranked metric and of FLOPs, and the peak of the whole run."""
     total = profile.total
     figures = []
     for metric in METRICS.values():
@@ -87,23 +89,23 @@ def _figures(profile: Profile) -> tuple[tuple[str, str], ...]:
 # -- cells -------------------------------------------------------------------------------------------------------------
 
 
-def _styled(name: str, column: CallColumn, unit: str, view: RowSelection, bars: str | None) -> Column:
-    """Columns that were named are never left out."""
+def _column(name: str, column: CallColumn, unit: str, view: RowSelection, *, has_bars: bool) -> Column:
+    """Describe a column; one that the selection names is never dropped."""
     rank = IMPORTANCE.index(name) if name in IMPORTANCE else len(IMPORTANCE)
     return Column(
         column.header,
-        right=column.right and name != bars,
+        align="left" if column.metric is None or has_bars else "right",
         importance=None if view.columns else rank,
         style="green" if column.part == "share" else _STYLES.get(name, ""),
-        bar_width=_BAR if name == bars else 0,
+        bar_width=_BAR if has_bars else 0,
         unit=unit,
     )
 
 
-def _column(
+def _texts(
     profile: Profile, view: RowSelection, column: CallColumn, rows: list[Any], medium: Medium
 ) -> tuple[str, list[Cell]]:
-    """The unit that the numbers of a column have in common, and its cells; the last is that of the total."""
+    """Return the unit that the numbers of a column share, and its cells, the last of which is the total."""
     every, metric, unit = (*rows, profile.total), column.metric, ""
     cells = [column.cell(row, profile) for row in every]
     if column.part == "share" or column.field == "type" or (metric is not None and metric.name == "runs"):
@@ -121,27 +123,25 @@ def _column(
     return unit, [*cells]
 
 
-def _with_bars(
-    profile: Profile, column: CallColumn, made: tuple[str, list[Cell]], rows: list[Any]
-) -> tuple[str, list[Cell]]:
+def _bars(profile: Profile, column: CallColumn, cells: list[Cell], rows: list[Any]) -> list[Cell]:
+    """Return the cells of a column of shares with bars."""
     assert column.metric is not None
     whole = column.metric.of(profile.total) or 1
-    unit, cells = made
     bars = [Bar((column.metric.of(row) or 0) / whole, plain(cell)) for row, cell in zip(rows, cells, strict=False)]
-    return unit, [*bars, ""]
+    return [*bars, ""]
 
 
 def _notes(profile: Profile, view: RowSelection, columns: dict[Column, list[Cell]], shown: int) -> list[str | Note]:
-    """Explain the signs in the cells, and say how many rows are left out."""
+    """Return notes that explain the signs in the cells, and how many rows are left out."""
 
     def where(sign: str) -> tuple[Column, ...]:
         return tuple(column for column, cells in columns.items() if any(sign in plain(cell) for cell in cells))
 
     notes: list[str | Note] = []
-    shared = [column for column in where("(") if column.header == METRICS["params"].header]
-    if shared:
-        text = "parameters in brackets are counted elsewhere: tied weights, or a module that runs again"
-        notes.append(Note(text, tuple(shared)))
+    if shared := tuple(column for column in where("(") if column.header == METRICS["params"].header):
+        notes.append(
+            Note("parameters in brackets are counted elsewhere: tied weights, or a module that runs again", shared)
+        )
     if marked := where(AT_LEAST):
         notes.append(
             Note(f"{AT_LEAST.strip()}: without operators that have no formula; shares are of what is counted", marked)
@@ -150,8 +150,7 @@ def _notes(profile: Profile, view: RowSelection, columns: dict[Column, list[Cell
         notes.append("a layer counts without the layers inside it")
     elif own := where(OWN):
         notes.append(Note(f"{OWN}: without the layers inside it, which have rows of their own", own))
-    chosen = (view.depth, view.granularity, view.by, view.sort)
-    if chosen == (None,) * 4 and depth_of(profile) < deepest(profile):
+    if view.is_default and depth_of(profile) < deepest(profile):
         notes.append(f"shown to depth {depth_of(profile)} of {deepest(profile)}")
     whole = len(rows_of(profile, replace(view, top=None)))
     if shown < whole:

@@ -1,28 +1,43 @@
-"""The table of the parts of many requests to a server."""
+"""The table of the phases of many requests to a server."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
-from microtome.report.table import Column, Line, Medium, Report, Table
-from microtome.results.requests import CutMove, RequestLog, record
+from microtome.report.table import Column, Medium, Report, Table, plural
+from microtome.results.requests import CutMove, Percentiles, RequestLog, record
 from microtome.units import UNKNOWN, joules, ratio, seconds, size
 
-#: The most reasons and moves that are listed.
+#: The most reasons and moves in the notes.
 _FEW = 5
 
 
+class _Phase(NamedTuple):
+    name: str
+    percentiles: Percentiles | None
+    write: Callable[[float], str]
+
+    def cell(self, index: int) -> str:
+        return UNKNOWN if self.percentiles is None else self.write(self.percentiles[index])
+
+
 def report(log: RequestLog, medium: Medium = "terminal") -> Report:
-    """The median and the 95th percentile of each part of a request."""
-    lines = tuple(Line(cells, style="bold" if cells[0] == "total" else "") for cells in _rows(log))
-    columns = (Column("a request", right=False), Column("median"), Column("95 %"))
-    return Report(_title(log), (Table(columns, lines),), tuple(_notes(log)))
+    """Describe the median and the 95th percentile of each phase of a request."""
+    rows = [_Phase(name, percentiles, seconds) for name, percentiles in log.phases().items()]
+    rows += [_Phase(name, percentiles, lambda value: size(round(value))) for name, percentiles in log.sizes().items()]
+    columns = (
+        Column("a request", lambda row: row.name, "left"),
+        Column("median", lambda row: row.cell(0)),
+        Column("95 %", lambda row: row.cell(1)),
+    )
+    table = Table.of(columns, rows, style=lambda row: "bold" if row.name == "total" else "")
+    return Report(_title(log), (table,), tuple(_notes(log)))
 
 
 def records(log: RequestLog) -> list[dict[str, Any]]:
-    """A record for each request."""
+    """Return a record for each request."""
     return list(map(record, log.requests))
 
 
@@ -46,37 +61,26 @@ def short(reason: str) -> str:
     return "no sensor; `microtome doctor` says what is missing" if reason.startswith("no sensor: ") else reason
 
 
-def _rows(log: RequestLog) -> Iterator[tuple[str, ...]]:
-    for tables, write in ((log.phases(), seconds), (log.sizes(), size)):
-        for name, middle in tables.items():
-            if middle is None:
-                yield name, UNKNOWN, UNKNOWN
-            else:
-                yield name, *(write(round(value) if write is size else value) for value in middle)
-
-
 def _title(log: RequestLog) -> str:
-    of = f" of {ratio(log.samples / len(log.requests))} samples" if log.samples > len(log.requests) > 0 else ""
+    places = list(dict.fromkeys(place(sent.at, sent.codec) for sent in log.requests))
+    is_one_cut = len(places) == 1 and log.requests[0].at
+    where = f"cut at {places[0]}" if is_one_cut else " then ".join(places[:_FEW]) or "not run"
+    count = len(log.requests)
+    samples = f" of {ratio(log.samples / count)} samples" if log.samples > count > 0 else ""
     return (
-        f"{log.model} at {log.server} ({log.device}), {_where(log)}: {_count(len(log.requests), 'request')}{of} in "
+        f"{log.model} at {log.server} ({log.device}), {where}: {plural(count, 'request')}{samples} in "
         f"{seconds(log.wall_s)}, {ratio(log.rate_per_s)} a second"
     )
 
 
-def _where(log: RequestLog) -> str:
-    ways = list(dict.fromkeys(place(sent.at, sent.codec) for sent in log.requests))
-    return f"cut at {ways[0]}" if len(ways) == 1 and log.requests[0].at else " then ".join(ways[:_FEW]) or "not run"
-
-
 def _notes(log: RequestLog) -> Iterator[str]:
-    kept = len(log.on_edge)
-    if kept:
-        yield f"{_count(kept, 'request')} of {len(log.requests)} ended here"
+    if log.on_edge:
+        yield f"{plural(len(log.on_edge), 'request')} of {len(log.requests)} ended here"
     for reason, times in list(log.reasons.items())[:_FEW]:
         yield f"  {times} of them: {reason}"
-    again = sum(sent.attempts > 1 for sent in log.requests)
-    if again:
-        yield f"{_count(again, 'request')} had to be sent again"
+    retried = sum(sent.attempts > 1 for sent in log.requests)
+    if retried:
+        yield f"{plural(retried, 'request')} had to be sent again"
     yield from map(_move, log.moves[:_FEW])
     if len(log.moves) > _FEW:
         yield f"and the cut moved {len(log.moves) - _FEW} times more"
@@ -84,13 +88,9 @@ def _notes(log: RequestLog) -> Iterator[str]:
         yield f"energy of this device: {joules(log.energy_per_request_j)} a request ({log.energy})"
     elif log.energy:
         yield f"energy is not known: {short(log.energy)}"
-    yield f"at most {_count(log.window, 'request')} on the way at once: what waits for another counts to the wire"
+    yield f"at most {plural(log.window, 'request')} in flight: waiting for another counts as wire"
 
 
 def _move(move: CutMove) -> str:
     when = datetime.fromtimestamp(move.when_s).astimezone().strftime("%H:%M:%S")
     return f"{when} {place(move.at, move.codec)}: {move.why}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

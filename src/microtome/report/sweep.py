@@ -8,11 +8,11 @@ from typing import Any
 
 from microtome.report.chart import StackedBar, sample, stacked_bars
 from microtome.report.requests import short
-from microtome.report.table import Column, Line, Medium, Report, Table
+from microtome.report.table import Column, Medium, Report, Table, some
 from microtome.results.sweep import CutTiming, Sweep
 from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
 
-#: The most cuts of a table beside those that are always there, and of a chart.
+#: The most cuts of a table beside those that are always shown, and of a chart.
 _ROWS, _BARS = 12, 24
 #: A bar longer than this many times the shortest is cut off.
 _LONGEST = 6
@@ -21,24 +21,19 @@ _BEST, _PLANNED = "*", "p"
 
 
 def report(sweep: Sweep, medium: Medium = "terminal") -> Report:
-    """The best cut, the cuts and the chart; files have every cut."""
+    """Describe the best cut, the cuts and the chart; files have every cut."""
     rows = _shown(sweep) if medium == "terminal" else list(sweep)
-    cells = _cells(sweep)
-    columns = (Column("cut", right=False), *(Column(name, importance=_IMPORTANCE.index(name)) for name in cells))
-    lines = tuple(
-        Line(
-            (row.name, *(_cell(cell, name, row) for name, cell in cells.items())),
-            mark=f"{_mark(sweep, row):<2}",
-            style="bold green" if row is sweep.best else "dim" if row.failed else "",
-        )
-        for row in rows
+    table = Table.of(
+        [Column("cut", lambda row: row.name, "left"), *_columns(sweep)],
+        rows,
+        lambda row: f"{_mark(sweep, row):<2}",
+        lambda row: "bold green" if row is sweep.best else "dim" if row.failed else "",
     )
-    notes = tuple(_notes(sweep, rows))
-    return Report(_title(sweep), (Table(columns, lines),), notes, chart=lambda width: _chart(sweep, width))
+    return Report(_title(sweep), (table,), tuple(_notes(sweep, rows)), chart=lambda width: _chart(sweep, width))
 
 
 def records(sweep: Sweep) -> list[dict[str, Any]]:
-    """A record for each cut, those that could not be measured included."""
+    """Return a record for each cut, those that could not be measured included."""
     return [
         {"name": row.name, "best": row is sweep.best, "planned": row is sweep.planned, **asdict(row)} for row in sweep
     ]
@@ -48,38 +43,35 @@ def records(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def _shown(sweep: Sweep) -> list[CutTiming]:
-    """The best, the plan's, and the whole model on one side, in the order of the run."""
+    """Return the best, the plan's, and the whole model on one side, in the order of the run."""
     best = {id(row) for row in sorted(sweep.measured, key=lambda row: row.total_s)[:_ROWS]}
     kept = [row for row in sweep if id(row) in best or not row.at or row is sweep.planned]
     return kept if len(sweep) > _ROWS + 3 else list(sweep)
 
 
-def _cells(sweep: Sweep) -> dict[str, Callable[[CutTiming], str]]:
-    """The functions that write the cells of each column."""
-    cells: dict[str, Callable[[CutTiming], str]] = {
-        "sent": lambda row: size(row.sent_bytes),
-        "head": lambda row: seconds(row.head_s),
-        "codec": lambda row: seconds(row.encode_s + row.codec_there_s + row.decode_s),
-        "wire": lambda row: seconds(row.wire_s),
-        "queue": lambda row: seconds(row.queue_s),
-        "tail": lambda row: seconds(row.tail_s),
-        "total": lambda row: seconds(row.total_s),
-        "planned": lambda row: seconds(row.planned_s),
-    }
+def _columns(sweep: Sweep) -> list[Column]:
+    """Return the columns; on a narrow terminal those with the highest importance are dropped first."""
+
+    def column(header: str, importance: int, write: Callable[[CutTiming], str], *, is_local: bool = False) -> Column:
+        def cell(row: CutTiming) -> str:
+            is_missing = row.failed is not None or (row.at is None and not is_local)
+            return UNKNOWN if is_missing else write(row)
+
+        return Column(header, cell, importance=importance)
+
+    columns = [
+        column("sent", 5, lambda row: size(row.sent_bytes)),
+        column("head", 2, lambda row: seconds(row.head_s), is_local=True),
+        column("codec", 7, lambda row: seconds(row.encode_s + row.codec_there_s + row.decode_s)),
+        column("wire", 3, lambda row: seconds(row.wire_s)),
+        column("queue", 8, lambda row: seconds(row.queue_s)),
+        column("tail", 4, lambda row: seconds(row.tail_s)),
+        column("total", 0, lambda row: seconds(row.total_s), is_local=True),
+        column("planned", 1, lambda row: seconds(row.planned_s), is_local=True),
+    ]
     if any(row.energy_j is not None for row in sweep):
-        cells["energy"] = lambda row: joules(row.energy_j)
-    return cells
-
-
-def _cell(cell: Callable[[CutTiming], str], name: str, row: CutTiming) -> str:
-    missing = row.failed is not None or (row.at is None and name not in _HERE)
-    return UNKNOWN if missing else cell(row)
-
-
-#: The columns of a run without a server.
-_HERE = ("head", "total", "planned", "energy")
-#: The first are left out last where a terminal is too narrow.
-_IMPORTANCE = ("total", "planned", "head", "wire", "tail", "sent", "energy", "codec", "queue")
+        columns.append(column("energy", 6, lambda row: joules(row.energy_j), is_local=True))
+    return columns
 
 
 def _mark(sweep: Sweep, row: CutTiming) -> str:
@@ -90,7 +82,7 @@ def _mark(sweep: Sweep, row: CutTiming) -> str:
 
 
 def _chart(sweep: Sweep, width: int) -> str:
-    """The time of each cut in the order of the run, as bars in parts; of many, of some evenly."""
+    """Draw the time of each cut in the order of the run as stacked bars; of many, an even sample."""
     bars = []
     for row in sample(sweep.measured, _BARS, lambda one: one is sweep.best or one is sweep.planned):
         between = max(row.total_s - row.head_s - row.tail_s, 0.0)
@@ -100,7 +92,7 @@ def _chart(sweep: Sweep, width: int) -> str:
     return "\n".join([legend, *stacked_bars(bars, _LONGEST * sweep.best.total_s, width)])
 
 
-# -- in words ----------------------------------------------------------------------------------------------------------
+# -- title and notes ---------------------------------------------------------------------------------------------------
 
 
 def _title(sweep: Sweep) -> str:
@@ -123,8 +115,7 @@ def _notes(sweep: Sweep, shown: Sequence[CutTiming]) -> Iterator[str]:
             f"{ratio(planned.total_s / best.total_s)} times the best ({_BEST})"
         )
     if sweep.tied:
-        names = ", ".join(row.name for row in sweep.tied[:3]) + (", …" if len(sweep.tied) > 3 else "")
-        yield f"cannot be told from the best: {names}"
+        yield f"cannot be told from the best: {some([row.name for row in sweep.tied], 3)}"
     yield f"medians of {sweep.repeat} requests a cut, taken in turns, one on its way at a time"
     if len(shown) < len(sweep):
         yield f"shown: {len(shown)} of {len(sweep)}; --csv, --json and --html have all"

@@ -1,7 +1,7 @@
-"""Tables as data, and the one renderer that draws them on a terminal or as plain text.
+"""Tables as data, and the renderer that draws them on a terminal or as plain text.
 
 A result describes its rows and columns in a `Report`; `microtome.report.formats` writes that as Markdown, and
-`microtome.report.notebook_html` as HTML. Names may hold anything: they are made printable here and nowhere else.
+`microtome.report.notebook` as HTML. Names may hold any characters: only the renderers escape them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from microtome.errors import sanitize_text
 
 #: The width of text that goes to a file or a pipe.
 _WIDTH = 140
-#: The least width of a shorten name, and the least and the most of lists of names and wrapped cells.
+#: The least width of a shortened name, and the least and the most of lists of names and wrapped cells.
 _SHORTEST, _LEAST, _MOST = 16, 10, 48
 #: The width of the figure beside a bar.
 _FIGURE = 7
@@ -59,11 +59,11 @@ class Names:
 
 @dataclass(frozen=True)
 class Segments:
-    """A cell with a bar in parts, for notebooks.
+    """A cell with a stacked bar, for notebooks.
 
     Attributes:
-        parts: The length of each, as a fraction of the full width, and the index of its colour.
-        title: The text of its tooltip.
+        parts: The length of each segment, as a fraction of the full width, and the index of its colour.
+        title: The tooltip.
     """
 
     parts: tuple[tuple[float, int], ...]
@@ -79,16 +79,18 @@ class Column:
 
     Attributes:
         header: A line break in it is one on a terminal, and a space elsewhere.
-        unit: The unit of all its numbers, which is written after the header.
-        importance: Where a terminal is too narrow, columns with the highest number are left out first; None: never.
+        cell: Returns the cell of a row, for `Table.of`.
+        importance: Where a terminal is too narrow, columns with the highest number are dropped first; None: never.
         style: The style of its cells on a terminal.
         bar_width: The width of its bars on a terminal; 0: only the figure is shown there.
-        is_name: Whether the cells are names that the model gave, which are code in Markdown.
+        is_name: Whether the cells are names from the model, which are code in Markdown.
         wraps: Whether long cells are wrapped on a terminal.
+        unit: The unit of all its numbers, which is written after the header.
     """
 
     header: str
-    right: bool = True
+    cell: Callable[[Any], Cell] = str
+    align: Literal["left", "right"] = "right"
     importance: int | None = None
     style: str = ""
     bar_width: int = 0
@@ -128,7 +130,7 @@ class Table:
     """Rows under headers. The first column holds the names of the rows.
 
     Attributes:
-        summary: Markdown folds the table away under it; "": it does not.
+        summary: The title under which Markdown folds the table; "": it does not.
         has_rules: Whether lines are drawn between columns on a terminal.
     """
 
@@ -137,10 +139,22 @@ class Table:
     summary: str = ""
     has_rules: bool = True
 
+    @classmethod
+    def of(
+        cls,
+        columns: Sequence[Column],
+        rows: Iterable[Any],
+        mark: Callable[[Any], str] = lambda row: "",
+        style: Callable[[Any], str] = lambda row: "",
+    ) -> Table:
+        """Build a table whose cells the columns compute from each row."""
+        lines = (Line(tuple(column.cell(row) for column in columns), mark(row), style(row)) for row in rows)
+        return cls(tuple(columns), tuple(lines))
+
 
 @dataclass(frozen=True)
 class Note:
-    """A sentence that is there only where one of the columns is shown."""
+    """A sentence that is shown only with one of its columns."""
 
     text: str
     columns: tuple[Column, ...]
@@ -154,7 +168,7 @@ class Report:
         notes: Sentences under the tables.
         chart: Draws a chart for a terminal of a given width.
         figures: Headline figures for notebooks, as labels and values.
-        legend: What the colours of `Segments` stand for.
+        legend: The meanings of the colours of `Segments`.
     """
 
     title: str
@@ -164,6 +178,15 @@ class Report:
     figures: tuple[tuple[str, str], ...] = ()
     legend: tuple[str, ...] = ()
 
+    def notes_with(self, shown: Iterable[Column] | None = None) -> list[str]:
+        """Return the notes under tables that show these columns, by default all columns."""
+        columns = list(shown) if shown is not None else [column for table in self.tables for column in table.columns]
+        return [
+            note if isinstance(note, str) else note.text
+            for note in self.notes
+            if isinstance(note, str) or any(column in columns for column in note.columns)
+        ]
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for part in self._parts(options.max_width):
             for text, style, control in console.render(part, options):
@@ -172,23 +195,23 @@ class Report:
     def _parts(self, width: int) -> Iterator[Any]:
         layouts = [_Layout(table, width) for table in self.tables]
         yield Text(sanitize_text(self.title), style="italic")
-        for at, layout in enumerate(layouts):
-            if at:
+        for index, layout in enumerate(layouts):
+            if index:
                 yield Text("")
             yield layout.draw()
         if self.chart is not None:
             yield Text("")
             yield Text(self.chart(width))
-        notes = notes_of(self, [column for layout in layouts for column in layout.columns])
-        left_out = [column.title for layout in layouts for column in layout.left_out if column.title]
-        if left_out:
-            notes.append(f"no room for: {', '.join(left_out)}")
+        notes = self.notes_with(column for layout in layouts for column in layout.columns)
+        dropped = [column.title for layout in layouts for column in layout.dropped if column.title]
+        if dropped:
+            notes.append(f"no room for: {', '.join(dropped)}")
         if notes:
             yield Text("\n".join(map(sanitize_text, notes)), style="dim")
 
 
 def text(report: Report) -> str:
-    """A report as text, with colours where the standard output is a terminal, unless NO_COLOR is set."""
+    """Render a report as text, with colours where the standard output is a terminal, unless NO_COLOR is set."""
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal or "COLUMNS" in os.environ else _WIDTH
     file = io.StringIO()
@@ -196,50 +219,52 @@ def text(report: Report) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def notes_of(report: Report, shown: Sequence[Column]) -> list[str]:
-    """The sentences under tables that show these columns."""
-    about = [note if isinstance(note, Note) else Note(note, ()) for note in report.notes]
-    return [note.text for note in about if not note.columns or any(column in shown for column in note.columns)]
-
-
 class _Layout:
-    """A table fitted to a width: which columns are shown, and how wide each is."""
+    """A table fitted to a width: the columns that are shown, and the width of each.
+
+    Attributes:
+        columns: The columns that are shown.
+        dropped: The columns that do not fit.
+    """
 
     def __init__(self, table: Table, width: int) -> None:
         self._table = table
         self._gap = 3 if table.has_rules else 2
-        self._marks = max((len(line.mark) + 1 for line in table.lines if line.mark), default=0)
-        wanted = [self._wanted(at) for at in range(len(table.columns))]
-        least = [min(wide, _LEAST) if self._stretches(at) else wide for at, wide in enumerate(wanted)]
-        name = min(wanted[0], max(width * 2 // 5, _SHORTEST + self._marks))
-        kept = list(range(1, len(table.columns)))
-        while (droppable := [at for at in kept if table.columns[at].importance is not None]) and (
-            name + sum(least[at] + self._gap for at in kept) > width
+        self._mark_width = max((len(line.mark) + 1 for line in table.lines if line.mark), default=0)
+        full = [self._full_width(index) for index in range(len(table.columns))]
+        least = [min(wide, _LEAST) if self._is_elastic(index) else wide for index, wide in enumerate(full)]
+        shortest = _SHORTEST + self._mark_width
+        name = min(full[0], max(width * 2 // 5, shortest))
+        shown = list(range(1, len(table.columns)))
+        while (droppable := [index for index in shown if table.columns[index].importance is not None]) and (
+            name + sum(least[index] + self._gap for index in shown) > width
         ):
-            kept.remove(max(droppable, key=lambda at: (table.columns[at].importance or 0, at)))
-        room = width - sum(least[at] + self._gap for at in kept)
-        stretched = sum(wanted[at] - least[at] for at in kept)
+            shown.remove(max(droppable, key=lambda index: (table.columns[index].importance or 0, index)))
+        # The name gets what the other columns do not need in full, then those get what it leaves, in order.
+        room = width - sum(least[index] + self._gap for index in shown)
+        elastic = sum(full[index] - least[index] for index in shown)
         self._widths = least
-        self._widths[0] = min(wanted[0], max(min(name, room), room - stretched, _SHORTEST + self._marks))
-        room -= self._widths[0]
-        for at in kept:
-            self._widths[at] = min(wanted[at], least[at] + max(room, 0))
-            room -= self._widths[at] - least[at] if wanted[at] > least[at] else 0
-        self._kept = [0, *kept]
-        self.columns = [table.columns[at] for at in self._kept]
-        self.left_out = [column for at, column in enumerate(table.columns) if at not in self._kept]
+        self._widths[0] = min(full[0], max(min(name, room), room - elastic, shortest))
+        room = max(room - self._widths[0], 0)
+        for index in shown:
+            extra = min(full[index] - least[index], room)
+            self._widths[index] += extra
+            room -= extra
+        self._shown = [0, *shown]
+        self.columns = [table.columns[index] for index in self._shown]
+        self.dropped = [column for index, column in enumerate(table.columns) if index not in self._shown]
 
     def draw(self) -> RichTable:
         options: dict[str, Any] = {} if self._table.has_rules else {"box": None, "padding": (0, self._gap, 0, 0)}
         drawn = RichTable(show_edge=False, pad_edge=False, **options)
         height = max(column.header.count("\n") for column in self.columns)
-        for at in self._kept:
-            column = self._table.columns[at]
+        for index in self._shown:
+            column = self._table.columns[index]
             drawn.add_column(
                 "\n" * (height - column.header.count("\n")) + column.drawn_header,
-                justify="right" if column.right else "left",
+                justify=column.align,
                 style=column.style,
-                min_width=self._widths[at],
+                min_width=self._widths[index],
                 no_wrap=not column.wraps,
                 overflow="fold" if column.wraps else "ellipsis",
             )
@@ -250,54 +275,55 @@ class _Layout:
                 between = "" if line is self._table.lines[0] else "\n"
                 drawn.add_row(Text(between + self._text(line, 0).plain, style=line.style))
             else:
-                drawn.add_row(*(self._text(line, at) for at in self._kept), style=line.style)
+                drawn.add_row(*(self._text(line, index) for index in self._shown), style=line.style)
         return drawn
 
-    def _stretches(self, at: int) -> bool:
+    def _cells(self, index: int) -> list[Cell]:
+        return [line.cells[index] for line in self._table.lines if index < len(line.cells)]
+
+    def _is_elastic(self, index: int) -> bool:
         """Whether the cells of a column may be drawn narrower than their text."""
-        names = any(isinstance(line.cells[at], Names) for line in self._table.lines if at < len(line.cells))
-        return at > 0 and (names or self._table.columns[at].wraps)
+        has_names = any(isinstance(cell, Names) for cell in self._cells(index))
+        return index > 0 and (has_names or self._table.columns[index].wraps)
 
-    def _wanted(self, at: int) -> int:
-        """The width in which every cell is shown whole."""
-        column = self._table.columns[at]
-        cells = [line.cells[at] for line in self._table.lines if at < len(line.cells)]
-        widest = max((len(_figure(cell, column)) for cell in cells), default=0)
-        if self._stretches(at):
+    def _full_width(self, index: int) -> int:
+        """Return the width in which every cell is shown whole."""
+        column = self._table.columns[index]
+        widest = max((_drawn_width(cell, column) for cell in self._cells(index)), default=0)
+        if self._is_elastic(index):
             widest = min(widest, _MOST)
-        return max(widest + (0 if at else self._marks), *map(len, column.drawn_header.split("\n")))
+        return max(widest + (0 if index else self._mark_width), *map(len, column.drawn_header.split("\n")))
 
-    def _text(self, line: Line, at: int) -> Text:
-        """A cell in the width that its column has."""
-        column, cell = self._table.columns[at], line.cells[at]
+    def _text(self, line: Line, index: int) -> Text:
+        """Return a cell in the width of its column."""
+        column, cell = self._table.columns[index], line.cells[index]
         if isinstance(cell, Names):
-            return Text(_names([sanitize_text(name) for name in cell.names], self._widths[at]))
+            return Text(_fitting_names([sanitize_text(name) for name in cell.names], self._widths[index]))
         if isinstance(cell, Bar) and column.bar_width:
-            drawn = bar(cell.fraction, 1, column.bar_width)
+            drawn = _bar(cell.fraction, column.bar_width)
             return Text.assemble((drawn, cell.style), f" {cell.text:>{_FIGURE}}" if cell.text else "")
-        shown = sanitize_text(_figure(cell, column))
-        if at == 0 and line.kind != "section":
-            mark = f"{line.mark:<{self._marks}}" if self._marks else ""
-            return Text(mark + (shown if column.wraps else shorten(shown, self._widths[0] - self._marks)))
+        shown = sanitize_text(plain(cell))
+        if index == 0 and line.kind != "section":
+            mark = f"{line.mark:<{self._mark_width}}" if self._mark_width else ""
+            return Text(mark + (shown if column.wraps else shorten(shown, self._widths[0] - self._mark_width)))
         return Text(shown, style=cell.style if isinstance(cell, Styled) else "")
 
 
-def _figure(cell: Cell, column: Column) -> str:
-    """The text of a cell, as wide as it is drawn."""
+def _drawn_width(cell: Cell, column: Column) -> int:
     if isinstance(cell, Bar) and column.bar_width:
-        return " " * (column.bar_width + (1 + max(_FIGURE, len(cell.text)) if cell.text else 0))
-    return plain(cell)
+        return column.bar_width + (1 + max(_FIGURE, len(cell.text)) if cell.text else 0)
+    return len(plain(cell))
 
 
 def plain(cell: Cell) -> str:
-    """The text of a cell."""
+    """Return the text of a cell."""
     if isinstance(cell, Names):
         return ", ".join(cell.names)
     return cell if isinstance(cell, str) else "" if isinstance(cell, Segments) else cell.text
 
 
-def _names(names: Sequence[str], room: int) -> str:
-    """As many names as fit, and the number of the others."""
+def _fitting_names(names: Sequence[str], room: int) -> str:
+    """Join as many names as fit, and the number of the others."""
     for shown in range(len(names), 0, -1):
         rest = f" +{len(names) - shown}" if shown < len(names) else ""
         line = ", ".join(names[:shown]) + rest
@@ -306,24 +332,37 @@ def _names(names: Sequence[str], room: int) -> str:
     rest = f" +{len(names) - 1}" if len(names) > 1 else ""
     if names and room - len(rest) >= _SHORTEST:
         return shorten(names[0], room - len(rest)) + rest
-    return f"{len(names)} value{'' if len(names) == 1 else 's'}"[:room] if names else ""
+    return plural(len(names), "value")[:room] if names else ""
 
 
-def bar(part: float | None, whole: float | None, width: int = 8) -> str:
-    """A share as a bar.
-
-    >>> bar(1, 2, width=4) + "|", bar(1, 16, width=4) + "|"
-    ('██  |', '▎   |')
-    >>> bar(-1, 2, width=4) + "|"
-    '    |'
+def plural(number: int, noun: str) -> str:
     """
-    eighths = round(8 * width * min(max((part or 0) / whole, 0), 1)) if whole else 0
-    full, rest = divmod(eighths, 8)
+    >>> plural(1, "cut"), plural(2, "cut")
+    ('1 cut', '2 cuts')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def some(names: Sequence[str], most: int, rest: str = ", …") -> str:
+    """Join the first names; `rest` stands for the others.
+
+    >>> some(["a", "b", "c"], 2), some(["a", "b", "c"], 1, " and {} more")
+    ('a, b, …', 'a and 2 more')
+    """
+    return ", ".join(names[:most]) + (rest.format(len(names) - most) if len(names) > most else "")
+
+
+def _bar(fraction: float, width: int) -> str:
+    """
+    >>> _bar(1 / 2, width=4) + "|", _bar(1 / 16, width=4) + "|", _bar(-1, width=4) + "|"
+    ('██  |', '▎   |', '    |')
+    """
+    full, rest = divmod(round(8 * width * min(max(fraction, 0), 1)), 8)
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
 
 
 def shorten(name: str, most: int) -> str:
-    """A name with its middle left out where it is too long: addresses differ at their ends. So is its indent.
+    """Leave out the middle of a name that is too long, since addresses differ at their ends; its indent, too.
 
     >>> shorten("encoder.layer.11.attention.output", 20)
     'encode…ention.output'
@@ -333,9 +372,9 @@ def shorten(name: str, most: int) -> str:
     if len(name) <= most:
         return name
     bare = name.lstrip(" ")
-    wanted = len(name) - len(bare)
-    indent = min(wanted, max(most - len(bare) - 1, most // 3))
-    begin = " " * indent + ("…" if indent < wanted else "")
+    full_indent = len(name) - len(bare)
+    indent = min(full_indent, max(most - len(bare) - 1, most // 3))
+    begin = " " * indent + ("…" if indent < full_indent else "")
     room = most - len(begin)
     if len(bare) <= room:
         return begin + bare

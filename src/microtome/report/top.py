@@ -8,7 +8,7 @@ from typing import Any
 
 from microtome.errors import BadQuery
 from microtome.report import table
-from microtome.report.notes import notes_of
+from microtome.report.notes import profile_notes
 from microtome.report.table import Bar, Column, Line, Report, Styled, Table
 from microtome.results.metrics import METRICS, Metric
 from microtome.results.profile import Profile
@@ -20,14 +20,14 @@ _BAR = 8
 
 
 def metrics(profile: Profile) -> dict[str, Metric]:
-    """The metrics that are ranked and known, by their names in files."""
+    """Return the metrics that are ranked and known, by their names in files."""
     return {
         name: metric for name, metric in METRICS.items() if metric.is_ranked and metric.of(profile.total) is not None
     }
 
 
 def ranking(profile: Profile, n: int = 10) -> dict[str, tuple[Row, ...]]:
-    """The costliest calls by each metric, without the calls inside them; those that cost nothing are left out.
+    """Return the costliest calls by each metric, without the calls inside them and those that cost nothing.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -45,7 +45,7 @@ def text(profile: Profile, n: int = 10) -> str:
 
 
 def as_json(profile: Profile, n: int = 10) -> str:
-    """The ranking as JSON: of each metric the whole, and the layers, raw numbers."""
+    """Return the ranking as JSON: for each metric the whole and the layers, raw numbers."""
     known = metrics(profile)
     data = {
         "kind": "top",
@@ -60,18 +60,19 @@ def as_json(profile: Profile, n: int = 10) -> str:
 
 
 def report(profile: Profile, n: int = 10) -> Report:
-    """A section for each metric, the same columns in all, and bars of the one that orders it."""
+    """Describe the ranking: a section for each metric, with bars of the metric that orders it."""
     known, found = metrics(profile), ranking(profile, n)
     every = [row for rows in found.values() for row in rows]
     scales = {
         name: scale_of_largest([metric.own(row) for row in every], metric.unit or "count")
         for name, metric in known.items()
     }
-    columns = [Column("", right=False), Column("module", right=False, importance=len(known), style="cyan")]
-    columns += [
-        Column(metric.header, importance=at, unit=scales[name].unit) for at, (name, metric) in enumerate(known.items())
+    columns = [
+        Column("", align="left"),
+        Column("module", align="left", importance=len(known), style="cyan"),
+        *(Column(known[name].header, importance=at, unit=scales[name].unit) for at, name in enumerate(known)),
+        Column("share", align="left", bar_width=_BAR),
     ]
-    columns.append(Column("share", right=False, bar_width=_BAR))
     lines = []
     for name, rows in found.items():
         if rows:
@@ -83,7 +84,7 @@ def report(profile: Profile, n: int = 10) -> Report:
     return Report(
         f"{profile.model} on {profile.inputs}: the costliest layers",
         (Table(tuple(columns), tuple(lines), has_rules=False),),
-        (*_missing(profile, found), *_NOTES, *notes_of(profile)),
+        (*_missing(profile, found), *_NOTES, *profile_notes(profile)),
     )
 
 
@@ -94,7 +95,7 @@ _NOTES = (
 
 
 def _missing(profile: Profile, found: dict[str, tuple[Row, ...]]) -> Iterator[str]:
-    """Say why there is no section of a metric."""
+    """Yield the reason why a metric has no section."""
     if profile.total.macs is None:
         unknown = ", ".join(op.name for op in profile.coverage.unknown)
         yield f"MACs: not known{f', no formula for {unknown}' if unknown else ''}"
@@ -109,7 +110,7 @@ def _most(profile: Profile, metric: Metric, n: int) -> tuple[Row, ...]:
 
 
 def _bar(metric: Metric, profile: Profile, row: Row, first: Row) -> Bar:
-    """A bar beside that of the costliest, the redder the more it is of the whole."""
+    """Return a bar relative to the costliest layer, redder for a larger share of the whole."""
     cost, whole = metric.own(row), metric.of(profile.total)
     part = cost / whole if whole else 0.0
     style = "red" if part >= 0.2 else "yellow" if part >= 0.05 else "green"

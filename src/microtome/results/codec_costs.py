@@ -25,6 +25,11 @@ class CodecCost(NamedTuple):
     encode_s: float
     decode_s: float
 
+    @classmethod
+    def total(cls, costs: Iterable[CodecCost]) -> CodecCost:
+        nbytes, encode_s, decode_s = (sum(parts) for parts in zip((0, 0.0, 0.0), *costs, strict=True))
+        return cls(int(nbytes), encode_s, decode_s)
+
 
 @dataclass(frozen=True)
 class CodecCosts(Result, kind="codecs"):
@@ -43,28 +48,21 @@ class CodecCosts(Result, kind="codecs"):
     environment: dict[str, str] = field(default_factory=dict)
 
     def of(self, live: Iterable[Live], codec: str) -> CodecCost:
-        """The cost of all that crosses a cut."""
+        """Return the cost of all values that cross a cut."""
         if codec not in self.costs:
-            there = ", ".join(map(repr, self.costs)) or "none"
-            raise BadQuery(
-                f"the costs of codec {codec!r} were not measured ({there} were): measure them, or name another"
-            )
+            measured = ", ".join(map(repr, self.costs)) or "none"
+            raise BadQuery(f"expected a codec whose costs were measured ({measured}), got {codec!r}")
         known = self.costs[codec]
-        live = [value if value.name in known else _as_in_older_files(value) for value in live]
-        missing = [value.name for value in live if value.name not in known]
-        if missing:
-            raise BadQuery(
-                f"the costs of codecs are of other cuts of {self.model}: there is no {missing[0]!r} among them"
-            )
-        several = [known[value.name] for value in live]
-        nbytes, encode_s, decode_s = (sum(parts) for parts in zip((0, 0.0, 0.0), *several, strict=True))
-        return CodecCost(int(nbytes), encode_s, decode_s)
+        names = [value.name if value.name in known else _older_name(value) for value in live]
+        if missing := [name for name in names if name not in known]:
+            raise BadQuery(f"expected the codec costs of these cuts of {self.model}, got none for {missing[0]!r}")
+        return CodecCost.total(known[name] for name in names)
 
     def __repr__(self) -> str:
         return f"<CodecCosts of {self.model}: {', '.join(self.costs)}>"
 
 
-def _as_in_older_files(value: Live) -> Live:
-    """The value under the name that it has in files of an older microtome, without the `#0` of a first call."""
+def _older_name(value: Live) -> str:
+    """Return the name in files of an older microtome, without the `#0` of a first call."""
     source = value.source or ""
-    return value._replace(name=strip_first_index(source) + value.name.removeprefix(source))
+    return strip_first_index(source) + value.name.removeprefix(source)

@@ -172,7 +172,7 @@ class Plan(Result, kind="plan"):
 
     def to_perfetto(self, file: File | None = None) -> str:
         """Export Chrome trace JSON, a process per device and arrows for transfers; written to the file if named."""
-        return write(render("perfetto_remote.of_plan", self), file)
+        return write(render("trace_events.requests.plan_trace", self), file)
 
     def check(self) -> None:
         if not 0 <= self.chosen < len(self.candidates):

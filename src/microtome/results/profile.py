@@ -236,11 +236,11 @@ class Profile(Result, kind="profile", schema=2):
 
         Calls are nested slices; memory, load and power are counters. Needs times: `measure=["time"]`.
         """
-        return write(render("perfetto.perfetto", self), file)
+        return write(render("trace_events.profile.perfetto", self), file)
 
     def to_speedscope(self, file: File | None = None) -> str:
         """Export JSON that https://www.speedscope.app opens; written to the file if one is named. Needs times."""
-        return write(render("speedscope.speedscope", self), file)
+        return write(render("trace_events.profile.speedscope", self), file)
 
     def to_pandas(self) -> Any:
         """Return the rows as a DataFrame. Needs pandas."""
@@ -255,7 +255,7 @@ class Profile(Result, kind="profile", schema=2):
             cuts: The result of `microtome.cuts`, or its file: with times, the page then compares cuts.
             compare: Another profile, or its file, to show beside this one.
         """
-        return write(render("page.html", self, cuts, compare), file)
+        return write(render("html.document.html", self, cuts, compare), file)
 
     def as_dict(self) -> dict[str, Any]:
         data = super().as_dict()

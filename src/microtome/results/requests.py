@@ -156,7 +156,7 @@ class RequestLog(Result, kind="run"):
 
     def to_perfetto(self, file: File | None = None) -> str:
         """Export Chrome trace JSON, edge and cloud with arrows for transfers; written to the file if one is named."""
-        return write(render("perfetto_remote.of_run", self), file)
+        return write(render("trace_events.requests.log_trace", self), file)
 
     def as_dict(self) -> dict[str, Any]:
         data = super().as_dict()

@@ -114,11 +114,11 @@ class Sweep(Result, kind="sweep"):
 
     def to_html(self, file: File | None = None) -> str:
         """Export one self-contained HTML page; written to the file if one is named."""
-        return write(render("sweep_page.html", self), file)
+        return write(render("html.sweep.html", self), file)
 
     def to_perfetto(self, file: File | None = None) -> str:
         """Export Chrome trace JSON, a request at each cut over edge and cloud; written to the file if one is named."""
-        return write(render("perfetto_remote.of_sweep", self), file)
+        return write(render("trace_events.requests.sweep_trace", self), file)
 
     def check(self) -> None:
         if not self.measured:

@@ -176,20 +176,18 @@ class Trace:
             yield from self.below(self.calls[child])
 
     def to_dot(self, file: File | None = None, *, depth: int | None = None, cut: Any = None) -> str:
-        """The calls, and what they make for each other, for Graphviz; written to the file if one is named.
+        """Export the dataflow between calls for Graphviz; written to the file if one is named.
 
         Args:
-            depth: Open the calls above it; None: as deep as there is room for.
-            cut: Where a cut is drawn, an address or a `Cut`, which also says what crosses; what contains it is opened
-                as far as needed.
+            depth: Expand the calls above this depth; None: as deep as there is room for.
+            cut: The cut to draw, an address or a `Cut`, which also knows what crosses; the calls that contain it are
+                expanded as far as needed.
         """
-        graph = render("graph.graph", self, depth, cut)
-        return write(render("dot.dot", graph), file)
+        return write(render("graph.drawing.draw_dot", self, depth, cut), file)
 
     def to_svg(self, file: File | None = None, *, depth: int | None = None, cut: Any = None) -> str:
-        """The same as a picture, SVG; written to the file if one is named."""
-        graph = render("graph.graph", self, depth, cut)
-        return write(render("svg.svg", graph), file)
+        """Export the same as an SVG picture; written to the file if one is named."""
+        return write(render("graph.drawing.draw_svg", self, depth, cut), file)
 
     def _repr_html_(self) -> str:
         """The calls as HTML, for notebooks."""

@@ -166,7 +166,7 @@ class Attention(Sequence[Tensor]):
             sample: The index in the batch.
             alpha: The opacity of the map over the image, by default 0.6.
         """
-        return render("attention.plot", self, image, **options)
+        return render("pictures.attention.plot", self, image, **options)
 
     def to_png(self, file: File, image: Any = None, **options: Any) -> None:
         """Write the image that `plot` returns, with its options."""

@@ -97,7 +97,7 @@ class Series(Sequence[Tensor]):
 
     def plot(self, index: int = 0, **options: Any) -> Any:
         """Return an image of one tensor for display in a notebook; the options are those of `Features.plot`."""
-        return render("activation.plot", self[index], self.name, **options)
+        return render("pictures.activation.plot", self[index], self.name, **options)
 
     def _check_dtypes_and_dims(self, verb: str) -> None:
         if not self._tensors:

@@ -1,7 +1,7 @@
-"""A trace as a graph of calls: who makes what for whom, down to a depth.
+"""A trace as a dataflow graph of calls, down to a depth.
 
-A node is a call that is not opened, or a stretch of operators that an opened call runs itself between the calls inside
-it. Every node is a stretch of the run, so the graph has no circles.
+A node is a call that is not expanded, or consecutive operators that an expanded call runs itself between its children.
+Every node is an interval of the run, so the graph is acyclic.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from microtome.errors import BadQuery
+from microtome.report.table import some
 from microtome.results.cuts import Cut
 from microtome.results.trace import Trace, TracedCall, Value
 from microtome.units import shape, size
@@ -21,12 +22,12 @@ _NODES = 60
 
 @dataclass
 class Node:
-    """A stretch of the run.
+    """An interval of the run.
 
     Attributes:
-        name: The address of the call; of operators between calls, their names; of an input its place.
-        type: The kind of module.
-        detail: The shapes of what it returns.
+        name: The address of the call; of operators between calls, their names; of an input its name.
+        type: The type of the module.
+        detail: The shapes of its outputs.
         is_head: Whether it runs before the cut.
     """
 
@@ -40,7 +41,7 @@ class Node:
 
 @dataclass
 class Edge:
-    """Values that one node makes and another reads.
+    """Values that one node produces and another reads.
 
     Attributes:
         values: The bytes of each value, by its index in the trace.
@@ -68,7 +69,7 @@ class Graph:
     """Nodes in the order of the run, and the edges between them.
 
     Attributes:
-        cut: What is said of the cut; empty: there is none.
+        cut: The label of the cut; empty: there is none.
     """
 
     nodes: list[Node]
@@ -76,17 +77,17 @@ class Graph:
     cut: str = ""
 
 
-def graph(trace: Trace, depth: int | None = None, cut: str | Cut | None = None) -> Graph:
-    """The graph of a run's forward.
+def build_graph(trace: Trace, depth: int | None = None, cut: str | Cut | None = None) -> Graph:
+    """Build the graph of the forward.
 
     Args:
-        depth: Open the calls above it; None: as deep as there is room for.
-        cut: Where to cut; what contains it is opened as far as needed.
+        depth: Expand the calls above this depth; None: as deep as there is room for.
+        cut: Where to cut; the calls that contain it are expanded as far as needed.
     """
     if depth is not None and (not isinstance(depth, int) or depth < 0):
-        raise BadQuery(f"depth is a number from 0 on, got {depth!r}")
+        raise BadQuery(f"expected depth of 0 or more, got {depth!r}")
     if cut is not None and not isinstance(cut, str | Cut):
-        raise BadQuery(f"a cut is an address or a Cut, got {cut!r}")
+        raise BadQuery(f"expected cut to be an address or a Cut, got {cut!r}")
     if depth is None:
         deepest = max(call.depth for call in trace.calls)
         fitting = (d for d in range(deepest, 1, -1) if len(_GraphBuilder(trace, d, cut).nodes) <= _NODES)
@@ -101,11 +102,11 @@ class _GraphBuilder:
         self._cut = cut
         at = None if cut is None else trace[cut if isinstance(cut, str) else cut.at]
         self._cut_call = at
-        self._above = set() if at is None else {call.index for call in _above(trace, at)}
+        self._above = set() if at is None else {call.index for call in _path(trace, at)}
         self.nodes: list[Node] = []
         self._of_op: dict[int, int] = {}
         self._inputs: dict[int, int] = {}
-        # A view of a weight is no work of the call that made it first, and others read it too.
+        # A view of a weight is not the output of the call that made it first: others read it too.
         self._weights = {value.memory for value in trace.values if value.origin in ("parameter", "buffer")}
         self._writers: dict[int, list[int]] = {}
         self._make_nodes()
@@ -124,7 +125,7 @@ class _GraphBuilder:
         for edge in edges.values():
             edge.crosses = self.nodes[edge.source].is_head and not self.nodes[edge.target].is_head
             edge.detail = ", ".join(shape(self._trace.values[value].shape) for value in edge.values)
-        return Graph(self.nodes, list(edges.values()), self._said(list(edges.values())))
+        return Graph(self.nodes, list(edges.values()), self._cut_label(list(edges.values())))
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -153,18 +154,18 @@ class _GraphBuilder:
             if is_glue:
                 names.append(op.name.removeprefix("aten.").partition(".")[0])
                 made = [shape(self._trace.values[index].shape) for index in op.outputs or op.mutates]
-                node.name, node.detail = _some(names), ", ".join(made[:2])
+                node.name, node.detail = some(names, 3, " +{}"), ", ".join(made[:2])
 
     def _owner(self, call: int | None) -> tuple[int | None, bool]:
-        """The call that an operator is drawn in, and whether that one is opened."""
+        """Return the call that an operator is drawn in, and whether that call is expanded."""
         if call is None:
             return None, True
-        for above in _above(self._trace, self._trace.calls[call]):
-            if not self._is_open(above):
+        for above in _path(self._trace, self._trace.calls[call]):
+            if not self._is_expanded(above):
                 return above.index, False
         return call, True
 
-    def _is_open(self, call: TracedCall) -> bool:
+    def _is_expanded(self, call: TracedCall) -> bool:
         holds_cut = call.index in self._above and call is not self._cut_call
         return holds_cut or (call.depth < self._depth and bool(call.children))
 
@@ -184,7 +185,7 @@ class _GraphBuilder:
             edge.values[index] = self._trace.values[index].nbytes
 
     def _source(self, value: Value, reader: int) -> int | None:
-        """The node that last wrote a value before an operator; None for weights."""
+        """Return the node that last wrote a value before an operator; None for weights."""
         if value.memory in self._weights:
             return None
         writers = self._writers.get(value.memory, [])
@@ -198,24 +199,20 @@ class _GraphBuilder:
 
     # -- the cut -------------------------------------------------------------------------------------------------------
 
-    def _said(self, edges: list[Edge]) -> str:
+    def _cut_label(self, edges: list[Edge]) -> str:
         if self._cut_call is None:
             return ""
         where = f"cut at {self._cut_call.address}"
         if isinstance(self._cut, Cut):
             return f"{where}: {size(self._cut.nbytes)} cross"
-        # What the tail can make again from less is among these: only a Cut knows what crosses.
+        # These include what the tail can recompute from less: only a Cut knows what crosses.
         drawn = {value: nbytes for edge in edges if edge.crosses for value, nbytes in edge.values.items()}
         return f"{where}: {size(sum(drawn.values()))} on its edges"
 
 
-def _above(trace: Trace, call: TracedCall) -> list[TracedCall]:
-    """The calls that contain a call, the outermost first, and itself."""
-    found = [call]
-    while found[-1].parent is not None:
-        found.append(trace.calls[found[-1].parent])
-    return found[::-1]
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" +{len(names) - most}" if len(names) > most else "")
+def _path(trace: Trace, call: TracedCall) -> list[TracedCall]:
+    """Return the calls that contain a call, the outermost first, and the call."""
+    path = [call]
+    while path[-1].parent is not None:
+        path.append(trace.calls[path[-1].parent])
+    return path[::-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from microtome.report.notes import FEW, notes_of
+from microtome.report.notes import FEW, profile_notes
 from microtome.results.metrics import page_metrics, why_missing
 from microtome.results.profile import Profile
 
@@ -31,7 +31,7 @@ def caveats(profile: Profile) -> list[str]:
 
 def about(profile: Profile) -> str:
     """The environment, the methods, and the reasons why metrics are missing."""
-    notes = "".join(f"<li>{escape(note)}</li>" for note in notes_of(profile))
+    notes = "".join(f"<li>{escape(note)}</li>" for note in profile_notes(profile))
     missing = "".join(
         f"<li><b>{escape(metric.label)}</b>: {escape(why)}</li>"
         for metric in page_metrics()

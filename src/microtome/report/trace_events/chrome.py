@@ -1,4 +1,4 @@
-"""Events in time as Chrome trace JSON, which Perfetto opens."""
+"""The builder of Chrome trace JSON, which Perfetto opens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Lane(NamedTuple):
-    """A row of the picture: a thread of a process."""
+    """A track: a thread of a process."""
 
     pid: int
     tid: int
@@ -19,48 +19,48 @@ class ChromeEvents:
     def __init__(self) -> None:
         self._names: list[dict[str, Any]] = []
         self._timed: list[tuple[int, int, dict[str, Any]]] = []
-        self._lanes: dict[int, int] = {}
+        self._lanes: dict[int, int] = {}  # how many, by process
         self._arrows = 0
 
     def process(self, name: str) -> int:
         pid = len(self._lanes) + 1
         self._lanes[pid] = 0
-        self._name("process_name", Lane(pid, 0), name)
-        self._names.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        self._metadata("process_name", Lane(pid, 0), name=name)
+        self._metadata("process_sort_index", Lane(pid, 0), sort_index=pid)
         return pid
 
     def lane(self, pid: int, name: str) -> Lane:
         self._lanes[pid] += 1
         lane = Lane(pid, self._lanes[pid])
-        self._name("thread_name", lane, name)
+        self._metadata("thread_name", lane, name=name)
         return lane
 
     def slice(self, lane: Lane, name: str, begin_ns: int, end_ns: int, **args: Any) -> None:
-        """Slices of a lane must lie in each other or apart."""
+        """Add a slice; the slices of a lane must be nested or disjoint."""
         self._add("X", lane, name, begin_ns, dur=_us(end_ns - begin_ns), args=args, order=begin_ns - end_ns)
 
     def counter(self, pid: int, name: str, unit: str, at_ns: int, value: float) -> None:
-        self._add("C", Lane(pid, 0), name, at_ns, args={unit: value})  # readers say both: "live bytes"
+        self._add("C", Lane(pid, 0), name, at_ns, args={unit: value})  # readers show both: "live bytes"
 
     def arrow(self, name: str, source: Lane, begin_ns: int, target: Lane, end_ns: int) -> None:
-        """From the slice that is there at a time to another."""
+        """Add an arrow between the slices that are on two lanes at two times."""
         self._arrows += 1
         self._add("s", source, name, begin_ns, id=self._arrows, cat="transfer", order=1)
         self._add("f", target, name, end_ns, id=self._arrows, cat="transfer", bp="e", order=1)
 
     def dump(self, **about: Any) -> str:
-        """The file; `about` is kept in it for readers."""
-        ordered = sorted(self._timed, key=lambda event: event[:2])  # what begins together, the longest first
+        """Return the file, with `about` as its metadata."""
+        ordered = sorted(self._timed, key=lambda event: event[:2])  # of those that begin together, the longest first
         events = [*self._names, *(event for _, _, event in ordered)]
         data = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
         text = json.dumps(data, ensure_ascii=False) + "\n"  # Perfetto refuses escaped surrogate pairs
-        return text.encode("utf-8", "replace").decode()  # and a half of one is no text
+        return text.encode("utf-8", "replace").decode()  # and a lone surrogate is invalid
 
-    def _name(self, what: str, lane: Lane, name: str) -> None:
-        self._names.append({"ph": "M", "name": what, "pid": lane.pid, "tid": lane.tid, "args": {"name": name}})
+    def _metadata(self, event: str, lane: Lane, **args: Any) -> None:
+        self._names.append({"ph": "M", "name": event, "pid": lane.pid, "tid": lane.tid, "args": args})
 
-    def _add(self, kind: str, lane: Lane, name: str, at_ns: int, *, order: int = 0, **more: Any) -> None:
-        event = {"ph": kind, "name": name, "pid": lane.pid, "tid": lane.tid, "ts": _us(at_ns), **more}
+    def _add(self, kind: str, lane: Lane, name: str, at_ns: int, *, order: int = 0, **fields: Any) -> None:
+        event = {"ph": kind, "name": name, "pid": lane.pid, "tid": lane.tid, "ts": _us(at_ns), **fields}
         self._timed.append((at_ns, order, event))
 
 

@@ -1,15 +1,18 @@
-"""A graph of calls as a picture: one SVG file without a script, for light and dark."""
+"""Draw a graph of calls: as DOT for Graphviz, and as one SVG file without a script, for light and dark."""
 
 from __future__ import annotations
 
 import math
 from html import escape
 from itertools import pairwise
+from typing import Any
 
-from microtome.report.graph.graph import Edge, Graph, Node
+from microtome.report.graph.graph import Edge, Graph, Node, build_graph
 from microtome.report.graph.layout import Layout, lay_out
 from microtome.report.table import shorten
+from microtome.results.trace import Trace
 
+_DOT_SHAPES = {"input": "ellipse", "output": "ellipse", "call": "box", "glue": "box"}
 #: Pixels: of a node's height and of a letter's width, between layers, around the picture, and where a cut goes through.
 _HEIGHT, _LETTER, _BETWEEN, _MARGIN, _CUT = 36, 7.2, 34, 24, 30
 _LONGEST = 34
@@ -26,14 +29,43 @@ text{font:12px system-ui,sans-serif}.small{font-size:10.5px}
 """
 
 
-def svg(graph: Graph) -> str:
-    """The picture: nodes in layers, the bytes of values on the edges, a dashed line where it is cut."""
+def draw_dot(trace: Trace, depth: int | None, cut: Any) -> str:
+    """Draw a digraph; the two sides of a cut are clusters, and what crosses is red."""
+    graph = build_graph(trace, depth, cut)
+    lines = ["digraph microtome {", '  node [fontname="sans-serif", fontsize=11];', "  edge [fontsize=9];"]
+    if graph.cut:
+        lines.append(f"  label={_dot_string(graph.cut)}; labelloc=t;")
+        for name, is_head in (("head", True), ("tail", False)):
+            nodes = (f"  {_dot_node(node)}" for node in graph.nodes if node.is_head == is_head)
+            lines += [f"  subgraph cluster_{name} {{", f"    label={name}; style=dashed;", *nodes, "  }"]
+    else:
+        lines += map(_dot_node, graph.nodes)
+    for edge in graph.edges:
+        red = ', color=red, fontcolor=red, style="bold"' if edge.crosses else ""
+        label, tooltip = _dot_string(edge.label), _dot_string(edge.detail)
+        lines.append(f"  n{edge.source} -> n{edge.target} [label={label}, tooltip={tooltip}{red}];")
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _dot_node(node: Node) -> str:
+    label = "\n".join(filter(None, (node.name, " ".join(filter(None, (node.type, node.detail))))))
+    style = {"call": "rounded", "glue": "dashed"}.get(node.kind, "solid")
+    return f'  n{node.index} [label={_dot_string(label)}, shape={_DOT_SHAPES[node.kind]}, style="{style}"];'
+
+
+def _dot_string(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def draw_svg(trace: Trace, depth: int | None, cut: Any) -> str:
+    """Draw nodes in layers, the bytes of values on the edges, and a dashed line at the cut."""
+    graph = build_graph(trace, depth, cut)
     widths = [_width(node) for node in graph.nodes]
     tail = [node.index for node in graph.nodes if not node.is_head] if graph.cut else []
     layout = lay_out(widths, [(edge.source, edge.target) for edge in graph.edges], tail)
     border = min((layout.ranks[node] for node in tail), default=None)
-    drawing = _Drawing(graph, layout, widths, border)
-    return drawing.text()
+    return _Drawing(graph, layout, widths, border).text()
 
 
 class _Drawing:
@@ -42,15 +74,15 @@ class _Drawing:
         self._layout = layout
         self._widths = widths
         self._border = border
-        beside = max(len(graph.cut) * _LETTER, 60)  # what is said of the cut, or labels at the rim
+        beside = max(len(graph.cut) * _LETTER, 60)  # the label of the cut, or labels at the rim
         self._width = math.ceil(layout.right - layout.left + 2 * _MARGIN + beside)
         self._height = math.ceil(self._top(max(layout.ranks, default=0)) + _HEIGHT + _MARGIN)
 
     def text(self) -> str:
         size = f'width="{self._width}" height="{self._height}" viewBox="0 0 {self._width} {self._height}"'
-        said = escape(self._graph.cut or "The calls of a model, and what they make for each other")
+        label = escape(self._graph.cut or "The calls of a model, and what they make for each other")
         parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{_xml(said)}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{_xml(label)}">',
             f"<style>{_STYLE}</style>",
             _marker("tip", "tip"),
             _marker("red", "red"),
@@ -64,7 +96,7 @@ class _Drawing:
         return "\n".join(filter(None, parts)) + "\n"
 
     def _top(self, rank: int) -> float:
-        """Of a layer."""
+        """Return the y of a layer."""
         through = _CUT if self._border is not None and rank >= self._border else 0
         return _MARGIN + rank * (_HEIGHT + _BETWEEN) + through
 
@@ -90,7 +122,7 @@ class _Drawing:
         )
 
     def _points(self, at: int, edge: Edge) -> list[tuple[float, float]]:
-        """The path of an edge: out of the node, through the layers between, and into the other."""
+        """Return the path of an edge: out of the node, through the layers between, and into the other."""
         first, last = self._layout.ranks[edge.source], self._layout.ranks[edge.target]
         points = [(self._x(self._layout.x[edge.source]), self._top(first) + _HEIGHT)]
         for rank, x in enumerate(self._layout.bends[at], first + 1):
@@ -127,7 +159,7 @@ class _Drawing:
 
 
 def _under(node: Node) -> str:
-    """The second line of a node."""
+    """Return the second line of a node."""
     return " ".join(filter(None, (node.type if node.type != node.name else "", node.detail)))
 
 
@@ -148,5 +180,5 @@ def _text(text: str) -> str:
 
 
 def _xml(text: str) -> str:
-    """Without the signs that XML has no place for."""
+    """Replace the characters that XML cannot hold."""
     return "".join(letter if letter >= " " else "\N{REPLACEMENT CHARACTER}" for letter in text)
