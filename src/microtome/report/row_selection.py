@@ -56,9 +56,13 @@ def rows_of(profile: Profile, view: RowSelection) -> list[tuple[Any, str]]:
         depth = depth_of(profile) if view.depth is None else view.depth
         rows = [(row, "  " * row.depth + name_in_tree(row)) for row in profile if row.depth <= depth]
     else:
-        granularity = 1 if view.depth is None and view.granularity is None else view.granularity
-        depth = None if view.granularity is not None else view.depth
-        rows = [(row, row.address or "(root)") for row in profile.rows(depth=depth, granularity=granularity)]
+        is_by_depth = view.granularity is None and view.depth is not None
+        options = (
+            {"depth": view.depth}
+            if is_by_depth
+            else {"granularity": 1 if view.granularity is None else view.granularity}
+        )
+        rows = [(row, row.address or "(root)") for row in profile.rows(**options)]
     if view.sort is not None:
         metric = call_columns()[view.sort].metric
         assert metric is not None

@@ -13,7 +13,7 @@ from microtome.addresses import number_calls
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.engine import tensors_in
-from microtome.report.table import Column, Line, Report, Table
+from microtome.report.table import Column, Report, Table
 from microtome.report.table import text as render
 from microtome.track import track as track_model
 from microtome.units import UNKNOWN
@@ -69,11 +69,11 @@ def _run(model: ModelOptions) -> list[_TrackRow]:
 
 
 def _text(name: str, rows: list[_TrackRow]) -> str:
-    columns = Column("call", right=False), Column("module", right=False), Column("forward"), Column("backward")
-    lines = []
-    for row in rows:
-        call = "  " * row.depth + (row.address or "(root)")
-        backward = UNKNOWN if row.backward is None else str(row.backward)
-        lines.append(Line((call, row.type, str(row.forward), backward)))
+    columns = (
+        Column("call", lambda row: "  " * row.depth + (row.address or "(root)"), "left"),
+        Column("module", lambda row: row.type, "left"),
+        Column("forward", lambda row: str(row.forward)),
+        Column("backward", lambda row: UNKNOWN if row.backward is None else str(row.backward)),
+    )
     note = "backward: the order in which autograd reached each call"
-    return render(Report(f"{name}: the order of calls", (Table(columns, tuple(lines)),), (note,)))
+    return render(Report(f"{name}: the order of calls", (Table.of(columns, rows),), (note,)))
