@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+LINKING = [*PAGES, *ROOT.glob("*.md"), *(ROOT / "src").rglob("README.md")]
 
 
 def test_every_page_is_in_the_contents() -> None:
@@ -32,6 +33,26 @@ def test_examples_in_python_are_run_and_pictures_are_there(page: Path) -> None:
         assert code.startswith(">>>"), f"not run as a test: {code}"
     for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
         assert (page.parent / target).is_file(), target
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in re.findall(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)", _prose(page)):
+        if not link.startswith("http"):
+            file, _, anchor = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            assert target.exists(), link
+            assert not anchor or anchor in _anchors(target), link
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as mkdocs makes them."""
+    headings = re.findall(r"^#+ (.+)$", _prose(page), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def _prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 def test_pictures_need_nothing_from_elsewhere() -> None:
