@@ -225,7 +225,7 @@ def test_questions_without_an_answer_say_so(p: mt.Profile) -> None:
         mt.profile(Net(), IDS, convention="thop")
     with pytest.raises(BadQuery, match="expected n of 1 or more, got -1"):
         p.top(-1)
-    with pytest.raises(BadInputs, match="fake is True, False or None, got 'meta'"):
+    with pytest.raises(BadInputs, match="expected fake to be True, False or None, got 'meta'"):
         mt.profile(Net(), IDS, fake="meta")  # type: ignore[arg-type]
 
 

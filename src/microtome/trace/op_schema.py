@@ -1,4 +1,4 @@
-"""Facts about an operator that do not change between its calls."""
+"""Properties of an operator that are the same in every call."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from torch import Tensor
 from microtome.engine.probes import AnyOp
 from microtome.engine.torch_internals import OpOverload, schema_of
 
-_BATCH_NORMS = {
-    torch.ops.aten.native_batch_norm.default,
-    torch.ops.aten.cudnn_batch_norm.default,
-    torch.ops.aten.miopen_batch_norm.default,
-}
-
-
 _aten = torch.ops.aten
-_GATHERS = {_aten.embedding, _aten.index, _aten._unsafe_index, _aten.index_select, _aten.gather, _aten.take, _aten._embedding_bag}  # fmt: skip  # noqa: E501
+_BATCH_NORMS = {
+    _aten.native_batch_norm.default,
+    _aten.cudnn_batch_norm.default,
+    _aten.miopen_batch_norm.default,
+}
+_GATHERS = {
+    *(_aten.embedding, _aten._embedding_bag, _aten.index, _aten._unsafe_index),
+    *(_aten.index_select, _aten.gather, _aten.take),
+}
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution}
 
 
 class OpSchema:
-    """Of one operator.
+    """Properties of one operator.
 
     Attributes:
-        writes: The positions and names of the arguments that its schema says it writes to.
-        may_write: Whether it may write to any.
+        may_write: Whether it may mutate arguments.
         is_view: Whether it only changes the shape of its first argument, in place.
-        is_gather: Whether it reads of its first argument only what it returns.
-        is_product: Whether it wants one dtype for all, which meta tensors do not check.
+        is_gather: Whether it reads only those elements of its first argument that it returns.
+        is_product: Whether it requires one dtype for all operands, which meta kernels do not check.
     """
 
-    __slots__ = ("_func", "_is_batch_norm", "is_gather", "is_product", "is_view", "may_write", "name", "writes")
+    __slots__ = ("_func", "_is_batch_norm", "_writes", "is_gather", "is_product", "is_view", "may_write", "name")
 
     def __init__(self, func: AnyOp) -> None:
-        self._func = func  # held, since facts are found by its identity
+        self._func = func  # kept alive, since schemas are looked up by its id
         self.name = f"aten.{func.__name__}"
-        self.writes: tuple[tuple[int, str], ...] = ()
+        self._writes: tuple[tuple[int, str], ...] = ()
         self.is_view = self._is_batch_norm = self.is_gather = self.is_product = False
         if isinstance(func, OpOverload):
             self.name = str(func)
@@ -47,29 +47,29 @@ class OpSchema:
             self.is_gather = func.overloadpacket in _GATHERS
             self.is_product = func.overloadpacket in _PRODUCTS
             arguments = enumerate(schema_of(func).arguments)
-            self.writes = tuple((at, a.name) for at, a in arguments if a.alias_info and a.alias_info.is_write)
-        self.may_write = bool(self.writes) or self._is_batch_norm
+            self._writes = tuple((index, a.name) for index, a in arguments if a.alias_info and a.alias_info.is_write)
+        self.may_write = bool(self._writes) or self._is_batch_norm
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors that it writes to."""
+        """The tensors that a call with these arguments mutates."""
         if self._is_batch_norm and args[5]:
-            return tensors(args[3:5])  # running statistics, which the schema does not say are written in training
-        given = [args[at] if at < len(args) else kwargs.get(name) for at, name in self.writes]
-        return [tensor for item in given for tensor in tensors(item)]
+            return tensors(args[3:5])  # running statistics, whose mutation in training the schema does not declare
+        written = [args[index] if index < len(args) else kwargs.get(name) for index, name in self._writes]
+        return [tensor for item in written for tensor in tensors(item)]
 
 
-_known: dict[int, OpSchema] = {}
+_schemas: dict[int, OpSchema] = {}
 
 
 def op_schema(func: AnyOp) -> OpSchema:
-    schema = _known.get(id(func))
+    schema = _schemas.get(id(func))
     if schema is None:
-        schema = _known[id(func)] = OpSchema(func)
+        schema = _schemas[id(func)] = OpSchema(func)
     return schema
 
 
 def tensors(argument: Any) -> list[Tensor]:
-    """A tensor, or the tensors in a list of them, which is all that operators take and give."""
+    """The tensors in an argument or output of an operator: a tensor, or a list that may contain some."""
     if isinstance(argument, Tensor):
         return [argument]
     return [item for item in argument if isinstance(item, Tensor)] if isinstance(argument, list | tuple) else []

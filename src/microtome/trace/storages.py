@@ -1,4 +1,4 @@
-"""The tensors of a run as values, and the memory they lie in."""
+"""The tensors of a run as values, and the lifetimes of their storages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from microtome.errors import Unsupported
 from microtome.results.trace import Memory, Value
 from microtome.trace.op_schema import tensors
 
+#: Types of arguments that contain no tensor.
+_NO_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
+_device_name = cache(str)
+
 
 @dataclass(slots=True, eq=False)
 class StorageRecord:
-    """A memory while the run goes on."""
+    """A storage during the run; `begins` and `ends` count operators."""
 
     index: int
     nbytes: int
@@ -30,12 +34,12 @@ class StorageRecord:
     ends: int | None = None
     values: dict[Any, ValueRecord] = field(default_factory=dict)
     first: ValueRecord | None = None
-    alive: Any = None
+    ref: Any = None
 
 
 @dataclass(slots=True, eq=False)
 class ValueRecord:
-    """A value while the run goes on."""
+    """A value during the run, with the fields of `Value`."""
 
     index: int
     origin: Any
@@ -45,7 +49,7 @@ class ValueRecord:
     device: str
     nbytes: int
     producer: int | None
-    memory: StorageRecord
+    storage: StorageRecord
     alias_of: int | None
     content: str | None = None
     consumers: list[int] = field(default_factory=list)
@@ -53,33 +57,37 @@ class ValueRecord:
 
 
 class Storages:
-    """Knows each tensor by the memory it lies in and the shape it has there. It holds none: their memory must end.
+    """Identifies each tensor by its storage and its layout there. It keeps no storage alive.
+
+    Args:
+        device: The device of all values; None: that of each tensor.
+        digest_constants: Digest the elements of tensors that are neither inputs, weights, nor outputs of operators.
 
     Attributes:
-        clock: How many operators have run.
+        clock: The number of operators that have run.
     """
 
     def __init__(self, device: str | None, *, digest_constants: bool = False) -> None:
         self._device = device
         self._digest_constants = digest_constants
-        self._by_storage: dict[int, StorageRecord] = {}
-        self._memories: list[StorageRecord] = []
+        self._by_id: dict[int, StorageRecord] = {}
+        self._storages: list[StorageRecord] = []
         self._values: list[ValueRecord] = []
         self.clock = 0
 
     def __getitem__(self, index: int) -> ValueRecord:
         return self._values[index]
 
-    def of(
+    def record(
         self, tensor: Tensor, origin: str = "constant", name: str | None = None, producer: int | None = None
     ) -> ValueRecord:
-        """The value that a tensor is; what else is given holds if it is seen for the first time."""
-        memory = self._by_storage.get(id(_storage_of(tensor))) or self._memory(tensor)
+        """The value of a tensor; the other arguments describe it if it is new."""
+        storage = self._by_id.get(id(_storage_of(tensor))) or self._add_storage(tensor)
         key = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
-        value = memory.values.get(key)
+        value = storage.values.get(key)
         if value is None:
-            first = memory.first
-            value = memory.values[key] = ValueRecord(
+            first = storage.first
+            value = storage.values[key] = ValueRecord(
                 len(self._values),
                 origin,
                 name,
@@ -88,45 +96,45 @@ class Storages:
                 self._device or _device_name(tensor.device),
                 tensor.nbytes,
                 producer,
-                memory,
+                storage,
                 None if first is None else first.index,
-                _content_of(tensor) if origin == "constant" and self._digest_constants else None,
+                _digest(tensor) if origin == "constant" and self._digest_constants else None,
             )
             self._values.append(value)
             if first is None:
-                memory.first = value
+                storage.first = value
             else:
-                memory.nbytes = max(memory.nbytes, _storage_of(tensor).nbytes())  # it may have been resized
+                storage.nbytes = max(storage.nbytes, _storage_of(tensor).nbytes())  # it may have been resized
         return value
 
     def find(self, tensor: Tensor) -> ValueRecord | None:
-        """The value that a tensor is, if it was seen before."""
-        memory = self._by_storage.get(id(_storage_of(tensor)))
+        """The value of a tensor, or None if it has not been recorded."""
+        storage = self._by_id.get(id(_storage_of(tensor)))
         key = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
-        return None if memory is None else memory.values.get(key)
+        return None if storage is None else storage.values.get(key)
 
     def is_external(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in memory that was there before the run, and is of no parameter, buffer or input."""
-        memory = self._by_storage.get(id(_storage_of(tensor)))
-        return memory is None or (memory.first is not None and memory.first.origin == "constant")
+        """Whether a tensor's storage existed before the run and is not that of a parameter, buffer or input."""
+        storage = self._by_id.get(id(_storage_of(tensor)))
+        return storage is None or (storage.first is not None and storage.first.origin == "constant")
 
     def indices_in(self, structure: Any) -> tuple[int, ...]:
-        """The indices of the values in what a module takes or returns."""
-        return tuple(self.of(tensor).index for tensor in tensors_in(structure))
+        """The indices of the values in the arguments or the output of a module."""
+        return tuple(self.record(tensor).index for tensor in tensors_in(structure))
 
-    def operands_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ValueRecord]:
-        """The values among the arguments of an operator, each once."""
+    def operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ValueRecord]:
+        """The distinct values among the arguments of an operator."""
         found: list[ValueRecord] = []
         for argument in (*args, *kwargs.values()) if kwargs else args:
             if argument.__class__ in _NO_TENSORS:
                 continue
             for tensor in (argument,) if isinstance(argument, Tensor) else tensors(argument):
-                value = self.of(tensor)
+                value = self.record(tensor)
                 if value not in found:
                     found.append(value)
         return found
 
-    def as_data(self) -> tuple[tuple[Value, ...], tuple[Memory, ...]]:
+    def to_data(self) -> tuple[tuple[Value, ...], tuple[Memory, ...]]:
         values = (
             Value(
                 v.index,
@@ -140,26 +148,26 @@ class Storages:
                 tuple(v.consumers),
                 tuple(v.mutated_by),
                 v.alias_of,
-                v.memory.index,
+                v.storage.index,
                 v.content,
             )
             for v in self._values
         )
-        return tuple(values), tuple(Memory(memory.nbytes, memory.begins, memory.ends) for memory in self._memories)
+        return tuple(values), tuple(Memory(storage.nbytes, storage.begins, storage.ends) for storage in self._storages)
 
-    def _memory(self, tensor: Tensor) -> StorageRecord:
+    def _add_storage(self, tensor: Tensor) -> StorageRecord:
         if tensor.is_nested:
             raise _no_single_storage("nested")
         storage = _storage_of(tensor)
         key = id(storage)
-        memory = StorageRecord(len(self._memories), storage.nbytes(), self.clock)
-        memory.alive = weakref.ref(storage, lambda _: self._end_lifetime(key))
-        self._by_storage[key] = memory
-        self._memories.append(memory)
-        return memory
+        record = StorageRecord(len(self._storages), storage.nbytes(), self.clock)
+        record.ref = weakref.ref(storage, lambda _: self._end_lifetime(key))
+        self._by_id[key] = record
+        self._storages.append(record)
+        return record
 
     def _end_lifetime(self, key: int) -> None:
-        self._by_storage.pop(key).ends = self.clock
+        self._by_id.pop(key).ends = self.clock
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
@@ -171,23 +179,18 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
         raise _no_single_storage(str(tensor.layout)) from error
 
 
-def _content_of(tensor: Tensor) -> str | None:
-    """A digest of the elements of a tensor; None if there are none to read."""
+def _no_single_storage(layout: str) -> Unsupported:
+    return Unsupported(f"expected tensors with one storage each, got a {layout} tensor in the run: it cannot be traced")
+
+
+def _digest(tensor: Tensor) -> str | None:
+    """A digest of the elements of a tensor; None if they are unknown."""
     if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return None
     with suspend_tracing(tensor.device):
-        known = value_of(tensor) if is_meta_or_fake(tensor) else tensor
-        if known is None:
+        values = value_of(tensor) if is_meta_or_fake(tensor) else tensor
+        if values is None:
             return None
-        plain = known.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        data = plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
+        contiguous = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        data = contiguous.reshape(-1).view(torch.uint8).numpy().data if contiguous.numel() else b""
         return str(xxh3_64_hexdigest(data))
-
-
-def _no_single_storage(kind: str) -> Unsupported:
-    return Unsupported(f"the run has a tensor whose parts lie apart in memory ({kind}): it cannot be traced yet")
-
-
-_device_name = cache(str)
-#: Kinds of arguments that hold no tensor, so that they need not be looked at.
-_NO_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
