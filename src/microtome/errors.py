@@ -1,26 +1,26 @@
-"""Everything microtome raises on purpose.
+"""The exceptions that microtome raises.
 
 ::
 
     MicrotomeError
-    ├── NotAModule        something that is not an nn.Module was given as a model or as a selector's target
-    ├── NoMatch           a path, selector or name that matches nothing; lists the nearest
-    ├── BadInputs         inputs that cannot be read as the arguments of a model
-    ├── BadWeights        a file of weights that does not fit the model
-    ├── NotInstalled      a package that a model comes from is not there
-    ├── BuildFailed       the code that makes a model cannot be imported, called so, or raised
-    ├── BadFormula        a formula for no operator, or one that fails or gives no count
-    ├── BadFile           a file that is not there, is no result of microtome, or is of another version
-    ├── BadBoundary       bytes that are no boundary of a split model, or are damaged; or one that cannot be sent
-    ├── BadQuery          a question to a result that it has no answer to: an unknown column, a depth below zero
-    ├── BadSelector       a selector of a kind that microtome does not know
-    ├── RemoteError       a server that cannot be reached, refuses, or could not answer in time; carries the kind
-    ├── SessionError      a session entered twice, or asked something it cannot answer in its state
-    ├── SensorFailed      a sensor that cannot be read, or that says what cannot be
-    ├── Unsupported       what cannot be looked into (a ScriptModule, a graph too deep), with what to do instead
-    └── ProbeError        a probe or callback raised; carries the address of the call it was looking at
+    ├── NotAModule        expected an nn.Module, got something else
+    ├── NoMatch           a path, selector or name matches nothing; the message lists the nearest
+    ├── BadInputs         the inputs are not arguments of the model
+    ├── BadWeights        a file of weights cannot be read, or does not fit the model
+    ├── NotInstalled      a package that a model needs is not installed
+    ├── BuildFailed       code that builds a model cannot be imported or called, or raised
+    ├── BadFormula        a formula is of no operator, fails, or returns no count
+    ├── BadFile           a file is missing, corrupt, not a result of microtome, or of another version
+    ├── BadBoundary       bytes are not a boundary of a split model, or a boundary cannot be serialized
+    ├── BadQuery          an argument is invalid, such as an unknown column or a negative depth
+    ├── BadSelector       a selector is of an unsupported type
+    ├── RemoteError       a server cannot be reached, refuses, or did not reply in time; has the kind of failure
+    ├── SessionError      a session is entered twice, or queried in the wrong state
+    ├── SensorFailed      a sensor cannot be read, or its reading is impossible
+    ├── Unsupported       a model or a run that microtome cannot handle; the message has an alternative
+    └── ProbeError        a probe or callback raised; has the address of the observed call
 
-Each also derives from the builtin a caller would expect (`TypeError`, `LookupError`, `RuntimeError`).
+Each also derives from the builtin exception that a caller would expect, such as `TypeError` or `LookupError`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def sanitize_text(text: str, keep: str = "") -> str:
 
 
 class MicrotomeError(Exception):
-    """Base of every error that microtome raises on purpose. Its message can be printed, whatever it quotes."""
+    """Base of all exceptions of microtome. The message is sanitized, whatever it quotes."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(sanitize_text(message, keep="\n"))
 
 
 class NotAModule(MicrotomeError, TypeError):
-    """A model was expected and something else was given."""
+    """Expected an `nn.Module`, got something else."""
 
 
 class NoMatch(MicrotomeError, LookupError):
@@ -62,42 +62,42 @@ class BadFormula(MicrotomeError, TypeError):
 
 
 class BadFile(MicrotomeError, ValueError):
-    """A file that cannot be read as a result."""
+    """A file is missing, corrupt, not a result of microtome, or of another version."""
 
 
 class BadBoundary(MicrotomeError, ValueError):
-    """Bytes that cannot be read as what crosses a cut, or what crosses it cannot be made bytes."""
+    """Bytes are not a boundary of a split model, or a boundary cannot be serialized."""
 
 
 class BadQuery(MicrotomeError, ValueError):
-    """A question that a result has no answer to."""
+    """An argument is invalid, such as an unknown column."""
 
 
 class BadSelector(MicrotomeError, TypeError):
-    """A selector of a kind that microtome does not know."""
+    """A selector is of an unsupported type."""
 
 
 class BadInputs(MicrotomeError, ValueError):
-    """Inputs that cannot be read as the arguments of a model."""
+    """The inputs are not arguments of the model."""
 
 
 class BadWeights(MicrotomeError, ValueError):
-    """A file of weights that cannot be read, or does not fit the model."""
+    """A file of weights cannot be read, or does not fit the model."""
 
 
 class NotInstalled(MicrotomeError, ImportError):
-    """A package that a model comes from is not installed."""
+    """A package that a model needs is not installed."""
 
 
 class BuildFailed(MicrotomeError, RuntimeError):
-    """Somebody's code that was to make a model did not."""
+    """The code that builds a model cannot be imported or called, or raised."""
 
 
 class RemoteError(MicrotomeError, ConnectionError):
-    """The other side of a split model did not answer.
+    """A request to the server of a split model failed.
 
     Attributes:
-        kind: What happened, as `split.proto` names it; `"UNREACHABLE"`: nobody answers; `"REFUSED"`: it will not.
+        kind: The kind of error in `split.proto`; `"UNREACHABLE"`: no server replies; `"REFUSED"`: it denies access.
     """
 
     def __init__(self, message: str, kind: str) -> None:
@@ -106,22 +106,22 @@ class RemoteError(MicrotomeError, ConnectionError):
 
 
 class SessionError(MicrotomeError, RuntimeError):
-    """A session was used in a way its state does not allow."""
+    """A session is entered twice, or queried in the wrong state."""
 
 
 class SensorFailed(MicrotomeError, OSError):
-    """A sensor that cannot be read, or that says what cannot be."""
+    """A sensor cannot be read, or its reading is impossible."""
 
 
 class Unsupported(MicrotomeError, RuntimeError):
-    """A model or a run that cannot be looked into as it is."""
+    """A model or a run that microtome cannot handle."""
 
 
 class ProbeError(MicrotomeError, RuntimeError):
-    """A probe or callback raised while it looked at a call.
+    """A probe or callback raised.
 
     Attributes:
-        address: Where the call is: the module's path and, from its second run on, the index.
+        address: The address of the observed call: the path of its module and, from the second run on, an index.
     """
 
     def __init__(self, message: str, address: str) -> None:

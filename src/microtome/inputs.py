@@ -1,4 +1,4 @@
-"""The one rule for what `inputs` means, wherever a model is to be run."""
+"""The arguments of a model, from any form in which `inputs` may be passed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PART = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<
 
 
 class Inputs:
-    """The arguments of one run of a model, positional and keyword.
+    """The positional and keyword arguments of a model.
 
-    `Inputs.of` takes what users may give: a tensor, a tuple of positional arguments, a dict of keyword arguments, an
-    `Inputs`, or a text of shapes. Anything else is the model's one positional argument.
+    `Inputs.of` accepts a tensor, a tuple of positional arguments, a dict of keyword arguments, an `Inputs`, or a string
+    of shapes. Anything else becomes the only positional argument.
 
     >>> Inputs.of({"x": None}).kwargs
     {'x': None}
@@ -35,16 +35,16 @@ class Inputs:
 
     @classmethod
     def of(cls, inputs: Any, *, device: str = "cpu") -> Inputs:
-        """Turn what the user gave into arguments. Tensors of a string are on the device, on `meta` without values."""
+        """Convert `inputs` to arguments; tensors of a string of shapes are created on the device."""
         if isinstance(inputs, Inputs):
             return inputs
         if isinstance(inputs, str):
             return _parse(inputs, device)
         if isinstance(inputs, dict):
             if not all(isinstance(name, str) for name in inputs):
-                raise BadInputs(f"a dict of inputs has the names of arguments as keys, got {list(inputs)!r}")
+                raise BadInputs(f"expected the names of arguments as keys of a dict of inputs, got {list(inputs)!r}")
             return cls(**inputs)
-        # A named tuple is somebody's structure, and so one argument.
+        # A named tuple is a structure of the model, and so a single argument.
         return cls(*inputs) if type(inputs) is tuple else cls(inputs)
 
     def run(self, model: nn.Module) -> Any:
@@ -52,7 +52,7 @@ class Inputs:
         return model(*self.args, **self.kwargs)
 
     def to(self, device: str | torch.device) -> Inputs:
-        """The same arguments, with their tensors on a device."""
+        """Return the same arguments with their tensors on a device."""
         return Inputs(*_to(self.args, device), **_to(self.kwargs, device))
 
     def __repr__(self) -> str:
@@ -62,29 +62,29 @@ class Inputs:
 
 
 def _parse(text: str, device: str) -> Inputs:
-    """Tensors of the shapes in a text such as `1x3x224x224:bfloat16, mask=1x77:bool`, the same in every run."""
+    """Create deterministic tensors from a string such as `1x3x224x224:bfloat16, mask=1x77:bool`."""
     args: list[Tensor] = []
     kwargs: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     if "," in text and all(part.strip().isdecimal() for part in text.split(",")):
-        meant = "x".join(part.strip() for part in text.split(","))
-        raise BadInputs(f"commas stand between inputs, and 'x' between sizes: did you mean {meant!r}?")
+        suggestion = "x".join(part.strip() for part in text.split(","))
+        raise BadInputs(f"commas separate inputs, and 'x' separates sizes: did you mean {suggestion!r}?")
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
         if match is None:
             raise BadInputs(
                 f"cannot read {part.strip()!r} in the inputs {text!r}: write a shape and, if not float32, a dtype, "
-                "such as '1x3x224x224', '1x77:int64' or 'input_ids=1x128:int64', several with commas between"
+                "such as '1x3x224x224', '1x77:int64' or 'input_ids=1x128:int64', separated by commas"
             )
         tensor = _tensor(
             [int(size) for size in match["shape"].split("x")], match["dtype"] or "float32", generator, device
         )
         if match["name"] in kwargs:
-            raise BadInputs(f"the input {match['name']!r} is given twice in {text!r}")
+            raise BadInputs(f"the input {match['name']!r} appears twice in {text!r}")
         if match["name"]:
             kwargs[match["name"]] = tensor
         elif kwargs:
-            raise BadInputs(f"positional inputs come before named ones: {part.strip()!r} in {text!r}")
+            raise BadInputs(f"expected positional inputs before named ones, got {part.strip()!r} last in {text!r}")
         else:
             args.append(tensor)
     return Inputs(*args, **kwargs)
@@ -93,16 +93,16 @@ def _parse(text: str, device: str) -> Inputs:
 def _tensor(shape: list[int], name: str, generator: torch.Generator, device: str) -> Tensor:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise BadInputs(f"{name!r} is not a dtype of torch: write float32, bfloat16, int64, bool or another")
+        raise BadInputs(f"expected a dtype of torch, such as float32, bfloat16, int64 or bool, got {name!r}")
     if device == "meta":
         return torch.empty(shape, dtype=dtype, device="meta")
     try:
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
-        return torch.zeros(shape, dtype=dtype, device=device)  # an index that every embedding has
+        return torch.zeros(shape, dtype=dtype, device=device)  # a valid index of every embedding
     except RuntimeError as error:
         text = "x".join(map(str, shape))
-        raise BadInputs(f"there is no room for an input of {text}: give torch.empty(..., device='meta')") from error
+        raise BadInputs(f"not enough memory for an input of {text}: pass torch.empty(..., device='meta')") from error
 
 
 def _to(value: Any, device: str | torch.device) -> Any:
@@ -123,7 +123,7 @@ def _describe(value: Any) -> str:
         return "{" + ", ".join(f"{name!r}: {_describe(item)}" for name, item in value.items()) + "}"
     try:
         return repr(value)
-    except Exception:  # noqa: BLE001  somebody else's code
+    except Exception:  # noqa: BLE001  a foreign __repr__ may raise anything
         return f"<{type(value).__name__}>"
 
 
