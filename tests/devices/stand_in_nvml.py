@@ -40,8 +40,9 @@ class StandIn:
     def __init__(self, gpus: int = 1) -> None:
         self.opened = 0
         self.uuids = [f"GPU-{index:04d}" for index in range(gpus)]
+        self.count: Any = gpus
         self.answers: dict[str, Any] = {
-            "nvmlDeviceGetName": "NVIDIA H200",
+            "nvmlDeviceGetName": b"NVIDIA H200",
             "nvmlDeviceGetTotalEnergyConsumption": 5000,
             "nvmlDeviceGetPowerUsage": 70_500,
             "nvmlDeviceGetTemperature": 41,
@@ -61,7 +62,8 @@ class StandIn:
         self.opened -= 1
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return len(self.uuids)
+        number: int = answer(self.count)
+        return number
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
         return self.uuids[index]
@@ -75,7 +77,7 @@ class StandIn:
         return handle
 
     def nvmlSystemGetDriverVersion(self) -> Any:  # noqa: N802
-        return _told(self.driver)
+        return answer(self.driver)
 
     def __getattr__(self, question: str) -> Any:
         if question in REASONS:
@@ -83,13 +85,14 @@ class StandIn:
         answers = self.__dict__.get("answers", {})
         if question not in answers:
             raise AttributeError(f"no {question}")
-        return lambda handle, *details: _told(answers[question], *details)
+        return lambda handle, *details: answer(answers[question], *details)
 
 
-def _told(answer: Any, *details: Any) -> Any:
-    if isinstance(answer, Exception):
-        raise answer
-    return answer[details[0]] if isinstance(answer, dict) else answer
+def answer(value: Any, *details: Any) -> Any:
+    """Return a value, or raise it."""
+    if isinstance(value, Exception):
+        raise value
+    return value[details[0]] if isinstance(value, dict) else value
 
 
 def plug_in(monkeypatch: pytest.MonkeyPatch, gpus: int = 1) -> StandIn:

@@ -48,9 +48,8 @@ def odd() -> Meter:
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A machine with no sensor at all, and nothing registered before or after."""
-    look_rapl, look_jetson = rapl.find, jetson.find
-    monkeypatch.setattr(rapl, "find", lambda root: look_rapl(tmp_path / "powercap"))
-    monkeypatch.setattr(jetson, "find", lambda root: look_jetson(tmp_path / "ina3221"))
+    monkeypatch.setattr(rapl, "ROOT", tmp_path / "powercap")
+    monkeypatch.setattr(jetson, "ROOT", tmp_path / "ina3221")
     monkeypatch.setattr(pi, "COMMAND", ("no-such-command-anywhere",))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     # By its module, which `find` of the package is not.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from queue import Queue
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +32,7 @@ from microtome.devices.meters import (
 )
 from microtome.devices.meters.base import Kind
 from microtome.errors import SensorFailed, SessionError
+from tests.devices.stand_in_nvml import NVMLError, StandIn, answer, plug_in
 
 RANGE_UJ = 262_143_328_850
 
@@ -400,65 +400,21 @@ def test_a_command_of_a_pi_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatc
 # NVML
 
 
-class NVMLError(Exception):
-    pass
-
-
-class FakeNvml(SimpleNamespace):
-    """As much of pynvml as is asked, with one GPU unless told."""
-
-    NVMLError = NVMLError
-
-    def __init__(self) -> None:
-        self.opened = 0
-        self.count: Any = 1
-        self.energy: Any = 5000
-        self.power: Any = 70_500
-
-    def nvmlInit(self) -> None:  # noqa: N802
-        self.opened += 1
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.opened -= 1
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return self.answer(self.count)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return index
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return f"GPU-{handle}"
-
-    def nvmlDeviceGetName(self, handle: int) -> bytes:  # noqa: N802
-        return b"NVIDIA H200"
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> Any:  # noqa: N802
-        return self.answer(self.energy)
-
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> Any:  # noqa: N802
-        return self.answer(self.power)
-
-    def answer(self, value: Any) -> Any:
-        if isinstance(value, Exception):
-            raise value
-        return value
+ENERGY, POWER = "nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage"
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    fake = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    return fake
+def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    return plug_in(monkeypatch)
 
 
-def test_a_gpu_counts_from_where_it_was_opened_and_gives_nvml_back(gpu: FakeNvml) -> None:
+def test_a_gpu_counts_from_where_it_was_opened_and_gives_nvml_back(gpu: StandIn) -> None:
     with only(nvml.find()) as source:
         assert gpu.opened == 1
         assert source.what == "GPU 0 NVIDIA H200"
         assert source.kind == "counter"
         assert source.every_s is None
-        gpu.energy = 7500
+        gpu.answers[ENERGY] = 7500
         assert source.read().joules == pytest.approx(2.5)
     source.close()
     assert gpu.opened == 0
@@ -466,20 +422,20 @@ def test_a_gpu_counts_from_where_it_was_opened_and_gives_nvml_back(gpu: FakeNvml
         source.read()
 
 
-def test_a_gpu_without_a_counter_gives_power(gpu: FakeNvml) -> None:
-    gpu.energy = NVMLError("Not Supported")
+def test_a_gpu_without_a_counter_gives_power(gpu: StandIn) -> None:
+    gpu.answers[ENERGY] = NVMLError("Not Supported")
     source = only(nvml.find())
     assert source.kind == "power"
     assert source.every_s == 0.05
     assert source.read().watts == pytest.approx(70.5)
 
 
-def test_a_gpu_counter_that_goes_backwards_stays_failed(gpu: FakeNvml) -> None:
+def test_a_gpu_counter_that_goes_backwards_stays_failed(gpu: StandIn) -> None:
     source = only(nvml.find())
-    gpu.energy = 4000
+    gpu.answers[ENERGY] = 4000
     with pytest.raises(SensorFailed, match=r"counter of GPU 0 NVIDIA H200 went backwards, from 5000 to 4000 mJ"):
         source.read()
-    gpu.energy = 6000
+    gpu.answers[ENERGY] = 6000
     with pytest.raises(SensorFailed, match="went backwards"):
         source.read()
 
@@ -492,23 +448,23 @@ def test_a_gpu_counter_that_goes_backwards_stays_failed(gpu: FakeNvml) -> None:
         (-1, "to be finite and at least 0, got -1"),
     ],
 )
-def test_a_gpu_that_fails_or_says_garbage_is_an_error(gpu: FakeNvml, answer: Any, says: str) -> None:
+def test_a_gpu_that_fails_or_says_garbage_is_an_error(gpu: StandIn, answer: Any, says: str) -> None:
     source = only(nvml.find())
-    gpu.energy = answer
+    gpu.answers[ENERGY] = answer
     with pytest.raises(SensorFailed, match=says):
         source.read()
 
 
-def test_a_gpu_without_any_sensor_says_so_and_gives_nvml_back(gpu: FakeNvml) -> None:
-    gpu.energy = gpu.power = NVMLError("Not Supported")
+def test_a_gpu_without_any_sensor_says_so_and_gives_nvml_back(gpu: StandIn) -> None:
+    gpu.answers[ENERGY] = gpu.answers[POWER] = NVMLError("Not Supported")
     missing = absent(nvml.find())
     assert missing.reason == "nvmlDeviceGetPowerUsage of GPU 0 NVIDIA H200: NVMLError: Not Supported"
     assert "nvidia-smi -q -d POWER" in missing.fix
     assert gpu.opened == 0
 
 
-def test_a_gpu_that_cannot_be_opened_says_so(gpu: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "nvmlDeviceGetUUID", lambda handle: gpu.answer(NVMLError("No Permission")), raising=False)
+def test_a_gpu_that_cannot_be_opened_says_so(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "nvmlDeviceGetUUID", lambda handle: answer(NVMLError("No Permission")), raising=False)
     assert absent(nvml.find()).reason == "GPU 0: NVMLError: No Permission"
     assert gpu.opened == 0
 
@@ -517,14 +473,14 @@ def test_a_gpu_that_cannot_be_opened_says_so(gpu: FakeNvml, monkeypatch: pytest.
     ("count", "reason"),
     [(0, "NVML sees no GPU"), (NVMLError("Unknown"), "NVML cannot count the GPUs: NVMLError: Unknown")],
 )
-def test_no_gpu_at_all_says_so(gpu: FakeNvml, count: Any, reason: str) -> None:
+def test_no_gpu_at_all_says_so(gpu: StandIn, count: Any, reason: str) -> None:
     gpu.count = count
     assert absent(nvml.find()).reason == reason
     assert gpu.opened == 0
 
 
-def test_without_a_driver_the_reason_is_said(gpu: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "nvmlInit", lambda: gpu.answer(NVMLError("Shared Library Not Found")), raising=False)
+def test_without_a_driver_the_reason_is_said(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "nvmlInit", lambda: answer(NVMLError("Shared Library Not Found")), raising=False)
     missing = absent(nvml.find())
     assert missing.reason == "NVML does not start: NVMLError: Shared Library Not Found"
     assert "nvidia-smi" in missing.fix
@@ -620,24 +576,26 @@ def test_a_machine_without_sensors_says_why_and_what_would_help(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(pi, "COMMAND", ("no-such-command-anywhere",))
-    sources, missing = find(csv=tmp_path / "no.csv", powercap=tmp_path / "a", ina3221=tmp_path / "b")
-    assert sources == []
-    assert [one.name for one in missing] == ["nvml", "rapl", "jetson", "pi", "csv"]
+    monkeypatch.setattr(rapl, "ROOT", tmp_path / "a")
+    monkeypatch.setattr(jetson, "ROOT", tmp_path / "b")
+    meters, missing = find()
+    assert meters == []
+    assert [one.name for one in missing] == ["nvml", "rapl", "jetson", "pi"]
     assert all(one.reason and one.fix for one in missing)
-    assert str(missing[4]).endswith("no.csv does not exist; let the meter write the columns time_s and watts or joules")
 
 
-def test_everything_that_is_there_is_found(tmp_path: Path, gpu: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_is_there_is_found(tmp_path: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pi, "COMMAND", (sys.executable, "-c", f"print({PMIC!r})"))
-    csv = table(tmp_path, "time_s,watts", "1,1", "2,1")
-    sources, missing = find(csv=csv, powercap=server(tmp_path / "a"), ina3221=orin_nano(tmp_path / "b"))
+    monkeypatch.setattr(rapl, "ROOT", server(tmp_path / "a"))
+    monkeypatch.setattr(jetson, "ROOT", orin_nano(tmp_path / "b"))
+    sources, missing = find()
     assert missing == []
-    assert [source.name for source in sources] == ["nvml", "rapl", "jetson", "pi", "csv"]
+    assert [source.name for source in sources] == ["nvml", "rapl", "jetson", "pi"]
     assert repr(sources[0]) == "<nvml: GPU 0 NVIDIA H200>"
 
 
-def test_finding_never_raises(gpu: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "nvmlInit", lambda: gpu.answer(ZeroDivisionError("odd driver")), raising=False)
+def test_finding_never_raises(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "nvmlInit", lambda: answer(ZeroDivisionError("odd driver")), raising=False)
     _, missing = find()
     assert missing[0] == Missing(
         "nvml", "looking for it failed: ZeroDivisionError: odd driver", "report it with this text"

@@ -90,6 +90,10 @@ class Meter(ABC):
         return f"<{self.name}: {self.what}>"
 
 
+#: The meters of a source, and those that are missing.
+Found = tuple[list[Meter], list[Missing]]
+
+
 class Log(Meter):
     """A log that another program writes, and that covers past times."""
 

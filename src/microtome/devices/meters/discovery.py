@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from microtome.devices.base import backend_of
 from microtome.devices.meters import jetson, nvml, pi, rapl
-from microtome.devices.meters.base import Meter, Missing
+from microtome.devices.meters.base import Found, Meter, Missing
 from microtome.devices.meters.csv_file import CsvMeter
 from microtome.errors import BadQuery, SensorFailed, describe_error
 
-Found = tuple[list[Meter], list[Missing]]
+
+class _Source(NamedTuple):
+    """A built-in source of meters, and the processors that they cover."""
+
+    find: Callable[[], Found]
+    covers_cpu: bool
+    covers_gpu: bool
 
 
+#: In order of preference.
+_SOURCES = {
+    "nvml": _Source(nvml.find, covers_cpu=False, covers_gpu=True),
+    "rapl": _Source(rapl.find, covers_cpu=True, covers_gpu=False),
+    "jetson": _Source(jetson.find, covers_cpu=True, covers_gpu=True),
+    "pi": _Source(pi.find, covers_cpu=True, covers_gpu=False),
+}
 _REGISTERED: dict[str, Callable[[], Meter]] = {}
 
 
@@ -38,7 +51,7 @@ def register_meter(name: str, make: Callable[[], Meter]) -> None:
     ['the bench supply']
     >>> unregister_meter("bench")
     """
-    if name in (*_BUILT_IN, *_REGISTERED) or not name.isidentifier():
+    if name in (*_SOURCES, "csv", *_REGISTERED) or not name.isidentifier():
         raise BadQuery(f"expected an unused identifier as the name of a meter, got {name!r}")
     _REGISTERED[name] = make
 
@@ -49,9 +62,6 @@ def unregister_meter(name: str) -> None:
         raise BadQuery(f"no meter is registered as {name!r}")
 
 
-_BUILT_IN = ("nvml", "rapl", "jetson", "pi", "csv")
-
-
 def check(meter: Meter | str | None) -> None:
     """Raise if there can be no such meter, before anything is measured."""
     if isinstance(meter, Meter | None):
@@ -60,9 +70,8 @@ def check(meter: Meter | str | None) -> None:
         raise BadQuery(f"expected a Meter, its name or 'csv:FILE', got {meter!r}")
     if meter.startswith("csv:"):
         CsvMeter(meter.removeprefix("csv:")).close()
-    elif meter not in (*_REGISTERED, *_BUILT_IN[:-1]):
-        names = ", ".join((*_REGISTERED, *_BUILT_IN[:-1], "csv:FILE"))
-        raise BadQuery(f"expected a meter of {names}, got {meter!r}")
+    elif meter not in (*_REGISTERED, *_SOURCES):
+        raise BadQuery(f"expected a meter of {', '.join((*_REGISTERED, *_SOURCES, 'csv:FILE'))}, got {meter!r}")
 
 
 def pick(requested: Meter | str | None, devices: Sequence[torch.device] = ()) -> Meter:
@@ -80,61 +89,47 @@ def pick(requested: Meter | str | None, devices: Sequence[torch.device] = ()) ->
         return requested
     if requested is not None and requested.startswith("csv:"):
         return CsvMeter(requested.removeprefix("csv:"))
-    found, missing = find()
+    if requested is not None:
+        names = [requested]
+    else:
+        covering = (name for name, source in _SOURCES.items() if (source.covers_gpu if devices else source.covers_cpu))
+        names = [*_REGISTERED, *covering]
+    meters, missing = find()
     uuids = {backend_of(device).uuid(device) for device in devices}
-    # A GPU's counter does not cover the CPU, nor a processor's the GPU; boards and registered meters cover both.
-    order = (
-        [requested] if requested is not None else [*_REGISTERED, *(("nvml", "jetson") if devices else _BUILT_IN[1:-1])]
-    )
-    named = (meter for name in order for meter in found if meter.name == name)
-    covering = (meter for meter in named if not isinstance(meter, nvml.Nvml) or uuids == {meter.uuid})
-    chosen = next(covering, None)
-    for meter in found:
+    candidates = (meter for name in names for meter in meters if meter.name == name)
+    chosen = next((meter for meter in candidates if not isinstance(meter, nvml.Nvml) or uuids == {meter.uuid}), None)
+    for meter in meters:
         if meter is not chosen:
             meter.close()
     if chosen is not None:
         return chosen
-    if len(uuids) > 1 and any(meter.name == "nvml" for meter in found):
+    if len(uuids) > 1 and any(meter.name == "nvml" for meter in meters):
         raise SensorFailed(f"the model runs on {len(uuids)} GPUs, and a counter covers one: measure its parts")
-    reasons = [str(one) for one in missing if one.name in order]
+    reasons = [str(meter) for meter in missing if meter.name in names]
     if requested == "nvml" and not devices:
         reasons.append("the model does not run on a GPU")
-    raise SensorFailed("no sensor: " + ". ".join(reasons or [f"there is none of {', '.join(order)}"]))
+    raise SensorFailed("no sensor: " + ". ".join(reasons or [f"there is none of {', '.join(names)}"]))
 
 
-def find(*, csv: str | Path | None = None, powercap: Path = rapl.ROOT, ina3221: Path = jetson.ROOT) -> Found:
+def find() -> Found:
     """Return the meters that can be read, and the missing ones with the reasons; never raises.
 
     Two meters may cover the same device (a board's sensor and the GPU on it), so their readings must not be added.
 
-    Args:
-        csv: The file of an external meter, with times of day; see `CsvMeter` for other clocks.
-        powercap: The folder of the processor's counters in Linux.
-        ina3221: The folder of a Jetson's rails in Linux.
-
-    >>> sources, missing = find()
-    >>> all(one.reason and one.fix for one in missing)
+    >>> meters, missing = find()
+    >>> all(meter.reason and meter.fix for meter in missing)
     True
     """
-    finders: dict[str, Callable[[], Found]] = {
-        "nvml": nvml.find,
-        "rapl": partial(rapl.find, powercap),
-        "jetson": partial(jetson.find, ina3221),
-        "pi": pi.find,
-    }
-    if csv is not None:
-        finders["csv"] = partial(_find_csv, csv)
+    finders = {name: source.find for name, source in _SOURCES.items()}
     finders |= {name: partial(_find_registered, name) for name in _REGISTERED}
     meters: list[Meter] = []
     missing: list[Missing] = []
-    for name, find_some in finders.items():
+    for name, finder in finders.items():
         try:
-            found, not_found = find_some()
+            found, not_found = finder()
         except Exception as error:  # noqa: BLE001  a driver or its bindings may raise anything
-            found, not_found = (
-                [],
-                [Missing(name, f"looking for it failed: {describe_error(error)}", "report it with this text")],
-            )
+            missing.append(Missing(name, f"looking for it failed: {describe_error(error)}", "report it with this text"))
+            continue
         meters += found
         missing += not_found
     return meters, missing
@@ -147,10 +142,3 @@ def _find_registered(name: str) -> Found:
         return [], [Missing(name, str(error), "see its documentation: it is registered, not built in")]
     meter.name = name  # type: ignore[misc]  # the name it is registered as
     return [meter], []
-
-
-def _find_csv(path: str | Path) -> Found:
-    try:
-        return [CsvMeter(path)], []
-    except SensorFailed as error:
-        return [], [Missing(CsvMeter.name, str(error), "let the meter write the columns time_s and watts or joules")]

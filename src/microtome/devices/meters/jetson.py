@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from microtome.devices.meters.base import Meter, MeterReading, Missing, finite, read_text, read_whole
+from microtome.devices.meters.base import Found, Meter, MeterReading, Missing, finite, read_text, read_whole
 from microtome.errors import SensorFailed
 
 ROOT = Path("/sys/bus/i2c/drivers/ina3221")
@@ -56,8 +56,9 @@ class Jetson(Meter):
         return MeterReading(time.perf_counter(), watts=watts)
 
 
-def find(root: Path = ROOT) -> tuple[list[Meter], list[Missing]]:
+def find(root: Path | None = None) -> Found:
     """Return the meter of this machine, or the reason why there is none."""
+    root = root or ROOT
     try:
         rails = list_rails(root)
         if not rails:

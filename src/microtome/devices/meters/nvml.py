@@ -10,7 +10,7 @@ import time
 from importlib import import_module
 from typing import Any
 
-from microtome.devices.meters.base import Meter, MeterReading, Missing, finite
+from microtome.devices.meters.base import Found, Meter, MeterReading, Missing, finite
 from microtome.errors import SensorFailed, describe_error
 
 
@@ -79,7 +79,7 @@ class Nvml(Meter):
         return finite(answer, f"{function} of {self.what}")
 
 
-def find() -> tuple[list[Meter], list[Missing]]:
+def find() -> Found:
     """Return a meter for each GPU, and the reasons why others have none."""
     try:
         pynvml: Any = import_module("pynvml")
@@ -97,15 +97,14 @@ def find() -> tuple[list[Meter], list[Missing]]:
         pynvml.nvmlShutdown()
 
 
-def _gpus(pynvml: Any) -> tuple[list[Meter], list[Missing]]:
+def _gpus(pynvml: Any) -> Found:
     sources: list[Meter] = []
     missing: list[Missing] = []
     try:
         number = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError as error:
-        return [], [
-            Missing(Nvml.name, f"NVML cannot count the GPUs: {describe_error(error)}", "see whether `nvidia-smi` works")
-        ]
+        reason = f"NVML cannot count the GPUs: {describe_error(error)}"
+        return [], [Missing(Nvml.name, reason, "see whether `nvidia-smi` works")]
     for index in range(number):
         try:
             sources.append(Nvml(pynvml, index))

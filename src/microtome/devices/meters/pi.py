@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from microtome.devices.meters.base import Meter, MeterReading, Missing, finite
+from microtome.devices.meters.base import Found, Meter, MeterReading, Missing, finite
 from microtome.errors import SensorFailed, describe_error
 
 COMMAND = ("vcgencmd", "pmic_read_adc")
@@ -50,7 +50,7 @@ class Pi(Meter):
         return MeterReading(time.perf_counter(), watts=watts)
 
 
-def find(run_command: Callable[[], str] = run_command) -> tuple[list[Meter], list[Missing]]:
+def find(run_command: Callable[[], str] = run_command) -> Found:
     """Return the meter of this machine, or the reason why there is none."""
     try:
         return [Pi(run_command)], []
@@ -68,13 +68,13 @@ def total_watts(text: str) -> float:
     >>> round(total_watts("VDD_CORE_A current(7)=2.0A\\nVDD_CORE_V volt(15)=0.75V\\nEXT5V_V volt(24)=5.1V"), 3)
     1.5
     """
-    found: dict[str, dict[str, float]] = {"A": {}, "V": {}}
+    readings: dict[str, dict[str, float]] = {"A": {}, "V": {}}
     for line in filter(None, map(str.strip, text.splitlines())):
         match = LINE.fullmatch(line)
         if match is None or match[2] != match[4]:
             raise SensorFailed(f"expected a current or a voltage from the power chip, got {line[:80]!r}")
-        found[match[2]][match[1]] = _number(match[3], line)
-    currents, volts = found["A"], found["V"]
+        readings[match[2]][match[1]] = _number(match[3], line)
+    currents, volts = readings["A"], readings["V"]
     if not currents:
         raise SensorFailed("expected a current from the power chip, got none")
     alone = sorted(currents.keys() - volts.keys())

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from microtome.devices.meters.base import Meter, MeterReading, Missing, read_text, read_whole
+from microtome.devices.meters.base import Found, Meter, MeterReading, Missing, read_text, read_whole
 from microtome.errors import SensorFailed
 
 ROOT = Path("/sys/class/powercap")
@@ -89,8 +89,9 @@ class Rapl(Meter):
         return MeterReading(now_s, joules=total_uj / 1e6)
 
 
-def find(root: Path = ROOT) -> tuple[list[Meter], list[Missing]]:
+def find(root: Path | None = None) -> Found:
     """Return the meter of this machine, or the reason why there is none."""
+    root = root or ROOT
     try:
         folders = sorted(root.iterdir())
     except FileNotFoundError:
