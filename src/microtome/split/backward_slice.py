@@ -1,8 +1,8 @@
-"""The way back from a cut to the beginning of the run."""
+"""The backward slice from a cut to the start of the run; see `liveness` for the algorithm."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from microtome.results.trace import Op, Read, TracedCall
 from microtome.split.crossing import Crossing, ValueLocation
@@ -11,202 +11,215 @@ from microtome.split.placeholder import SHAPE_ONLY
 if TYPE_CHECKING:
     from microtome.split.liveness import Liveness
 
-#: Needed values, by the memory that they lie in; False: only if somebody still refers to an older tensor of it.
+#: The needed values in each memory; False: needed only if somebody still refers to the value by an older tensor.
 Needs = dict[int, dict[int, bool]]
 
 
+class _Access(NamedTuple):
+    """The outputs and arguments of a skipped call that lie in one needed memory, with their positions."""
+
+    call: TracedCall
+    memory: int
+    outputs: dict[int, int]
+    arguments: dict[int, int]
+
+
 class BackwardSlice:
-    """The way back from a cut to the beginning, over what the tail leaves out and what it runs again.
+    """The values that the head sends, found by a walk back over skipped calls and glue operators.
 
     Attributes:
-        found: Where the values that are needed are found.
-        views: What is to be made again as a view of an argument.
-        conflicts: Operators that nobody needs, but which would write what nobody knows into something that is needed.
-        glue_writes: The memories that operators write into which the tail runs again.
-        refused: Why something that is needed cannot be found.
+        sources: The needed values, by the location where the head finds them.
+        views: The outputs that the tail makes again, each as a view of the argument at a position.
+        conflicts: Operators without need that would write placeholders to a needed memory.
+        glue_writes: The memories that glue operators write to.
+        refused: Why a needed value has no source; None: all have one.
     """
 
     def __init__(self, liveness: Liveness, crossing: Crossing, forced: set[int]) -> None:
         self._liveness = liveness
+        self._analysis = liveness.analysis
+        self._trace = liveness.analysis.trace
+        self._memory_of = liveness.memory_of
         self._crossing = crossing
         self._forced = forced
-        self._trace = liveness.analysis.trace
         self._needs: Needs = {}
-        self._idle: set[int] = set()
-        self._around = {level.call.index for level in crossing.levels}
-        # The arguments of the model are as if a call before it had returned them.
+        self._unneeded_writes: set[int] = set()
+        self._enclosing = {level.call.index for level in crossing.levels}
+        # As if a call -1 before the model had returned its inputs.
         self._skipped = {-1, *(call.index for level in crossing.levels for call in level.skipped)}
-        self.found: dict[ValueLocation, int] = {}
+        self.sources: dict[ValueLocation, int] = {}
         self.views: dict[ValueLocation, int] = {}
         self.conflicts: set[int] = set()
         self.glue_writes: set[int] = set()
         self.refused: str | None = None
 
     def run(self, needs: Needs) -> None:
+        """Walk back from these needs at the cut."""
         self._needs = needs
-        items = self._items()
-        for item in items:
-            if isinstance(item, TracedCall):
-                self._skip(item)
-            elif isinstance(item, Read):
-                self._liveness.need(self._needs, item.value)
-            elif item.index in self._liveness.analysis.draws:
-                self._draw(item)
+        events = self._events()
+        for event in reversed(events):
+            if isinstance(event, TracedCall):
+                self._skip_call(event)
+            elif isinstance(event, Read):
+                self._liveness.add_need(self._needs, event.value)
+            elif event.index in self._analysis.draws:
+                self._receive_draw(event)
             else:
-                self._glue(item)
-        self._begin()
-        if self._idle:
-            self._find_conflicts(items)
+                self._replay_op(event)
+        for position, value in enumerate(self._trace.calls[0].inputs):
+            if value in self._needs.get(self._memory_of[value], ()):
+                self.sources[ValueLocation(None, position)] = value
+        if self._unneeded_writes:
+            self._find_conflicts(events)
 
-    def _items(self) -> list[TracedCall | Op | Read]:
-        """Calls that are left out, and operators that run again and code that reads values again, the last first."""
-        ends = self._crossing.cut.ends
-        keyed: list[tuple[tuple[int, int, int], TracedCall | Op | Read]] = []
-        after = len(self._trace.calls)  # a read comes after a call that begins at the same operator
-        keyed += [((r.op, 0, after), r) for r in self._liveness.reads_until(self._crossing.cut, self._skipped)]
+    def _events(self) -> list[TracedCall | Op | Read]:
+        """The skipped calls, glue operators and reads of Python code before the cut, in order."""
+        end = self._crossing.cut.ends
+        after_calls = len(self._trace.calls)  # a read comes after a call that begins at the same operator
+        reads = self._liveness.reads_until(self._crossing.cut, self._skipped)
+        keyed: list[tuple[tuple[int, int, int], TracedCall | Op | Read]]
+        keyed = [((read.op, 0, after_calls), read) for read in reads]
         for level in self._crossing.levels:
             keyed += [((call.begins, 0, call.index), call) for call in level.skipped]
-            keyed += [((at, 1, 0), self._trace.ops[at]) for at in level.call.ops if at < ends]
-        return [item for _, item in sorted(keyed, key=lambda pair: pair[0], reverse=True)]
+            keyed += [((op, 1, 0), self._trace.ops[op]) for op in level.call.ops if op < end]
+        return [event for _, event in sorted(keyed, key=lambda pair: pair[0])]
 
-    def _glue(self, op: Op) -> None:
-        needed = self._liveness.step(op, self._needs, forced=op.index in self._forced)
-        memories = {self._liveness.memory[at] for at in op.mutates}
-        self.glue_writes |= memories
-        if memories and not needed:
-            self._idle.add(op.index)
+    def _replay_op(self, op: Op) -> None:
+        is_needed = self._liveness.step_back(op, self._needs, forced=op.index in self._forced)
+        written = self._analysis.memories(op.mutates)
+        self.glue_writes |= written
+        if written and not is_needed:
+            self._unneeded_writes.add(op.index)
 
-    def _draw(self, op: Op) -> None:
-        """Take what an operator drew from the head: the tail does not draw it again."""
-        analysis = self._liveness.analysis
-        draw = analysis.draws[op.index]
-        if not draw.can_be_sent(op, is_fused=analysis.fuses_dropout):
-            around = self._trace.calls[op.call or 0]
+    def _receive_draw(self, op: Op) -> None:
+        """Send the outputs of a random operator: the tail does not draw again."""
+        draw = self._analysis.draws[op.index]
+        if not draw.can_be_sent(op, is_fused=self._analysis.fuses_dropout):
+            enclosing = self._trace.calls[op.call or 0]
             self.refused = (
-                f"{draw.name} draws random numbers in the forward of {around.address or 'the model'!r} itself, which "
-                "both sides run, and they cannot be sent"
+                f"{draw.name} draws random numbers in the forward of {enclosing.address or 'the model'!r} itself, "
+                "which both sides run, and they cannot be sent"
             )
-            if analysis.is_training:
+            if self._analysis.is_training:
                 self.refused += "; if it is dropout, call model.eval()"
-        for at, value in enumerate(op.outputs):
-            memory, place = self._liveness.memory[value], ValueLocation(None, at, draw=op.index)
+        for position, value in enumerate(op.outputs):
+            memory, location = self._memory_of[value], ValueLocation(None, position, draw=op.index)
             if value in op.mutates:
-                self.found[place] = value  # the tail has no other way to fill it
+                self.sources[location] = value  # the tail has no other way to fill it
                 self.glue_writes.add(memory)
                 if memory in self._needs:
                     self._needs[memory] = {**self._needs[memory], value: True}
             elif self._needs.pop(memory, None):
-                self.found[place] = value
+                self.sources[location] = value
 
-    def _skip(self, call: TracedCall) -> None:
-        analysis, memory_of = self._liveness.analysis, self._liveness.memory
-        touched = analysis.touched_memories(call.index)
-        if touched.isdisjoint(self._needs):
-            return
-        for memory in touched & self._needs.keys():
+    # -- skipped calls -------------------------------------------------------------------------------------------------
+
+    def _skip_call(self, call: TracedCall) -> None:
+        memory_of = self._memory_of
+        for memory in self._analysis.touched_memories(call.index) & self._needs.keys():
             outputs = {value: at for at, value in enumerate(call.outputs) if memory_of[value] == memory}
             arguments = {value: at for at, value in enumerate(call.inputs) if memory_of[value] == memory}
-            if call.begins <= analysis.allocated_by.get(memory, -1) < call.ends:
-                self._supply(call, memory, outputs, {})
-            elif not analysis.writes(memory, call.begins, call.ends):
-                self._pass_on(call, memory, outputs, arguments)
-            elif self._is_alone(memory, call):
-                self._check_views(call, memory, outputs)
-                self._supply(call, memory, outputs, arguments)
+            access = _Access(call, memory, outputs, arguments)
+            if call.begins <= self._analysis.allocated_by.get(memory, -1) < call.ends:
+                self._take_all(access._replace(arguments={}))
+            elif not self._analysis.writes(memory, call.begins, call.ends):
+                self._take_outputs(access)
             else:
-                self._check_views(call, memory, outputs)
-                self._rewrite(call, memory, outputs, arguments)
+                self._check_views(access)
+                if self._has_one_tensor(memory, call):
+                    self._take_all(access)
+                else:
+                    self._take_writes(access)
 
-    def _supply(self, call: TracedCall, memory: int, outputs: dict[int, int], arguments: dict[int, int]) -> None:
-        """Take what is needed from what a call returned, or from the arguments that it wrote into."""
-        for value, surely in self._needs.pop(memory).items():
+    def _take_all(self, access: _Access) -> None:
+        """Take all needed values of a memory from the outputs of a call, or from the arguments that it wrote to."""
+        call, memory, outputs, arguments = access
+        for value, is_certain in self._needs.pop(memory).items():
             if value in outputs:
-                self.found[ValueLocation(call.index, outputs[value])] = value
+                self.sources[ValueLocation(call.index, outputs[value])] = value
             elif value in arguments:
-                self.found[ValueLocation(call.index, arguments[value], is_argument=True)] = value
-            elif surely:
+                self.sources[ValueLocation(call.index, arguments[value], is_argument=True)] = value
+            elif is_certain:
                 self._refuse(call, value, "is changed in place" if arguments else "is made")
 
-    def _rewrite(self, call: TracedCall, memory: int, outputs: dict[int, int], arguments: dict[int, int]) -> None:
-        """Have the tail write what a call wrote into memory of several tensors, all of which have to be there."""
+    def _take_writes(self, access: _Access) -> None:
+        """Take what a call wrote to its arguments, and keep these needed: the tail writes to the same tensors."""
+        call, memory, outputs, arguments = access
         needed = self._needs[memory] = dict(self._needs[memory])
         if not arguments and any(needed.values()):
             self._refuse(call, next(iter(needed)), "is changed in place")
-        for value, at in arguments.items():
-            self.found[ValueLocation(call.index, at, is_argument=True)] = value
-        same = self._liveness.analysis.call_structures[call.index].output_aliases
-        for value in needed.keys() & outputs.keys():
-            if same[outputs[value]] is None:
-                self.found[ValueLocation(call.index, outputs[value])] = value
+        for value, position in arguments.items():
+            self.sources[ValueLocation(call.index, position, is_argument=True)] = value
+        for value in needed.keys() & self._new_outputs(access).keys():
+            self.sources[ValueLocation(call.index, outputs[value])] = value
         for value in arguments:
             needed[value] = True
 
-    def _pass_on(self, call: TracedCall, memory: int, outputs: dict[int, int], arguments: dict[int, int]) -> None:
-        """Take what a call returned in a tensor of its own, and look further for the rest."""
-        analysis = self._liveness.analysis
+    def _take_outputs(self, access: _Access) -> None:
+        """Take needed values from the new tensors that a call returned, and keep the others needed."""
+        call, memory, _, arguments = access
+        values, is_written_later = self._trace.values, self._analysis.writes(memory, call.ends)
         needed = self._needs[memory] = dict(self._needs[memory])
-        same = analysis.call_structures[call.index].output_aliases
-        values, written_later = self._trace.values, analysis.writes(memory, call.ends)
-        for value in [value for value in needed if value in outputs and same[outputs[value]] is None]:
-            surely, place = needed.pop(value), ValueLocation(call.index, outputs[value])
-            if not written_later:
-                self.found[place] = value
-            elif alike := {of: at for of, at in arguments.items() if values[of].dtype == values[value].dtype}:
-                of, self.views[place] = next(iter(alike.items()))
-                needed[of] = needed.get(of, False) or surely
-            elif surely:
+        new_outputs = self._new_outputs(access)
+        for value in [value for value in needed if value in new_outputs]:
+            is_certain, location = needed.pop(value), ValueLocation(call.index, new_outputs[value])
+            bases = {base: at for base, at in arguments.items() if values[base].dtype == values[value].dtype}
+            if not is_written_later:
+                self.sources[location] = value
+            elif bases:
+                base, self.views[location] = next(iter(bases.items()))
+                needed[base] = needed.get(base, False) or is_certain
+            elif is_certain:
                 self._refuse(call, value, "is a view of something that is written into later, and")
-            if self._liveness.was_there(value, call.begins):
+            if self._liveness.existed_before(value, call.begins):
                 needed.setdefault(value, False)
         if not needed:
             del self._needs[memory]
 
-    def _check_views(self, call: TracedCall, memory: int, outputs: dict[int, int]) -> None:
-        """Refuse what a call changes in place and returns in another shape, if it is written into again."""
-        analysis, needed = self._liveness.analysis, self._needs[memory]
-        views = any(analysis.call_structures[call.index].output_aliases[at] is None for at in outputs.values())
-        if views and any(needed.values()) and analysis.writes(memory, call.ends):
-            self._refuse(call, next(iter(needed)), "is changed in place and returned as a view")
+    def _new_outputs(self, access: _Access) -> dict[int, int]:
+        """The outputs of a call in tensors that are not among its arguments."""
+        aliases = self._analysis.call_structures[access.call.index].output_aliases
+        return {value: position for value, position in access.outputs.items() if aliases[position] is None}
 
-    def _is_alone(self, memory: int, call: TracedCall) -> bool:
-        """Whether one tensor lay in the memory, and no views of it, when a call began."""
-        ops, calls = self._liveness.aliases.get(memory, ((), ()))
-        return not any(op < call.begins and self._trace.ops[op].call in self._around for op in ops) and not any(
+    def _check_views(self, access: _Access) -> None:
+        """Refuse a value that a call changes in place and returns as a view, if it is written to again."""
+        needed = self._needs[access.memory]
+        is_written_later = self._analysis.writes(access.memory, access.call.ends)
+        if any(needed.values()) and is_written_later and self._new_outputs(access):
+            self._refuse(access.call, next(iter(needed)), "is changed in place and returned as a view")
+
+    def _has_one_tensor(self, memory: int, call: TracedCall) -> bool:
+        """Whether there was one tensor on a memory, and no view of it, when a call began."""
+        ops, calls = self._liveness.alias_sources.get(memory, ((), ()))
+        return not any(op < call.begins and self._trace.ops[op].call in self._enclosing for op in ops) and not any(
             other < call.index and other in self._skipped for other in calls
         )
 
-    def _begin(self) -> None:
-        """Return the arguments of the model that are needed."""
-        for at, value in enumerate(self._trace.calls[0].inputs):
-            memory = self._liveness.memory[value]
-            if value in self._needs.get(memory, ()):
-                self.found[ValueLocation(None, at)] = value
-
-    def _find_conflicts(self, items: list[TracedCall | Op | Read]) -> None:
-        """Go forth, as the tail does, and see which memories have values."""
-        memory_of, made_by = self._liveness.memory, self._liveness.analysis.allocated_by
-        empty = {memory_of[value] for value in self._trace.calls[0].inputs}
-        empty -= {memory_of[value] for place, value in self.found.items() if place.is_input}
-        for item in reversed(items):
-            if isinstance(item, TracedCall):
-                sent = {memory_of[value] for place, value in self.found.items() if place.call == item.index}
-                made = {memory_of[value] for value in item.outputs}
-                empty |= {memory for memory in made if item.begins <= made_by.get(memory, -1) < item.ends}
-                empty -= sent
-                continue
-            if isinstance(item, Read):
-                continue
-            if item.index in self._liveness.analysis.draws:
-                empty |= {memory_of[value] for value in item.outputs}
-                empty -= {memory_of[value] for place, value in self.found.items() if place.draw == item.index}
-                continue
-            read = {memory_of[at] for at in item.inputs}
-            if item.name not in SHAPE_ONLY and read & empty:
-                written = {memory_of[at] for at in item.mutates}
-                if item.index in self._idle and written - empty:
-                    self.conflicts.add(item.index)
-                empty |= {memory_of[at] for at in item.outputs if made_by.get(memory_of[at]) == item.index}
-
-    def _refuse(self, call: TracedCall, value: int, how: str) -> None:
+    def _refuse(self, call: TracedCall, value: int, reason: str) -> None:
         shape = "x".join(map(str, self._trace.values[value].shape))
-        self.refused = f"the tail reads a value ({shape}) that {how} inside {call.address!r}, which does not return it"
+        self.refused = (
+            f"the tail reads a value ({shape}) that {reason} inside {call.address!r}, which does not return it"
+        )
+
+    # -- conflicts -----------------------------------------------------------------------------------------------------
+
+    def _find_conflicts(self, events: list[TracedCall | Op | Read]) -> None:
+        """Walk forward, as the tail does, and track which memories contain placeholders."""
+        memories, allocated_by = self._analysis.memories, self._analysis.allocated_by
+        placeholders = memories(self._trace.calls[0].inputs)
+        placeholders -= memories(value for location, value in self.sources.items() if location.is_input)
+        for event in events:
+            if isinstance(event, TracedCall):
+                allocated = memories(event.outputs)
+                placeholders |= {
+                    memory for memory in allocated if event.begins <= allocated_by.get(memory, -1) < event.ends
+                }
+                placeholders -= memories(v for location, v in self.sources.items() if location.call == event.index)
+            elif isinstance(event, Op) and event.index in self._analysis.draws:
+                placeholders |= memories(event.outputs)
+                placeholders -= memories(v for location, v in self.sources.items() if location.draw == event.index)
+            elif isinstance(event, Op) and event.name not in SHAPE_ONLY and memories(event.inputs) & placeholders:
+                if event.index in self._unneeded_writes and memories(event.mutates) - placeholders:
+                    self.conflicts.add(event.index)
+                allocated = memories(event.outputs)
+                placeholders |= {memory for memory in allocated if allocated_by.get(memory) == event.index}

@@ -1,4 +1,20 @@
-"""Liveness: the values that a tail needs of its head, found backwards from what the tail reads."""
+"""Liveness analysis: the values that cross a cut.
+
+The tail runs the model's code from the start, but skips the calls that return before the cut. The values that the head
+must send follow from the trace in four steps:
+
+1. *Alias analysis.* Values that share storage lie in one memory. A write to one of them changes all, so that needs are
+   tracked by memory.
+2. *Liveness* (this file). Walk the operators backwards from the output of the model: an operator that computes a live
+   value makes its inputs live, and the operator that allocates a memory ends its life. One walk serves all cuts.
+3. *Backward slicing* (`BackwardSlice`). From the values live at the cut, walk back over the code that the tail runs
+   before it. Glue, the operators in the enclosing calls, is replayed: the need moves on to their inputs. A skipped call
+   ends the walk: the head sends what that call returned, or wrote to its arguments. So do inputs of the model.
+4. *Conflicts.* Glue that nobody needs is replayed on placeholders. Where that would overwrite a needed memory, the
+   operator is forced to be needed as well, and the slice is computed again, until there is no conflict.
+
+A cut is refused where a needed value is neither returned nor an argument of the skipped call that computed it.
+"""
 
 from __future__ import annotations
 
@@ -16,114 +32,56 @@ _INDEX = "aten.index.Tensor"
 
 
 class Liveness:
-    """The values that are live at each cut of one run."""
+    """The values that are live at each cut of one run.
+
+    Attributes:
+        memory_of: The memory of each value.
+    """
 
     def __init__(self, analysis: Analysis) -> None:
         self.analysis = analysis
         self._trace = analysis.trace
-        self.memory = [value.memory for value in analysis.trace.values]
-        # Weights are there on both sides; what a call returned of them is not, where that call is left out.
-        self._kept = {value.memory for value in analysis.trace.values if value.origin in ("parameter", "buffer")}
-        self._kept -= {self.memory[value] for call in analysis.trace.calls for value in call.outputs}
+        self.memory_of = [value.memory for value in analysis.trace.values]
+        # Both sides have the weights, but a tail that skips a call does not have what that call returned of them.
+        self._weights = {value.memory for value in analysis.trace.values if value.origin in ("parameter", "buffer")}
+        self._weights -= analysis.memories(value for call in analysis.trace.calls for value in call.outputs)
         self._reads: dict[int, list[Read]] = defaultdict(list)
         for read in analysis.trace.reads:
             self._reads[read.op].append(read)
         self._live: dict[frozenset[int], list[Needs]] = {}
 
-    def crossing(self, cut: TracedCall, more: Iterable[ValueLocation] = ()) -> Crossing:
-        """Compute the values that cross at the exit of this call, and those that were found to be needed, too."""
+    def crossing(self, cut: TracedCall, extra: Iterable[ValueLocation] = ()) -> Crossing:
+        """Compute what crosses at the exit of this call.
+
+        Args:
+            extra: Values that cross as well, since a run was found to read them.
+        """
         crossing = Crossing(cut, self._levels(cut))
-        left = self.analysis.state.left_by_tail(crossing, self._trace.calls)
+        carried = self.analysis.state.left_by_tail(crossing, self._trace.calls)
+        if carried not in self._live:
+            self._live[carried] = self._compute_live(carried)
         forced: set[int] = set()
         while True:
-            walk = BackwardSlice(self, crossing, forced)
-            walk.run(dict(self._live_from(left)[cut.ends]))
-            if not walk.conflicts:
+            backward = BackwardSlice(self, crossing, forced)
+            backward.run(dict(self._live[carried][cut.ends]))
+            if not backward.conflicts:
                 break
-            forced |= walk.conflicts
-        crossing.refused = walk.refused
-        crossing.values = walk.found
-        crossing.views = walk.views
-        for place in more:
-            crossing.values.setdefault(place, self._listed(place)[place.position])
-        for place, value in crossing.values.items():
-            memory = self.memory[value]
-            begins = 0 if place.call is None else self._trace.calls[place.call].ends
-            begins = begins if place.draw is None else place.draw + 1
-            if self.analysis.writes(memory, begins, cut.ends):
-                crossing.copied.add(place)  # what a call of the head wrote, the tail writes again
-            if self.analysis.writes(memory, begins) or memory in walk.glue_writes:
-                crossing.written.add(place)
-        self._join(crossing)
+            forced |= backward.conflicts
+        crossing.refused = backward.refused
+        crossing.values = backward.sources
+        crossing.views = backward.views
+        for location in extra:
+            crossing.values.setdefault(location, self._values_at(location)[location.position])
+        for location, value in crossing.values.items():
+            memory = self.memory_of[value]
+            located = 0 if location.call is None else self._trace.calls[location.call].ends
+            located = located if location.draw is None else location.draw + 1
+            if self.analysis.writes(memory, located, cut.ends):
+                crossing.copied.add(location)  # the tail replays the writes of the head
+            if self.analysis.writes(memory, located) or memory in backward.glue_writes:
+                crossing.written.add(location)
+        self._join_memories(crossing)
         return crossing
-
-    def _listed(self, place: ValueLocation) -> tuple[int, ...]:
-        """The values among which one is found at a place."""
-        if place.draw is not None:
-            return self._trace.ops[place.draw].outputs
-        holder = self._trace.calls[place.call or 0]
-        return holder.inputs if place.call is None or place.is_argument else holder.outputs
-
-    @cached_property
-    def aliases(self) -> dict[int, tuple[list[int], list[int]]]:
-        """For each memory, the operators and the calls that have one more tensor lie in it."""
-        memory_of, made_by = self.memory, self.analysis.allocated_by
-        call_structures = self.analysis.call_structures
-        found: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-        for memory, count in Counter(memory_of[value] for value in self._trace.calls[0].inputs).items():
-            if count > 1:
-                found[memory][1].append(-1)
-        for op in self._trace.ops:
-            for at in op.outputs:
-                if made_by.get(memory_of[at]) != op.index and at not in op.mutates:
-                    found[memory_of[at]][0].append(op.index)
-        for call in self._trace.calls:
-            own = Counter(
-                memory_of[v]
-                for at, v in enumerate(call.outputs)
-                if call_structures[call.index].output_aliases[at] is None
-            )
-            for memory, count in own.items():
-                if count > (call.begins <= made_by.get(memory, -1) < call.ends):
-                    found[memory][1].append(call.index)
-        return found
-
-    def _join(self, crossing: Crossing) -> None:
-        """Have memories cross as a whole where the tail writes into them, or where that is less than their values."""
-        values, shared = self._trace.values, defaultdict[int, set[int]](set)
-        for place, value in crossing.values.items():
-            if place not in crossing.copied:
-                shared[self.memory[value]].add(value)
-        written = {self.memory[crossing.values[place]] for place in crossing.written}
-        viewed = {self.memory[self._trace.calls[place.call or 0].outputs[place.position]] for place in crossing.views}
-        for memory, several in shared.items():
-            if len(several) == 1 and memory not in viewed:  # a view is made again of what lies as it lay
-                continue
-            same = len({values[value].dtype for value in several}) == 1
-            if memory in written and not same:
-                crossing.refused = "the tail writes into a value that crosses, and that it also reads as another dtype"
-            less = self._trace.memories[memory].nbytes <= sum(values[value].nbytes for value in several)
-            if same and (less or memory in written or memory in viewed):
-                crossing.joined.add(memory)
-
-    def _live_from(self, left: frozenset[int]) -> list[Needs]:
-        if left not in self._live:
-            self._live[left] = self._walk_back(left)
-        return self._live[left]
-
-    def _walk_back(self, left: frozenset[int]) -> list[Needs]:
-        """Compute the needs of the operators from each on, of the output, and of the next run."""
-        needs: Needs = {}
-        for at in (*self._trace.calls[0].outputs, *self.analysis.opaque_output_values, *left):
-            self.need(needs, at)
-        live = [dict(needs)]
-        for op in reversed(self._trace.ops):
-            for read in self._reads.get(op.index + 1, ()):
-                self.need(needs, read.value)
-            # What nobody reads but writes somewhere is rare so late, and runs as it is.
-            self.step(op, needs, forced=bool(op.mutates))
-            live.append(dict(needs))
-        return live[::-1]
 
     def _levels(self, cut: TracedCall) -> tuple[Level, ...]:
         calls = self._trace.calls
@@ -131,73 +89,138 @@ class Liveness:
         inner, onward = cut, None
         while inner.parent is not None:
             parent = calls[inner.parent]
-            before = [calls[at] for at in parent.children if at < inner.index]
+            before = [calls[child] for child in parent.children if child < inner.index]
             skipped = tuple(before) if levels else (*before, inner)
             levels.append(Level(parent, skipped, onward))
             onward, inner = parent, parent
         return tuple(reversed(levels))
 
-    def reads_until(self, cut: TracedCall, skipped: Container[int]) -> list[Read]:
-        """Return the reads of Python code until a cut, or right after it, in calls that are not skipped."""
-        found = (read for at, reads in self._reads.items() if at <= cut.ends for read in reads)
-        return [read for read in found if not self._is_inside(read.call, skipped)]
+    def _values_at(self, location: ValueLocation) -> tuple[int, ...]:
+        """The values that a position of this location indexes."""
+        if location.draw is not None:
+            return self._trace.ops[location.draw].outputs
+        call = self._trace.calls[location.call or 0]
+        return call.inputs if location.call is None or location.is_argument else call.outputs
 
-    def _is_inside(self, call: int | None, of: Container[int]) -> bool:
+    def _join_memories(self, crossing: Crossing) -> None:
+        """Send memories as a whole where the tail writes to them, or where that is smaller than their values."""
+        values, sharing = self._trace.values, defaultdict[int, set[int]](set)
+        for location, value in crossing.values.items():
+            if location not in crossing.copied:
+                sharing[self.memory_of[value]].add(value)
+        written = {self.memory_of[crossing.values[location]] for location in crossing.written}
+        viewed = {self.memory_of[self._values_at(location)[location.position]] for location in crossing.views}
+        for memory, members in sharing.items():
+            if len(members) == 1 and memory not in viewed:  # a view needs the layout of its base
+                continue
+            has_one_dtype = len({values[value].dtype for value in members}) == 1
+            if memory in written and not has_one_dtype:
+                crossing.refused = "the tail writes into a value that crosses, and that it also reads as another dtype"
+            is_smaller = self._trace.memories[memory].nbytes <= sum(values[value].nbytes for value in members)
+            if has_one_dtype and (is_smaller or memory in written or memory in viewed):
+                crossing.joined.add(memory)
+
+    # -- liveness ------------------------------------------------------------------------------------------------------
+
+    def _compute_live(self, carried: frozenset[int]) -> list[Needs]:
+        """Compute what is live before each operator, and at the end.
+
+        Args:
+            carried: The values that the tail leaves to the next run.
+        """
+        needs: Needs = {}
+        for value in (*self._trace.calls[0].outputs, *self.analysis.opaque_output_values, *carried):
+            self.add_need(needs, value)
+        live = [dict(needs)]
+        for op in reversed(self._trace.ops):
+            for read in self._reads.get(op.index + 1, ()):
+                self.add_need(needs, read.value)
+            # Operators after the cut that write without need are rare, and simply run.
+            self.step_back(op, needs, forced=bool(op.mutates))
+            live.append(dict(needs))
+        return live[::-1]
+
+    def step_back(self, op: Op, needs: Needs, *, forced: bool) -> bool:
+        """Change needs after an operator to those before it; return whether it has to compute something."""
+        memory_of, allocated_by = self.memory_of, self.analysis.allocated_by
+        certainties = [any(needs[memory_of[value]].values()) for value in op.mutates if memory_of[value] in needs]
+        for value in op.outputs:
+            members = needs.get(memory_of[value], {})
+            if value in members or (members and allocated_by.get(memory_of[value]) == op.index):
+                certainties.append(members.get(value, any(members.values())))
+        forced = forced or (not op.outputs and not op.mutates)  # such as an assertion
+        if not forced and not certainties:
+            reads = self.value_reads(op)
+            for value in reads:
+                self.add_need(needs, value)
+            return bool(reads)
+        for value in op.outputs:
+            memory = memory_of[value]
+            if allocated_by.get(memory) == op.index:
+                needs.pop(memory, None)
+            elif memory in needs:  # a view: its base is needed
+                members = {other: is_certain for other, is_certain in needs[memory].items() if other != value}
+                if self.existed_before(value, op.index) and value not in op.mutates:
+                    members[value] = False
+                needs[memory] = members
+                if not members:
+                    del needs[memory]
+        if op.name not in SHAPE_ONLY:
+            for value in op.inputs:
+                self.add_need(needs, value, is_certain=forced or any(certainties))
+        return True
+
+    def add_need(self, needs: Needs, value: int, *, is_certain: bool = True) -> None:
+        """Add a value to the needs, unless both sides have it."""
+        memory = self.memory_of[value]
+        if memory not in self._weights:
+            members = needs.get(memory, {})
+            if value not in members or (is_certain and not members[value]):
+                needs[memory] = {**members, value: is_certain}
+
+    def existed_before(self, value: int, op: int) -> bool:
+        """Whether a value existed before this operator, so that others than its caller may refer to it."""
+        producer = self._trace.values[value].producer
+        return producer is None or producer < op
+
+    def value_reads(self, op: Op) -> Sequence[int]:
+        """The inputs whose values an operator reads even where nobody needs its outputs, such as a mask."""
+        if op.name == _INDEX:
+            indices = op.inputs[1:] or op.inputs  # or a mask that is indexed by itself
+            return [value for value in indices if self._trace.values[value].dtype in MASKS]
+        func = operator_named(op.name)
+        return op.inputs if func is not None and reads_values(func) else ()
+
+    # -- what the backward slice asks ----------------------------------------------------------------------------------
+
+    def reads_until(self, cut: TracedCall, skipped: Container[int]) -> list[Read]:
+        """The reads of Python code before a cut, or right after it, outside skipped calls."""
+        reads = (read for op, reads in self._reads.items() if op <= cut.ends for read in reads)
+        return [read for read in reads if not self._is_inside(read.call, skipped)]
+
+    def _is_inside(self, call: int | None, calls: Container[int]) -> bool:
         while call is not None:
-            if call in of:
+            if call in calls:
                 return True
             call = self._trace.calls[call].parent
         return False
 
-    def value_reads(self, op: Op) -> Sequence[int]:
-        """The values that an operator reads even where nobody needs what it makes."""
-        values = self._trace.values
-        if op.name == _INDEX:
-            among = op.inputs[1:] or op.inputs  # or a mask that is indexed by itself
-            return [at for at in among if values[at].dtype in MASKS]
-        func = operator_named(op.name)
-        return op.inputs if func is not None and reads_values(func) else ()
-
-    def need(self, needs: Needs, value: int, surely: bool = True) -> None:
-        memory = self.memory[value]
-        if memory not in self._kept:
-            held = needs.get(memory, {})
-            if value not in held or (surely and not held[value]):
-                needs[memory] = {**held, value: surely}
-
-    def was_there(self, value: int, when: int) -> bool:
-        """Whether a value was seen before this operator: then others may hold it than whom the operator gave it to."""
-        producer = self._trace.values[value].producer
-        return producer is None or producer < when
-
-    def step(self, op: Op, needs: Needs, *, forced: bool) -> bool:
-        """Go back over an operator that the tail runs; return whether anybody needs it."""
-        memory, made_by = self.memory, self.analysis.allocated_by
-        reasons = [forced or (not op.outputs and not op.mutates)]
-        reasons += [any(needs[memory[at]].values()) for at in op.mutates if memory[at] in needs]
-        wanted = reasons[0] or len(reasons) > 1
-        for at in op.outputs:
-            held = needs.get(memory[at])
-            if held is not None and (at in held or made_by.get(memory[at]) == op.index):
-                reasons.append(held.get(at, any(held.values())))
-                wanted = True
-        if not wanted:
-            for at in (read := self.value_reads(op)):
-                self.need(needs, at)
-            return bool(read)
-        surely = any(reasons)
-        for at in op.outputs:
-            here = memory[at]
-            if made_by.get(here) == op.index:
-                needs.pop(here, None)
-            elif here in needs:  # a view: what it is of is needed
-                left = {other: is_sure for other, is_sure in needs[here].items() if other != at}
-                if self.was_there(at, op.index) and at not in op.mutates:
-                    left[at] = False
-                needs[here] = left
-                if not left:
-                    del needs[here]
-        if op.name not in SHAPE_ONLY:
-            for at in op.inputs:
-                self.need(needs, at, surely)
-        return True
+    @cached_property
+    def alias_sources(self) -> dict[int, tuple[list[int], list[int]]]:
+        """For each memory, the operators and the calls that create one more tensor in it; -1: among the inputs."""
+        memory_of, allocated_by = self.memory_of, self.analysis.allocated_by
+        sources: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        for memory, count in Counter(memory_of[value] for value in self._trace.calls[0].inputs).items():
+            if count > 1:
+                sources[memory][1].append(-1)
+        for op in self._trace.ops:
+            for value in op.outputs:
+                if allocated_by.get(memory_of[value]) != op.index and value not in op.mutates:
+                    sources[memory_of[value]][0].append(op.index)
+        for call in self._trace.calls:
+            aliases = self.analysis.call_structures[call.index].output_aliases
+            new = (value for value, alias in zip(call.outputs, aliases, strict=True) if alias is None)
+            for memory, count in Counter(memory_of[value] for value in new).items():
+                if count > (call.begins <= allocated_by.get(memory, -1) < call.ends):
+                    sources[memory][1].append(call.index)
+        return sources
