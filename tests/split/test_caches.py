@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.split.comparison import held_tensors
+from microtome.engine.pytree import reachable_tensors
 from microtome.split.splitter import Splitter
 
 
@@ -68,9 +68,9 @@ def test_what_an_object_among_the_outputs_holds_crosses() -> None:
 def test_tensors_are_found_in_objects_lists_and_dicts() -> None:
     keys, x = Keys(), torch.ones(2)
     keys.put(x)
-    held = list(held_tensors({"a": [keys, 3, "text"], "b": (x, None, Keys)}))
+    held = list(reachable_tensors({"a": [keys, 3, "text"], "b": (x, None, Keys)}))
     assert [tensor.shape for tensor in held] == [(2,), (2,)]
-    assert held[1] is x
+    assert held[0] is x  # the nearest first
 
 
 def language_models() -> dict[str, Any]:

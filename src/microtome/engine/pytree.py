@@ -235,6 +235,24 @@ def named_tensors(value: Any, path: str = "", ancestors: tuple[int, ...] = ()) -
             yield from named_tensors(item, f"{path}[{key}]", inside)
 
 
+def reachable_tensors(value: Any, depth: int = 12) -> Iterator[Tensor]:
+    """Every tensor that a value refers to, through the attributes of any object but modules, to a depth; each once."""
+    visited: dict[int, Any] = {}
+    pending = [value]
+    for _ in range(depth + 1):
+        level, pending = pending, []
+        for item in level:
+            if id(item) in visited or isinstance(item, int | float | str | bytes | nn.Module | type | None):
+                continue
+            visited[id(item)] = item
+            if isinstance(item, Tensor):
+                yield item
+            elif (node := node_type(item)) is not None:
+                pending += [*node.children(item), *dict_of(item).values()]
+            else:
+                pending += attributes_of(item).values()
+
+
 def accelerators_in(value: Any) -> list[device]:
     """The devices of the tensors in a structure, without the CPU, in order."""
     return accelerators_of(tensors_in(value))

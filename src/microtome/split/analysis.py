@@ -14,11 +14,10 @@ from xxhash import xxh3_64_hexdigest
 from microtome.engine import Call, Probe
 from microtome.engine.module_state import has_forward_hooks
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.pytree import tensors_in
+from microtome.engine.pytree import reachable_tensors, tensors_in
 from microtome.inputs import Inputs, device_of
 from microtome.results.trace import Trace, TracedCall
 from microtome.split.call_arguments import CallArguments, containers_in, record_arguments
-from microtome.split.comparison import held_tensors
 from microtome.split.dataflow import Dataflow, Scalars, describe_scalars
 from microtome.split.python_randomness import CallOrderProbe, PythonDraw, PythonDrawProbe, find_varying
 from microtome.split.random_ops import Draw, is_random
@@ -291,7 +290,7 @@ class _AnalysisProbe(Probe):
             ),
         )
         if call.parent is None and spec.unsupported is not None:
-            values = map(self._recorder.value_of, held_tensors(output))
+            values = map(self._recorder.value_of, reachable_tensors(output))
             self.opaque_output_values = tuple(dict.fromkeys(value for value in values if value is not None))
 
     def fail(self, call: Call, error: BaseException) -> None:  # which the model may catch

@@ -59,21 +59,6 @@ def differences(one: Any, other: Any, place: str = "", depth: int = 0) -> Iterat
         yield from differences(attributes_of(one), attributes_of(other), place, depth + 1)
 
 
-def held_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors in a value, those that objects hold included."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth <= _DEEPEST and not isinstance(value, bool | int | float | str | bytes | None | nn.Module | type):
-        if isinstance(value, Mapping):
-            parts = list(value.values())
-        elif isinstance(value, list | tuple | set | frozenset):
-            parts = list(value)
-        else:
-            parts = [] if callable(value) else list(attributes_of(value).values())
-        for part in parts:
-            yield from held_tensors(part, depth + 1)
-
-
 def _tensors(one: Tensor, other: Tensor, place: str) -> Iterator[Difference]:
     if one.shape != other.shape or one.dtype != other.dtype:
         kinds = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (one, other)]

@@ -11,14 +11,13 @@ from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import Call, Probe
 from microtome.engine.module_state import has_forward_hooks, run_forward_hooks
-from microtome.engine.pytree import map_tensors, tensor_occurrences
+from microtome.engine.pytree import map_tensors, reachable_tensors, tensor_occurrences
 from microtome.engine.torch_internals import storage_id, version_of
 from microtome.errors import BadBoundary, Unsupported, describe_error
 from microtome.inputs import Inputs
 from microtome.split.arrays import array_name, to_array, to_tensor
 from microtome.split.boundary import Boundary
 from microtome.split.call_arguments import CallArguments, containers_in, record_arguments
-from microtome.split.comparison import held_tensors
 from microtome.split.crossing import ValueLocation
 from microtome.split.effects import (
     argument_of,
@@ -406,7 +405,7 @@ class StageRun(Probe):
         self._check_still()
         if self._begins is not None and self._replay is not None and not self._replay.is_there:
             raise Unsupported(f"the model ended before the cut at {self._begins.at!r}")
-        ghosts = [tensor for tensor in held_tensors(output) if isinstance(tensor, Placeholder)]
+        ghosts = [tensor for tensor in reachable_tensors(output) if isinstance(tensor, Placeholder)]
         for one in ghosts:
             if one.alive is None:
                 raise PlaceholderRead(f"the model returns a value of {one.of!r}, which did not cross the cut", one)

@@ -1,7 +1,8 @@
-"""State that a model carries from run to run, and on which side of a cut it is written and read.
+"""State that a model carries from run to run, and the sides of a cut that write and read it.
 
-A model that changes what its modules hold is run twice more on the same stand-ins. Tensors of an earlier run are known
-when they are read again. Numbers are not; but the second and the third run differ where one is read that has changed.
+A model that sets attributes of its modules is run twice more on the same stand-ins. Reads of a tensor that an earlier
+run left behind are recognized by its memory. Reads of numbers are not: but where one that has changed is read, the
+second and the third run differ in their operators or arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.pytree import dict_of, tensors_in
+from microtome.engine.pytree import reachable_tensors, tensors_in
 from microtome.engine.torch_internals import storage_id
 from microtome.results.trace import TracedCall
 from microtome.split.call_arguments import state_of
@@ -22,7 +23,7 @@ from microtome.split.crossing import Crossing
 from microtome.split.dataflow import describe_scalars
 from microtome.split.signature import describe
 
-#: What holds state: the path of a module, and the name of an attribute.
+#: The path of a module, and the name of an attribute.
 Location = tuple[str, str]
 
 
@@ -31,7 +32,7 @@ class Access(NamedTuple):
 
     Attributes:
         call: The call whose code does it; None: unknown.
-        clock: How many calls had begun by then.
+        clock: The number of calls that had begun by then.
     """
 
     call: int | None
@@ -43,194 +44,214 @@ class State:
     """The state that a model carries from run to run.
 
     Attributes:
-        writes: By location.
-        reads: Of tensors that an earlier run left at a location.
-        uses: Reads of numbers that the runs before changed, whichever they are; None: the runs differ in more.
-        numbers: The locations that hold such numbers.
+        writes: The writes to each location.
+        reads: The reads of tensors that an earlier run left at a location.
+        plain_reads: The reads of changed numbers, at whichever location; None: unknown, since the calls differ.
+        plain_locations: The locations that do not hold tensors.
         values: The tensors that the first run left at each location, as values of its trace.
     """
 
     writes: dict[Location, set[Access]] = field(default_factory=dict)
     reads: dict[Location, set[Access]] = field(default_factory=dict)
-    uses: set[Access] | None = field(default_factory=set)
-    numbers: set[Location] = field(default_factory=set)
+    plain_reads: set[Access] | None = field(default_factory=set)
+    plain_locations: set[Location] = field(default_factory=set)
     values: dict[Location, list[int]] = field(default_factory=dict)
 
     def carried(self) -> Location | None:
-        """A location at which a run reads what an earlier one wrote; None: there is none."""
+        """A location that a run reads and an earlier one wrote; None: there is none."""
         for location in self.writes:
-            if self.reads.get(location) or (location in self.numbers and self.uses != set()):
+            if self.reads.get(location) or (location in self.plain_locations and self.plain_reads != set()):
                 return location
         return None
 
     def refusal(self, crossing: Crossing, calls: tuple[TracedCall, ...]) -> str | None:
-        """Return the reason why a cut would separate state from its reader; None: it does not."""
-        if not self.writes:
-            return None
-        for location, written, read in self._sides(crossing, calls):
-            tail = written | read == {"tail"}
-            head = read == {"head"} and written <= ({"head"} if location in self.numbers else {"head", "both"})
-            if not (head or tail):
-                path, name = location
+        """The reason why a cut would separate state from its reader; None: it does not."""
+        for (path, name), writers, readers in self._sides(crossing, calls):
+            head_writers = {"head"} if (path, name) in self.plain_locations else {"head", "both"}
+            is_in_head = readers == {"head"} and writers <= head_writers
+            if not is_in_head and writers | readers != {"tail"}:
                 module = f"{path!r}" if path else "the model"
                 return (
-                    f"{name!r} of {module} is state that a run leaves to the next one, written {_told(written)} and "
-                    f"read {_told(read)}: from the second request on, that would not be what the model has there. Cut "
-                    "where one side does both"
+                    f"{name!r} of {module} is state that a run leaves to the next one, written {_join(writers)} and "
+                    f"read {_join(readers)}: from the second request on, that would not be what the model has there. "
+                    "Cut where one side does both"
                 )
         return None
 
     def left_by_tail(self, crossing: Crossing, calls: tuple[TracedCall, ...]) -> frozenset[int]:
         """The values that the tail leaves to the next run."""
-        found = (self.values.get(at, ()) for at, written, _ in self._sides(crossing, calls) if written == {"tail"})
-        return frozenset(value for values in found for value in values)
+        sides = self._sides(crossing, calls)
+        return frozenset(
+            value for location, writers, _ in sides if writers == {"tail"} for value in self.values.get(location, ())
+        )
 
     def _sides(
         self, crossing: Crossing, calls: tuple[TracedCall, ...]
     ) -> Iterator[tuple[Location, set[str], set[str]]]:
-        """Each location that is read, and on which sides of a cut it is written and read."""
-        sides = _Sides(crossing, calls)
+        """Each location that is read, with the sides of a cut that write and that read it."""
+        if not self.writes:
+            return
+        skipped = {call.index for level in crossing.levels for call in level.skipped}
+        # For each enclosing call, its child that contains the cut, or is it.
+        onward = {level.call.index: (level.onward or level.skipped[-1]).index for level in crossing.levels}
+
+        def side_of(access: Access) -> str:
+            if access.call is None:
+                return "unknown"
+            if access.call in onward:
+                return "both" if access.clock <= onward[access.call] else "tail"
+            ancestor: int | None = access.call
+            while ancestor is not None:
+                if ancestor in skipped:
+                    return "head"
+                ancestor = calls[ancestor].parent
+            return "tail"
+
         for location, writes in self.writes.items():
             reads = set(self.reads.get(location, ()))
-            if location in self.numbers:
-                reads |= {Access(None, 0)} if self.uses is None else self.uses
-            if reads:  # else it changes, and nobody cares
-                yield location, {sides.of(access) for access in writes}, {sides.of(access) for access in reads}
+            if location in self.plain_locations:
+                reads |= {Access(None, 0)} if self.plain_reads is None else self.plain_reads
+            if reads:  # or it changes without effect
+                yield location, set(map(side_of, writes)), set(map(side_of, reads))
 
 
-_WORDS = {"head": "in the head", "tail": "in the tail", "both": "by code that both sides run", "unknown": "anywhere"}
+_SIDES = {"head": "in the head", "tail": "in the tail", "both": "by code that both sides run", "unknown": "anywhere"}
 
 
-def _told(sides: set[str]) -> str:
-    return " and ".join(_WORDS[side] for side in sorted(sides))
-
-
-class _Sides:
-    """The sides of a cut on which something happens."""
-
-    def __init__(self, crossing: Crossing, calls: tuple[TracedCall, ...]) -> None:
-        self._calls = calls
-        self._before = {call.index for level in crossing.levels for call in level.skipped}
-        # Of each call around the cut, the one right inside it that contains the cut, or is it.
-        self._around = {level.call.index: (level.onward or level.skipped[-1]).index for level in crossing.levels}
-
-    def of(self, access: Access) -> str:
-        at = access.call
-        if at is None:
-            return "unknown"
-        if at in self._around:
-            return "both" if access.clock <= self._around[at] else "tail"
-        above: int | None = at
-        while above is not None:
-            if above in self._before:
-                return "head"
-            above = self._calls[above].parent
-        return "tail"
+def _join(sides: set[str]) -> str:
+    return " and ".join(_SIDES[side] for side in sorted(sides))
 
 
 class StateProbe(Probe):
-    """Watches what modules hold change, and what earlier runs left there being read.
+    """Records the writes to module attributes, and the reads of tensors that earlier runs left there.
 
     Attributes:
-        held: Where earlier runs left tensors, by the identity of their memory. The tensors are held, too, or others
-            might come to lie there.
-        every: Whether all of a run is noted, to compare it with another.
+        carried: The tensors that earlier runs left, and their locations, by the identity of their memory. They are kept
+            alive, or others might be allocated there.
+        paths: The path of each call.
+        log: What each piece of code does, to compare two runs: its operators, calls and their arguments.
     """
 
-    def __init__(self, held: dict[int, tuple[Location, Tensor]] | None = None, *, every: bool = False) -> None:
-        self.held = held or {}
+    def __init__(self, carried: dict[int, tuple[Location, Tensor]] | None = None, *, keeps_log: bool = False) -> None:
+        self.carried = carried or {}
         self.writes: dict[Location, set[Access]] = {}
         self.reads: dict[Location, set[Access]] = {}
         self.paths: list[str] = []
-        self.told: dict[Access, list[Any]] = {}
-        self._every = every
-        self._numbers: dict[Call, int] = {}
-        self._own: dict[Call, dict[str, Any]] = {}
-        self._objects: list[tuple[Location, Any, Any]] = []
-        self._all: dict[str, dict[str, Any]] = {}
+        self.log: dict[Access, list[Any]] = {}
+        self._keeps_log = keeps_log
+        self._indices: dict[Call, int] = {}
+        self._states: dict[Call, dict[str, Any]] = {}
+        self._first_objects: list[tuple[Location, Any, Any]] = []
+        self._first_states: dict[str, dict[str, Any]] = {}
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        number = self._numbers[call] = len(self.paths)
+        index = self._indices[call] = len(self.paths)
         if call.parent is None:
-            self._objects = [(at, value, state_of(value)) for at, value in objects_of(call.module)]
-            self._all = _own_all(call.module)
+            self._first_objects = [(at, value, state_of(value)) for at, value in _objects_of(call.module)]
+            self._first_states = _module_states(call.module)
         else:
-            self._compare(call.parent)
+            self._find_writes(call.parent)
         self.paths.append(call.path)
-        self._own[call] = module_state(call.module)
-        caller = Access(number if call.parent is None else self._numbers[call.parent], number)
-        self._look((args, kwargs), caller)
-        self._tell(caller, lambda: describe(args, kwargs)[:2])
+        self._states[call] = module_state(call.module)
+        caller = Access(self._indices[call.parent or call], index)
+        self._find_reads((args, kwargs), caller)
+        self._add_to_log(caller, lambda: describe(args, kwargs)[:2])
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._end(call)
-        access = Access(self._numbers[call], len(self.paths))
-        self._look(output, access)
-        self._tell(access, lambda: describe((output,), {})[:2])
+        self._find_writes(call)
+        access = Access(self._indices[call], len(self.paths))
+        self._find_reads(output, access)
+        self._add_to_log(access, lambda: describe((output,), {})[:2])
         if call.parent is None:
-            self._find_others(call.module)
+            self._find_foreign_writes(call.module)
 
     def fail(self, call: Call, error: BaseException) -> None:
-        self._end(call)
+        self._find_writes(call)
 
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._every and where.call is not None:
-            access = Access(self._numbers[where.call], len(self.paths))
-            self._look((args, kwargs), access)
-            self._tell(access, lambda: (str(func), describe_scalars(args, kwargs)))
+        if self._keeps_log and where.call is not None:
+            access = Access(self._indices[where.call], len(self.paths))
+            self._find_reads((args, kwargs), access)
+            self._add_to_log(access, lambda: (str(func), describe_scalars(args, kwargs)))
 
-    def _find_others(self, model: nn.Module | None) -> None:
-        """Find what was changed by other code than that of the module which holds it."""
-        others = [location for location, value, before in self._objects if state_of(value) != before]
-        for path, now in _own_all(model).items():
-            others += [(path, name) for name in changed_attributes(self._all.get(path, {}), now)]
-        for location in others:
+    def _add_to_log(self, access: Access, describe_event: Callable[[], Any]) -> None:
+        if self._keeps_log:
+            self.log.setdefault(access, []).append(describe_event())
+
+    def _find_reads(self, value: Any, access: Access) -> None:
+        for tensor in tensors_in(value) if self.carried else ():
+            if carried := self.carried.get(_memory_id(tensor)):
+                self.reads.setdefault(carried[0], set()).add(access)
+
+    def _find_writes(self, call: Call) -> None:
+        before, now = self._states[call], module_state(call.module)
+        for name in changed_attributes(before, now):
+            self.writes.setdefault((call.path, name), set()).add(Access(self._indices[call], len(self.paths)))
+        self._states[call] = now
+
+    def _find_foreign_writes(self, model: nn.Module | None) -> None:
+        """Find what was changed by other code than that of the module that holds it."""
+        changed = [location for location, value, before in self._first_objects if state_of(value) != before]
+        for path, now in _module_states(model).items():
+            changed += [(path, name) for name in changed_attributes(self._first_states.get(path, {}), now)]
+        for location in changed:
             self.writes.setdefault(location, {Access(None, 0)})
 
-    def _tell(self, access: Access, what: Any) -> None:
-        if self._every:
-            self.told.setdefault(access, []).append(what())
 
-    def _look(self, value: Any, access: Access) -> None:
-        for tensor in tensors_in(value) if self.held else ():
-            if known := self.held.get(memory_of(tensor)):
-                self.reads.setdefault(known[0], set()).add(access)
+def analyze_state(
+    model: nn.Module, first: StateProbe, run_again: Callable[[Probe], None], index_of: Callable[[Tensor], int | None]
+) -> State:
+    """Find the state that a model carries, from one run and two more.
 
-    def _end(self, call: Call) -> None:
-        self._compare(call)
-        del self._own[call]
+    Args:
+        run_again: Runs the model once more, from the state that the last run left.
+        index_of: The value in the trace of the first run that a tensor is.
+    """
+    written = set(first.writes)
+    if not written:
+        return State()
+    state = State()
+    for location, tensor in _tensors_at(model, written).values():
+        if (index := index_of(tensor)) is not None:
+            state.values.setdefault(location, []).append(index)
+    runs: list[StateProbe] = []
+    for _ in range(2):
+        runs.append(StateProbe(_tensors_at(model, written), keeps_log=True))
+        run_again(runs[-1])
+        written |= set(runs[-1].writes)
+    for run in runs:  # what only the first run wrote is computed once, and then only read
+        for location, accesses in run.writes.items():
+            state.writes.setdefault(location, set()).update(accesses)
+        for location, accesses in run.reads.items():
+            state.reads.setdefault(location, set()).update(accesses)
+    if any(run.paths != first.paths for run in runs):
+        state.plain_reads, state.plain_locations = None, set(state.writes)
+    else:
+        logs = [run.log for run in runs]
+        accesses = logs[0].keys() | logs[1].keys()
+        state.plain_reads = {access for access in accesses if logs[0].get(access) != logs[1].get(access)}
+        state.plain_locations = {at for at in state.writes if not isinstance(_value_at(model, at), Tensor)}
+    return state
 
-    def _compare(self, call: Call) -> None:
-        before, now = self._own[call], module_state(call.module)
-        for name in changed_attributes(before, now):
-            self.writes.setdefault((call.path, name), set()).add(Access(self._numbers[call], len(self.paths)))
-        self._own[call] = now
 
+# -- what modules hold -------------------------------------------------------------------------------------------------
 
-_NOTHING = object()
+_MISSING = object()
 _PLAIN = (int, float, bool, str)
-_HOLDS = (list, dict, set)
+_CONTAINERS = (list, dict, set)
 #: The weights of recurrent layers in one list, which `flatten_parameters` makes.
 _RECURRENT_WEIGHTS = {"_flat_weights", "_flat_weight_refs"}
+#: Attributes of modules that are not state of the user's.
 TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"} | _RECURRENT_WEIGHTS
-_TYPES = (*_PLAIN, *_HOLDS, type(None), Tensor, nn.Module, type)
-
-
-def memory_of(tensor: Tensor) -> int:
-    """The identity of the memory of a tensor; 0: it does not lie in one place."""
-    try:
-        return storage_id(tensor)
-    except NotImplementedError:
-        return 0
 
 
 def module_state(module: nn.Module | None) -> dict[str, Any]:
-    """The state of what a module holds as attributes and buffers of its own, but for what torch keeps there."""
+    """Something to compare each attribute and buffer of a module by, except for torch's own attributes."""
     if module is None:
         return {}
     attributes = vars(module)
     state = {
-        name: value if type(value) in _PLAIN else state_of(value, 3) if type(value) in _HOLDS else (id(value),)
+        name: value if type(value) in _PLAIN else state_of(value, 3) if type(value) in _CONTAINERS else (id(value),)
         for name, value in attributes.items()
         if name not in TORCH_ATTRIBUTES
     }
@@ -240,42 +261,41 @@ def module_state(module: nn.Module | None) -> dict[str, Any]:
 
 
 def changed_attributes(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, ...]:
-    """The names under which there is something else now, sorted."""
+    """The names whose state differs, sorted."""
     if before == now:
         return ()
-    every = before.keys() | now.keys()
-    return tuple(sorted(name for name in every if before.get(name, _NOTHING) != now.get(name, _NOTHING)))
+    names = before.keys() | now.keys()
+    return tuple(sorted(name for name in names if before.get(name, _MISSING) != now.get(name, _MISSING)))
 
 
-def _own_all(model: nn.Module | None) -> dict[str, dict[str, Any]]:
+def _module_states(model: nn.Module | None) -> dict[str, dict[str, Any]]:
     return {} if model is None else {path: module_state(module) for path, module in model.named_modules()}
 
 
-def objects_of(model: nn.Module | None) -> Iterator[tuple[Location, Any]]:
+def _objects_of(model: nn.Module | None) -> Iterator[tuple[Location, Any]]:
     """The objects of other classes that modules hold, such as caches, each once."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     for path, module in () if model is None else model.named_modules():
         for name, value in vars(module).items():
-            if name not in TORCH_ATTRIBUTES and not isinstance(value, _TYPES) and id(value) not in seen:
-                seen.add(id(value))
+            is_known = isinstance(value, (*_PLAIN, *_CONTAINERS, type(None), Tensor, nn.Module, type))
+            if name not in TORCH_ATTRIBUTES and not is_known and id(value) not in visited:
+                visited.add(id(value))
                 yield (path, name), value
 
 
-def held_at(model: nn.Module, locations: set[Location]) -> dict[int, tuple[Location, Tensor]]:
-    """The tensors at these locations, by the identity of their memory."""
+def _tensors_at(model: nn.Module, locations: set[Location]) -> dict[int, tuple[Location, Tensor]]:
+    """The tensors at these locations other than weights, by the identity of their memory."""
+    weights = {0, *map(_memory_id, model.parameters())}
+    for name, buffer in model.named_buffers():
+        path, _, last = name.rpartition(".")
+        if (path, last) not in locations:
+            weights.add(_memory_id(buffer))
     found: dict[int, tuple[Location, Tensor]] = {}
-    weights = {memory_of(parameter) for parameter in model.parameters()}  # which are no state of a run
-    weights |= {memory_of(tensor) for name, tensor in model.named_buffers() if _split_name(name) not in locations}
-    for path, name in locations:
-        for tensor in _tensors_of(_value_at(model, (path, name)), 4):
-            if (memory := memory_of(tensor)) not in weights | {0}:
-                found[memory] = (path, name), tensor
+    for location in locations:
+        for tensor in reachable_tensors(_value_at(model, location), depth=4):
+            if (memory := _memory_id(tensor)) not in weights:
+                found[memory] = location, tensor
     return found
-
-
-def _split_name(name: str) -> Location:
-    path, _, last = name.rpartition(".")
-    return path, last
 
 
 def _value_at(model: nn.Module, location: Location) -> Any:
@@ -283,49 +303,9 @@ def _value_at(model: nn.Module, location: Location) -> Any:
     return attributes.get(location[1], attributes.get("_buffers", {}).get(location[1]))
 
 
-def _tensors_of(value: Any, depth: int) -> Iterator[Tensor]:
-    yield from tensors_in(value)
-    if depth and not isinstance(value, (*_PLAIN, Tensor, nn.Module, type)):
-        inside = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()
-        for item in (*inside, *dict_of(value).values()):
-            yield from _tensors_of(item, depth - 1)
-
-
-def compare_runs(one: StateProbe, other: StateProbe) -> set[Access]:
-    """Find where two runs with the same calls differ in operators, or in arguments that are no tensors."""
-    return {access for access in one.told.keys() | other.told.keys() if one.told.get(access) != other.told.get(access)}
-
-
-def analyze_state(
-    model: nn.Module, first: StateProbe, again: Callable[[Probe], None], index_of: Callable[[Tensor], int | None]
-) -> State:
-    """The state that runs leave to the next, from one run and two more.
-
-    Args:
-        again: Runs the model once more, from the state that the last run left.
-        index_of: The value in the trace of the first run that a tensor is.
-    """
-    written = set(first.writes)
-    if not written:
-        return State()
-    values: dict[Location, list[int]] = {}
-    for location, tensor in held_at(model, written).values():
-        if (index := index_of(tensor)) is not None:
-            values.setdefault(location, []).append(index)
-    runs: list[StateProbe] = []
-    for _ in range(2):
-        runs.append(StateProbe(held_at(model, written), every=True))
-        again(runs[-1])
-        written |= set(runs[-1].writes)
-    state = State(values=values)
-    for run in runs:  # what the first run alone wrote is made once, and then only read
-        for location, accesses in run.writes.items():
-            state.writes.setdefault(location, set()).update(accesses)
-        for location, accesses in run.reads.items():
-            state.reads.setdefault(location, set()).update(accesses)
-    state.uses = compare_runs(*runs)
-    if any(run.paths != first.paths for run in runs):
-        state.uses, state.numbers = None, set(state.writes)
-    else:
-        state.numbers = {location for location in state.writes if not isinstance(_value_at(model, location), Tensor)}
-    return state
+def _memory_id(tensor: Tensor) -> int:
+    """The identity of the memory of a tensor; 0: it has no storage of its own."""
+    try:
+        return storage_id(tensor)
+    except NotImplementedError:
+        return 0
