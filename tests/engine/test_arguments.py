@@ -22,6 +22,7 @@ from microtome.engine.arguments import copy_arguments
 from microtome.engine.meta_run import copy_inputs
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
+from tests.marks import slow
 
 ACTIONS: dict[str, Callable[[nn.Module, Inputs], object]] = {
     "trace": mt.trace,
@@ -389,7 +390,7 @@ def caches() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
     }
 
 
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("grad", [False, *slow(True)])
 @pytest.mark.parametrize("name", list(caches()))
 @pytest.mark.filterwarnings("ignore")
 def test_caches_of_transformers_are_not_changed(name: str, grad: bool) -> None:

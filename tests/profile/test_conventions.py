@@ -16,6 +16,7 @@ from microtome import zoo
 from microtome.flops.conventions import CONVENTIONS
 from microtome.profile.profile import profile_trace
 from microtome.trace.trace import record
+from tests.marks import slow
 
 zoo.import_torchvision()
 from torchvision import models  # noqa: E402
@@ -72,7 +73,7 @@ def model_and_shape(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     return build(name), (1, 3, 224, 224)
 
 
-@pytest.mark.parametrize("name", [*MODELS, "functions"])
+@pytest.mark.parametrize("name", [*MODELS[:3], "functions", *slow(*MODELS[3:])])
 def test_fvcore_counts_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)  # it sees nothing inside the fast path
     model, shape = model_and_shape(name)
@@ -90,7 +91,7 @@ def test_fvcore_counts_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert mt.profile(model, x, convention="fvcore").total.flops == theirs
 
 
-@pytest.mark.parametrize("name", [*MODELS, *OWN])
+@pytest.mark.parametrize("name", [*MODELS[:3], *OWN, *slow(*MODELS[3:])])
 def test_ptflops_counts_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from ptflops import get_model_complexity_info
 

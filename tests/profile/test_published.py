@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.published import FOUND, Published, table
 from benchmarks.zoo import Found, report
+from tests.marks import slow
 
 TABLE = table()
 #: Every family, small and large, images, videos, segmentation, flow; what needs no real run.
@@ -26,13 +28,17 @@ def one_of_each() -> list[Published]:
     return [first[name] for name in SPREAD.split()]
 
 
+def one_in_three(entries: list[Published]) -> list[Any]:
+    return [entry if at % 3 == 0 else slow(entry)[0] for at, entry in enumerate(entries)]
+
+
 def check(entry: Published) -> None:
     p = entry.profile()
     assert p.total.flops is not None
     assert (p.total.params, round(p.total.flops / 1e9, 3)) == (entry.params, entry.giga_macs) or entry.agrees(p)
 
 
-@pytest.mark.parametrize("entry", one_of_each(), ids=str)
+@pytest.mark.parametrize("entry", one_in_three(one_of_each()), ids=str)
 def test_a_spread_of_torchvision_models_costs_what_is_published(entry: Published) -> None:
     check(entry)
 
@@ -43,11 +49,11 @@ def test_results_name_the_detectors_whose_findings_are_chosen_to_agree() -> None
     found = [Found(str(entry), (1, 1.0), (1, 1.0), True, FOUND.get(str(entry.weights))) for entry in TABLE]
     told = "\n".join(report(found)).partition("|")[0]
     saved = Path("benchmarks/results/zoo.md").read_text().partition("|")[0]
-    readme = Path("README.md").read_text()
+    readme = " ".join(Path("README.md").read_text().split())
     for text in (told, saved):
         assert all(f"{FOUND[str(entry.weights)]} in {entry}" in text for entry in chosen)
         assert f"Without those {len(chosen)}, {len(TABLE) - len(chosen)} agree." in text
-    assert f"microtome has {len(TABLE) - len(chosen)}\nof the {len(TABLE)} entries" in readme
+    assert f"microtome matches {len(TABLE) - len(chosen)} of all {len(TABLE)} published entries" in readme
 
 
 def test_the_table_is_whole() -> None:

@@ -32,6 +32,7 @@ def test_more_memory_than_allowed_and_lost_answers_are_noticed() -> None:
         replace(fine, faults=("lost",)).check()
 
 
+@pytest.mark.slow
 def test_what_runs_in_a_limited_process_is_measured_and_bounded() -> None:
     took = run_limited("tests.remote.test_attacks:take", 200)
     assert (took.result, took.fault) == (200, None)

@@ -22,6 +22,7 @@ from microtome.remote.batching import CannotBatch, learn
 from microtome.remote.served_model import ServedModel
 from microtome.remote.server import Server
 from microtome.results.cuts import Cut
+from tests.marks import slow
 from tests.remote.small import small
 
 
@@ -54,7 +55,7 @@ def served_batches(server: Server) -> float:
     return server.metrics.registry.get_sample_value("microtome_batch_count") or 0.0
 
 
-@pytest.mark.parametrize("name", ["tiny-resnet", "tiny-vit"])
+@pytest.mark.parametrize("name", ["tiny-vit", *slow("tiny-resnet")])
 @pytest.mark.parametrize("at", [0, 7, ""])
 def test_requests_together_give_what_each_gives_alone(name: str, at: int | str) -> None:
     model, x = small(name)

@@ -511,6 +511,7 @@ def test_it_fits_a_telephone_and_both_schemes(opened: Open, page: str, scheme: s
     wide.shoot(f"wide-{scheme}")
 
 
+@pytest.mark.slow
 def test_it_prints_every_row(opened: Open, page: str, profile: mt.Profile) -> None:
     tab = opened(page)
     tab.page.get_by_text("Open all").click()

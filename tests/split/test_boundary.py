@@ -23,6 +23,7 @@ from microtome.errors import BadBoundary, BadQuery, MicrotomeError
 from microtome.split.boundary import Boundary
 from microtome.split.serialization import DTYPES
 from microtome.split.tensor_bytes import BLOCK
+from tests.marks import slow
 
 LOSSY = ["fp16", "bf16", "int8", "int8_tensor"]
 ALL_LOSSY = [lossy + packer for lossy in LOSSY for packer in ("", "+zstd", "+lz4")]
@@ -596,7 +597,7 @@ except BadBoundary as error:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
-@pytest.mark.parametrize("honest", [True, False])
+@pytest.mark.parametrize("honest", [False, *slow(True)])
 def test_a_bomb_does_not_go_off(codec: str, honest: bool, tmp_path: Any) -> None:
     """300 MB of zeros; where the header says so, and where it says 1 MB."""
     data = of(torch.zeros(75_000_000)).to_bytes(codec)

@@ -19,6 +19,7 @@ from benchmarks.split_zoo.proof import prove
 from microtome.engine.pytree import is_record, map_tensors, tensors_in
 from microtome.errors import BadInputs, NoMatch
 from microtome.split.comparison import differences
+from tests.marks import slow
 from tests.split.test_stages import same
 
 made: list[str] = []
@@ -226,7 +227,7 @@ def test_what_is_a_record_is_mapped_and_compared_by_structure() -> None:
     assert found.what == "1.0 in place of 2.0"
 
 
-@pytest.mark.parametrize("name", ["fasterrcnn_mobilenet_v3_large_320_fpn", "retinanet_resnet50_fpn", "ssdlite320_mobilenet_v3_large"])  # fmt: skip  # noqa: E501
+@pytest.mark.parametrize("name", ["ssdlite320_mobilenet_v3_large", *slow("fasterrcnn_mobilenet_v3_large_320_fpn", "retinanet_resnet50_fpn")])  # fmt: skip  # noqa: E501
 def test_detectors_are_cut_exactly(name: str) -> None:
     with detection_runs():
         model, inputs = detector(name)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -177,6 +178,7 @@ def test_every_offered_cut_is_exact_through_bytes(
                     assert not list(differences(stages(x.clone(), scale=2.0), whole)), (first.at, second.at)
 
 
+@pytest.mark.slow
 def test_few_are_refused_late() -> None:
     draw = random.Random(0)
     offered = refused = 0

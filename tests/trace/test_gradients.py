@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome.profile import load
+from tests.marks import slow
 
 GLOBAL = torch.ones(4, requires_grad=True)
 HIDDEN = {"w": [torch.ones(4, requires_grad=True)]}
@@ -136,7 +137,7 @@ def return_it(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("grad", [None, 3.0])
 @pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("use", [multiply, return_it])
+@pytest.mark.parametrize("use", [multiply, *slow(return_it)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_leaves_have_the_gradients_that_they_had(kind: type[Base], use: Any, action: str, grad: float | None) -> None:
     model = type(kind.__name__, (kind,), {"forward": use})()
