@@ -6,7 +6,7 @@ TORCH_VENV := .venv-torch-$(VERSION)$(if $(filter-out python3,$(PYTHON)),-$(notd
 UNITS := $(addprefix tests/,capture devices engine files flops plan profile report results split trace track test_inputs.py test_layers.py test_public.py)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test test-all test-fast test-torch test-gpu zoo soak lint format bench bench-gpu bench-remote lock sbom docs pictures clean
+.PHONY: demo test test-all test-fast test-torch test-gpu zoo soak lint format bench bench-gpu bench-remote lock sbom docs pictures proto clean
 
 demo: $(VENV)/.dev        ## everything on built-in models, in less than a minute; leaves demo/report.html
 	$(BIN)/python -m demo
@@ -51,6 +51,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+proto: $(VENV)/.dev       ## compile split.proto
+	cd src && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --descriptor_set_out=microtome/remote/split.binpb microtome/remote/split.proto
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

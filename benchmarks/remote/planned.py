@@ -11,8 +11,8 @@ from benchmarks.remote.network import Network
 from benchmarks.remote.processes import job, microtome
 from benchmarks.report import Target
 from benchmarks.timing import lower_quartile
-from microtome.remote.autotune import Route
 from microtome.remote.client import Remote
+from microtome.remote.request import Route
 
 MODELS, INPUTS = ("resnet50", "vit_b_16"), "1x3x224x224"
 MBITS = (1, 10, 100, 1000)
@@ -67,8 +67,7 @@ def measure(server: str, model: str, mbits: float, rounds: int) -> dict[str, Any
         addresses |= {cut.at: cut.at for cut in cuts if cut.dominates or cut.at in OTHERS[model]}
         nbytes = {cut.at: cut.nbytes for cut in cuts} | {EDGE_ONLY: 0, CLOUD_ONLY: cuts.input_bytes}
         ways = {
-            name: Remote(auto._parts, auto._connection, auto.server, Route(at, "raw"), None, None)
-            for name, at in addresses.items()
+            name: Remote(auto._local, auto._connection, auto.server, Route(at, "raw")) for name, at in addresses.items()
         }
         contest = Contest(ways, {name: nbytes[name] * 8e-6 / mbits for name in ways}, found.inputs.args[0])
         took = contest.run(rounds, {planned, EDGE_ONLY, CLOUD_ONLY})

@@ -86,7 +86,7 @@ def test_a_token_is_shown_where_the_server_wants_one(tmp_path: Path) -> None:
             for command in (["ping", guarded.address], ["run", MODEL, "--server", guarded.address]):
                 result = call(*command, *words, "--timeout", 5)
                 assert result.exit_code == 2
-                assert "wants another token: the token is wrong or missing" in result.output
+                assert "rejects the token: the token is wrong or missing" in result.output
 
 
 # -- run ---------------------------------------------------------------------------------------------------------------
@@ -211,9 +211,9 @@ def test_no_line_of_table_or_chart_is_wider_than_the_terminal(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["ping", "nowhere"], "a server has an address such as host:7070, got 'nowhere'"),
+        (["ping", "nowhere"], "expected the address of a server such as host:7070, got 'nowhere'"),
         (["ping", "127.0.0.1:1", "--timeout", "0.3"], "127.0.0.1:1 cannot be reached"),
-        (["ping", "127.0.0.1:99999"], "a server has an address such as host:7070, got '127.0.0.1:99999'"),
+        (["ping", "127.0.0.1:99999"], "expected the address of a server such as host:7070, got '127.0.0.1:99999'"),
         (["ping", "{server}", "--tls", "--timeout", "0.5"], "cannot be reached"),
         (["ping", "{server}", "--ca", "/no/such.pem"], "cannot read '/no/such.pem': No such file"),
         (["ping", "{server}", "--cert", "a.pem"], "--cert and --key go together"),
@@ -235,10 +235,13 @@ def test_no_line_of_table_or_chart_is_wider_than_the_terminal(
         (["run", MODEL, "--server", "{server}", "--stages", "/no/such"], "'/no/such' holds no split model"),
         (["run", MODEL, "--server", "{server}", "--at", "layer1", "--to", "/no/x.safetensors"], "there is no folder"),
         (["run", "zoo:tiny-vit", "--server", "{server}", "--at", "norm"], "the structure of ViT here and of ResNet at"),
-        (["run", MODEL, "--server", "{server}", "--arg", "classes=4", "--at", "layer1"], "are not the same"),
+        (
+            ["run", MODEL, "--server", "{server}", "--arg", "classes=4", "--at", "layer1"],
+            "differ: the fingerprints",
+        ),
         (["run", "zoo:tiny-decoder", "--server", "{server}", "--data", "{flat}"], "run others from Python"),
         (["sweep", MODEL, "--server", "{server}", "--cuts", "layer1,layer9"], "no module at path 'layer9'"),
-        (["sweep", MODEL, "--server", "{server}", "--cuts", ""], "a sweep is over 'all' cuts, the 'dominating' ones"),
+        (["sweep", MODEL, "--server", "{server}", "--cuts", ""], "expected cuts of 'all', 'dominating', or addresses"),
         (["sweep", MODEL, "--server", "{server}", "--codec", "zip"], "no codec 'zip'"),
         (["sweep", MODEL, "--server", "{server}", "--repeat", "0"], "0 is not in the range x>=1"),
         (["sweep", MODEL, "--server", "{server}", "--html", "a", "--csv", "a"], "both write to 'a'"),

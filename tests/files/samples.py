@@ -21,7 +21,7 @@ from microtome.compat.tracr.settings import read_settings
 from microtome.devices.meters.csv_file import CsvMeter
 from microtome.errors import BadFile, BadWeights, MicrotomeError, SensorFailed, Unsupported
 from microtome.plan.codec_benchmark import codec_costs
-from microtome.remote.credentials import read_token
+from microtome.remote.security import read_token
 from microtome.results.link import LinkMeasurement
 from microtome.results.requests import CutMove, RequestLog, RequestRecord
 from microtome.results.sweep import CutTiming, Sweep

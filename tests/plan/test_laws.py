@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import microtome as mt
 from microtome.errors import BadQuery
 from microtome.plan.cost import DeviceChain, Placement
-from microtome.plan.device_costs import DeviceCosts, places
-from microtome.plan.search import best
+from microtome.plan.device_costs import DeviceCosts, cut_points
+from microtome.plan.search import best_placements
 from microtome.results.codec_costs import CodecCosts
 from microtome.results.plan import Candidate, Objective
 from tests.marks import examples
@@ -64,25 +64,25 @@ def planned(problem: dict[str, Any], **options: Any) -> mt.Plan | None:
 
 def chain_of(problem: dict[str, Any], energy_of: tuple[str, ...] = ("d0",)) -> DeviceChain:
     cuts, profiles = problem["cuts"], problem["devices"]
-    where = places(cuts, list(profiles.values()))
-    sides = [DeviceCosts(name, profile, where) for name, profile in profiles.items()]
+    points = cut_points(cuts, list(profiles.values()))
+    sides = [DeviceCosts(name, profile, points) for name, profile in profiles.items()]
     both = ("raw", "zstd")
     costs: list[CodecCosts] = [problem["costs"]] * len(sides)
     return DeviceChain(
-        sides, problem["links"], where, cuts.output_bytes, both, both, costs, problem["limits"], energy_of
+        sides, problem["links"], points, cuts.output_bytes, both, both, costs, problem["limits"], energy_of
     )
 
 
 def everything(chain: DeviceChain) -> list[Candidate]:
     """Every way to place the model, one by one."""
     found: list[Candidate] = []
-    for used in range(len(chain.sides)):
+    for used in range(len(chain.devices)):
         for where in combinations_with_replacement(range(chain.end), used):
             for codecs in product(("raw", "zstd"), repeat=used):
                 crossings = list(zip(where, codecs, strict=True))
                 again = [a == b or a[0] < b[0] for a, b in pairwise(crossings)]
                 if all(again):  # the same place in another codec is no better than in the first of them
-                    by_name = {(one.place, one.codec): one for one in chain.crossings}
+                    by_name = {(one.point, one.codec): one for one in chain.crossings}
                     placement: Placement = tuple(by_name[one] for one in crossings)
                     found.append(chain.price(placement))
     return [candidate for candidate in found if candidate.refused is None]
@@ -107,9 +107,9 @@ def test_no_candidate_is_better_than_the_winner(problem: dict[str, Any], objecti
 def test_dynamic_programming_finds_what_trying_everything_does(problem: dict[str, Any], objective: Objective) -> None:
     chain = chain_of(problem, energy_of=tuple(problem["devices"])[:2])
     able = everything(chain)
-    found = [chain.price(placement) for placement in best(chain, objective)]
+    found = [chain.price(placement) for placement in best_placements(chain, objective)]
     assert bool(found) == bool(able)
-    for used in range(len(chain.sides)):
+    for used in range(len(chain.devices)):
         of_all = [candidate.rank(objective) for candidate in able if len(candidate.at) == used]
         of_best = [candidate.rank(objective) for candidate in found if len(candidate.at) == used]
         assert len(of_best) == bool(of_all)

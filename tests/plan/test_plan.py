@@ -102,7 +102,7 @@ def test_energy_above_idle_is_taken_where_it_is_known() -> None:
     edge = made.profile([1.0, 2.0, 4.0], joules=[10.0, 20.0, 40.0], net=[1.0, 2.0, 4.0])
     plan = planned(edge=edge, objective="energy")
     assert plan["l1"].energy_j == pytest.approx(3)
-    assert any("above what is drawn when nothing runs" in note for note in plan.notes)
+    assert any("without idle power" in note for note in plan.notes)
 
 
 def test_energy_of_both_devices_may_count() -> None:
@@ -143,7 +143,7 @@ def test_limits_refuse_candidates_and_keep_them_listed() -> None:
         [candidate.refused is None for candidate in plan], reverse=True
     )
     assert plan.limits == {"edge": 150}
-    with pytest.raises(BadQuery, match="no way to place the model is within the limits; of the best, edge would need"):
+    with pytest.raises(BadQuery, match="no placement of the model is within the limits: for the best, edge would need"):
         planned(limits={"edge": 1, "cloud": 1})
 
 
@@ -186,7 +186,7 @@ def test_a_strategy_chooses_among_those_that_limits_allow() -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (lambda candidates: None, "a strategy returns one of the candidates that it was given, got None"),
+        (lambda candidates: None, "expected one of its candidates from the strategy, got None"),
         (lambda candidates: candidates[99], "the strategy raised IndexError"),
     ],
 )
@@ -290,10 +290,10 @@ def but(address: str, **change: Any) -> Any:
     [
         ({"edge": None}, "a plan needs edge, cloud and link, or devices and links: there is no edge"),
         ({"link": None}, "there is no link"),
-        ({"link": "20Mbps"}, "a link is a microtome.Link, such as Link"),
-        ({"devices": [EDGE, CLOUD]}, "edge, cloud and link, or devices and links, not both"),
-        ({"cuts": 5}, "a plan needs what microtome.cuts gives, or the file that holds it, got 5"),
-        ({"edge": 5}, "'edge' is given by a profile, or the file that holds one, got 5"),
+        ({"link": "20Mbps"}, "expected a microtome.Link, such as Link"),
+        ({"devices": [EDGE, CLOUD]}, "expected edge, cloud and link, or devices and links, got both"),
+        ({"cuts": 5}, "expected the cuts as a Cuts, or a file of one, got 5"),
+        ({"edge": 5}, "expected 'edge' as a Profile, or a file of one, got 5"),
         (
             {"edge": without_times(EDGE, time_s=None)},
             "'edge' has no times: .* measure='time' .microtome profile --time",
@@ -305,7 +305,7 @@ def but(address: str, **change: Any) -> Any:
             {"cloud": made.profile([1.0, 1.0, 1.0], inputs=2000)},
             "expected inputs of 250 float32, .*got inputs of 500 float32 in the profile of 'cloud': .*same batch",
         ),
-        ({"objective": "speed"}, "objective is 'latency', 'energy' or 'throughput', got 'speed'"),
+        ({"objective": "speed"}, "expected objective 'latency', 'energy' or 'throughput', got 'speed'"),
         (
             {"objective": "energy", "edge": CLOUD},
             "'edge' has no energy: .* measure='energy' .microtome profile --energy",
@@ -314,24 +314,27 @@ def but(address: str, **change: Any) -> Any:
             {"objective": "energy", "edge": replace(CLOUD, unavailable={"energy": "no sensor"})},
             "has no energy .no sensor.: profile the model there",
         ),
-        ({"energy_of": ["moon"]}, "there is no device 'moon': there are 'edge', 'cloud'"),
+        ({"energy_of": ["moon"]}, "expected energy_of 'edge', 'cloud', got 'moon'"),
         ({"energy_of": ["cloud"]}, "the profile of 'cloud' has no energy"),
-        ({"limits": {"moon": 1}}, "there is no device 'moon' to limit"),
+        ({"limits": {"moon": 1}}, "expected limits of 'edge', 'cloud', got one of 'moon'"),
         ({"limits": {"edge": "much"}}, "got 'much'"),
         ({"codec": ()}, "a plan needs a codec"),
         ({"codec": "lz4"}, "expected a codec whose costs were measured .'raw', 'zstd'., got 'lz4'"),
         ({"costs": {"edge": COSTS}}, "the costs of codecs on 'cloud' are missing"),
-        ({"costs": 7}, "are what microtome.plan.codec_costs gives, or a file, got 7"),
+        ({"costs": 7}, "expected the costs of codecs as a CodecCosts, or a file of one, got 7"),
         ({"costs": made.costs(made.cuts([SIZES[0]]))}, "codec costs of these cuts of Chain, got none for 'l1'"),
         (
             {"costs": made.costs(made.cuts([4]))},
-            "'l0' has .* bytes, and the costs of codecs on 'edge' are of 4: measure",
+            "expected .* bytes of 'l0', as in the cuts; got 4 in the costs of codecs on 'edge': measure",
         ),
         ({"costs": replace(COSTS, model="Other")}, "a Chain, and the costs of codecs on 'edge' are of a Other"),
         ({"cloud": made.profile([1.0] * 4)}, "the profile of 'cloud' has 5 calls, and the Chain that was cut has 4"),
         ({"cloud": but("l1", type="Conv2d")}, "expected a Linear at 'l1', .*got a Conv2d at 'l1' in .*'cloud'"),
         ({"cloud": but("l1", outputs=(Tensor((7,), "float32"),))}, "from 'l1', as in the cuts; got 7 from 'l1' in"),
-        ({"cloud": but("l1", macs=2)}, "'l1' does 1 MACs at most, and in the profile of 'cloud' it does 2"),
+        (
+            {"cloud": but("l1", macs=2)},
+            "expected at most 1 MACs in 'l1', as in the cuts; got 2 in the profile of 'cloud'",
+        ),
         (
             {"cuts": replace(CUTS, params=7)},
             "expected 7 parameters, as in the cuts; got 75 parameters in the profile of 'edge'",
@@ -449,6 +452,6 @@ def test_codecs_are_measured_on_noise_or_on_what_a_model_gives() -> None:
     each = planned(costs={"edge": COSTS, "cloud": COSTS}).codec_costs
     assert each == "measured on each device (edge: a CPU, with made values; cloud: a CPU, with made values)"
     with pytest.raises(
-        mt.MicrotomeError, match="the run gave no float32 of 4x64 for .*: give the inputs that the cuts"
+        mt.MicrotomeError, match="expected float32 of 4x64 for .* in the run, got none: use the inputs that the cuts"
     ):
         codec_costs(found, "raw", model=model, inputs=torch.randn(5, 64))

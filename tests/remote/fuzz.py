@@ -248,7 +248,7 @@ class Fuzzer:
         except grpc.RpcError as error:
             self._refused(error)
             return
-        read = method.read_reply(reply)
+        read = method.parse_reply(reply)
         if name == "Run":
             self._look(data, read)
         else:

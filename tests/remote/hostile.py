@@ -71,9 +71,9 @@ class Hostile:
         if self._compression is not None:
             context.set_compression(self._compression)
         for request in requests:
-            decoded = self._served.decode(request.boundary, 1 << 30)
-            (output,) = self._served.compute([decoded.boundary])
-            data = self._served.encode(output, request.boundary and decoded.boundary.at, request.codec or "raw")
+            boundary = self._served.decode(request.boundary, 1 << 30)
+            (output,) = self._served.compute([boundary])
+            data = self._served.encode(output, boundary.at, request.codec or "raw")
             yield self.reply(request, protocol.Reply(id=request.id, output=data))
 
     @contextmanager

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 import microtome as mt
 from microtome.errors import RemoteError
-from microtome.remote.autotune import Autotuner, Route, way_of
+from microtome.remote.autotune import Autotuner, route_of
 from microtome.remote.connection import Connection
-from microtome.remote.link_probe import probe
+from microtome.remote.request import Route
+from microtome.remote.server_probe import measure_link
 from microtome.results.link import LinkMeasurement
 from microtome.results.requests import RequestRecord
 from tests.plan import made
@@ -40,26 +42,24 @@ def tuner(connection: Connection, bytes_per_s: float) -> Autotuner:
 def best_at(bytes_per_s: float) -> Route:
     link = LinkMeasurement(RTT, 0.0, bytes_per_s, bytes_per_s).link
     plan = mt.plan(CUTS, edge=EDGE, cloud=CLOUD, link=link, costs=made.costs(CUTS))
-    return next(way_of(one) for one in plan.candidates if "raw" in way_of(one))
+    return next(route_of(one) for one in plan.candidates if "raw" in route_of(one))
 
 
 def request(tuned: Autotuner, bytes_per_s: float, edge: float = 1.0) -> RequestRecord:
     """What a request shows over a link as fast as this, from an edge that takes so many times as long."""
-    way = tuned.way
-    candidate = next(one for one in tuned.plan.candidates if way_of(one) == way)
+    route = tuned.route
+    candidate = next(one for one in tuned.plan.candidates if route_of(one) == route)
     head_s = edge * candidate.seconds("run", where="edge")
-    if way.at is None:
+    if route.at is None:
         return RequestRecord(None, where="edge", tail_s=head_s)
     nbytes = candidate.sent_bytes[0]
     tail_s, wire_s = candidate.seconds("run", where="cloud"), RTT + nbytes / bytes_per_s
-    sent = RequestRecord(way.at, way.codec, head_s=head_s, tail_s=tail_s, wire_s=wire_s, sent_bytes=nbytes)
-    sent.attempts, sent.alone = 1, True
-    return sent
+    return RequestRecord(*route, head_s=head_s, tail_s=tail_s, wire_s=wire_s, sent_bytes=nbytes, attempts=1, alone=True)
 
 
 def show(tuned: Autotuner, sent: RequestRecord) -> None:
     """A request is over; and so is the move that it may have brought about."""
-    tuned.saw(sent)
+    tuned.observe(sent)
     for thread in threading.enumerate():
         if thread.name == "microtome-move":
             thread.join()
@@ -67,8 +67,8 @@ def show(tuned: Autotuner, sent: RequestRecord) -> None:
 
 def test_it_begins_where_the_plan_says(connection: Connection) -> None:
     tuned = tuner(connection, FAST)
-    assert tuned.way == best_at(FAST) == Route("", "raw")
-    assert [(move.before, move.after) for move in tuned.history] == [(None, tuned.way)]
+    assert tuned.route == best_at(FAST) == Route("", "raw")
+    assert [(move.before, move.after) for move in tuned.history] == [(None, tuned.route)]
 
 
 @pytest.mark.parametrize(("gain", "at"), [(0.04, None), (0.06, "")])
@@ -78,16 +78,16 @@ def test_nothing_crosses_for_little(connection: Connection, gain: float, at: str
     cloud = made.profile([1.0 - gain], inputs=1000)
     plan = mt.plan(cuts, edge=edge, cloud=cloud, link=measured.link, costs=made.costs(cuts))
     assert plan.winner.latency_s == pytest.approx(1.0 - gain, rel=1e-3)
-    assert Autotuner(plan, measured, connection, ["raw"]).way == Route(at, "raw")
+    assert Autotuner(plan, measured, connection, ["raw"]).route == Route(at, "raw")
 
 
 def test_a_slow_link_moves_the_cut_to_where_a_plan_has_it(connection: Connection) -> None:
     tuned = tuner(connection, FAST)
     for _ in range(200):
         show(tuned, request(tuned, SLOW))
-    assert tuned.way == best_at(SLOW) != best_at(FAST)
+    assert tuned.route == best_at(SLOW) != best_at(FAST)
     last = tuned.history[-1]
-    assert last.after == tuned.way
+    assert last.after == tuned.route
     assert "a request in place of" in last.why
 
 
@@ -108,19 +108,17 @@ def test_it_does_not_go_to_and_fro_between_two_that_are_as_good(connection: Conn
 
 def test_a_slow_edge_hands_over_earlier(connection: Connection) -> None:
     tuned = tuner(connection, SLOW)
-    before = tuned.way
+    before = tuned.route
     for _ in range(300):
         show(tuned, request(tuned, SLOW, edge=20.0))
     cuts = [None, *(cut.at for cut in reversed(list(CUTS))), ""]
-    assert cuts.index(tuned.way.at) > cuts.index(before.at)
+    assert cuts.index(tuned.route.at) > cuts.index(before.at)
 
 
 def test_a_request_that_was_sent_twice_tells_nothing_of_the_link(connection: Connection) -> None:
     tuned = tuner(connection, FAST)
     for _ in range(100):
-        sent = request(tuned, SLOW)
-        sent.attempts = 2
-        show(tuned, sent)
+        show(tuned, replace(request(tuned, SLOW), attempts=2))
     assert len(tuned.history) == 1
 
 
@@ -128,7 +126,7 @@ def test_auto_against_a_real_server_is_exact_and_says_why() -> None:
     model, x = small()
     with mt.serve(model, x, listen="127.0.0.1:0") as server, mt.connect(model, x, server.address) as remote:
         assert remote.plan is not None
-        assert remote.way in map(way_of, remote.plan.candidates)
+        assert remote.route in map(route_of, remote.plan.candidates)
         assert remote.history[0].why.startswith("planned: ")
         with torch.no_grad():
             for rows in (1, 2, 5):
@@ -139,14 +137,14 @@ def test_auto_against_a_real_server_is_exact_and_says_why() -> None:
 def test_a_request_that_failed_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = small()
     learned: list[RequestRecord] = []
-    monkeypatch.setattr(Autotuner, "saw", lambda self, sent: learned.append(sent))
+    monkeypatch.setattr(Autotuner, "observe", lambda self, sent: learned.append(sent))
 
     def fails(several: object) -> object:
         raise ValueError("not today")
 
     with mt.serve(model, x, listen="127.0.0.1:0") as server, mt.connect(model, x, server.address) as remote:
-        assert isinstance(remote._way, Autotuner)
-        remote._way.way = Route("", "raw")
+        assert isinstance(remote._autotuner, Autotuner)
+        remote._autotuner.route = Route("", "raw")
         remote(x)
         monkeypatch.setattr(server.served, "compute", fails)
         with pytest.raises(RemoteError, match="not today"):
@@ -158,7 +156,7 @@ def test_the_link_is_measured_both_ways() -> None:
     model, x = small()
     with mt.serve(model, x, listen="127.0.0.1:0") as server:
         connection = Connection(server.address)
-        found = probe(connection)
+        found = measure_link(connection)
         connection.close()
     assert found.rtt_s > 0
     assert found.up_bytes_per_s > 0

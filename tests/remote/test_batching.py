@@ -18,7 +18,8 @@ import microtome as mt
 from microtome.engine.pytree import tensors_in
 from microtome.errors import RemoteError
 from microtome.inputs import Inputs
-from microtome.remote.batching import CannotBatch, learn
+from microtome.remote.batch_verification import CannotBatch
+from microtome.remote.batching import build_batcher
 from microtome.remote.served_model import ServedModel
 from microtome.remote.server import Server
 from microtome.results.cuts import Cut
@@ -66,7 +67,7 @@ def test_requests_together_give_what_each_gives_alone(name: str, at: int | str) 
             results = list(remote.stream(items, window=16))
             assert max(sent.at == cut for sent in remote.requests)
         computed = served_batches(server)
-    assert computed < 1 + len(items)  # and the rehearsal
+    assert computed < 1 + len(items)  # and the warm-up
     with torch.no_grad():
         for given, result in zip(items, results, strict=True):
             torch.testing.assert_close(result, model(given), rtol=1e-4, atol=1e-5)
@@ -94,7 +95,7 @@ def test_a_model_whose_rows_depend_on_each_other_is_not_joined() -> None:
     torch.manual_seed(0)
     model, x = Normalised().eval(), torch.randn(3, 4)
     head, tail = mt.split(model, x, at="first")
-    assert learn(head, tail, Inputs(x)) is None
+    assert build_batcher(head, tail, Inputs(x)) is None
     items = [torch.randn(3, 4) for _ in range(12)]
     with (
         mt.serve(model, x, listen="127.0.0.1:0", batch=4, batch_window="20ms") as server,
@@ -109,14 +110,14 @@ def test_what_does_not_grow_must_be_the_same() -> None:
     model = Positioned().eval()
     x, scale = torch.randn(2, 4), torch.tensor(2.0)
     head, tail = mt.split(model, (x, scale), at="first")
-    joiner = learn(head, tail, Inputs(x, scale))
-    assert joiner is not None
-    assert joiner.grows == {"first": 2}
+    batcher = build_batcher(head, tail, Inputs(x, scale))
+    assert batcher is not None
+    assert batcher.example_rows == {"first": 2}
     same, other = head(x, scale), head(x, torch.tensor(3.0))
-    joined = joiner.part(tail(joiner.join([same, same])), [2, 2])
+    joined = batcher.split(tail(batcher.concatenate([same, same])), [2, 2])
     torch.testing.assert_close(joined[1]["out"], model(x, scale)["out"])
     with pytest.raises(CannotBatch, match="does not grow with the batch"):
-        joiner.join([same, other])
+        batcher.concatenate([same, other])
 
 
 def test_requests_that_cannot_be_joined_are_answered_alone() -> None:
@@ -153,20 +154,20 @@ def test_what_says_another_batch_than_it_has_is_not_joined_with_others() -> None
     model, x = small("tiny-vit")
     at = mt.cuts(model, x)[7].at
     head, tail = mt.split(model, x, at=at)
-    joiner = learn(head, tail, Inputs(x))
-    assert joiner is not None
-    assert joiner.adds
+    batcher = build_batcher(head, tail, Inputs(x))
+    assert batcher is not None
+    assert batcher.facts_per_row
     good = head(x)
-    assert joiner.key(good) is not None
-    for path in joiner.adds:
+    assert batcher.key(good) is not None
+    for path in batcher.facts_per_row:
         for value in (-1, 0, 1000, "2", None):
             forged = copy.deepcopy(good)
             inside = forged.facts
             for key in path[:-1]:
                 inside = inside[key]
             inside[path[-1]] = value
-            assert joiner.key(forged) is None
-    assert joiner.key(mt.Boundary(at, good.fingerprint, {}, {})) is None
+            assert batcher.key(forged) is None
+    assert batcher.key(mt.Boundary(at, good.fingerprint, {}, {})) is None
 
 
 class Spread(nn.Module):
@@ -186,7 +187,7 @@ def test_requests_whose_inputs_have_different_rows_are_computed_alone() -> None:
     served = ServedModel(model, (torch.randn(1, 4), torch.randn(1, 4)))
 
     def key(*given: Tensor) -> str | None:
-        return served.key(served._whole_head(*given))
+        return served.batch_key(served._pack_inputs(*given))
 
     assert key(torch.randn(2, 4), torch.randn(2, 4)) == key(torch.randn(3, 4), torch.randn(3, 4)) is not None
     assert key(torch.randn(2, 4), torch.randn(1, 4)) is None
@@ -196,14 +197,14 @@ def test_requests_whose_inputs_have_different_rows_are_computed_alone() -> None:
 @pytest.mark.parametrize("example", [torch.zeros(1, 4), torch.ones(2, 4)])
 def test_an_example_that_is_the_same_turned_round_still_shows_that_rows_are_mixed(example: Tensor) -> None:
     served = ServedModel(Normalised().eval(), example)
-    assert served.key(served._whole_head(example)) is None
+    assert served.batch_key(served._pack_inputs(example)) is None
 
 
 def test_an_example_of_which_no_other_is_known_is_not_joined() -> None:
     model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2)).eval()
     for example, joins in ((torch.tensor([[0, 1, 2]]), True), (torch.tensor([[1, 1, 1]]), False)):
         served = ServedModel(model, example)
-        assert (served.key(served._whole_head(example)) is not None) is joins
+        assert (served.batch_key(served._pack_inputs(example)) is not None) is joins
 
 
 Function = Callable[[Tensor], Tensor]
@@ -273,8 +274,8 @@ MIXING: dict[str, Function] = {
 def joins(model: nn.Module, x: Tensor, at: str = "first") -> bool:
     served = ServedModel(model.eval(), x)
     with torch.no_grad():
-        boundary = served._whole_head(x) if not at else mt.split(model, x, at=at)[0](x)
-    return served.key(boundary) is not None
+        boundary = served._pack_inputs(x) if not at else mt.split(model, x, at=at)[0](x)
+    return served.batch_key(boundary) is not None
 
 
 @pytest.mark.parametrize("at", ["first", ""])
@@ -305,11 +306,11 @@ def test_a_model_is_joined_if_and_only_if_no_request_reaches_another(
     model = Between(*functions, finish=SCALES[scales]).eval()
     x, own, *strangers = torch.randn(2 + others, rows, 4, generator=torch.Generator().manual_seed(0))
     served = ServedModel(model, x)
-    joined = served.key(served._whole_head(x)) is not None
+    joined = served.batch_key(served._pack_inputs(x)) is not None
     assert joined is not bool(mixing)
     if joined:
-        beside = [served._whole_head(given) for given in (own, *(stranger * scale for stranger in strangers))]
-        calm = [served._whole_head(given) for given in (own, *strangers)]
+        beside = [served._pack_inputs(given) for given in (own, *(stranger * scale for stranger in strangers))]
+        calm = [served._pack_inputs(given) for given in (own, *strangers)]
         answer = list(tensors_in(served.compute(calm)[0]))
         assert all(map(torch.equal, tensors_in(served.compute(beside)[0]), answer))
         alone = tensors_in(model(own))
@@ -374,8 +375,8 @@ def test_a_stranger_neither_moves_an_answer_nor_reads_from_it() -> None:
 def test_a_number_of_rows_at_which_the_model_does_something_else_is_not_joined() -> None:
     model, x = Between(lambda y: y if len(y) < 4 else y - y.mean(0)).eval(), torch.randn(1, 4)
     served = ServedModel(model, x)
-    requests = [served._whole_head(torch.randn(1, 4)) for _ in range(5)]
-    assert len({served.key(request) for request in requests}) == 1
+    requests = [served._pack_inputs(torch.randn(1, 4)) for _ in range(5)]
+    assert len({served.batch_key(request) for request in requests}) == 1
     assert len(served.compute(requests[:3])) == 3
     with pytest.raises(CannotBatch, match="5 rows are not computed together"):
         served.compute(requests)
@@ -388,7 +389,7 @@ def test_requests_that_reach_each_other_in_a_larger_batch_alone_are_not_joined_t
         return y + 1e-5 * y.max() if name == "small peak" else MIXING[name](y)
 
     served = ServedModel(Between(lambda y: y if len(y) < 8 else mix(y)).eval(), torch.randn(1, 4))
-    requests = [served._whole_head(torch.randn(1, 4)) for _ in range(rows)]
+    requests = [served._pack_inputs(torch.randn(1, 4)) for _ in range(rows)]
     assert len(served.compute(requests[:7])) == 7
     for _ in range(2):  # also where the answer is known
         with pytest.raises(CannotBatch, match=f"{rows} rows are not computed together: "):
@@ -399,11 +400,11 @@ def test_requests_that_reach_each_other_in_a_larger_batch_alone_are_not_joined_t
 @pytest.mark.parametrize("name", APART)
 def test_a_stranger_in_a_larger_batch_does_not_move_an_answer(name: str, rows: int) -> None:
     served = ServedModel(Between(APART[name]).eval(), torch.randn(1, 4, generator=torch.Generator().manual_seed(0)))
-    own, *others = (served._whole_head(torch.randn(1, 4)) for _ in range(rows))
+    own, *others = (served._pack_inputs(torch.randn(1, 4)) for _ in range(rows))
     calm = served.compute([own, *others])[0]
     torch.testing.assert_close(calm, served.compute([own])[0])
     for scale in (1e-6, 1e6, torch.inf, torch.nan):
-        strangers = [served._whole_head(torch.randn(1, 4) * scale) for _ in others]
+        strangers = [served._pack_inputs(torch.randn(1, 4) * scale) for _ in others]
         assert served.compute([own, *strangers])[0].equal(calm)
 
 
@@ -412,23 +413,23 @@ def test_requests_are_told_apart_however_many_there_are(far: int) -> None:
     """Each request gets something of the one so many rows before it, from 72 rows on."""
     model = Between(lambda y: y if len(y) < 72 else y + 1e-9 * y.roll(far, 0)).eval()
     served = ServedModel(model, torch.randn(1, 4))
-    requests = [served._whole_head(torch.randn(1, 4)) for _ in range(72)]
+    requests = [served._pack_inputs(torch.randn(1, 4)) for _ in range(72)]
     with pytest.raises(CannotBatch, match="does not depend on that request alone"):
         served.compute(requests)
 
 
 def test_a_number_of_rows_at_which_a_request_alone_is_something_else_is_not_joined() -> None:
     served = ServedModel(Between(lambda y: -y if len(y) == 5 else y).eval(), torch.randn(1, 4))
-    requests = [served._whole_head(torch.randn(rows, 4)) for rows in (5, 4)]
-    with pytest.raises(CannotBatch, match="5 rows are not computed together: they do not give what each gives alone"):
+    requests = [served._pack_inputs(torch.randn(rows, 4)) for rows in (5, 4)]
+    with pytest.raises(CannotBatch, match="5 rows are not computed together: the outputs of the batch differ"):
         served.compute(requests)
 
 
 def test_rows_that_belong_together_are_joined_in_whole_groups() -> None:
     pairs = Between(lambda y: y.view(-1, 2, 4).sub(y.view(-1, 2, 4).mean(1, keepdim=True)).view(-1, 4)).eval()
     served = ServedModel(pairs, torch.randn(2, 4))
-    assert served.key(served._whole_head(torch.randn(4, 4))) is not None
-    assert served.key(served._whole_head(torch.randn(3, 4))) is None
+    assert served.batch_key(served._pack_inputs(torch.randn(4, 4))) is not None
+    assert served.batch_key(served._pack_inputs(torch.randn(3, 4))) is None
 
 
 def test_why_requests_are_computed_one_by_one_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome.errors import RemoteError
-from microtome.remote import auth, protocol
+from microtome.remote import protocol, security
 from microtome.remote.metrics import Metrics
 from microtome.remote.server import Server
 from microtome.remote.watchdog import MESSAGE_S, PART_S, WRITE_S, Watchdog
@@ -42,11 +42,11 @@ def host(server: Server) -> tuple[str, int]:
 def look(server: Server, later_s: float) -> None:
     """Have the watchdog look as if it were later."""
     service: Any = server._service
-    health = type("None", (), {"asking": (), "watching": ()})()
+    health = type("None", (), {"checks": (), "watches": ()})()
     done = threading.Event()
 
     def act() -> None:
-        Watchdog(service, health, service.calls._peers).look(monotonic() + later_s)
+        Watchdog(service, health, service.calls._peers).check(monotonic() + later_s)
         done.set()
 
     server._ready.result().call_soon_threadsafe(act)
@@ -68,7 +68,7 @@ def test_a_boundary_over_4_mib_is_sent_in_parts_and_answered(server: Server) -> 
         assert remote(large).equal(model(large))
         assert remote.requests[-1].attempts == 1
     assert server._service is not None
-    until(lambda: server._service.uploads.held == 0 and server._service._waiting.held == 0)  # type: ignore[union-attr]
+    until(lambda: server._service.uploads.reserved == 0 and server._service.queued.reserved == 0)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_call_without_its_message_and_a_request_without_its_next_part_are_ende
         assert not line.ended
         look(server, max(MESSAGE_S, PART_S) + 1)
         until(lambda: len(line.ended) == 2)
-    assert server._service.uploads.held == 0
+    assert server._service.uploads.reserved == 0
 
 
 def test_who_takes_no_reply_is_disconnected(server: Server) -> None:
@@ -134,11 +134,11 @@ def test_who_takes_no_reply_is_disconnected(server: Server) -> None:
     with Line(host(server), window=0) as line:
         line.send(line.call("Echo"), echo, end=True)
         assert server._service is not None
-        until(lambda: any(call.writing for call in server._service.calls))  # type: ignore[union-attr]
+        until(lambda: any(call.write_in_progress for call in server._service.calls))  # type: ignore[union-attr]
         assert line.is_open
         look(server, WRITE_S + 10)
         until(lambda: not line.is_open)
-    until(lambda: server._service.echoes.held == 0)  # type: ignore[union-attr]
+    until(lambda: server._service.echoes.reserved == 0)  # type: ignore[union-attr]
 
 
 class Wide(nn.Module):
@@ -177,9 +177,9 @@ def test_the_link_to_a_server_that_takes_short_messages_is_measured() -> None:
 
 
 def test_a_wrong_token_is_answered_late_and_the_right_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "DELAY_S", 3600.0)
+    monkeypatch.setattr(security, "DELAY_S", 3600.0)
     with mt.serve(*small(), listen="127.0.0.1:0", token="right") as server, Line(host(server)) as line:
-        for _ in range(auth.DELAYED):
+        for _ in range(security.MAX_DELAYED):
             line.call("Hello", "wrong")
         assert unary(server, "Hello", b"", metadata=(("authorization", "Bearer right"),))
         assert (line.is_open, line.ended) == (True, set())

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from microtome.remote.call_limiter import SENDING_S, CallLimiter, OpenCall, Upload
+from microtome.remote.admission import UPLOAD_GRACE_S, CallLimiter, OpenCall, Upload
 from microtome.remote.peers import Peers
 
 
@@ -52,12 +52,12 @@ async def sends(call: OpenCall) -> None:
 
 
 async def waits_for_room(call: OpenCall) -> None:
-    call.waits = True
+    call.is_waiting = True
     await asyncio.Event().wait()
 
 
 async def is_idle(call: OpenCall) -> None:
-    call.has_spoken = True
+    call.has_received = True
     await asyncio.Event().wait()
 
 
@@ -79,7 +79,7 @@ def test_a_call_that_is_sending_is_ended_only_after_another_has_waited(body: Any
         await asyncio.sleep(0)
         second, _ = opened(limiter, ends)
         await clock.is_asked()
-        clock.now += SENDING_S  # not yet longer
+        clock.now += UPLOAD_GRACE_S  # not yet longer
         await clock.is_asked()
         assert not first.done()
         assert not second.done()

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from microtome.errors import BadQuery, RemoteError
+from microtome.inputs import Inputs
 from microtome.remote import protocol
-from microtome.remote.connection import Connection, Pending, Security
+from microtome.remote.connection import Connection
+from microtome.remote.request import RemoteRequest, Route
+from microtome.remote.security import Security
 from microtome.split.boundary import Boundary
 
 
@@ -35,12 +38,14 @@ def answering(stream: Callable[[Iterator[Any], Any], Iterator[bytes]]) -> Iterat
         server.stop(0).wait()
 
 
-def pending(name: str, nbytes: int = 8) -> Pending:
-    boundary = Boundary("layer", "a-b", {"x": torch.zeros(nbytes, dtype=torch.uint8)}, {})
-    return Pending(protocol.Request(id=name), boundary, "raw", None)
+def encoded(name: str, nbytes: int = 8) -> RemoteRequest:
+    request = RemoteRequest(Inputs(), Route("layer", "raw"))
+    request.id = name
+    request.encode(Boundary("layer", "a-b", {"x": torch.zeros(nbytes, dtype=torch.uint8)}, {}))
+    return request
 
 
-def test_what_is_given_up_before_its_turn_is_not_sent() -> None:
+def test_a_request_cancelled_before_its_turn_is_not_sent() -> None:
     reads = threading.Event()
     seen: list[str] = []
 
@@ -51,12 +56,12 @@ def test_what_is_given_up_before_its_turn_is_not_sent() -> None:
             yield protocol.Reply(id=request.id).SerializeToString()
 
     with answering(stream) as connection:
-        late = [pending(str(number), 4 << 20) for number in range(20)]
+        late = [encoded(str(number), 4 << 20) for number in range(20)]
         for one in late:
             connection.submit(one)
         for one in late:
-            connection.give_up(one)
-        last = pending("last")
+            connection.cancel(one)
+        last = encoded("last")
         connection.submit(last)
         reads.set()
         assert last.reply.result(120).id == "last"
@@ -66,7 +71,7 @@ def test_what_is_given_up_before_its_turn_is_not_sent() -> None:
         assert len(seen) < 10
 
 
-def test_a_request_is_sent_again_after_every_break_as_long_as_it_is_patient_and_then_given_up() -> None:
+def test_a_request_is_sent_again_after_every_break_until_its_retries_are_exhausted() -> None:
     broken: list[str] = []
 
     def stream(requests: Iterator[Any], context: Any) -> Iterator[bytes]:
@@ -77,8 +82,8 @@ def test_a_request_is_sent_again_after_every_break_as_long_as_it_is_patient_and_
         yield protocol.Reply(id=asked.id).SerializeToString()
 
     with answering(stream) as connection:
-        impatient, patient = pending("impatient"), pending("patient")
-        impatient.patient_until, patient.patient_until = -math.inf, math.inf
+        impatient, patient = encoded("impatient"), encoded("patient")
+        impatient.retry_until, patient.retry_until = -math.inf, math.inf
         connection.submit(impatient)
         with pytest.raises(RemoteError, match="cannot be reached: broken") as raised:
             impatient.reply.result(20)
@@ -95,7 +100,7 @@ def test_an_error_of_a_kind_that_is_not_known_is_told_as_such(kind: int) -> None
             yield protocol.Reply(id=request.id, error=protocol.Error(kind=kind, message="no")).SerializeToString()
 
     with answering(stream) as connection:
-        asked = pending("one")
+        asked = encoded("one")
         connection.submit(asked)
         with pytest.raises(RemoteError, match="could not answer: no") as raised:
             asked.reply.result(120)
@@ -106,7 +111,7 @@ def test_a_connection_that_was_closed_says_so_to_who_asks() -> None:
     connection = Connection("127.0.0.1:1")
     connection.close()
     with pytest.raises(RemoteError, match="was closed"):
-        connection.ask("Echo", protocol.EchoRequest(), timeout=1.0)
+        connection.call("Echo", protocol.EchoRequest(), timeout=1.0)
 
 
 def test_a_name_of_the_server_means_that_its_certificate_is_looked_at() -> None:
@@ -116,10 +121,10 @@ def test_a_name_of_the_server_means_that_its_certificate_is_looked_at() -> None:
     with answering(stream) as plain:
         connection = Connection(plain.address, Security(server_name="tail.example", token="secret"))
         with pytest.raises(RemoteError, match="cannot be reached"):  # in the clear it would not know the method
-            connection.ask("Echo", protocol.EchoRequest(), timeout=1.0)
+            connection.call("Echo", protocol.EchoRequest(), timeout=1.0)
         connection.close()
 
 
 def test_a_key_without_its_certificate_is_not_passed_over() -> None:
-    with pytest.raises(BadQuery, match="needs its key, and the other way round"):
+    with pytest.raises(BadQuery, match="expected a client certificate with its key"):
         Connection("127.0.0.1:1", Security(key="key.pem"))

@@ -23,8 +23,8 @@ import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, BadQuery, RemoteError
 from microtome.remote import protocol
-from microtome.remote.connection import Connection, Security
-from microtome.remote.credentials import Identity, is_loopback, read_token
+from microtome.remote.connection import Connection
+from microtome.remote.security import Security, ServerSecurity, is_loopback, read_token
 from microtome.remote.server import Server
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -117,7 +117,7 @@ def test_only_who_knows_the_token_is_served(resnet: tuple[nn.Module, Tensor], st
         for wrong in (None, "another", "", "a secret ", "a secre"):
             error = refusal(server, resnet, token=wrong)
             assert error.kind == "REFUSED"
-            assert "wants another token: the token is wrong or missing" in str(error)
+            assert "rejects the token: the token is wrong or missing" in str(error)
         assert answers(server, resnet, token="a secret")
 
 
@@ -125,10 +125,10 @@ def test_no_method_is_served_without_the_token_and_nothing_is_told(stage: Any) -
     with mt.serve(stage, listen="127.0.0.1:0", token="a secret") as server:
         with grpc.insecure_channel(server.address) as channel:
             for name, method in protocol.METHODS.items():
-                kind = channel.stream_stream if method.streams else channel.unary_unary
+                kind = channel.stream_stream if method.is_stream else channel.unary_unary
                 call = kind(f"/{protocol.SERVICE}/{name}")
                 with pytest.raises(grpc.RpcError) as caught:
-                    list(call(iter([b""]), timeout=120)) if method.streams else call(b"", timeout=120)
+                    list(call(iter([b""]), timeout=120)) if method.is_stream else call(b"", timeout=120)
                 assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
                 assert "secret" not in caught.value.details()
         shown = server.metrics.registry.get_sample_value(
@@ -139,7 +139,7 @@ def test_no_method_is_served_without_the_token_and_nothing_is_told(stage: Any) -
 
 @pytest.mark.parametrize("token", ["é", "two\nlines", "\0"])
 def test_a_token_that_cannot_be_sent_is_refused_at_once(resnet: tuple[nn.Module, Tensor], token: str) -> None:
-    with pytest.raises(BadQuery, match="a token is one line of ASCII"):
+    with pytest.raises(BadQuery, match="expected a token of one line of ASCII"):
         mt.connect(*resnet, "127.0.0.1:1", at="layer1", token=token)
 
 
@@ -149,7 +149,7 @@ def test_a_token_is_read_from_a_file(tmp_path: Path) -> None:
     assert read_token(str(file)) == "a secret"
     for bad in ("", "\n", "é", "two\nlines"):
         file.write_text(bad)
-        with pytest.raises(BadFile, match="holds no token"):
+        with pytest.raises(BadFile, match="expected a token of one line of ASCII in"):
             read_token(str(file))
     with pytest.raises(BadFile, match="cannot read .*: No such file"):
         read_token(str(tmp_path / "none"))
@@ -228,13 +228,13 @@ def test_files_that_make_no_sense_are_refused(
     for options, words in (
         ({"tls_cert": good.cert}, "TLS needs both"),
         ({"tls_key": good.key}, "TLS needs both"),
-        ({"client_ca": ours.file}, "certificates of clients can be checked with TLS only"),
+        ({"client_ca": ours.file}, "client certificates need TLS"),
         ({"tls_cert": str(tmp_path / "none"), "tls_key": good.key}, "cannot read"),
         ({"tls_cert": good.cert, "tls_key": good.cert}, "cannot listen|no certificate"),
     ):
         with pytest.raises((BadQuery, BadFile), match=words):
             mt.serve(stage, listen="127.0.0.1:0", **options)  # type: ignore[arg-type]
-    with pytest.raises(BadQuery, match="a client's certificate needs its key"):
+    with pytest.raises(BadQuery, match="expected a client certificate with its key"):
         mt.connect(*resnet, "127.0.0.1:1", at="layer1", cert=good.cert)
 
 
@@ -285,14 +285,14 @@ def test_it_warns_when_it_can_be_reached_from_elsewhere_unprotected(
 
 
 def test_what_can_be_no_token_is_refused_on_both_sides() -> None:
-    with pytest.raises(BadQuery, match="a token is one line of ASCII, and this is empty"):
-        Identity(token="")
+    with pytest.raises(BadQuery, match="expected a token of one line of ASCII, got an empty one"):
+        ServerSecurity(token="")
     for token in ("two\nlines", "schlüssel"):
-        with pytest.raises(BadQuery, match="a token is one line of ASCII, and this has other characters"):
-            Identity(token=token)
-        with pytest.raises(BadQuery, match="a token is one line of ASCII, and this has other characters"):
+        with pytest.raises(BadQuery, match="expected a token of one line of ASCII, got other characters"):
+            ServerSecurity(token=token)
+        with pytest.raises(BadQuery, match="expected a token of one line of ASCII, got other characters"):
             Connection("127.0.0.1:1", Security(token=token))
 
 
 def test_tokens_are_not_shown() -> None:
-    assert "hidden" not in repr(Identity(token="hidden")) + repr(Security(token="hidden"))
+    assert "hidden" not in repr(ServerSecurity(token="hidden")) + repr(Security(token="hidden"))

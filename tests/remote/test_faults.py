@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
@@ -23,7 +24,7 @@ from microtome.errors import MicrotomeError, RemoteError
 from microtome.inputs import Inputs
 from microtome.remote import protocol
 from microtome.remote.client import Remote
-from microtome.remote.request import RequestJob
+from microtome.remote.request import RemoteRequest
 from microtome.remote.server import Server
 from tests.remote.process import ServerProcess
 from tests.remote.proxy import Pair, Proxy, Weather, until
@@ -147,7 +148,7 @@ def test_where_the_edge_can_finish_it_does_while_the_server_is_away(server: Serv
         assert remote(other).equal(truth(other))  # now it is known to be down
         assert (remote.requests[-1].where, remote.requests[-1].attempts) == ("edge", 0)
         server.start()
-        until(lambda: remote._connection.down is None)
+        until(lambda: remote._connection.down_reason is None)
         assert remote(other).equal(truth(other))
         assert remote.requests[-1].where == "cloud"
 
@@ -171,7 +172,7 @@ def test_a_server_that_comes_back_with_other_weights_is_not_believed() -> None:
             other.tail.bias.add_(1)
         with (
             mt.serve(other, asking(), listen=server.address),
-            pytest.raises(RemoteError, match="is of a model with the fingerprint") as caught,
+            pytest.raises(RemoteError, match="expected a boundary of Slow with the fingerprint") as caught,
         ):
             remote(asking())
     assert caught.value.kind == "WRONG_MODEL"
@@ -190,7 +191,7 @@ def test_when_the_server_hangs_the_edge_finishes_before_the_deadline(server: Ser
                 assert remote.requests[-1].where == "edge"
         finally:
             server.go_on()
-        remote._deadline = None
+        remote._options = replace(remote._options, deadline_s=None)
 
         def comes_from_the_cloud() -> bool:
             x = asking()
@@ -214,23 +215,22 @@ def test_when_the_server_hangs_and_the_edge_cannot_finish_the_deadline_is_an_err
         assert remote(x).equal(truth(x))
 
 
-def begun(remote: Remote, x: Tensor) -> RequestJob:
-    """Send a request; `remote._drop` gives it up, as a deadline does, which here cannot be over before it is sent."""
-    return remote._encode(remote._prepare(Inputs(x), remote.way))
+def begun(remote: Remote, x: Tensor) -> RemoteRequest:
+    """Send a request; `Connection.cancel` then cancels it, as a deadline does."""
+    return remote._send(remote._start(Inputs(x)))
 
 
 def test_an_answer_that_comes_too_late_is_nobodys(here: Server) -> None:
     with Gate() as gate, connected(here.address) as remote:
         late = begun(remote, asking(gate))
         until(lambda: here.metrics.queue._value.get() == 1)
-        remote._drop(late)
+        remote._connection.cancel(late)
         gate.open()
-        until(lambda: counted(here, "requests", cut="head") == 2)  # the rehearsal, and that one
+        until(lambda: counted(here, "requests", cut="head") == 2)  # the warm-up, and that one
         for _ in range(5):
             x = asking()
             assert remote(x).equal(truth(x))
-        assert late.pending is not None
-        assert not late.pending.reply.done()
+        assert not late.reply.done()
         assert remote._connection.reconnects == 0
 
 
@@ -250,13 +250,15 @@ def test_a_request_whose_client_has_given_up_is_not_computed(here: Server) -> No
         assert answer().equal(truth(x))
         error = reply.result().error
         assert protocol.KINDS[error.kind] == "DEADLINE"
-        assert "longer than the client does" in error.message
+        assert "its deadline has passed" in error.message
     assert counted(here, "errors", kind="DEADLINE") == 1
-    until(lambda: counted(here, "requests", cut="head") == 2)  # the rehearsal, and the one that waited
+    until(lambda: counted(here, "requests", cut="head") == 2)  # the warm-up, and the one that waited
 
 
 def test_the_server_bears_the_pings_of_a_client_that_waits_for_a_long_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("microtome.remote.server._PING_MS", 0)  # a client pings every 10 s, this one at once
+    monkeypatch.setattr(
+        "microtome.remote.server._MIN_PING_INTERVAL_MS", 0
+    )  # a client pings every 10 s, this one at once
 
     def frame(kind: int, data: bytes) -> bytes:
         return len(data).to_bytes(3, "big") + bytes([kind, 0]) + bytes(4) + data
@@ -300,7 +302,7 @@ def test_a_line_with_a_long_way_changes_no_answer(server: ServerProcess) -> None
 
 # -- the line breaks ---------------------------------------------------------------------------------------------------
 
-# A connection opens with some hundred bytes, then comes the handshake, the rehearsal, and requests of 64 kB each.
+# A connection opens with some hundred bytes, then comes the handshake, the warm-up, and requests of 64 kB each.
 PLACES = [0, 9, 24, 60, 100, 200, 500, 800, 1400, 2000, 20_000, 65_000, 70_000, 150_000]
 
 
@@ -341,7 +343,7 @@ def test_half_a_message_is_not_computed(here: Server) -> None:
         pair.up.cut_after = pair.up.passed + x.nbytes // 2
         assert remote(x).equal(truth(x))
         assert remote.requests[-1].attempts == 2
-    until(lambda: counted(here, "requests", cut="head") == 2)  # the rehearsal, and the second attempt
+    until(lambda: counted(here, "requests", cut="head") == 2)  # the warm-up, and the second attempt
     assert sum(counted(here, "errors", kind=kind) for kind in protocol.KINDS) == 0
 
 
@@ -350,17 +352,17 @@ def test_a_line_that_changes_bytes_gives_no_wrong_answer(here: Server, direction
     x = asking(rows=40)
     with Proxy(here.address) as proxy, connected(proxy.address, deadline=0.3) as remote:
         for place in range(0, 240, 15):
-            until(lambda: remote._connection.down is None)
+            until(lambda: remote._connection.down_reason is None)
             weather = getattr(alive(proxy), direction)
             weather.corrupt = _flipping(weather.passed + place, 1 << place % 8)
             try:
                 assert remote(x).equal(truth(x)), place
             except MicrotomeError:
                 proxy.cut()  # where the length of a frame is wrong, both sides wait for the rest
-                until(lambda: remote._connection.down is not None)
+                until(lambda: remote._connection.down_reason is not None)
         weather.corrupt = None
-        until(lambda: remote._connection.down is None)
-        remote._deadline = None
+        until(lambda: remote._connection.down_reason is None)
+        remote._options = replace(remote._options, deadline_s=None)
         assert remote(x).equal(truth(x))
 
 
@@ -404,7 +406,7 @@ def test_a_message_over_the_limit_is_refused_by_both_sides() -> None:
     big, small = asking(rows=4000), asking(rows=10)  # 128 kB
     with mt.serve(Slow().eval(), asking(), listen="127.0.0.1:0", max_message="100KB") as server:
         with connected(server.address) as remote:
-            with pytest.raises(RemoteError, match="KiB cross at 'head', and .* takes 97.7 KiB") as caught:
+            with pytest.raises(RemoteError, match="KiB cross at 'head', and .* accepts 97.7 KiB") as caught:
                 remote(big)
             assert caught.value.kind == "TOO_LARGE"
             assert remote(small).equal(truth(small))
@@ -469,7 +471,7 @@ def test_what_a_client_asked_that_is_gone_is_not_computed(here: Server) -> None:
     with connected(here.address) as remote:
         x = asking()
         assert remote(x).equal(truth(x))
-    assert counted(here, "requests", cut="head") <= 1 + 2  # what was being computed; the rehearsal, and this one
+    assert counted(here, "requests", cut="head") <= 1 + 2  # what was being computed; the warm-up, and this one
     until(lambda: here.metrics.streams._value.get() == 0)  # nobody waits for a stream's end
 
 

@@ -19,10 +19,11 @@ from microtome.cli import main
 from microtome.errors import BadBoundary, BadFile, MicrotomeError, RemoteError, sanitize_text
 from microtome.inputs import Inputs
 from microtome.remote import protocol
-from microtome.remote.channel import REPLY
 from microtome.remote.client import Remote
-from microtome.remote.connection import Connection, Security
-from microtome.remote.replies import Expected
+from microtome.remote.connection import Connection
+from microtome.remote.payloads import ExpectedReply
+from microtome.remote.protocol import DEFAULT_REPLY_BYTES
+from microtome.remote.security import Security
 from microtome.remote.served_model import ServedModel
 from microtome.split.boundary import Boundary
 from microtome.split.splitter import Splitter
@@ -116,9 +117,11 @@ def test_a_reply_that_the_example_does_not_explain_is_not_received(
     model, x, served = resnet
     hostile = Hostile(served)
     with facing(hostile, model, x) as remote:
-        hostile.reply = lambda request, reply: protocol.Reply(id=request.id, output=bytes(REPLY)).SerializeToString()
+        hostile.reply = lambda request, reply: protocol.Reply(
+            id=request.id, output=bytes(DEFAULT_REPLY_BYTES)
+        ).SerializeToString()
         with pytest.raises(
-            RemoteError, match=r"answers more than the 32.0 MiB that the example explains.* max_reply="
+            RemoteError, match=r"answers with more than the 32.0 MiB expected from the example.* max_reply="
         ) as no:
             remote(x)
         assert no.value.kind == "TOO_LARGE"
@@ -131,7 +134,7 @@ def test_a_compressed_reply_is_not_unpacked(
     resnet: tuple[nn.Module, Tensor, ServedModel], compression: grpc.Compression
 ) -> None:
     model, x, served = resnet
-    refused = pytest.raises(RemoteError, match="compresses messages, which could unpack to anything")
+    refused = pytest.raises(RemoteError, match="compresses messages, whose size is then unbounded")
     with Hostile(served, compression).listening() as address, torch.no_grad(), refused:
         mt.connect(model, x, address, at="layer1", codec="raw", fallback=None)
 
@@ -192,7 +195,7 @@ def test_what_a_reply_may_take_follows_the_inputs_and_not_the_server() -> None:
     ).spec.example
 
     def most(*shape: int) -> int:
-        return Expected(example, Inputs(torch.ones(1).expand(shape))).reply_bytes
+        return ExpectedReply(example, Inputs(torch.ones(1).expand(shape))).reply_bytes
 
     one = 256 * 256 * 256 * 4  # the output of the example: 64 MiB
     assert most(256, 256, 4) == 2 * one
@@ -209,7 +212,7 @@ def test_a_request_that_unpacks_to_more_than_the_server_takes_is_not_sent() -> N
         torch.no_grad(),
         mt.connect(model, x, server.address, at="", codec="zstd", fallback=None) as remote,
     ):
-        with pytest.raises(RemoteError, match="156 KiB cross at '', and .* takes 97.7 KiB") as refused:
+        with pytest.raises(RemoteError, match="156 KiB cross at '', and .* accepts 97.7 KiB") as refused:
             remote(many)
         assert refused.value.kind == "TOO_LARGE"
         assert remote(x).equal(model(x))
@@ -221,10 +224,10 @@ def test_a_request_that_unpacks_to_more_than_the_server_takes_is_not_sent() -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda y: y.double(), r"expected dtype torch.float32 for tensor 0 .* got torch.float64 of shape"),
-        (lambda y: y.unsqueeze(0), r"expected 2 dimensions for tensor 0 .* got torch.float32 of shape \(1, 2, 10\)"),
-        (lambda y: y[:, :3], r"expected shape \(2, 10\) for tensor 0 .* got torch.float32 of shape \(2, 3\)"),
-        (lambda y: y.repeat(5, 1), r"expected shape \(2, 10\) for tensor 0 .* got torch.float32 of shape \(10, 10\)"),
+        (lambda y: y.double(), r"expected dtype torch.float32 for tensor 0.* got torch.float64 of shape"),
+        (lambda y: y.unsqueeze(0), r"expected 2 dimensions for tensor 0.* got torch.float32 of shape \(1, 2, 10\)"),
+        (lambda y: y[:, :3], r"expected shape \(2, 10\) for tensor 0.* got torch.float32 of shape \(2, 3\)"),
+        (lambda y: y.repeat(5, 1), r"expected shape \(2, 10\) for tensor 0.* got torch.float32 of shape \(10, 10\)"),
     ],
 )
 def test_an_output_of_another_dtype_or_shape_is_refused(
@@ -234,7 +237,7 @@ def test_an_output_of_another_dtype_or_shape_is_refused(
     hostile = Hostile(served)
     with facing(hostile, model, x) as remote:
         hostile.reply = lying(output(change))
-        with pytest.raises(BadBoundary, match=f"the server's answer is none of this model: {message}"):
+        with pytest.raises(BadBoundary, match=f"the reply is not an output of this model: {message}"):
             remote(x)
 
 
@@ -243,7 +246,7 @@ def test_more_tensors_than_the_model_returns_are_refused(resnet: tuple[nn.Module
     hostile = Hostile(served)
     with facing(hostile, model, x) as remote:
         hostile.reply = lying(lambda boundary: replace(boundary, tensors={**boundary.tensors, "1": torch.ones(1)}))
-        with pytest.raises(BadBoundary, match="the output that came have 1 tensors, and 1 with 0 other values"):
+        with pytest.raises(BadBoundary, match="expected 1 tensors and 0 other values in the output, got 1 tensors"):
             remote(x)
 
 
@@ -370,9 +373,9 @@ def test_another_result_than_a_profile_is_refused(resnet: tuple[nn.Module, Tenso
 def test_bytes_that_are_no_reply_are_refused(resnet: tuple[nn.Module, Tensor, ServedModel]) -> None:
     hostile = Hostile(resnet[2])
     hostile.echo = lambda request: b"\xff" * 9
-    refused = pytest.raises(RemoteError, match="answers bytes that are no Echo reply")
+    refused = pytest.raises(RemoteError, match="answers Echo with bytes that are not its reply")
     with hostile.listening() as address, closing(Connection(address)) as connection, refused:
-        connection.ask("Echo", protocol.EchoRequest(), timeout=10.0)
+        connection.call("Echo", protocol.EchoRequest(), timeout=10.0)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

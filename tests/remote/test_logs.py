@@ -50,10 +50,10 @@ def test_an_error_is_told_with_the_line() -> None:
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("9090x", "an address such as :9090"),
-        (":99999", "an address such as :9090"),
-        ("", "an address such as :9090"),
-        ("192.0.2.1:9090", "metrics cannot be shown at '192.0.2.1:9090'"),
+        ("9090x", "expected an address for metrics such as :9090"),
+        (":99999", "expected an address for metrics such as :9090"),
+        ("", "expected an address for metrics such as :9090"),
+        ("192.0.2.1:9090", "cannot serve metrics at '192.0.2.1:9090'"),
     ],
 )
 def test_metrics_are_shown_at_an_address(address: str, words: str) -> None:

@@ -39,7 +39,7 @@ def limit() -> Iterator[None]:
 
 
 def test_with_much_room_files_are_listed_once_a_second(listed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_limit", lambda: 1 << 20)
+    monkeypatch.setattr(peers, "_max_descriptors", lambda: 1 << 20)
     found = Peers()
     for tick in range(500):  # ten seconds
         assert found.trim(1000.0 + 0.02 * tick) == 0
@@ -50,7 +50,7 @@ def test_with_much_room_files_are_listed_once_a_second(listed: list[str], monkey
 def test_with_little_room_files_are_listed_as_often_as_that_can_be_used_up(listed: list[str]) -> None:
     found = Peers()
     assert found.trim(1000.0) == 0
-    soon = 512 * peers._SHARE / peers._PER_S  # if not one file were open
+    soon = 512 * peers._TRIM_SHARE / peers._MAX_RATE  # if not one file were open
     assert found.trim(1000.0 + soon) == 0
     assert len(listed) == 2
 

@@ -10,12 +10,12 @@ import pytest
 import microtome as mt
 from microtome.errors import RemoteError
 from microtome.remote import protocol
-from microtome.remote.channel import REPLY
 from microtome.remote.connection import Connection
-from microtome.remote.replies import ask_profile
+from microtome.remote.protocol import DEFAULT_REPLY_BYTES
 from microtome.remote.server import Server
-from microtome.remote.service import ECHO
-from microtome.remote.watchdog import SLOW
+from microtome.remote.server_probe import fetch_profile
+from microtome.remote.service import MAX_ECHO_BYTES
+from microtome.remote.watchdog import SLOW_BYTES_PER_S
 from tests.remote.attack.http2 import Line, prefixed
 from tests.remote.proxy import until
 from tests.remote.small import small
@@ -35,20 +35,28 @@ def lengthened(server: Server, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> 
 
 
 def test_a_profile_longer_than_a_channel_takes_is_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengthened(server, monkeypatch, REPLY + (1 << 20))
+    lengthened(server, monkeypatch, DEFAULT_REPLY_BYTES + (1 << 20))
     with closing(Connection(server.address)) as connection:
-        found = ask_profile(connection, 2200, timeout=60.0)
+        found = fetch_profile(connection, 2200, timeout=60.0)
     assert found.total.macs == mt.profile(*small()).total.macs
     assert server._service is not None
-    until(lambda: server._service.profiles.held == 0)  # type: ignore[union-attr]
+    until(lambda: server._service.profiles.reserved == 0)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     ("calls", "nbytes", "message"),
     [
         (10, 1 << 20, "expected a profile of at most 224 KiB for the 10 calls of the model, got 1.00 MiB"),
-        (10, REPLY + 100, "answers Profile with more than 32.0 MiB .*expected a profile of at most 224 KiB"),
-        (2100, REPLY + (4 << 20), "answers Profile with more than 32.9 MiB .*expected a profile of at most 32.9 MiB"),
+        (
+            10,
+            DEFAULT_REPLY_BYTES + 100,
+            "answers Profile with more than 32.0 MiB .*expected a profile of at most 224 KiB",
+        ),
+        (
+            2100,
+            DEFAULT_REPLY_BYTES + (4 << 20),
+            "answers Profile with more than 32.9 MiB .*expected a profile of at most 32.9 MiB",
+        ),
     ],
 )
 def test_a_profile_longer_than_the_calls_explain_is_refused(
@@ -56,7 +64,7 @@ def test_a_profile_longer_than_the_calls_explain_is_refused(
 ) -> None:
     lengthened(server, monkeypatch, nbytes)
     with closing(Connection(server.address)) as connection, pytest.raises(RemoteError, match=message) as caught:
-        ask_profile(connection, calls, timeout=60.0)
+        fetch_profile(connection, calls, timeout=60.0)
     assert caught.value.kind == "TOO_LARGE"
 
 
@@ -66,7 +74,7 @@ def writing_profile(server: Server) -> Iterator[Line]:
     with Line(host(server), window=0) as line:
         line.send(line.call("Profile"), prefixed(b""), end=True)
         assert server._service is not None
-        until(lambda: any(call.writing for call in server._service.calls))  # type: ignore[union-attr]
+        until(lambda: any(call.write_in_progress for call in server._service.calls))  # type: ignore[union-attr]
         yield line
 
 
@@ -75,14 +83,14 @@ def test_a_client_that_receives_its_profile_slowly_is_not_disconnected_for_an_ec
 ) -> None:
     lengthened(server, monkeypatch, 6 << 20)
     assert server._service is not None
-    echo = prefixed(protocol.EchoRequest(reply_bytes=ECHO).SerializeToString())
+    echo = prefixed(protocol.EchoRequest(reply_bytes=MAX_ECHO_BYTES).SerializeToString())
     with writing_profile(server) as slow, Line(host(server), window=0) as other:
         other.send(other.call("Echo"), echo, end=True)
-        until(lambda: server._service.echoes.held == ECHO)  # type: ignore[union-attr]
+        until(lambda: server._service.echoes.reserved == MAX_ECHO_BYTES)  # type: ignore[union-attr]
         look(server, 1.0)
         assert slow.is_open
         with closing(Connection(server.address)) as connection:  # another echo waits: its peer disconnects nobody else
-            assert connection.ask("Echo", protocol.EchoRequest(reply_bytes=ECHO), timeout=60.0)
+            assert connection.call("Echo", protocol.EchoRequest(reply_bytes=MAX_ECHO_BYTES), timeout=60.0)
         until(lambda: not other.is_open)
         assert slow.is_open
 
@@ -98,7 +106,7 @@ def test_a_client_that_does_not_receive_its_profile_is_disconnected_while_anothe
         until(lambda: server._service.profiles.is_contended)  # type: ignore[union-attr]
         look(server, 1.0)
         assert slow.is_open
-        look(server, nbytes / SLOW + 1.0)
+        look(server, nbytes / SLOW_BYTES_PER_S + 1.0)
         until(lambda: not slow.is_open)
-        until(lambda: any(call.writing for call in server._service.calls))  # type: ignore[union-attr]
+        until(lambda: any(call.write_in_progress for call in server._service.calls))  # type: ignore[union-attr]
         assert other.is_open

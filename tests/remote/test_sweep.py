@@ -46,7 +46,7 @@ def test_a_cut_that_the_server_does_not_take_fails_alone() -> None:
     model, x = zoo.build("tiny-resnet")
     with mt.serve(model, x, listen="127.0.0.1:0", max_message=40_000) as small:  # 64 KiB cross at layer1
         found = sweep(model, x, small.address, ["layer1", "pool"], repeat=1)
-    assert "takes 39.1 KiB: raise --max-message there, or cut elsewhere" in (found["layer1"].failed or "")
+    assert "accepts 39.1 KiB: raise --max-message there, or cut elsewhere" in (found["layer1"].failed or "")
     assert found["pool"].failed is None
 
 
@@ -79,9 +79,9 @@ def test_energy_is_measured_where_there_is_a_meter(server: Server) -> None:
 
 def test_what_cannot_be_swept_is_refused(server: Server) -> None:
     model, x = zoo.build("tiny-resnet")
-    with pytest.raises(BadQuery, match="repeat is how many requests are measured at each cut, got 0"):
+    with pytest.raises(BadQuery, match="expected a repeat of 1 or more requests at each cut, got 0"):
         sweep(model, x, server.address, repeat=0)
-    with pytest.raises(BadQuery, match="a sweep is over 'all' cuts, the 'dominating' ones, or addresses"):
+    with pytest.raises(BadQuery, match="expected cuts of 'all', 'dominating', or addresses"):
         sweep(model, x, server.address, [])
     with pytest.raises(Unsupported, match="a sweep needs the whole model on this side"):
         sweep(mt.split(model, x, at="layer1")[0], x, server.address)

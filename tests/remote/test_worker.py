@@ -17,7 +17,7 @@ def test_who_wants_to_be_alone_is_let_in_though_others_never_pause() -> None:
                 stop.wait(0.002)
 
     def alone() -> None:
-        with gate.alone():
+        with gate.exclusive():
             pass
 
     workers = [threading.Thread(target=work) for _ in range(2)]

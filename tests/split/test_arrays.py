@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome.errors import BadBoundary, BadInputs, NoMatch, Unsupported
 from microtome.plan.codec_benchmark import codec_costs
-from microtome.remote.payloads import of_inputs, to_inputs
+from microtome.remote.payloads import pack_inputs, unpack_inputs
 from microtome.split.splitter import Splitter
 
 
@@ -175,8 +175,8 @@ def test_a_boundary_without_its_arrays_is_refused() -> None:
 def test_the_inputs_of_a_whole_model_are_sent_with_their_arrays() -> None:
     model, given = Net().eval(), example("float64", "gaps")
     template = Splitter(model, given).spec.inputs
-    sent = mt.Boundary.from_bytes(of_inputs(given, template, "").to_bytes())
-    there = to_inputs(sent, template, None)
+    sent = mt.Boundary.from_bytes(pack_inputs(given, template, "").to_bytes())
+    there = unpack_inputs(sent, template, None)
     assert there.kwargs["more"]["again"] is there.args[0]
     assert there.args[0].dtype == given.args[0].dtype
     assert there.run(model).equal(given.run(model))

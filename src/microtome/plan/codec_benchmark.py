@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from statistics import median
 from time import perf_counter
@@ -24,11 +24,10 @@ from microtome.split.boundary import Boundary
 from microtome.split.codecs import parse_codec
 from microtome.split.structure_spec import flatten
 
-#: How often a value is encoded and decoded at most, and the seconds after which no further time begins.
-_REPEAT, _BUDGET_S = 5, 0.05
+#: The most repetitions of encoding and decoding a value, and the seconds after which no further one begins.
+_MAX_REPEAT, _BUDGET_S = 5, 0.05
 
-NOISE = "noise in the shapes that cross"
-REAL = "what a run of the model gave"
+Measure = Callable[[str, Tensor], None]
 
 
 def codec_costs(
@@ -38,13 +37,13 @@ def codec_costs(
     model: nn.Module | None = None,
     inputs: Any = None,
 ) -> CodecCosts:
-    """Measure on this machine what codecs cost, for all values that cross the cuts of a model.
+    """Measure the costs of codecs on this machine, for all values that cross the cuts of a model.
 
     Args:
-        cuts: Where the model can be cut.
+        cuts: The cuts of the model.
         codecs: The names of the codecs, such as `"raw"`, `"zstd"` or `"fp16"`; see `microtome.split.codecs`.
-        model: With it and its inputs it is run once, and what crosses is encoded as it is. Without it noise of the same
-            shapes is, which a codec without loss cannot make much smaller.
+        model: Run it once on the inputs, and encode the values that cross. None: encode noise of the same shapes, which
+            lossless codecs can hardly compress.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -57,36 +56,36 @@ def codec_costs(
     names = (codecs,) if isinstance(codecs, str) else tuple(codecs)
     for name in names:
         parse_codec(name)  # raises if there is none
-    wanted = {value.name: value for value in crossing(cuts)}
+    values = crossing_values(cuts)
+    table: dict[str, dict[str, CodecCost]] = {codec: {} for codec in names}
     if model is None:
-        found = {codec: {name: _noise_cost(live.shape, live.dtype, codec) for name, live in wanted.items()} for codec in names}  # fmt: skip  # noqa: E501
-        return CodecCosts(cuts.model, NOISE, found, environment())
-    real: dict[str, dict[str, CodecCost]] = {codec: {} for codec in names}
+        for codec in names:
+            table[codec] = {value.name: _noise_cost(value.shape, value.dtype, codec) for value in values}
+        return CodecCosts(cuts.model, "noise in the shapes that cross", table, environment())
 
     def measure(name: str, tensor: Tensor) -> None:
         for codec in names:
-            real[codec][name] = _cost(tensor, codec)
+            table[codec][name] = _cost(tensor, codec)
 
-    _run(model, copy_inputs(Inputs.of(inputs), model), wanted, measure)
-    return CodecCosts(cuts.model, REAL, real, environment())
+    _run(model, copy_inputs(Inputs.of(inputs), model), values, measure)
+    return CodecCosts(cuts.model, "what a run of the model gave", table, environment())
 
 
-def crossing(cuts: Cuts) -> Iterator[Live]:
-    """Every value that crosses a cut, and the model's inputs, each once."""
-    seen: set[str] = set()
+def crossing_values(cuts: Cuts) -> list[Live]:
+    """Return the model's inputs and every value that crosses a cut, each once."""
+    values: dict[str, Live] = {}
     for value in (*cuts.inputs, *(value for cut in cuts for value in cut.live)):
-        if value.name not in seen:
-            seen.add(value.name)
-            yield value
+        values.setdefault(value.name, value)
+    return list(values.values())
 
 
 class _CrossingValues(Probe):
-    """Shows the values that calls return, where they cross a cut. None is kept."""
+    """Measure the values that cross a cut when their calls return, and keep none of them."""
 
-    def __init__(self, wanted: Iterable[Live], measure: Any) -> None:
+    def __init__(self, values: Iterable[Live], measure: Measure) -> None:
         self._measure = measure
         self._by_source: dict[str, list[Live]] = {}
-        for value in wanted:
+        for value in values:
             if value.source is not None:
                 self._by_source.setdefault(strip_first_index(value.source), []).append(value)
 
@@ -95,24 +94,24 @@ class _CrossingValues(Probe):
             self._measure(value.name, _find(value, (output, args, kwargs)))
 
 
-def _run(model: nn.Module, inputs: Inputs, wanted: dict[str, Live], measure: Any) -> None:
+def _run(model: nn.Module, inputs: Inputs, values: Iterable[Live], measure: Measure) -> None:
     arrays: list[Any] = []
     flatten((inputs.args, inputs.kwargs), arrays=arrays)
-    for value in wanted.values():
+    for value in values:
         if value.source is None:
             measure(value.name, _find(value, (inputs.args, inputs.kwargs, list(map(to_tensor, arrays)))))
-    with torch.no_grad(), Session(model, [_CrossingValues(wanted.values(), measure)], other_threads="ignore"):
+    with torch.no_grad(), Session(model, [_CrossingValues(values, measure)], other_threads="ignore"):
         inputs.run(model)
 
 
-def _find(value: Live, among: Any) -> Tensor:
-    """The tensor that crosses, or one like it that the same call returned."""
-    for tensor in tensors_in(among):
+def _find(value: Live, tree: Any) -> Tensor:
+    """Return the first tensor of the value's shape and dtype."""
+    for tensor in tensors_in(tree):
         if (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) == (value.shape, value.dtype):
             return tensor.detach()
     raise BadInputs(
-        f"the run gave no {value.dtype} of {'x'.join(map(str, value.shape))} for {value.name!r}: "
-        "give the inputs that the cuts were made with"
+        f"expected {value.dtype} of {'x'.join(map(str, value.shape))} for {value.name!r} in the run, got none: use the "
+        "inputs that the cuts were made with"
     )
 
 
@@ -129,19 +128,18 @@ def _noise(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _cost(tensor: Tensor, codec: str) -> CodecCost:
-    """The median of a few times, after one that does not count."""
+    """Return the medians of several measurements, after a warm-up."""
     boundary = Boundary("", "", {"value": tensor}, {})
-    around = len(boundary.to_bytes()) - tensor.nbytes
-    encoded: list[float] = []
-    decoded: list[float] = []
-    data = boundary.to_bytes(codec)
-    Boundary.from_bytes(data)
+    envelope_bytes = len(boundary.to_bytes()) - tensor.nbytes
+    encode_s: list[float] = []
+    decode_s: list[float] = []
+    Boundary.from_bytes(boundary.to_bytes(codec))
     began = perf_counter()
-    while not encoded or (len(encoded) < _REPEAT and perf_counter() - began < _BUDGET_S):
+    while not encode_s or (len(encode_s) < _MAX_REPEAT and perf_counter() - began < _BUDGET_S):
         start = perf_counter()
         data = boundary.to_bytes(codec)
         middle = perf_counter()
         Boundary.from_bytes(data)
-        encoded.append(middle - start)
-        decoded.append(perf_counter() - middle)
-    return CodecCost(max(len(data) - around, 0), median(encoded), median(decoded))
+        encode_s.append(middle - start)
+        decode_s.append(perf_counter() - middle)
+    return CodecCost(max(len(data) - envelope_bytes, 0), median(encode_s), median(decode_s))

@@ -1,4 +1,4 @@
-"""Costs of placing a model on a chain of devices."""
+"""The costs of placing a model on a chain of devices."""
 
 from __future__ import annotations
 
@@ -17,120 +17,112 @@ from microtome.units import size
 
 
 class LinkCrossing(NamedTuple):
-    """A cut at which a link is crossed, and the codec used there.
+    """The cut point at which a link is crossed, by index, and the codec."""
 
-    Attributes:
-        place: The index of the place: 0 before anything ran.
-    """
-
-    place: int
+    point: int
     codec: str
 
 
-#: Where each link is crossed, in order; those after the last are not used. Twice the same: the device between hands on.
+#: The crossing of each link, in order; the remaining links are not used. Between two equal ones a device only forwards.
 Placement = tuple[LinkCrossing, ...]
 
 
 @dataclass
 class DeviceChain:
-    """Devices one after the other, with a link between each and the next.
+    """Devices in a chain, with a link between each and the next.
 
     Attributes:
-        sides: The devices. Inputs begin on the first, and there the result is wanted.
-        codecs: Those that may be used at cuts.
-        input_codecs: Those that the inputs may be sent with.
-        costs: What codecs cost on each device.
-        limits: The most memory, in bytes, by the names of devices.
-        energy_of: The names of the devices whose joules count, with those of their radios.
+        devices: The devices. The inputs are on the first, and the result is returned to it.
+        points: The points where a device can hand over to the next.
+        codecs: The codecs at cuts; `input_codecs`: those of the inputs.
+        codec_costs: The costs of codecs on each device.
+        limits: The most memory in bytes, by device.
+        energy_of: The devices whose energy counts, with that of their radios.
     """
 
-    sides: Sequence[DeviceCosts]
+    devices: Sequence[DeviceCosts]
     links: Sequence[Link]
-    places: Sequence[CutPoint]
+    points: Sequence[CutPoint]
     output_bytes: int
     codecs: tuple[str, ...]
     input_codecs: tuple[str, ...]
-    costs: Sequence[CodecCosts]
+    codec_costs: Sequence[CodecCosts]
     limits: Mapping[str, int]
     energy_of: Collection[str]
 
     @property
     def end(self) -> int:
-        return len(self.places) - 1
+        return len(self.points) - 1
 
     @cached_property
     def crossings(self) -> list[LinkCrossing]:
-        """All that a link can be crossed with."""
-        first = [LinkCrossing(0, codec) for codec in self.input_codecs]
-        return first + [LinkCrossing(place, codec) for codec in self.codecs for place in range(1, self.end)]
+        """All ways to cross a link."""
+        inputs = [LinkCrossing(0, codec) for codec in self.input_codecs]
+        return inputs + [LinkCrossing(point, codec) for codec in self.codecs for point in range(1, self.end)]
 
-    def code(self, device: int, crossing: LinkCrossing) -> CodecCost:
-        """Return the costs of encoding and decoding there."""
-        return self._code[device, crossing]
+    def codec_cost(self, device: int, crossing: LinkCrossing) -> CodecCost:
+        return self._codec_costs[device, crossing]
 
     @cached_property
-    def _code(self) -> dict[tuple[int, LinkCrossing], CodecCost]:
+    def _codec_costs(self) -> dict[tuple[int, LinkCrossing], CodecCost]:
         return {
-            (device, crossing): costs.of(self.places[crossing.place].live, crossing.codec)
-            for device, costs in enumerate(self.costs)
+            (device, crossing): costs.of(self.points[crossing.point].live, crossing.codec)
+            for device, costs in enumerate(self.codec_costs)
             for crossing in self.crossings
         }
 
     @cached_property
     def run_s(self) -> list[Tensor]:
-        return [side.run_s() for side in self.sides]
+        return [device.run_s() for device in self.devices]
 
     @cached_property
     def run_j(self) -> list[Tensor | None]:
-        return [side.run_j() if side.name in self.energy_of else None for side in self.sides]
+        return [device.run_j() if device.name in self.energy_of else None for device in self.devices]
 
     @cached_property
     def memory(self) -> list[Tensor]:
-        return [side.memory_bytes() for side in self.sides]
+        return [device.memory_bytes() for device in self.devices]
 
     def sent_bytes(self, crossing: LinkCrossing) -> int:
-        """As the first device encodes it: how many they are is the same on all."""
-        return self.code(0, crossing).nbytes
+        """Return the encoded size, which is the same on all devices."""
+        return self.codec_cost(0, crossing).nbytes
 
     def price(self, placement: Placement, *, is_baseline: bool = False) -> Candidate:
-        """The candidate with all its terms."""
+        """Return a placement with its costs."""
         steps: list[LatencyTerm] = []
-        memory = [0] * len(self.sides)
+        memory = [0] * len(self.devices)
         joules = 0.0
-        for device in range(len(placement) + 1):
-            side = self.sides[device]
-            got = placement[device - 1] if device else None
-            given = placement[device] if device < len(placement) else None
-            begins, ends = got.place if got else 0, given.place if given else self.end
-            if got is None or got != given:
-                if got is not None:
-                    steps.append(LatencyTerm("decode", side.name, self.code(device, got).decode_s))
-                if begins < ends:
-                    part = begins, ends
-                    steps.append(LatencyTerm("run", side.name, float(self.run_s[device][part])))
-                    memory[device] = int(self.memory[device][part])
-                    energy = self.run_j[device]
+        for index, device in enumerate(self.devices[: len(placement) + 1]):
+            received = placement[index - 1] if index else None
+            sent = placement[index] if index < len(placement) else None
+            if received is None or received != sent:
+                part = received.point if received else 0, sent.point if sent else self.end
+                if received is not None:
+                    steps.append(LatencyTerm("decode", device.name, self.codec_cost(index, received).decode_s))
+                if part[0] < part[1]:
+                    steps.append(LatencyTerm("run", device.name, float(self.run_s[index][part])))
+                    memory[index] = int(self.memory[index][part])
+                    energy = self.run_j[index]
                     joules += 0.0 if energy is None else float(energy[part])
-                if given is not None:
-                    steps.append(LatencyTerm("encode", side.name, self.code(device, given).encode_s))
-            if given is not None:
-                sent = self.sent_bytes(given)
-                steps.append(LatencyTerm("send", self.sides[device + 1].name, self.links[device].seconds(sent)))
-                joules += self.radio_j(device, sent + self.output_bytes)
-        for device in reversed(range(len(placement))):
-            steps.append(
-                LatencyTerm("back", self.sides[device + 1].name, self.links[device].seconds(self.output_bytes))
-            )
+                if sent is not None:
+                    steps.append(LatencyTerm("encode", device.name, self.codec_cost(index, sent).encode_s))
+            if sent is not None:
+                nbytes = self.sent_bytes(sent)
+                steps.append(LatencyTerm("send", self.devices[index + 1].name, self.links[index].seconds(nbytes)))
+                joules += self.radio_j(index, nbytes + self.output_bytes)
+        for index in reversed(range(len(placement))):
+            back_s = self.links[index].seconds(self.output_bytes)
+            steps.append(LatencyTerm("back", self.devices[index + 1].name, back_s))
         return Candidate(
             name=self._name(placement),
-            at=tuple(self.places[crossing.place].at for crossing in placement),
+            at=tuple(self.points[crossing.point].at for crossing in placement),
             codecs=tuple(crossing.codec for crossing in placement),
             steps=tuple(steps),
             sent_bytes=tuple(self.sent_bytes(crossing) for crossing in placement),
             back_bytes=self.output_bytes if placement else 0,
             memory_bytes=tuple(memory),
             latency_s=sum(step.seconds for step in steps),
-            slowest_s=self._slowest(placement, steps),
+            slowest_s=self._slowest_s(placement, steps),
             late_s=2 * sum(link.jitter_s for link in self.links[: len(placement)]),
             energy_j=joules if self.energy_of else None,
             is_baseline=is_baseline,
@@ -139,13 +131,13 @@ class DeviceChain:
 
     def radio_j(self, device: int, nbytes: int) -> float:
         per_byte = self.links[device].joules_per_byte
-        return nbytes * per_byte if per_byte is not None and self.sides[device].name in self.energy_of else 0.0
+        return nbytes * per_byte if per_byte is not None and self.devices[device].name in self.energy_of else 0.0
 
     def busy_s(self, device: int, crossing: LinkCrossing) -> float:
-        """Seconds that a link is busy: it goes both ways at once, and latency does not keep it busy."""
+        """Return the seconds that a link is busy: it is full duplex, and latency does not occupy it."""
         return max(self.sent_bytes(crossing), self.output_bytes) / self.links[device].bytes_per_s
 
-    def _slowest(self, placement: Placement, steps: Sequence[LatencyTerm]) -> float:
+    def _slowest_s(self, placement: Placement, steps: Sequence[LatencyTerm]) -> float:
         devices: dict[str, float] = {}
         for step in steps:
             if step.what not in ("send", "back"):
@@ -154,20 +146,19 @@ class DeviceChain:
         return max((*devices.values(), *links), default=0.0)
 
     def _refusal(self, memory: Sequence[int]) -> str | None:
-        for side, nbytes in zip(self.sides, memory, strict=True):
-            if nbytes > self.limits.get(side.name, nbytes):
-                return f"{side.name} would need {size(nbytes)}, above its limit of {size(self.limits[side.name])}"
+        for device, nbytes in zip(self.devices, memory, strict=True):
+            if nbytes > self.limits.get(device.name, nbytes):
+                return f"{device.name} would need {size(nbytes)}, above its limit of {size(self.limits[device.name])}"
         return None
 
     def _name(self, placement: Placement) -> str:
-        last = self.sides[len(placement)].name
-        if all(crossing.place == 0 for crossing in placement):
-            codec = placement[0].codec if placement else ""
-            return f"all on {last}" + (f", {_INPUT.get(codec, f'input by {codec}')}" if placement else "")
-        cuts = [crossing for at, crossing in enumerate(placement) if crossing not in placement[:at]]
+        last = self.devices[len(placement)].name
+        if not placement:
+            return f"all on {last}"
+        if all(crossing.point == 0 for crossing in placement):
+            codec = placement[0].codec
+            return f"all on {last}, {'raw input' if codec == 'raw' else f'input by {codec}'}"
         return ", ".join(
-            f"{self.places[place].at or 'input'}{'' if codec == 'raw' else f' by {codec}'}" for place, codec in cuts
+            f"{self.points[point].at or 'input'}{'' if codec == 'raw' else f' by {codec}'}"
+            for point, codec in dict.fromkeys(placement)
         )
-
-
-_INPUT = {"raw": "raw input"}

@@ -1,6 +1,17 @@
-"""The two halves of a split model as two programs: a server that runs tails, and a client that runs heads."""
+"""Run the head of a model here and its tail on a server."""
 
 import logging
+from importlib import import_module
 
-# Who wants to hear what both sides say configures this logger; see `microtome.remote.logs`.
+from microtome.errors import NotInstalled
+
+for _package in ("grpc", "google.protobuf", "grpc_health.v1", "prometheus_client"):
+    try:
+        import_module(_package)
+    except ImportError as error:
+        raise NotInstalled(
+            f"{error.name} is not installed, which servers and clients need: pip install 'microtome[remote]'"
+        ) from error
+
+# Silent unless the application configures this logger; `microtome.remote.logs` has a formatter for it.
 logging.getLogger("microtome.remote").addHandler(logging.NullHandler())

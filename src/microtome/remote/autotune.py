@@ -1,4 +1,4 @@
-"""`at="auto"`: where to cut, from what both devices and the link between them were seen to do, as they do it."""
+"""`at="auto"`: plan the cut from measurements, and move it as requests show other speeds."""
 
 from __future__ import annotations
 
@@ -16,52 +16,47 @@ from microtome.plan import plan
 from microtome.plan.codec_benchmark import codec_costs
 from microtome.profile import profile
 from microtome.remote.connection import Connection
-from microtome.remote.link_probe import probe
 from microtome.remote.payloads import INPUTS
-from microtome.remote.replies import ask_profile
+from microtome.remote.request import Route
+from microtome.remote.server_probe import fetch_profile, measure_link
 from microtome.results.link import Link, LinkMeasurement
 from microtome.results.plan import Candidate, Plan
 from microtome.units import rate, seconds
 
 if TYPE_CHECKING:
+    from microtome.results.cuts import Cuts
     from microtome.results.requests import RequestRecord
     from microtome.split.splitter import Splitter
 
 log = logging.getLogger("microtome.remote")
 
-#: How much of what was known a new observation replaces.
-_LEARN = 0.25
-#: A move must promise so much less than what is now, so often in a row.
-_GAIN, _TIMES = 0.1, 3
-#: The gain over the edge alone from which the cloud is used at first: no plan is more precise than this.
-_WORTH = 0.05
-#: Requests between two looks, and seconds after which the link is measured again where no request crosses it.
-_EVERY, _IDLE_S = 8, 10.0
-#: Bytes from which a request tells how fast the link is.
-_TELLING = 32 << 10
-#: Codecs that lose nothing, tried where the user names none.
+#: The weight of a new observation in the moving averages.
+_SMOOTHING = 0.25
+#: The relative gain that another route must promise, and in how many consecutive checks, before the cut moves.
+_MIN_GAIN, _MIN_CHECKS = 0.1, 3
+#: The gain over this device alone from which the server is used at first: plans are not more precise than this.
+_MIN_FIRST_GAIN = 0.05
+#: Requests between two checks, and seconds after which the link is measured again if no request crosses it.
+_CHECK_EVERY, _IDLE_S = 8, 10.0
+#: Bytes of a request from which its time shows the bandwidth.
+_MIN_BANDWIDTH_BYTES = 32 << 10
+#: Seconds of a planned run from which the ratio to the measured time is meaningful.
+_MIN_RUN_S = 1e-4
+#: The codecs without loss, tried if the user names none.
 LOSSLESS = ("raw", "lz4", "zstd")
-
-
-class Route(NamedTuple):
-    """The route of requests: the cut, and the codec.
-
-    Attributes:
-        at: None: it is not cut, and runs here. `""`: the inputs are sent.
-    """
-
-    at: str | None
-    codec: str
+#: Seconds to wait for the profile of the server.
+_PROFILE_TIMEOUT_S = 120.0
+_HERE = Route(None, "raw")
 
 
 class RouteChange(NamedTuple):
-    """A change of the cut.
+    """A change of the route.
 
     Attributes:
         when: Seconds since the epoch.
-        before: How requests went; None at the beginning.
-        after: How they go now.
-        why: In words.
+        before: The previous route; None at the beginning.
+        after: The new route.
+        why: The reason in words.
     """
 
     when: float
@@ -72,11 +67,10 @@ class RouteChange(NamedTuple):
 
 @dataclass
 class Speeds:
-    """Current estimates for the two devices and the link.
+    """Moving averages of the speed of both devices and of the link.
 
     Attributes:
-        edge: How many times as long as its profile says the edge takes; `cloud` is the same of the server.
-        bytes_per_s: Of the link.
+        edge: The time of this device relative to its profile; `cloud`: the same of the server.
     """
 
     bytes_per_s: float
@@ -85,7 +79,7 @@ class Speeds:
     cloud: float = 1.0
 
     def latency_s(self, candidate: Candidate) -> float:
-        """Seconds of a request by a candidate at these speeds."""
+        """Return the latency of a candidate of the plan at these speeds."""
         link = Link(8 * self.bytes_per_s, rtt=self.rtt_s)
         total = 0.0
         for step in candidate.steps:
@@ -99,180 +93,201 @@ class Speeds:
 
 
 class Autotuner:
-    """Chooses where to cut, and chooses again as requests show what the devices and the link do.
+    """Choose the route of requests from a plan, and again from observed speeds.
 
     Attributes:
         plan: The plan that it began with.
-        history: When the cut moved, and why.
-        rehearse: Has both sides ready for another way.
+        history: The changes of the route.
+        route: The current route.
+        warm_up: Called with a new route before the first request takes it.
     """
 
-    def __init__(self, found: Plan, measured: LinkMeasurement, connection: Connection, codecs: Sequence[str]) -> None:
-        self.plan = found
+    def __init__(self, plan: Plan, link: LinkMeasurement, connection: Connection, codecs: Sequence[str]) -> None:
+        self.plan = plan
         self.history: list[RouteChange] = []
-        self.rehearse: Callable[[Route], None] = lambda way: None
+        self.warm_up: Callable[[Route], None] = lambda route: None
         self._connection = connection
-        self._speeds = Speeds(measured.up_bytes_per_s, measured.rtt_s)
-        ways = {way_of(one): one for one in reversed(found.candidates) if one.refused is None}
-        self._able = {way: one for way, one in ways.items() if way.at is None or way.codec in codecs}
+        self._speeds = Speeds(link.up_bytes_per_s, link.rtt_s)
+        best_last = reversed([candidate for candidate in plan.candidates if candidate.refused is None])
+        routes = {route_of(candidate): candidate for candidate in best_last}
+        self._candidates = {
+            route: candidate for route, candidate in routes.items() if route.at is None or route.codec in codecs
+        }
         self._lock = threading.Lock()
-        self._seen = 0
-        self._in_a_row = 0
-        self._moving = False
+        self._observed = 0
+        self._consecutive = 0
+        self._is_moving = False
+        self._is_probing = False
+        self._last_crossing = monotonic()
         self._threads: list[threading.Thread] = []
-        self._crossed = monotonic()
-        self._probing = False
-        self.way = self._first()
-        self._note(None, f"planned: {seconds(self._able[self.way].latency_s)} a request over {measured.link!r}")
+        self.route = self._first_route()
+        latency = seconds(self._candidates[self.route].latency_s)
+        self._add_change(None, f"planned: {latency} a request over {link.link!r}")
 
-    def _first(self) -> Route:
-        """The quickest; the edge alone if it is nearly that."""
-        spent = {way: candidate.latency_s for way, candidate in self._able.items()}
-        best, alone = min(spent, key=lambda way: spent[way]), Route(None, "raw")
-        return alone if alone in spent and spent[best] > (1 - _WORTH) * spent[alone] else best
+    def _first_route(self) -> Route:
+        """Return the fastest route, or this device alone if that is nearly as fast."""
+        latencies = {route: candidate.latency_s for route, candidate in self._candidates.items()}
+        best = min(latencies, key=lambda route: latencies[route])
+        if _HERE in latencies and latencies[best] > (1 - _MIN_FIRST_GAIN) * latencies[_HERE]:
+            return _HERE
+        return best
 
-    def saw(self, sent: RequestRecord) -> None:
-        """Learn from a request; move if another cut has been the better one for a while."""
+    def observe(self, record: RequestRecord) -> None:
+        """Update the speeds from a request; move the cut if another has been better for a while."""
         with self._lock:
-            self._learn(sent)
-            self._seen += 1
-            if self._seen % _EVERY == 0 and not self._moving:
-                self._look()
-            idle = sent.at is None and monotonic() - self._crossed > _IDLE_S and not self._probing
-            if idle:
-                self._probing = True
-        if idle:
-            self._start("microtome-probe", self._probe)
+            self._update_speeds(record)
+            self._observed += 1
+            if self._observed % _CHECK_EVERY == 0 and not self._is_moving:
+                self._check()
+            is_idle = record.at is None and monotonic() - self._last_crossing > _IDLE_S and not self._is_probing
+            if is_idle:
+                self._is_probing = True
+        if is_idle:
+            self._start_thread("microtome-probe", self._probe)
 
     def close(self) -> None:
-        """Wait for what it does beside: the connection is closed, so that ends soon."""
+        """Wait for background threads, which end soon after the connection is closed."""
         for thread in self._threads:
             thread.join()
 
-    def _start(self, name: str, work: Callable[..., None], *args: Any) -> None:
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        thread = threading.Thread(target=work, args=args, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def rest_s(self, at: str) -> float:
-        """Seconds that the edge takes for what comes after a cut."""
-        whole, head = self._able.get(Route(None, "raw")), self._able.get(Route(at, self.way.codec))
+    def local_tail_s(self, at: str) -> float:
+        """Return the seconds of the tail of a cut on this device."""
+        whole, head = self._candidates.get(_HERE), self._candidates.get(Route(at, self.route.codec))
         if whole is None or head is None:
             return 0.0
         return max(whole.latency_s - head.seconds("run", where="edge"), 0.0) * self._speeds.edge
 
-    def _learn(self, sent: RequestRecord) -> None:
-        candidate = self._able.get(Route(sent.at, sent.codec if sent.at is not None else "raw"))
+    def _start_thread(self, name: str, target: Callable[..., None], *args: Any) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _update_speeds(self, record: RequestRecord) -> None:
+        candidate = self._candidates.get(_HERE if record.at is None else Route(record.at, record.codec))
         if candidate is None:
             return
         speeds = self._speeds
-        expected = candidate.seconds("run", where="edge")
-        if expected > 1e-4 and (sent.at is None or sent.where == "cloud"):
-            spent = sent.tail_s if sent.at is None else sent.head_s
-            speeds.edge = _nearer(speeds.edge, spent / expected)
-        if sent.where != "cloud" or sent.attempts != 1:
+        planned_s = candidate.seconds("run", where="edge")
+        if planned_s > _MIN_RUN_S and (record.at is None or record.where == "cloud"):
+            spent_s = record.tail_s if record.at is None else record.head_s
+            speeds.edge = _smooth(speeds.edge, spent_s / planned_s)
+        if record.where != "cloud" or record.attempts != 1:
             return
-        self._crossed = monotonic()
-        expected = candidate.seconds("run", where="cloud")
-        if expected > 1e-4:
-            # Behind others of the same stream it waits by itself; alone, for those of other clients.
-            speeds.cloud = _nearer(speeds.cloud, (sent.tail_s + sent.queue_s * sent.alone) / expected)
-        crossed = sent.sent_bytes + sent.received_bytes
-        seen = self._connection.sending_rate()
-        if sent.alone and crossed >= _TELLING:
-            seen = crossed / max(sent.wire_s - speeds.rtt_s, 1e-5)
-        if seen is not None:
-            speeds.bytes_per_s = _nearer(speeds.bytes_per_s, seen)
+        self._last_crossing = monotonic()
+        planned_s = candidate.seconds("run", where="cloud")
+        if planned_s > _MIN_RUN_S:
+            # The queue of a lone request is due to other clients; otherwise to requests of this stream.
+            speeds.cloud = _smooth(speeds.cloud, (record.tail_s + record.queue_s * record.alone) / planned_s)
+        nbytes = record.sent_bytes + record.received_bytes
+        bytes_per_s = self._connection.pop_bandwidth()
+        if record.alone and nbytes >= _MIN_BANDWIDTH_BYTES:
+            bytes_per_s = nbytes / max(record.wire_s - speeds.rtt_s, 1e-5)
+        if bytes_per_s is not None:
+            speeds.bytes_per_s = _smooth(speeds.bytes_per_s, bytes_per_s)
 
-    def _look(self) -> None:
-        best = min(self._able, key=lambda way: self._speeds.latency_s(self._able[way]))
-        there, here = (self._speeds.latency_s(self._able[way]) for way in (best, self.way))
-        if best == self.way or there > (1 - _GAIN) * here:
-            self._in_a_row = 0
+    def _check(self) -> None:
+        """Move to another route if it has promised a gain in enough consecutive checks."""
+        latencies = {route: self._speeds.latency_s(candidate) for route, candidate in self._candidates.items()}
+        best = min(latencies, key=lambda route: latencies[route])
+        if best == self.route or latencies[best] > (1 - _MIN_GAIN) * latencies[self.route]:
+            self._consecutive = 0
             return
-        self._in_a_row += 1
-        if self._in_a_row < _TIMES:
+        self._consecutive += 1
+        if self._consecutive < _MIN_CHECKS:
             return
-        self._in_a_row = 0
-        why = (
-            f"{seconds(there)} a request in place of {seconds(here)}, at {rate(self._speeds.bytes_per_s)}: the edge "
-            f"has {1 / self._speeds.edge:.2f} and the cloud {1 / self._speeds.cloud:.2f} of its speed in the profile"
+        self._consecutive = 0
+        reason = (
+            f"{seconds(latencies[best])} a request in place of {seconds(latencies[self.route])}, at "
+            f"{rate(self._speeds.bytes_per_s)}: the edge has {1 / self._speeds.edge:.2f} and the cloud "
+            f"{1 / self._speeds.cloud:.2f} of its speed in the profile"
         )
-        self._moving = True
-        self._start("microtome-move", self._move, best, why)
+        self._is_moving = True
+        self._start_thread("microtome-move", self._move, best, reason)
 
-    def _move(self, best: Route, why: str) -> None:
-        """Have both sides ready for another cut, and then go there."""
+    def _move(self, route: Route, reason: str) -> None:
+        """Warm both sides up for a route, then switch to it."""
         try:
-            self.rehearse(best)
+            self.warm_up(route)
         except MicrotomeError as error:
-            log.warning("the cut cannot be moved", extra={"to": best.at, "reason": str(error)})
+            log.warning("the cut cannot be moved", extra={"to": route.at, "reason": str(error)})
         else:
             with self._lock:
-                before, self.way = self.way, best
-                self._note(before, why)
+                before, self.route = self.route, route
+                self._add_change(before, reason)
         finally:
-            self._moving = False
+            self._is_moving = False
 
     def _probe(self) -> None:
         """Measure the link, which no request has crossed for a while."""
         try:
-            measured = probe(self._connection, timeout=5.0, most=1 << 20)
+            link = measure_link(self._connection, timeout=5.0, max_bytes=1 << 20)
             with self._lock:
-                self._speeds.bytes_per_s, self._speeds.rtt_s = measured.up_bytes_per_s, measured.rtt_s
+                self._speeds.bytes_per_s, self._speeds.rtt_s = link.up_bytes_per_s, link.rtt_s
         except ConnectionError:
-            pass  # as long as it cannot be reached, all runs here
+            pass  # the server cannot be reached, so the model continues to run here
         finally:
             with self._lock:
-                self._probing = False
-                self._crossed = monotonic()
+                self._is_probing = False
+                self._last_crossing = monotonic()
 
-    def _note(self, before: Route | None, why: str) -> None:
-        self.history.append(RouteChange(time(), before, self.way, why))
+    def _add_change(self, before: Route | None, reason: str) -> None:
+        self.history.append(RouteChange(time(), before, self.route, reason))
 
 
-def tuned(splitter: Splitter, connection: Connection, codecs: Sequence[str], served: Sequence[str]) -> Autotuner:
-    """Measure what a plan needs, plan, and be ready to plan again.
+def autotune(splitter: Splitter, connection: Connection, codecs: Sequence[str], served: Sequence[str]) -> Autotuner:
+    """Measure both devices and the link, and plan.
 
     Args:
-        codecs: How what crosses may be encoded.
-        served: The cuts that the server has.
+        codecs: The codecs that boundaries may have.
+        served: The cuts that the server serves.
     """
     if INPUTS not in served:
-        raise BadQuery(f"{connection.address} serves one cut alone: say at={served[0]!r}")
-    model, given = splitter.model, splitter.example
-    # A later cut with no fewer bytes can only be better where the edge is the faster of the two; then it takes all.
+        raise BadQuery(f"{connection.address} serves one cut only: use at={served[0]!r}")
+    # A later cut with no fewer bytes is better only if this device is the faster one; then it runs the whole model.
     cuts = replace(splitter.cuts, offered=tuple(cut for cut in splitter.cuts if cut.dominates and cut.at in served))
+    link = measure_link(connection)
+    plan = plan_with_server(splitter, cuts, connection, link, codecs, repeat=5)
+    return Autotuner(plan, link, connection, codecs)
+
+
+def plan_with_server(
+    splitter: Splitter,
+    cuts: Cuts,
+    connection: Connection,
+    link: LinkMeasurement,
+    codecs: Sequence[str],
+    *,
+    repeat: int,
+) -> Plan:
+    """Profile the model here, fetch the profile of the server, and plan over some cuts."""
+    cloud = fetch_profile(connection, splitter.num_calls, timeout=_PROFILE_TIMEOUT_S)
     with torch.no_grad():
-        edge = profile(model, given, measure="time", repeat=5)
-        costs = codec_costs(cuts, tuple(dict.fromkeys(("raw", *codecs))), model=model, inputs=given)
-    cloud = ask_profile(connection, splitter.num_calls, timeout=120.0)
-    measured = probe(connection)
-    found = plan(cuts, edge=edge, cloud=cloud, link=measured.link, codec=codecs, costs=costs)
-    return Autotuner(found, measured, connection, codecs)
+        edge = profile(splitter.model, splitter.example, measure="time", repeat=repeat)
+        costs = codec_costs(cuts, tuple(dict.fromkeys(("raw", *codecs))), model=splitter.model, inputs=splitter.example)
+    return plan(cuts, edge=edge, cloud=cloud, link=link.link, codec=codecs, costs=costs)
 
 
-def best_codec(splitter: Splitter, at: str, connection: Connection, codecs: Sequence[str]) -> str:
-    """With which codec the example is there soonest."""
-    inputs = replace(splitter.cuts, offered=())
-    cuts = inputs if at == INPUTS else replace(inputs, offered=(splitter.cuts[at],))
+def fastest_codec(splitter: Splitter, at: str, connection: Connection, codecs: Sequence[str]) -> str:
+    """Return the codec that transfers the example's boundary fastest, encoding and decoding included."""
+    no_cuts = replace(splitter.cuts, offered=())
+    cuts = no_cuts if at == INPUTS else replace(no_cuts, offered=(splitter.cuts[at],))
     live = cuts.inputs if at == INPUTS else cuts[0].live
     with torch.no_grad():
         costs = codec_costs(cuts, codecs, model=splitter.model, inputs=splitter.example)
-    link = probe(connection).link
-    spent = {codec: costs.of(live, codec) for codec in codecs}
-    return min(
-        spent, key=lambda codec: spent[codec].encode_s + link.seconds(spent[codec].nbytes) + spent[codec].decode_s
-    )
+    link = measure_link(connection).link
+
+    def transfer_s(codec: str) -> float:
+        cost = costs.of(live, codec)
+        return cost.encode_s + link.seconds(cost.nbytes) + cost.decode_s
+
+    return min(codecs, key=transfer_s)
 
 
-def way_of(candidate: Candidate) -> Route:
-    """Return the route for a candidate of a plan over two devices."""
-    if not candidate.at:
-        return Route(None, "raw")
-    return Route(candidate.at[0] or INPUTS, candidate.codecs[0])
+def route_of(candidate: Candidate) -> Route:
+    """Return the route of a candidate of a plan over two devices."""
+    return Route(candidate.at[0] or INPUTS, candidate.codecs[0]) if candidate.at else _HERE
 
 
-def _nearer(known: float, seen: float) -> float:
-    return (1 - _LEARN) * known + _LEARN * seen
+def _smooth(average: float, observed: float) -> float:
+    return (1 - _SMOOTHING) * average + _SMOOTHING * observed

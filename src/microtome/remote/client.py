@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import TimeoutError as NotYet
-from time import monotonic, perf_counter
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Self
 
 import torch
@@ -15,15 +15,14 @@ from torch import nn
 from microtome.engine.meta_run import copy_inputs
 from microtome.errors import BadQuery, MicrotomeError, RemoteError
 from microtome.inputs import Inputs
-from microtome.remote import protocol
-from microtome.remote.autotune import LOSSLESS, Autotuner, Route, RouteChange, best_codec, tuned
-from microtome.remote.connection import Connection, Pending, Security
-from microtome.remote.error_kinds import PASSING
-from microtome.remote.local_model import LocalModel, shake_hands
-from microtome.remote.payloads import INPUTS, of_inputs, to_output
-from microtome.remote.pipeline import RequestSteps, streamed
-from microtome.remote.replies import Expected
-from microtome.remote.request import RequestJob
+from microtome.remote.autotune import LOSSLESS, Autotuner, RouteChange, autotune, fastest_codec
+from microtome.remote.connection import Connection
+from microtome.remote.error_kinds import TRANSIENT
+from microtome.remote.local_model import LocalModel, handshake
+from microtome.remote.payloads import INPUTS, ExpectedReply, pack_inputs, unpack_output
+from microtome.remote.pipeline import run_pipeline
+from microtome.remote.request import RemoteRequest, RequestState, Route
+from microtome.remote.security import Security
 from microtome.results.plan import Plan
 from microtome.results.requests import RequestRecord
 from microtome.split.boundary import Boundary
@@ -31,244 +30,232 @@ from microtome.split.codecs import parse_codec
 from microtome.split.stage import Stage
 from microtome.units import parse_size, size
 
-#: Seconds that a request is sent again for when the stream breaks: if it must be answered there, and if it need not.
-_PATIENCE_S = 15.0, 1.0
-#: Seconds that a server has for the first request at a cut.
-_REHEARSAL_S = 60.0
-#: How many requests are remembered.
-_REMEMBERED = 10_000
+#: Seconds for which a request is sent again after a broken stream: without a fallback, and with one.
+_RETRY_S, _RETRY_WITH_FALLBACK_S = 15.0, 1.0
+#: Seconds that a server has for the warm-up request at a cut.
+_WARM_UP_S = 60.0
+#: The number of requests whose records are kept.
+_MAX_RECORDS = 10_000
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Options of every request.
+
+    Attributes:
+        deadline_s: Seconds that a request may take; None: any number.
+        has_fallback: Whether this device computes the output if the server does not answer.
+        max_reply_bytes: The most bytes of a reply; None: derived from the example.
+    """
+
+    deadline_s: float | None = None
+    has_fallback: bool = False
+    max_reply_bytes: int | None = None
 
 
 class Remote:
-    """A model of which a server runs the rest. Call it as the model is called.
+    """A model whose tail a server runs. Call it like the model.
 
     Attributes:
-        requests: A record of each of the last requests.
+        requests: The records of the last requests.
         server: The server's reply to `Hello`.
     """
 
     def __init__(
         self,
-        parts: LocalModel,
+        local: LocalModel,
         connection: Connection,
         server: Any,
-        way: Route | Autotuner,
-        deadline: float | None,
-        fallback: str | None,
-        max_reply: int | None = None,
+        route: Route | Autotuner,
+        options: RequestOptions | None = None,
     ) -> None:
-        self._parts = parts
-        self._max_reply = max_reply
+        self._local = local
         self._connection = connection
-        self._deadline = deadline
-        self._fallback = fallback == "local" and parts.is_whole
-        self._tail_s: dict[str, float] = {}
-        self._way = way
-        if isinstance(way, Autotuner):
-            way.rehearse = self.rehearse
+        self._options = options or RequestOptions()
+        self._has_fallback = self._options.has_fallback and local.is_whole
+        self._tail_s: dict[str, float] = {}  # seconds of the tail on this device, by cut
+        self._autotuner = route if isinstance(route, Autotuner) else None
+        self._fixed_route = route if isinstance(route, Route) else None
+        if self._autotuner is not None:
+            self._autotuner.warm_up = self.warm_up
         self.server = server
-        self.requests: deque[RequestRecord] = deque(maxlen=_REMEMBERED)
+        self.requests: deque[RequestRecord] = deque(maxlen=_MAX_RECORDS)
 
     @property
-    def way(self) -> Route:
+    def route(self) -> Route:
         """The current cut and codec."""
-        return self._way if isinstance(self._way, Route) else self._way.way
+        if self._autotuner is not None:
+            return self._autotuner.route
+        assert self._fixed_route is not None
+        return self._fixed_route
 
     @property
     def history(self) -> list[RouteChange]:
-        """The moves of the cut with their reasons; empty with a fixed cut."""
-        return [] if isinstance(self._way, Route) else list(self._way.history)
+        """The changes of the cut, with their reasons; empty with a fixed cut."""
+        return [] if self._autotuner is None else list(self._autotuner.history)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that the first cut comes from; None if it was not to be found."""
-        return None if isinstance(self._way, Route) else self._way.plan
+        """The plan that the first cut comes from; None with a fixed cut."""
+        return None if self._autotuner is None else self._autotuner.plan
 
     @property
     def at(self) -> str | None:
-        """The current cut; None: all runs here."""
-        return self.way.at
+        """The current cut; None: the whole model runs here."""
+        return self.route.at
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, and return its output."""
-        job = self._prepare(Inputs(*args, **kwargs), self.way)
-        self._encode(job)
-        return self._finish(job)
+        return self._finish(self._send(self._start(Inputs(*args, **kwargs))))
 
     def stream(self, items: Iterable[Any], window: int = 8) -> Iterator[Any]:
         """Yield the output of the model for each of many inputs, in their order.
 
-        Head, encoding, sending and tail of different inputs run at once.
+        The heads, encodings, transfers and tails of different inputs overlap.
 
         Args:
-            items: Each as inputs are given: a tensor, a tuple, a dict or an `Inputs`. They are taken as there is room.
-            window: How many are on their way at most.
+            items: Inputs, each a tensor, a tuple, a dict or an `Inputs`. They are read as requests are answered.
+            window: The most requests in flight.
         """
         if not isinstance(window, int) or window < 1:
-            raise BadQuery(f"window is how many requests are on their way at most, got {window!r}")
-        calls = RequestSteps(lambda given: self._prepare(given, self.way), self._encode, self._finish, self._drop)
-        return streamed(calls, iter(items), window)
+            raise BadQuery(f"expected a window of 1 or more requests in flight, got {window!r}")
+        return run_pipeline(self._start, self._send, self._finish, self._connection.cancel, iter(items), window)
 
-    # -- the parts of a request ----------------------------------------------------------------------------------------
+    def warm_up(self, route: Route) -> None:
+        """Send the example along a route, so that both sides have built their stages before the first request.
 
-    def _prepare(self, given: Inputs, way: Route) -> RequestJob:
-        """Run the head."""
-        sent = RequestRecord(way.at, way.codec)
-        ends = None if self._deadline is None else monotonic() + self._deadline
-        job = RequestJob(given, sent, ends)
-        if way.at is None:
-            sent.where = "edge"
-        elif way.at == INPUTS:
-            job.boundary = of_inputs(given, self._parts.spec.inputs, self._parts.fingerprint)
-        else:
-            head, _ = self._parts.at(way.at)
-            with torch.no_grad():
-                job.boundary = head(*given.args, **given.kwargs)
-        sent.head_s = perf_counter() - sent.began
-        return job
+        With a deadline and a fallback, it also measures the tail on this device, which must begin that much earlier.
+        """
+        splitter = self._local.splitter
+        if route.at is None or splitter is None:
+            return
+        request = RemoteRequest(copy_inputs(splitter.example, splitter.model), route)  # the model may write into them
+        self._send(self._run_head(request))
+        if request.state is RequestState.SENT:
+            try:
+                request.reply.result(_WARM_UP_S)
+            except FutureTimeout:
+                self._connection.cancel(request)
+        if self._has_fallback and self._options.deadline_s is not None:
+            for _ in range(2):  # the first run takes longer
+                self._fall_back(request)
 
-    def _encode(self, job: RequestJob) -> RequestJob:
-        """Make bytes of what crosses, and send them off."""
-        if job.boundary is None:
-            return job
-        if self._fallback and self._connection.down is not None:
-            job.sent.reason = self._connection.down
-            return job
-        start = perf_counter()
-        head = protocol.Request(id=uuid.uuid4().hex, codec=job.sent.codec)
-        patience_s = _PATIENCE_S[self._fallback]
-        if job.ends is not None and not self._fallback:
-            patience_s = job.ends - monotonic()
-        job.expected = Expected(self._parts.spec.example, job.given, self._max_reply)
-        pending = Pending(head, job.boundary, job.sent.codec, job.ends, patience_s, job.expected.reply_bytes)
-        if (nbytes := max(pending.nbytes, job.boundary.nbytes)) > self.server.max_message:  # as sent, or as unpacked
+    # -- the steps of a request ----------------------------------------------------------------------------------------
+
+    def _start(self, inputs: Inputs) -> RemoteRequest:
+        return self._run_head(RemoteRequest(inputs, self.route, self._options.deadline_s))
+
+    def _run_head(self, request: RemoteRequest) -> RemoteRequest:
+        inputs, at = request.inputs, request.route.at
+        with request.timed("head_s"):
+            if at == INPUTS:
+                request.boundary = pack_inputs(inputs, self._local.spec.inputs, self._local.fingerprint)
+            elif at is not None:
+                head, _ = self._local.stages_at(at)
+                with torch.no_grad():
+                    request.boundary = head(*inputs.args, **inputs.kwargs)
+        request.state = RequestState.HEAD_RUN
+        return request
+
+    def _send(self, request: RemoteRequest) -> RemoteRequest:
+        """Encode and send the boundary, if there is one and the server is not known to be down."""
+        if request.boundary is None:
+            return request
+        if self._has_fallback and self._connection.down_reason is not None:
+            request.reason = self._connection.down_reason
+            return request
+        with request.timed("encode_s"):
+            if request.deadline is not None and not self._has_fallback:
+                request.retry_until = request.deadline
+            else:
+                request.retry_until = monotonic() + (_RETRY_WITH_FALLBACK_S if self._has_fallback else _RETRY_S)
+            example = self._local.spec.example
+            request.expected = ExpectedReply(example, request.inputs, self._options.max_reply_bytes)
+            request.encode(request.boundary)
+        nbytes = max(request.nbytes, request.boundary.nbytes)  # encoded, and decoded
+        if nbytes > self.server.max_message:
             raise RemoteError(
-                f"{size(nbytes)} cross at {job.sent.at!r}, and {self._connection.address} takes "
+                f"{size(nbytes)} cross at {request.route.at!r}, and {self._connection.address} accepts "
                 f"{size(self.server.max_message)}: raise --max-message there, or cut elsewhere",
                 "TOO_LARGE",
             )
-        job.sent.encode_s = perf_counter() - start
-        job.sent.sent_bytes = pending.nbytes
-        job.pending = pending
-        job.sent.alone = self._connection.is_idle()
-        job.began = perf_counter()
-        self._connection.submit(job.pending)
-        return job
+        request.mark_sent(is_alone=self._connection.is_idle())
+        self._connection.submit(request)
+        return request
 
-    def _finish(self, job: RequestJob) -> Any:
-        """Take the reply; or finish here, where that is due."""
-        sent = job.sent
+    def _finish(self, request: RemoteRequest) -> Any:
+        """Return the output, from the reply or computed here, and record the request."""
         try:
-            output = self._output(job)
+            output = self._output(request)
         except MicrotomeError as error:
-            sent.where, sent.reason = "nowhere", str(error)
+            request.mark_failed(str(error))
             raise
         finally:
-            sent.total_s = perf_counter() - sent.began
-            self.requests.append(sent)
-        if isinstance(self._way, Autotuner):  # one that failed does not tell how long it takes
-            self._way.saw(sent)
+            record = request.record()
+            self.requests.append(record)
+        if self._autotuner is not None:  # not for a request that failed: its times mean nothing
+            self._autotuner.observe(record)
         return output
 
-    def _output(self, job: RequestJob) -> Any:
-        if job.sent.at is None:
-            return self._run_here(job, job.given)
-        reply = None if job.pending is None else self._wait(job)
+    def _output(self, request: RemoteRequest) -> Any:
+        reply = self._wait(request) if request.state is RequestState.SENT else None
         if reply is None:
-            return self._fall_back(job)
-        start = perf_counter()
-        assert job.expected is not None
-        boundary = Boundary.from_bytes(reply.output, limit=job.expected.reading_bytes)
-        output = to_output(boundary, self._parts.spec.output, self._parts.device, job.expected)
-        job.sent.decode_s = perf_counter() - start
-        return output
+            return self._fall_back(request)
+        with request.timed("decode_s"):
+            assert request.expected is not None
+            boundary = Boundary.from_bytes(reply.output, limit=request.expected.decoding_bytes)
+            return unpack_output(boundary, self._local.spec.output, self._local.device, request.expected)
 
-    def _wait(self, job: RequestJob) -> Any:
-        """The reply; None: the edge is to finish."""
-        assert job.pending is not None
-        sent, left = job.sent, None
-        if job.ends is not None:
-            left = max(job.ends - monotonic() - self._reserve(sent.at), 0.0)
+    def _wait(self, request: RemoteRequest) -> Any:
+        """Return the reply; None: fall back to this device."""
+        timeout = None
+        if request.deadline is not None:
+            timeout = max(request.deadline - monotonic() - self._fallback_s(request.route.at), 0.0)
         try:
-            reply = job.pending.reply.result(left)
-        except (NotYet, RemoteError) as error:
-            self._connection.give_up(job.pending)
-            sent.attempts = job.pending.attempts
-            if isinstance(error, RemoteError):
-                if error.kind not in PASSING or not self._fallback:
-                    raise
-                sent.reason = str(error)
-                return None
-            sent.reason = f"{self._connection.address} did not answer in {self._deadline:g} s"
-            if not self._fallback:
-                raise RemoteError(sent.reason, "DEADLINE") from error
+            reply = request.reply.result(timeout)
+        except FutureTimeout as error:
+            self._connection.cancel(request)
+            request.reason = f"{self._connection.address} did not answer in {self._options.deadline_s:g} s"
+            if not self._has_fallback:
+                raise RemoteError(request.reason, "DEADLINE") from error
             return None
-        sent.attempts = job.pending.attempts
-        took, timing = job.pending.answered - job.began, reply.timing
-        told = (timing.decode_s, timing.queue_s, timing.run_s, timing.encode_s)
-        phases = [phase if 0 <= phase <= took else 0.0 for phase in told]  # or it is no time of this request
-        sent.server_decode_s, sent.queue_s, sent.tail_s, sent.server_encode_s = phases
-        sent.wire_s = max(took - sum(phases), 0.0)
-        sent.received_bytes = len(reply.output)
+        except RemoteError as error:
+            self._connection.cancel(request)
+            if error.kind not in TRANSIENT or not self._has_fallback:
+                raise
+            request.reason = str(error)
+            return None
+        request.mark_replied(reply)
         return reply
 
-    def _reserve(self, at: str | None) -> float:
-        """Seconds that the edge needs to finish by itself; 0 if it cannot, or has never done so."""
-        if not self._fallback or at is None:
+    def _fallback_s(self, at: str | None) -> float:
+        """Seconds that this device needs to compute the rest; 0 if it cannot, or has never done so."""
+        if not self._has_fallback or at is None:
             return 0.0
-        known = self._tail_s.get(at)
-        return known if known is not None else self._way.rest_s(at) if isinstance(self._way, Autotuner) else 0.0
+        if at in self._tail_s or self._autotuner is None:
+            return self._tail_s.get(at, 0.0)
+        return self._autotuner.local_tail_s(at)
 
-    def rehearse(self, way: Route) -> None:
-        """Have both sides ready for requests of this way, by one of the example: what is made once takes its time.
-
-        With a deadline, the edge learns how long before it it must begin to finish by itself.
-        """
-        splitter = self._parts.splitter
-        if way.at is None or splitter is None:
-            return
-        job = self._prepare(copy_inputs(splitter.example, splitter.model), way)  # the model may write into it
-        job.ends = None
-        self._encode(job)
-        if job.pending is not None:
-            try:
-                job.pending.reply.result(_REHEARSAL_S)
-            except NotYet:
-                self._connection.give_up(job.pending)
-        if self._fallback and self._deadline is not None:
-            for _ in range(2):  # the first time takes longer
-                self._fall_back(job)
-
-    def _fall_back(self, job: RequestJob) -> Any:
-        """Finish here."""
-        sent = job.sent
-        sent.where = "edge"
-        if sent.at == INPUTS or job.boundary is None:
-            return self._run_here(job, job.given)
-        assert sent.at is not None
-        _, tail = self._parts.at(sent.at)
+    def _fall_back(self, request: RemoteRequest) -> Any:
+        """Compute the output here: the tail, or the whole model if nothing crossed."""
+        request.state = RequestState.RAN_HERE
+        at = request.route.at
+        if at is None or at == INPUTS or request.boundary is None:
+            with request.timed("tail_s"), torch.no_grad():
+                output = request.inputs.run(self._local.model)
+            self._tail_s[INPUTS] = request.timing["tail_s"]
+            return output
+        _, tail = self._local.stages_at(at)
         assert tail is not None
-        start = perf_counter()
-        with torch.no_grad():
-            output = tail(job.boundary)
-        sent.tail_s = self._tail_s[sent.at] = perf_counter() - start
+        with request.timed("tail_s"), torch.no_grad():
+            output = tail(request.boundary)
+        self._tail_s[at] = request.timing["tail_s"]
         return output
-
-    def _run_here(self, job: RequestJob, given: Inputs) -> Any:
-        start = perf_counter()
-        with torch.no_grad():
-            output = given.run(self._parts.model)
-        job.sent.tail_s = self._tail_s[INPUTS] = perf_counter() - start
-        return output
-
-    def _drop(self, job: RequestJob) -> None:
-        if job.pending is not None:
-            self._connection.give_up(job.pending)
 
     def close(self) -> None:
         self._connection.close()
-        if isinstance(self._way, Autotuner):
-            self._way.close()
+        if self._autotuner is not None:
+            self._autotuner.close()
 
     def __enter__(self) -> Self:
         return self
@@ -278,7 +265,7 @@ class Remote:
 
     def __repr__(self) -> str:
         where = "all here" if self.at is None else f"cut at {self.at!r}" if self.at else "all there"
-        return f"<Remote {type(self._parts.model).__name__} at {self._connection.address}, {where}>"
+        return f"<Remote {type(self._local.model).__name__} at {self._connection.address}, {where}>"
 
 
 def connect(
@@ -303,23 +290,25 @@ def connect(
     """Run a model partly here and partly on a server.
 
     Args:
-        model: The model that the server has, in eval; or its first stage, as `mt.load_stage` gives it.
-        inputs: An example of its inputs, of the structure that later ones have.
-        server: Its address, such as `"host:7070"`.
-        at: Where it is cut: an address, a cut or a plan; `""`: the inputs are sent, and all runs there. `"auto"`: both
-            devices and the link are measured, it is cut where a request is answered soonest, and elsewhere when that
-            changes; `history` tells.
-        deadline: Seconds that a request may take. When the server cannot make it, the edge finishes by itself.
-        codec: How what crosses is encoded; `"auto"`: the quickest of those that lose nothing.
-        fallback: `"local"`: the edge finishes by itself when the server cannot, if its weights are here. None: it
-            raises.
-        tls: Whether the connection is encrypted, with `ca`, `cert` and `key` as files.
-        token: The secret that the server asks for.
-        server_name: The name in the server's certificate, if it is not that of the address.
-        any_torch: Go on though the other side has another version of torch, whose results may differ in the last bits.
+        model: The model that the server has, in eval mode; or its first stage, from `mt.load_stage`.
+        inputs: Example inputs, of the structure that later ones have.
+        server: The address of the server, such as `"host:7070"`.
+        at: The cut: an address, a `Cut` or a `Plan`. `""` sends the inputs, and the whole model runs on the server.
+            `"auto"` measures both devices and the link, cuts where a request is answered soonest, and moves the cut
+            when that changes; see `Remote.history`.
+        deadline: Seconds that a request may take. If the server cannot answer in time, this device computes the output.
+        codec: The codec of the boundary; `"auto"`: the fastest lossless one.
+        fallback: `"local"`: compute the output on this device if the server does not answer and all weights are here.
+            None: raise.
+        tls: Encrypt the connection; implied by `ca`, `cert` and `server_name`.
+        ca: PEM file of the authority that signed the server's certificate; None: the system's authorities.
+        cert: PEM file of the client certificate, if the server requires one; `key` is its private key.
+        token: The token that the server requires.
+        server_name: The name to expect in the server's certificate, if it differs from the host.
+        any_torch: Allow another version of torch on the server, whose results may differ in the last bits.
         max_reply: The most bytes of a reply, such as `"256MB"`, if the size of an output depends on values. None: twice
-            what the example and the inputs explain, and 32 MiB at least.
-        timeout: Seconds to wait for the server at first.
+            the size that the example and the inputs suggest, and at least 32 MiB.
+        timeout: Seconds to wait for the server when connecting.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -330,42 +319,42 @@ def connect(
     (True, 'cloud')
     """
     if fallback not in ("local", None):
-        raise BadQuery(f"fallback is 'local' or None, got {fallback!r}")
+        raise BadQuery(f"expected fallback='local' or None, got {fallback!r}")
     if deadline is not None and not deadline > 0:
-        raise BadQuery(f"a deadline is a number of seconds, got {deadline!r}")
-    parts = LocalModel(model, inputs)
+        raise BadQuery(f"expected a deadline of more than 0 seconds, got {deadline!r}")
+    local = LocalModel(model, inputs)
     connection = Connection(server, Security(tls, ca, cert, key, token, server_name))
     try:
-        told = shake_hands(connection, parts, timeout, any_torch=any_torch)
-        way = _way(parts, connection, told, at, codec)
-        most = None if max_reply is None else parse_size(max_reply)
-        remote = Remote(parts, connection, told, way, deadline, fallback, most)
-        remote.rehearse(remote.way)
+        hello = handshake(connection, local, timeout, any_torch=any_torch)
+        route = _choose_route(local, connection, hello, at, codec)
+        max_bytes = None if max_reply is None else parse_size(max_reply)
+        options = RequestOptions(deadline, fallback == "local", max_bytes)
+        remote = Remote(local, connection, hello, route, options)
+        remote.warm_up(remote.route)
         return remote
     except BaseException:
         connection.close()
         raise
 
 
-def _way(parts: LocalModel, connection: Connection, told: Any, at: Any, codec: str) -> Route | Autotuner:
+def _choose_route(local: LocalModel, connection: Connection, hello: Any, at: Any, codec: str) -> Route | Autotuner:
     if codec != "auto":
         parse_codec(codec)
         codecs: tuple[str, ...] = (codec,)
     else:
-        codecs = tuple(name for name in LOSSLESS if name in told.codecs) or ("raw",)
-    is_auto = isinstance(at, str) and at == "auto"
-    if is_auto and parts.splitter is not None and parts.is_whole:
-        return tuned(parts.splitter, connection, codecs, told.cuts)
-    address = parts.address(at)
-    if address not in told.cuts:
+        codecs = tuple(name for name in LOSSLESS if name in hello.codecs) or ("raw",)
+    splitter = local.splitter if local.is_whole else None
+    if splitter is not None and isinstance(at, str) and at == "auto":
+        return autotune(splitter, connection, codecs, hello.cuts)
+    address = local.resolve_cut(at)
+    if address not in hello.cuts:
+        served = list(hello.cuts)
+        others = f" and {len(served) - 5} others" if len(served) > 5 else ""
         raise RemoteError(
-            f"{connection.address} does not serve the cut at {address!r}; it has {_few(told.cuts)}", "NO_CUT"
+            f"{connection.address} does not serve the cut at {address!r}; it serves "
+            f"{', '.join(map(repr, served[:5]))}{others}",
+            "NO_CUT",
         )
-    if len(codecs) == 1 or parts.splitter is None or not parts.is_whole:
+    if len(codecs) == 1 or splitter is None:
         return Route(address, codecs[0])
-    return Route(address, best_codec(parts.splitter, address, connection, codecs))
-
-
-def _few(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(map(repr, listed[:5])) + (f" and {len(listed) - 5} others" if len(listed) > 5 else "")
+    return Route(address, fastest_codec(splitter, address, connection, codecs))

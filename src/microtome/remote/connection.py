@@ -1,188 +1,130 @@
-"""A stream of requests to a server, opened again when it breaks. Each request is answered once, or not at all."""
+"""The connection to one server: unary calls, and a stream of requests that is reopened when it breaks.
+
+Each request is answered at most once.
+"""
 
 from __future__ import annotations
 
 import logging
 import random
 import threading
+import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future
 from queue import SimpleQueue
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
-from microtome.errors import RemoteError
-from microtome.remote import protocol
-from microtome.remote.channel import MOST, REPLY, Security, check_address, open_channel
-from microtome.remote.credentials import metadata
-from microtome.remote.error_kinds import from_message, from_rpc
-from microtome.remote.optional_packages import DecodeError, grpc
-from microtome.split.boundary import Boundary
-from microtome.split.serialization import encode
-from microtome.units import size
+import grpc
+from google.protobuf.message import DecodeError
 
-__all__ = ["Connection", "Pending", "Security"]
+from microtome.errors import BadQuery, RemoteError
+from microtome.remote import protocol
+from microtome.remote.error_kinds import from_message, from_rpc
+from microtome.remote.protocol import DEFAULT_REPLY_BYTES, MAX_MESSAGE_BYTES, METHODS
+from microtome.remote.request import RemoteRequest
+from microtome.remote.security import Security, is_loopback
+from microtome.units import size
 
 log = logging.getLogger("microtome.remote")
 
-#: Seconds to wait before a stream is opened again: at first, and at most.
-_BACKOFF_S = 0.02, 1.0
-#: Seconds between attempts to reach a server that is not there.
-_KNOCK_S = 0.1
-#: Bytes of a part of a request that is sent in several messages: short enough to show that it goes on.
-_PART = 1 << 20
-#: Bytes and seconds of sending from which the rate of the link is computed: buffers take the first bytes at once.
-_TELLING_BYTES, _TELLING_S = 4 << 20, 0.2
-#: The most bytes of what a server says of itself: a few strings, and the addresses of its cuts.
-_HELLO = 4 << 20
-
-
-class Pending:
-    """A request that was sent and waits for its reply.
-
-    Attributes:
-        reply: The message; or the error that ended it.
-        nbytes: Bytes of the encoded boundary.
-        attempts: How often it was sent.
-        answered: When the reply came, as `perf_counter` says it.
-        patient_until: When it is no longer sent again after a stream breaks.
-        reply_bytes: The most bytes of the reply.
-    """
-
-    def __init__(
-        self,
-        head: Any,
-        boundary: Boundary,
-        codec: str,
-        ends: float | None,
-        patience_s: float = 15.0,
-        reply_bytes: int = REPLY,
-    ) -> None:
-        self.id: str = head.id
-        self.reply: Future[Any] = Future()
-        self.attempts = 0
-        self.answered = 0.0
-        self.patient_until = monotonic() + patience_s
-        self.reply_bytes = reply_bytes
-        self._head = head
-        self._ends = ends
-        self._set_timeout()
-        self._message = encode(boundary.metadata, boundary.tensors, codec, self._before)
-
-    def _before(self, nbytes: int) -> bytes:
-        self.nbytes = nbytes
-        return protocol.before_bytes(self._head, nbytes)
-
-    def _set_timeout(self) -> None:
-        if self._ends is not None:
-            self._head.timeout_s = max(self._ends - monotonic(), 1e-3)
-
-    def parts(self, most: int | None) -> list[memoryview]:
-        """Split the encoded boundary for a server that takes `most` bytes in a message; None: it takes any number."""
-        whole = memoryview(self._message)[-self.nbytes :]
-        if most is None or self.nbytes <= most:
-            return [whole]
-        return [whole[at : at + _PART] for at in range(0, self.nbytes, _PART)]
-
-    def message(self, part: memoryview) -> bytes:
-        """To be sent now, the first part of it: how long the client waits from now on is in it."""
-        self.attempts += 1
-        if self.attempts > 1 and self._ends is not None:
-            self._set_timeout()
-        elif len(part) == self.nbytes:
-            return self._message
-        self._head.size = 0 if len(part) == self.nbytes else self.nbytes
-        return protocol.with_bytes(self._head, part)
+#: Seconds before a broken stream is opened again: at first, and at most.
+_MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.02, 1.0
+#: Seconds between the attempts of a unary call.
+_RETRY_S = 0.1
+#: Bytes and seconds of sending from which the bandwidth can be computed: buffers accept the first bytes at once.
+_MIN_SENT_BYTES, _MIN_SENDING_S = 4 << 20, 0.2
+#: The most bytes of the reply to Hello: a few strings, and the addresses of all cuts.
+_MAX_HELLO_BYTES = 4 << 20
+_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")
 
 
 class Connection:
-    """All requests of a client to one server.
+    """A connection to one server.
 
     Attributes:
-        address: Of the server.
-        down: Why no stream is open now, though one is wanted; None: one is, or none was wanted yet.
-        max_part: The most bytes of a boundary that the server takes in one message; None: all.
+        down_reason: Why no stream is open although requests wait for one; None: one is, or none was needed yet.
+        max_part: The most bytes of a boundary that the server accepts in one message; None: any number.
+        reconnects: How often the stream broke.
     """
 
     def __init__(self, address: str, security: Security | None = None) -> None:
         self.address = address
-        self.down: str | None = None
+        self.down_reason: str | None = None
         self.max_part: int | None = None
         self.reconnects = 0
         self._security = security or Security()
-        self._metadata = metadata(self._security.token)
-        check_address(address, self._security)
-        self._channel = self._stream_channel = open_channel(address, self._security)
-        self._channel_bytes = self._reply_bytes = REPLY
-        self._methods = {name: self._channel.unary_unary(_path(name)) for name in protocol.METHODS if name != "Stream"}
+        self._metadata = self._security.metadata
+        _check_address(address, self._security)
+        self._channel = self._stream_channel = _open_channel(address, self._security)
+        self._channel_bytes = self._reply_bytes = DEFAULT_REPLY_BYTES
+        self._unary = {name: self._channel.unary_unary(method.path) for name, method in METHODS.items()}
         self._changed = threading.Condition()
-        self._pending: dict[str, Pending] = {}
-        self._dropped: set[str] = set()  # requests of this stream for whose replies nobody waits any more
-        self._outgoing: SimpleQueue[Pending | None] | None = None
+        self._pending: dict[str, RemoteRequest] = {}
+        self._cancelled: set[str] = set()  # ids of this stream whose replies are dropped
+        self._outgoing: SimpleQueue[RemoteRequest | None] | None = None
         self._call: Any = None
         self._closed = False
-        self._fed_bytes, self._fed_s = 0, 0.0
+        self._has_answered = False
+        self._sent_bytes, self._sending_s = 0, 0.0
         self._thread: threading.Thread | None = None
 
-    def ask(self, name: str, request: Any, timeout: float, reply_bytes: int = REPLY) -> Any:
-        """Call a method that gives one reply.
+    def call(self, name: str, request: Any, timeout: float, reply_bytes: int = DEFAULT_REPLY_BYTES) -> Any:
+        """Call a unary method, again and again until the server can be reached.
 
         Args:
-            reply_bytes: The most bytes of the reply, if that is more than every channel takes.
+            reply_bytes: The most bytes of the reply, if that is more than every channel accepts.
 
         Raises:
-            RemoteError: If there is none.
+            RemoteError: If there is no reply.
         """
         data = request.SerializeToString()
-        if reply_bytes <= REPLY:
-            return self._ask(self._methods[name], name, data, timeout, REPLY)
-        most = min(reply_bytes, MOST)
-        with open_channel(self.address, self._security, most) as channel:
-            return self._ask(channel.unary_unary(_path(name)), name, data, timeout, most)
+        if reply_bytes <= DEFAULT_REPLY_BYTES:
+            return self._retry(self._unary[name], name, data, timeout, DEFAULT_REPLY_BYTES)
+        reply_bytes = min(reply_bytes, MAX_MESSAGE_BYTES)
+        with _open_channel(self.address, self._security, reply_bytes) as channel:
+            return self._retry(channel.unary_unary(METHODS[name].path), name, data, timeout, reply_bytes)
 
-    def _ask(self, method: Any, name: str, data: bytes, timeout: float, most: int) -> Any:
-        ends = monotonic() + timeout
+    def _retry(self, method: Any, name: str, data: bytes, timeout: float, reply_bytes: int) -> Any:
+        deadline = monotonic() + timeout
         while True:
-            left = ends - monotonic()
+            left = deadline - monotonic()
             try:
                 reply = method(data, timeout=max(left, 0.001), metadata=self._metadata)
-                return self._parsed(name, reply)
-            except grpc.RpcError as error:
-                told = from_rpc(error, self.address, f"answers {name} with more than {size(most)}")
-                # The reason is lost if gRPC waits for the server by itself.
-                if (
-                    told.kind in ("REFUSED", "TOO_LARGE")
-                    or error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-                    or left < _KNOCK_S
-                ):
-                    raise told from error
-            except ValueError as error:  # what gRPC says of a channel that was closed
-                raise self._was_closed() from error
-            sleep(_KNOCK_S)
+                return self._parse(name, reply)
+            except grpc.RpcError as rpc_error:
+                error = from_rpc(rpc_error, self.address, f"answers {name} with more than {size(reply_bytes)}")
+                is_final = error.kind in ("REFUSED", "TOO_LARGE") or left < _RETRY_S
+                # Retry here: gRPC's own retries would lose the reason why the server cannot be reached.
+                if is_final or rpc_error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise error from rpc_error
+            except ValueError as error:  # raised by gRPC for a closed channel
+                raise self._closed_error() from error
+            sleep(_RETRY_S)
 
-    def _parsed(self, name: str, reply: bytes) -> Any:
-        if name == "Hello" and len(reply) > _HELLO:
-            raise RemoteError(f"{self.address} answers {size(len(reply))}, expected at most {size(_HELLO)}", "REFUSED")
+    def _parse(self, name: str, reply: bytes) -> Any:
+        if name == "Hello" and len(reply) > _MAX_HELLO_BYTES:
+            limit = size(_MAX_HELLO_BYTES)
+            raise RemoteError(f"{self.address} answers {size(len(reply))}, expected at most {limit}", "REFUSED")
         try:
-            return protocol.METHODS[name].read_reply(reply)
+            return METHODS[name].parse_reply(reply)
         except (DecodeError, UnicodeDecodeError) as error:
-            raise RemoteError(f"{self.address} answers bytes that are no {name} reply", "REFUSED") from error
+            raise RemoteError(f"{self.address} answers {name} with bytes that are not its reply", "REFUSED") from error
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def submit(self, pending: Pending) -> None:
-        """Send a request as soon as there is a stream; it is sent again when that breaks before the reply."""
+    def submit(self, request: RemoteRequest) -> None:
+        """Send a request as soon as there is a stream, and again if the stream breaks before the reply."""
         with self._changed:
             if self._closed:
-                raise self._was_closed()
-            self._pending[pending.id] = pending
-            if pending.reply_bytes > self._reply_bytes:  # another stream is opened once this one has its replies
-                self._reply_bytes = min(1 << (pending.reply_bytes - 1).bit_length(), MOST)
+                raise self._closed_error()
+            self._pending[request.id] = request
+            if request.reply_bytes > self._reply_bytes:  # needs another stream, opened when this one has its replies
+                self._reply_bytes = min(1 << (request.reply_bytes - 1).bit_length(), MAX_MESSAGE_BYTES)
                 self._end_stream()
             if self._outgoing is not None:
-                self._outgoing.put(pending)
+                self._outgoing.put(request)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._keep_open, name="microtome-client", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="microtome-client", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
@@ -190,56 +132,58 @@ class Connection:
         """Whether no request waits for a reply."""
         return not self._pending
 
-    def sending_rate(self) -> float | None:
-        """Bytes a second while requests waited to be sent, since it was last asked; None: too few did."""
-        nbytes, spent = self._fed_bytes, self._fed_s
-        if nbytes < _TELLING_BYTES or spent < _TELLING_S:
+    def pop_bandwidth(self) -> float | None:
+        """Return the bytes per second while requests waited to be sent, since the last call; None: too few did."""
+        nbytes, spent_s = self._sent_bytes, self._sending_s
+        if nbytes < _MIN_SENT_BYTES or spent_s < _MIN_SENDING_S:
             return None
-        self._fed_bytes, self._fed_s = 0, 0.0
-        return nbytes / spent
+        self._sent_bytes, self._sending_s = 0, 0.0
+        return nbytes / spent_s
 
-    def give_up(self, pending: Pending) -> None:
-        """Wait no longer: a reply that still comes is dropped."""
+    def cancel(self, request: RemoteRequest) -> None:
+        """Stop waiting for a request: it is not sent again, and its reply is dropped."""
         with self._changed:
-            if self._pending.pop(pending.id, None) is not None and self._call is not None:
-                self._dropped.add(pending.id)
+            if self._pending.pop(request.id, None) is not None and self._call is not None:
+                self._cancelled.add(request.id)
 
     def close(self) -> None:
+        """Fail all requests in flight, and close the channels."""
         with self._changed:
             self._closed = True
-            left, self._pending = list(self._pending.values()), {}
+            unanswered, self._pending = list(self._pending.values()), {}
             self._end_stream()
             if self._call is not None:
                 self._call.cancel()
             self._changed.notify_all()
-        for pending in left:
-            pending.reply.set_exception(self._was_closed())
+        for request in unanswered:
+            request.reply.set_exception(self._closed_error())
         if self._thread is not None:
             self._thread.join()
         self._stream_channel.close()
         self._channel.close()
 
     def _end_stream(self) -> None:
-        """Send nothing more on the stream that is open."""
+        """Send nothing more on the open stream."""
         if self._outgoing is not None:
             self._outgoing.put(None)
             self._outgoing = None
 
     # -- the stream, in a thread of its own ----------------------------------------------------------------------------
 
-    def _keep_open(self) -> None:
-        wait_s = _BACKOFF_S[0]
+    def _run(self) -> None:
+        """Keep a stream open while there are requests, with exponential backoff."""
+        backoff_s = _MIN_BACKOFF_S
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._pending or self.down)
+                self._changed.wait_for(lambda: self._closed or self._pending or self.down_reason)
                 if self._closed:
                     return
-                call = self._open() if self._pending else None
-            if call is None:  # nobody asks while it is known to be down: find out when it is back
-                self._knock(wait_s)
-                wait_s = min(2 * wait_s, _BACKOFF_S[1])
+                call = self._open_stream() if self._pending else None
+            if call is None:  # the server is down and nothing waits for it: find out when it is back
+                self._ping(backoff_s)
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
                 continue
-            error = self._read(call)
+            error = self._read_replies(call)
             with self._changed:
                 is_planned = self._outgoing is None and error.kind == "UNREACHABLE"
                 self._end_stream()
@@ -248,101 +192,148 @@ class Connection:
                     return
                 if is_planned:
                     continue
-                if self._answered:
-                    wait_s = _BACKOFF_S[0]
-                self.down = str(error)
-                self.reconnects += 1
-                for pending in list(self._pending.values()):
-                    if error.kind in ("REFUSED", "TOO_LARGE") or monotonic() > pending.patient_until:
-                        del self._pending[pending.id]
-                        pending.reply.set_exception(error)
-                log.warning("the stream broke", extra={"server": self.address, "reason": str(error)})
-                self._changed.wait_for(lambda: self._closed, wait_s * random.uniform(0.5, 1.0))
-            wait_s = min(2 * wait_s, _BACKOFF_S[1])
+                if self._has_answered:
+                    backoff_s = _MIN_BACKOFF_S
+                self._fail_exhausted(error)
+                self._changed.wait_for(lambda: self._closed, backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    def _open(self) -> Any:
-        """A stream on which all that wait are sent."""
-        self._outgoing = outgoing = SimpleQueue[Pending | None]()
-        for pending in self._pending.values():
-            outgoing.put(pending)
-        self._dropped.clear()
+    def _fail_exhausted(self, error: RemoteError) -> None:
+        """Fail the requests that are not sent again after a broken stream."""
+        self.down_reason = str(error)
+        self.reconnects += 1
+        for request in list(self._pending.values()):
+            if error.kind in ("REFUSED", "TOO_LARGE") or monotonic() > request.retry_until:
+                del self._pending[request.id]
+                request.reply.set_exception(error)
+        log.warning("the stream broke", extra={"server": self.address, "reason": str(error)})
+
+    def _open_stream(self) -> Any:
+        """Open a stream, and send all pending requests on it."""
+        self._outgoing = outgoing = SimpleQueue[RemoteRequest | None]()
+        for request in self._pending.values():
+            outgoing.put(request)
+        self._cancelled.clear()
         if self._reply_bytes > self._channel_bytes:
             if self._stream_channel is not self._channel:
                 self._stream_channel.close()
             self._channel_bytes = self._reply_bytes
-            self._stream_channel = open_channel(self.address, self._security, self._channel_bytes)
-        method = protocol.METHODS["Stream"]
-        stream = self._stream_channel.stream_stream(_path("Stream"), response_deserializer=method.read_reply)
-        self._call = stream(self._feed(outgoing), metadata=self._metadata)
+            self._stream_channel = _open_channel(self.address, self._security, self._channel_bytes)
+        method = METHODS["Stream"]
+        stream = self._stream_channel.stream_stream(method.path, response_deserializer=method.parse_reply)
+        self._call = stream(self._messages(outgoing), metadata=self._metadata)
         return self._call
 
-    def _feed(self, outgoing: SimpleQueue[Pending | None]) -> Iterator[bytes]:
-        """Yield messages for gRPC, which asks for the next one when it has sent the one before."""
-        while (pending := outgoing.get()) is not None:
+    def _messages(self, outgoing: SimpleQueue[RemoteRequest | None]) -> Iterator[bytes]:
+        """Yield messages to gRPC, which asks for the next one when it has sent the last."""
+        while (request := outgoing.get()) is not None:
             with self._changed:
-                if outgoing is not self._outgoing:  # the stream broke meanwhile, and another sends it
+                if outgoing is not self._outgoing:  # the stream broke meanwhile, and another one sends the request
                     return
-                if pending.id not in self._pending:  # given up before its turn: a slow link would never catch up
-                    self._dropped.discard(pending.id)
+                if request.id not in self._pending:  # cancelled: do not waste a slow link on it
+                    self._cancelled.discard(request.id)
                     continue
-                first, *others = pending.parts(self.max_part)
-                item, id_ = pending.message(first), pending.id
-            del pending, first  # while it waits, it does not hold the reply
-            start, nbytes = monotonic(), len(item) + sum(map(len, others))
-            yield item
-            del item
+                first, *others = request.parts(self.max_part)
+                message, request_id = request.first_message(first), request.id
+            del request, first  # keep neither alive while this generator is suspended
+            start, nbytes = monotonic(), len(message) + sum(map(len, others))
+            yield message
+            del message
             for part in others:
-                yield protocol.with_bytes(protocol.Request(id=id_), part)
+                yield protocol.with_payload(protocol.Request(id=request_id), part)
             if not outgoing.empty():
-                self._fed_bytes += nbytes
-                self._fed_s += monotonic() - start
+                self._sent_bytes += nbytes
+                self._sending_s += monotonic() - start
 
-    def _knock(self, wait_s: float) -> None:
+    def _ping(self, wait_s: float) -> None:
+        """Clear `down_reason` if the server answers after `wait_s`, unless a request comes first."""
         with self._changed:
             if self._changed.wait_for(lambda: self._closed or self._pending, wait_s):
                 return
             data = protocol.EchoRequest().SerializeToString()
-            self._call = call = self._methods["Echo"].future(data, timeout=1.0, metadata=self._metadata)
+            self._call = call = self._unary["Echo"].future(data, timeout=1.0, metadata=self._metadata)
         try:
             call.result()
-            self.down = None
+            self.down_reason = None
         except (grpc.RpcError, grpc.FutureCancelledError):
             pass
         finally:
             with self._changed:
                 self._call = None
 
-    def _read(self, call: Any) -> RemoteError:
-        """Hand replies to those that wait for them until the stream ends; why it did."""
-        self._answered = False
+    def _read_replies(self, call: Any) -> RemoteError:
+        """Resolve requests until the stream ends, and return the reason why it did."""
+        self._has_answered = False
         try:
             for reply in call:
                 with self._changed:
-                    pending = self._pending.pop(reply.id, None)
-                    if pending is None and reply.id not in self._dropped:
-                        call.cancel()  # an id was damaged on its way, and its request would wait for ever
-                        return RemoteError(f"{self.address} answered what it was not asked", "UNREACHABLE")
-                    self._dropped.discard(reply.id)
-                self._answered, self.down = True, None
-                if pending is not None:
-                    self._settle(pending, reply)
+                    request = self._pending.pop(reply.id, None)
+                    if request is None and reply.id not in self._cancelled:
+                        call.cancel()  # the id is corrupt, and the request that it belongs to would wait for ever
+                        return RemoteError(f"{self.address} answered a request that was not sent", "UNREACHABLE")
+                    self._cancelled.discard(reply.id)
+                self._has_answered, self.down_reason = True, None
+                if request is not None:
+                    request.replied_at = perf_counter()
+                    if reply.HasField("error"):
+                        request.reply.set_exception(from_message(reply.error, self.address))
+                    else:
+                        request.reply.set_result(reply)
         except grpc.RpcError as error:
-            most = f"the {size(self._channel_bytes)} that the example explains"
-            advice = "Split the model on a larger example, or raise max_reply="
-            return from_rpc(error, self.address, f"answers more than {most}. {advice}")
-        return RemoteError(f"{self.address} ended the stream: it is going down", "UNREACHABLE")
+            limit = f"answers with more than the {size(self._channel_bytes)} expected from the example"
+            return from_rpc(error, self.address, f"{limit}. Split the model on a larger example, or raise max_reply=")
+        return RemoteError(f"{self.address} ended the stream: it is shutting down", "UNREACHABLE")
 
-    def _settle(self, pending: Pending, reply: Any) -> None:
-        pending.answered = perf_counter()
-        if not reply.HasField("error"):
-            pending.reply.set_result(reply)
-            return
-        error = from_message(reply.error, self.address)
-        pending.reply.set_exception(error)
-
-    def _was_closed(self) -> RemoteError:
+    def _closed_error(self) -> RemoteError:
         return RemoteError(f"the connection to {self.address} was closed", "UNREACHABLE")
 
 
-def _path(name: str) -> str:
-    return f"/{protocol.SERVICE}/{name}"
+def _check_address(address: str, security: Security) -> None:
+    """Raise if this is not an address; warn if a token would be sent there in plain text."""
+    if not isinstance(address, str) or not _is_address(address):
+        raise BadQuery(f"expected the address of a server such as host:7070, got {address!r}")
+    if security.token is not None and not security.is_encrypted and not _is_local(address):
+        warnings.warn(
+            f"the token is sent to {address} without TLS: anybody on the way can read and use it. Encrypt the "
+            "connection with tls=True or ca= (--tls, --ca)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _is_address(address: str) -> bool:
+    """Whether it has a host and a port; gRPC would truncate a port that is too large."""
+    host, _, port = address.rpartition(":")
+    if address.startswith(_SCHEMES):
+        return True
+    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
+
+
+def _is_local(address: str) -> bool:
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    scheme = next((scheme for scheme in _SCHEMES if address.startswith(scheme)), "")
+    return is_loopback(address.removeprefix(scheme).removeprefix("///"))
+
+
+def _open_channel(address: str, security: Security, reply_bytes: int = DEFAULT_REPLY_BYTES) -> grpc.Channel:
+    """Open a channel that accepts replies of at most `reply_bytes`: the server is not trusted with our memory."""
+    options: list[tuple[str, int | str]] = [
+        ("grpc.max_receive_message_length", reply_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.compression_enabled_algorithms_bitset", 1),  # none: the limit applies to compressed bytes
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.max_pings_without_data", 0),  # a request may take long
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    if security.server_name is not None:
+        options.append(("grpc.ssl_target_name_override", security.server_name))
+    credentials = security.credentials()
+    if credentials is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, credentials, options)

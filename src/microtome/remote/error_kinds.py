@@ -1,27 +1,27 @@
-"""Errors between two sides, as kinds that a message can name."""
+"""The kinds of errors on the wire, and their conversion from and to exceptions."""
 
 from __future__ import annotations
 
+import grpc
 import torch
 
 from microtome.errors import BadBoundary, MicrotomeError, NoMatch, RemoteError, describe_error
 from microtome.remote import protocol
-from microtome.remote.optional_packages import grpc
 
-#: Kinds after which the same request may be answered by the edge itself, or later by the server.
-PASSING = frozenset({"OUT_OF_MEMORY", "DEADLINE", "DRAINING", "UNREACHABLE"})
+#: Kinds after which the client may compute the same request itself, or send it again later.
+TRANSIENT = frozenset({"OUT_OF_MEMORY", "DEADLINE", "DRAINING", "UNREACHABLE"})
 
 #: Statuses that are final: the same call would fail again.
 _FINAL = {
-    grpc.StatusCode.UNAUTHENTICATED: "wants another token",
-    grpc.StatusCode.PERMISSION_DENIED: "does not let this client in",
+    grpc.StatusCode.UNAUTHENTICATED: "rejects the token",
+    grpc.StatusCode.PERMISSION_DENIED: "denies access to this client",
     grpc.StatusCode.UNIMPLEMENTED: "does not speak this protocol",
-    grpc.StatusCode.INVALID_ARGUMENT: "refuses what it is sent",
+    grpc.StatusCode.INVALID_ARGUMENT: "rejects the message",
     grpc.StatusCode.FAILED_PRECONDITION: "cannot do this",
 }
 
-#: The most characters of a message that are sent, and shown.
-_MESSAGE = 2000
+#: The most characters of an error message that are sent, and shown.
+_MAX_CHARS = 2000
 
 
 class WrongModel(BadBoundary):
@@ -29,15 +29,15 @@ class WrongModel(BadBoundary):
 
 
 class TooLarge(BadBoundary):
-    """More bytes than a side takes."""
+    """More bytes than a limit allows."""
 
 
 class Late(MicrotomeError, TimeoutError):
-    """Nobody waits for the answer any more."""
+    """The deadline of the client has passed."""
 
 
 class Draining(MicrotomeError):
-    """The server ends: another one, or the same later, may answer."""
+    """The server is shutting down: another one, or the same one later, may answer."""
 
 
 _KINDS: tuple[tuple[type[BaseException], str], ...] = (
@@ -54,47 +54,44 @@ _KINDS: tuple[tuple[type[BaseException], str], ...] = (
 )
 
 
-def kind_of(error: BaseException) -> str:
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # what torch says on a CPU
+def _kind_of(error: BaseException) -> str:
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch's message on a CPU
         return "OUT_OF_MEMORY"
     return next(name for kind, name in _KINDS if isinstance(error, kind))
 
 
-def as_message(error: BaseException) -> tuple[str, protocol.Error]:
-    """The kind of an error, and the message that tells it."""
+def to_message(error: BaseException) -> tuple[str, protocol.Error]:
+    """Return the kind of an exception, and the message that reports it."""
     try:
-        kind, text = kind_of(error), str(error) if isinstance(error, MicrotomeError) else describe_error(error)
-    except Exception:  # noqa: BLE001  the model's own, which cannot be shown
+        kind, text = _kind_of(error), str(error) if isinstance(error, MicrotomeError) else describe_error(error)
+    except Exception:  # noqa: BLE001  an exception of the model whose `__str__` raises
         kind, text = "MODEL_FAILED", type(error).__name__
-    return kind, protocol.Error(kind=protocol.KINDS.index(kind), message=_sendable(text))
-
-
-def _sendable(text: str) -> str:
-    """Shorten a text and escape lone surrogates, which names from outside may hold and protobuf does not take."""
-    return text[:_MESSAGE].encode(errors="backslashreplace").decode()
+    # Lone surrogates, which file names may contain, are not valid in protobuf.
+    text = text[:_MAX_CHARS].encode(errors="backslashreplace").decode()
+    return kind, protocol.Error(kind=protocol.KINDS.index(kind), message=text)
 
 
 def from_message(error: protocol.Error, server: str) -> RemoteError:
-    """The error that a server told of."""
+    """Return the exception for an error that a server reported."""
     kind = protocol.KINDS[error.kind] if 0 <= error.kind < len(protocol.KINDS) else "UNKNOWN"
-    return RemoteError(f"{server} could not answer: {error.message[:_MESSAGE]}", kind)
+    return RemoteError(f"{server} could not answer: {error.message[:_MAX_CHARS]}", kind)
 
 
 def from_rpc(error: grpc.RpcError, server: str, too_large: str) -> RemoteError:
-    """The error that gRPC raised on the side of the client.
+    """Return the exception for a gRPC error at the client.
 
     Args:
-        too_large: What the server did if its reply has too many bytes.
+        too_large: What happened if the reply exceeds the limit of the channel.
     """
     code, details = error.code(), error.details()
     if "CERTIFICATE_VERIFY_FAILED" in str(details):
         return RemoteError(f"{server}: TLS verification failed: {details}", "REFUSED")
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED and str(details).startswith("SERVER:"):
-        return RemoteError(f"{server} was sent more than it takes: {details}", "TOO_LARGE")
+        return RemoteError(f"the message is larger than {server} accepts: {details}", "TOO_LARGE")
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in str(details):
         return RemoteError(f"{server} {too_large} ({details})", "TOO_LARGE")
     if "Compression algorithm" in str(details):
-        return RemoteError(f"{server} compresses messages, which could unpack to anything: {details}", "REFUSED")
+        return RemoteError(f"{server} compresses messages, whose size is then unbounded: {details}", "REFUSED")
     if code in _FINAL:
         return RemoteError(f"{server} {_FINAL[code]}: {details}", "REFUSED")
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:

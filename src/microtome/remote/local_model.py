@@ -1,4 +1,4 @@
-"""A model on the side of the client: its head for any cut, and its tail where the edge can finish by itself."""
+"""The model on the side of the client: its head for any cut and, if all weights are here, its tail."""
 
 from __future__ import annotations
 
@@ -15,86 +15,85 @@ from microtome.remote.connection import Connection
 from microtome.remote.payloads import INPUTS
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
-from microtome.split.structure_spec import ModelSpec
 
 
 class LocalModel:
-    """The model here: its head and, where its weights are here, its tail, for any cut."""
+    """A model, or the first stage of one.
+
+    Attributes:
+        splitter: Cuts the model anywhere; None for a stage.
+        is_whole: Whether all weights are here, so that this device can compute the output alone.
+    """
 
     def __init__(self, model: nn.Module | Stage, inputs: Any) -> None:
         self._lock = threading.Lock()
-        self._made: dict[str, tuple[Stage, Stage | None]] = {}
+        self._stages: dict[str, tuple[Stage, Stage | None]] = {}
         self.splitter: Splitter | None = None
+        source: Stage | Splitter
         if isinstance(model, Stage):
             if model.begins_at is not None or model.ends_at is None:
-                raise BadQuery(f"a client runs the first stage of a model, and this is {model!r}")
-            self.model, self.fingerprint = model.model, model.fingerprint
-            self.spec: ModelSpec = model.spec
-            self._made[model.ends_at] = model, None
-            self.fixed: str | None = model.ends_at
+                raise BadQuery(f"expected the first stage of a model for a client, got {model!r}")
+            source = model
+            self._stages[model.ends_at] = model, None
         else:
             with torch.no_grad():
-                self.splitter = Splitter(model, inputs)
-            self.model, self.fingerprint = model, self.splitter.fingerprint
-            self.spec = self.splitter.spec
-            self.fixed = None
+                source = self.splitter = Splitter(model, inputs)
+        self.model, self.fingerprint, self.spec = source.model, source.fingerprint, source.spec
         self.is_whole = not any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers()))
 
     @property
     def device(self) -> torch.device | None:
-        first = next((one for one in self.model.parameters() if not one.is_meta), None)
-        return None if first is None else first.device
+        return next((parameter.device for parameter in self.model.parameters() if not parameter.is_meta), None)
 
-    def at(self, at: str) -> tuple[Stage, Stage | None]:
-        """Head and tail for a cut."""
+    def stages_at(self, at: str) -> tuple[Stage, Stage | None]:
+        """Return head and tail for a cut; the tail is None if its weights are not here."""
         with self._lock, torch.no_grad():
-            if at not in self._made:
+            if at not in self._stages:
                 if self.splitter is None:
-                    raise BadQuery(f"only the stage up to {self.fixed!r} is here: the model cannot be cut at {at!r}")
+                    (only,) = self._stages
+                    raise BadQuery(f"only the stage up to {only!r} is here: the model cannot be cut at {at!r}")
                 head, tail = self.splitter.at(at)
-                self._made[at] = head, tail if self.is_whole else None
-            return self._made[at]
+                self._stages[at] = head, tail if self.is_whole else None
+            return self._stages[at]
 
-    def address(self, at: Any) -> str:
-        """The cut that a user named."""
+    def resolve_cut(self, at: Any) -> str:
+        """Return the address of a cut that a user named; of a stage, its only one for `"auto"`."""
         if at == INPUTS:
             return INPUTS
-        if self.splitter is None:
-            assert self.fixed is not None
-            return self.fixed if at in ("auto", self.fixed) else self.at(str(at))[0].ends_at or ""
-        found = self.splitter.cut(at)
-        return found.at
+        if self.splitter is not None:
+            return self.splitter.cut(at).at
+        (only,) = self._stages
+        return only if at == "auto" else self.stages_at(str(at))[0].ends_at or ""
 
 
-def shake_hands(connection: Connection, parts: LocalModel, timeout: float, *, any_torch: bool) -> Any:
-    """Call `Hello`, and return the reply if the server has the same model and protocol."""
+def handshake(connection: Connection, local: LocalModel, timeout: float, *, any_torch: bool) -> Any:
+    """Call `Hello`, and return the reply if the server has the same model, protocol and torch."""
     hello = protocol.HelloRequest(
-        protocol=protocol.PROTOCOL, microtome=__version__, torch=torch.__version__, fingerprint=parts.fingerprint
+        protocol=protocol.PROTOCOL, microtome=__version__, torch=torch.__version__, fingerprint=local.fingerprint
     )
-    told = connection.ask("Hello", hello, timeout)
-    here, there = type(parts.model).__name__, f"{told.model} at {connection.address}"
-    if told.protocol != protocol.PROTOCOL:
+    reply = connection.call("Hello", hello, timeout)
+    if reply.protocol != protocol.PROTOCOL:
         raise RemoteError(
-            f"{connection.address} speaks version {told.protocol} of the protocol (microtome {told.microtome}), and "
+            f"{connection.address} speaks version {reply.protocol} of the protocol (microtome {reply.microtome}), and "
             f"this is version {protocol.PROTOCOL} (microtome {__version__})",
             "REFUSED",
         )
-    if told.fingerprint != parts.fingerprint:
-        ours, theirs = parts.fingerprint.split("-"), told.fingerprint.split("-")
-        what = "weights" if ours[0] == theirs[0] else "structure"
+    if reply.fingerprint != local.fingerprint:
+        has_same_structure = local.fingerprint.split("-")[0] == reply.fingerprint.split("-")[0]
         raise RemoteError(
-            f"the {what} of {here} here and of {there} are not the same: the fingerprints are {parts.fingerprint} and "
-            f"{told.fingerprint}. Load the same model with the same weights on both sides",
+            f"the {'weights' if has_same_structure else 'structure'} of {type(local.model).__name__} here and of "
+            f"{reply.model} at {connection.address} differ: the fingerprints are {local.fingerprint} and "
+            f"{reply.fingerprint}. Load the same model with the same weights on both sides",
             "WRONG_MODEL",
         )
-    if _release(told.torch) != _release(torch.__version__) and not any_torch:
+    if _release(reply.torch) != _release(torch.__version__) and not any_torch:
         raise RemoteError(
-            f"here is torch {torch.__version__}, and at {connection.address} torch {told.torch}: results may differ in "
-            "the last bits. Install the same, or allow it with any_torch=True",
+            f"torch is {torch.__version__} here and {reply.torch} at {connection.address}: results may differ in the "
+            "last bits. Install the same version, or allow it with any_torch=True",
             "REFUSED",
         )
-    connection.max_part = told.max_part or None
-    return told
+    connection.max_part = reply.max_part or None
+    return reply
 
 
 def _release(version: str) -> str:

@@ -1,95 +1,179 @@
-"""The two things that cross as tensors beside a boundary: the inputs of a whole model, and what it returns."""
+"""Inputs and outputs of a model as boundaries, and the bounds and checks of a server's reply."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from microtome.errors import BadBoundary, Unsupported
 from microtome.inputs import Inputs
+from microtome.remote.protocol import DEFAULT_REPLY_BYTES, MAX_MESSAGE_BYTES
 from microtome.split.arrays import to_array, to_tensor
 from microtome.split.boundary import Boundary
-from microtome.split.structure_spec import Plain, StructureSpec, check_structure, flatten
+from microtome.split.size_bounds import stated_bytes
+from microtome.split.structure_spec import Example, Plain, StructureSpec, TensorSpec, check_structure, flatten
 from microtome.split.tensor_bytes import moved
 
-if TYPE_CHECKING:
-    from microtome.remote.replies import Expected
-
-#: The address that stands for the model's inputs: all of it runs where they are sent to.
+#: The cut before the first layer: the inputs cross, and the whole model runs where they are sent.
 INPUTS = ""
+#: Bytes that decoding a reply may take for each byte of the output: codecs and layouts need temporary copies.
+_DECODING_FACTOR = 12
 
 
-def of_inputs(given: Inputs, template: StructureSpec, fingerprint: str) -> Boundary:
-    """Pack the inputs of a model; the template is that of the example."""
+def pack_inputs(inputs: Inputs, spec: StructureSpec, fingerprint: str) -> Boundary:
+    """Pack the inputs of a model, of the structure that the example has."""
     arrays: list[Any] = []
-    got, tensors, plain = flatten((given.args, given.kwargs), arrays=arrays)
-    check_structure("what the model is given, positional and by name,", template, got)
-    return _packed(INPUTS, fingerprint, [*tensors, *map(to_tensor, arrays)], plain)
+    got, tensors, plain = flatten((inputs.args, inputs.kwargs), arrays=arrays)
+    check_structure("what the model is given, positional and by name,", spec, got)
+    return _pack(INPUTS, fingerprint, [*tensors, *map(to_tensor, arrays)], plain)
 
 
-def to_inputs(boundary: Boundary, template: StructureSpec, device: torch.device | None) -> Inputs:
-    """Unpack the inputs that the other side packed."""
-    args, kwargs = _unpacked(boundary, template, device, "the inputs")
+def unpack_inputs(boundary: Boundary, spec: StructureSpec, device: torch.device | None) -> Inputs:
+    args, kwargs = _unpack(boundary, spec, device, "inputs")
     return Inputs(*args, **kwargs)
 
 
-def of_output(output: Any, template: StructureSpec, at: str, fingerprint: str) -> Boundary:
+def pack_output(output: Any, spec: StructureSpec, at: str, fingerprint: str) -> Boundary:
     """Pack the output of a model.
 
     Raises:
-        Unsupported: If there is something in it that cannot be sent.
+        Unsupported: If it contains an object that cannot be sent.
     """
     got, tensors, plain = flatten(output)
     if got.unsupported is not None:
         raise Unsupported(
-            f"the model returns a {got.unsupported}, which cannot be sent: tensors, numbers and texts can"
+            f"the model returns a {got.unsupported}, which cannot be sent: tensors, numbers and strings can"
         )
-    check_structure("what the model returns", template, got)
-    return _packed(at, fingerprint, tensors, plain)
+    check_structure("what the model returns", spec, got)
+    return _pack(at, fingerprint, tensors, plain)
 
 
-def to_output(boundary: Boundary, template: StructureSpec, device: torch.device | None, expected: Expected) -> Any:
-    """Unpack the output that the other side packed.
+def unpack_output(boundary: Boundary, spec: StructureSpec, device: torch.device | None, expected: ExpectedReply) -> Any:
+    """Unpack the output of a model.
 
     Raises:
-        BadBoundary: If it is none that the model could have returned.
+        BadBoundary: If the model cannot have returned it.
     """
-    return _unpacked(boundary, template, device, "the output", expected.check)
+    return _unpack(boundary, spec, device, "output", expected.check)
 
 
-def _packed(at: str, fingerprint: str, tensors: list[Tensor], plain: list[Plain]) -> Boundary:
+def _pack(at: str, fingerprint: str, tensors: list[Tensor], plain: list[Plain]) -> Boundary:
     names: dict[int, str] = {}
     order = [names.setdefault(id(tensor), str(index)) for index, tensor in enumerate(tensors)]
-    named = {name: tensors[int(name)].detach() for name in names.values()}
-    return Boundary(at, fingerprint, named, {"plain": plain, "tensors": order})
+    unique = {name: tensors[int(name)].detach() for name in names.values()}
+    return Boundary(at, fingerprint, unique, {"plain": plain, "tensors": order})
 
 
-def _unpacked(
+def _unpack(
     boundary: Boundary,
-    template: StructureSpec,
+    spec: StructureSpec,
     device: torch.device | None,
-    what: str,
+    name: str,
     check: Callable[[Boundary, list[str]], None] | None = None,
 ) -> Any:
     plain, order = boundary.facts.get("plain"), boundary.facts.get("tensors")
-    expected = template.num_tensors + template.num_arrays
-    fits = isinstance(order, list) and len(order) == expected and set(boundary.tensors) == {*map(str, order)}
-    fits = fits and isinstance(plain, list) and len(plain) == template.num_plain
+    count = spec.num_tensors + spec.num_arrays
+    fits = isinstance(order, list) and len(order) == count and set(boundary.tensors) == {*map(str, order)}
+    fits = fits and isinstance(plain, list) and len(plain) == spec.num_plain
     fits = fits and all(isinstance(value, bool | int | float | str | None) for value in plain or ())
     if not fits:
-        count = len(order) if isinstance(order, list) else len(boundary.tensors)
+        got = len(order) if isinstance(order, list) else len(boundary.tensors)
         raise BadBoundary(
-            f"{what} that came have {count} tensors, and {expected} with {template.num_plain} other values were "
-            "expected: have both sides the same model"
+            f"expected {count} tensors and {spec.num_plain} other values in the {name}, got {got} tensors: use the "
+            "same model on both sides"
         )
     assert isinstance(plain, list)
     assert isinstance(order, list)
     if check is not None:
         check(boundary, list(map(str, order)))
-    there = {name: tensor if device is None else moved(tensor, device) for name, tensor in boundary.tensors.items()}
-    tensors, arrays = order[: template.num_tensors], order[template.num_tensors :]
-    made = [to_array(boundary.tensors[str(name)]) for name in arrays]
-    return template.unflatten([there[str(name)] for name in tensors], plain, arrays=made)
+    on_device = {key: tensor if device is None else moved(tensor, device) for key, tensor in boundary.tensors.items()}
+    arrays = [to_array(boundary.tensors[str(key)]) for key in order[spec.num_tensors :]]
+    return spec.unflatten([on_device[str(key)] for key in order[: spec.num_tensors]], plain, arrays=arrays)
+
+
+class ExpectedReply:
+    """Bounds and checks of the reply to one request, from the output of the example.
+
+    Attributes:
+        reply_bytes: The most bytes of the message.
+        decoding_bytes: The most memory that decoding it may take.
+    """
+
+    def __init__(self, example: Example, inputs: Inputs, max_bytes: int | None = None) -> None:
+        """Compare the inputs with those of the example.
+
+        Args:
+            max_bytes: The most bytes of the reply; None: derive them from the example.
+        """
+        _, tensors, plain = flatten((inputs.args, inputs.kwargs))
+        specs = [TensorSpec.of(tensor) for tensor in tensors]
+        self._example = example
+        self._has_same_dtypes = [spec.dtype for spec in specs] == [spec.dtype for spec in example.inputs]
+        self._has_same_dtypes = self._has_same_dtypes and repr(plain) == repr(example.plain)
+        self._has_same_shapes = self._has_same_dtypes and specs == list(example.inputs)
+        self._has_same_rank = self._has_same_dtypes and not _may_squeeze(specs, example.inputs)
+        bound = 2 * round(_total_bytes(example.outputs) * _growth(specs, example.inputs))
+        self.reply_bytes = min(
+            max_bytes if max_bytes is not None else max(DEFAULT_REPLY_BYTES, bound), MAX_MESSAGE_BYTES
+        )
+        self.decoding_bytes = max(_DECODING_FACTOR * min(bound, self.reply_bytes), 2 * self.reply_bytes)
+
+    def check(self, output: Boundary, names: Sequence[str]) -> None:
+        """Raise if the model cannot have returned this output.
+
+        Args:
+            names: The names of its tensors in order, with repetitions.
+        """
+        for index, (name, spec) in enumerate(zip(names, self._example.outputs, strict=True)):
+            tensor = output.tensors[name]
+            if self._has_same_dtypes and tensor.dtype != spec.dtype:
+                raise _unexpected(index, f"dtype {spec.dtype}", tensor)
+            if self._has_same_rank and tensor.dim() != len(spec.shape):
+                raise _unexpected(index, f"{len(spec.shape)} dimensions", tensor)
+            if self._has_same_shapes and self._example.is_static and tuple(tensor.shape) != spec.shape:
+                raise _unexpected(index, f"shape {spec.shape}", tensor)
+
+
+def _unexpected(index: int, expected: str, tensor: Tensor) -> BadBoundary:
+    return BadBoundary(
+        f"the reply is not an output of this model: expected {expected} for tensor {index}, as on the example, got "
+        f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+    )
+
+
+def _total_bytes(specs: Sequence[TensorSpec]) -> int:
+    return sum(stated_bytes(spec.shape, None, spec.dtype) for spec in specs)
+
+
+def _growth(specs: Sequence[TensorSpec], example: Sequence[TensorSpec]) -> float:
+    """Bound the growth of the output relative to the example.
+
+    It grows with the bytes of the inputs and, as for attention matrices, once more with the longest dimension.
+    """
+    example_bytes = _total_bytes(example)
+    ratio = max(_total_bytes(specs) / example_bytes, 1.0) if example_bytes else 1.0
+    if not _have_same_ranks(specs, example):
+        return ratio**2
+    lengths = (
+        length / max(reference, 1)
+        for spec, known in zip(specs, example, strict=True)
+        for length, reference in zip(spec.shape[1:], known.shape[1:], strict=True)
+    )
+    return ratio * max([1.0, *lengths])
+
+
+def _may_squeeze(specs: Sequence[TensorSpec], example: Sequence[TensorSpec]) -> bool:
+    """Whether a dimension is 1 in only one of the two, so that `squeeze` gives another rank."""
+    if not _have_same_ranks(specs, example):
+        return True
+    pairs = (
+        pair for one, other in zip(specs, example, strict=True) for pair in zip(one.shape, other.shape, strict=True)
+    )
+    return any((length == 1) != (reference == 1) for length, reference in pairs)
+
+
+def _have_same_ranks(specs: Sequence[TensorSpec], example: Sequence[TensorSpec]) -> bool:
+    return [len(spec.shape) for spec in specs] == [len(spec.shape) for spec in example]

@@ -1,6 +1,6 @@
-"""The sockets of a server's connections: to close one whose peer takes nothing, and old ones when there are too many.
+"""The sockets of a server's connections: close one whose peer reads nothing, and the oldest when there are too many.
 
-gRPC has no way to do either: a call whose reply is not taken cannot be ended, and connections are not counted.
+gRPC does neither: a call whose reply is not read cannot be ended, and the number of connections is unbounded.
 """
 
 from __future__ import annotations
@@ -13,163 +13,161 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import count
 from typing import Any
 from urllib.parse import unquote
 
 if sys.platform != "win32":
     import resource
 
-#: Where a process finds its open files.
-_FILES = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
-#: The share of the files that may be open, from which on connections are closed, and the share of these that are kept.
-_SHARE, _KEPT = 0.75, 0.6
-#: Connections that come in a second at most, and the most seconds between two counts of the files: as many as can have
-#: come since the last one must not fill the room that was left.
-_PER_S, _COUNT_S = 20_000.0, 1.0
-#: From so many trusted peers on, those that are gone are forgotten.
-_FEW = 1024
+_FD_FOLDER = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+#: The share of the file descriptors above which connections are closed, and the share of that which remains open.
+_TRIM_SHARE, _KEEP_SHARE = 0.75, 0.6
+#: The most new connections per second, and the most seconds between two counts of descriptors: the connections that can
+#: arrive between two counts must not use up the descriptors that were left.
+_MAX_RATE, _MAX_INTERVAL_S = 20_000.0, 1.0
+#: The number of trusted peers above which those that are gone are removed.
+_MIN_TRUSTED = 1024
+
+Address = tuple[str, int]
 
 
 class Peers:
-    """Connections to one port.
+    """The connections to one port.
 
     Attributes:
-        port: Where the server listens; None: not on TCP, and nothing is closed.
+        port: The TCP port that the server listens on; None: it listens elsewhere, and nothing is closed.
     """
 
     def __init__(self) -> None:
         self.port: int | None = None
         self._trusted: set[str] = set()
-        self._seen: dict[tuple[str, int], int] = {}
-        self._count = 0
-        self._most_trusted = _FEW
-        self._count_at = 0.0
+        self._max_trusted = _MIN_TRUSTED
+        self._first_seen: dict[Address, int] = {}
+        self._counter = count()
+        self._next_count_at = 0.0
 
     def trust(self, peer: str) -> None:
-        """A call of this peer had the token: its connection is closed last."""
+        """Close the connection of this peer last: a call of it has authenticated."""
         self._trusted.add(peer)
-        if len(self._trusted) > self._most_trusted:
-            self._forget()
-            self._most_trusted = max(_FEW, 2 * len(self._trusted))
+        if len(self._trusted) > self._max_trusted:
+            self._remove_gone()
+            self._max_trusted = max(_MIN_TRUSTED, 2 * len(self._trusted))
 
     def disconnect(self, peer: str) -> None:
         """Close the connection of a peer, as `context.peer()` names it."""
-        wanted = _parse(peer)
-        for address, number in self._connections():
-            if address == wanted:
-                self._shut(address, number)
+        target = _parse(peer)
+        for address, fd in self._connections():
+            if address == target:
+                self._shut_down(address, fd)
 
     def trim(self, now: float) -> int:
-        """Close the oldest connections if there are too many, trusted ones last; how many were closed.
+        """Close the oldest connections if there are too many, trusted ones last, and return how many.
 
-        Counting the files lists a folder of them, so it is done the less often the more room there is.
+        Counting descriptors lists a folder, so it is done less often the more of them are left.
 
         Args:
-            now: As `monotonic` says it.
+            now: A time of `monotonic`.
         """
-        if now < self._count_at:
+        if now < self._next_count_at:
             return 0
-        most = int(_limit() * _SHARE)
+        limit = int(_max_descriptors() * _TRIM_SHARE)
         try:
-            room = most - len(os.listdir(_FILES))
-            if room >= 0:
-                self._count_at = now + min(room / _PER_S, _COUNT_S)
+            left = limit - len(os.listdir(_FD_FOLDER))
+            if left >= 0:
+                self._next_count_at = now + min(left / _MAX_RATE, _MAX_INTERVAL_S)
                 return 0
         except OSError as error:
-            if error.errno != errno.EMFILE:  # which says that there are too many
+            if error.errno != errno.EMFILE:  # which means that there are too many
                 return 0
-        found = self._forget()
+        connections = self._remove_gone()
         trusted = {_parse(peer) for peer in self._trusted}
-        for address in found:
-            self._seen.setdefault(address, self._next())
-        oldest = sorted(found, key=lambda address: (address in trusted, self._seen[address]))
-        surplus = oldest[: max(len(oldest) - int(most * _KEPT), 0)]
+        for address in connections:
+            self._first_seen.setdefault(address, next(self._counter))
+        oldest = sorted(connections, key=lambda address: (address in trusted, self._first_seen[address]))
+        surplus = oldest[: max(len(oldest) - int(limit * _KEEP_SHARE), 0)]
         for address in surplus:
-            self._shut(address, found[address])
+            self._shut_down(address, connections[address])
         return len(surplus)
 
-    def _forget(self) -> dict[tuple[str, int], int]:
-        """Forget those that are gone; what is there, with the numbers of its files."""
-        found = dict(self._connections())
-        self._trusted = {peer for peer in self._trusted if _parse(peer) in found}
-        self._seen = {address: order for address, order in self._seen.items() if address in found}
-        return found
+    def _remove_gone(self) -> dict[Address, int]:
+        """Forget peers that are gone; return the descriptors of the others."""
+        connections = dict(self._connections())
+        self._trusted = {peer for peer in self._trusted if _parse(peer) in connections}
+        self._first_seen = {address: order for address, order in self._first_seen.items() if address in connections}
+        return connections
 
-    def _next(self) -> int:
-        self._count += 1
-        return self._count
-
-    def _connections(self) -> Iterator[tuple[tuple[str, int], int]]:
-        """The peers of the port, each with the number of its file. It opens no file: there may be none left."""
+    def _connections(self) -> Iterator[tuple[Address, int]]:
+        """Yield the peers of the port with their descriptors, without opening one: there may be none left."""
         if self.port is not None:
-            for number in _numbers():
-                address = self._peer_of(number)
+            for fd in _descriptors():
+                address = self._peer_of(fd)
                 if address is not None:
-                    yield address, number
+                    yield address, fd
 
-    def _peer_of(self, number: int) -> tuple[str, int] | None:
-        """The peer of a file that is a connection to the port."""
+    def _peer_of(self, fd: int) -> Address | None:
+        """Return the peer of a descriptor that is a connection to the port."""
         try:
-            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 return None
-            line = socket.socket(fileno=number)
-        except OSError:  # it was closed
+            connection = socket.socket(fileno=fd)
+        except OSError:  # closed meanwhile
             return None
         try:
-            if line.family in (socket.AF_INET, socket.AF_INET6) and line.getsockname()[1] == self.port:
-                return _address(line.getpeername())
-        except (OSError, ValueError):  # it listens, or was closed
+            is_inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if is_inet and connection.getsockname()[1] == self.port:
+                return _normalize(connection.getpeername())
+        except (OSError, ValueError):  # a listening socket, or closed meanwhile
             pass
         finally:
-            line.detach()
+            connection.detach()
         return None
 
-    def _shut(self, address: tuple[str, int], number: int) -> None:
-        """Shut a connection down, if the file is it still; gRPC closes the file."""
-        if self._peer_of(number) == address:
-            line = socket.socket(fileno=number)
+    def _shut_down(self, address: Address, fd: int) -> None:
+        """Shut a connection down, if the descriptor still belongs to it; gRPC closes the descriptor."""
+        if self._peer_of(fd) == address:
+            connection = socket.socket(fileno=fd)
             try:
                 with suppress(OSError):
-                    line.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RDWR)
             finally:
-                line.detach()
+                connection.detach()
 
 
-def raise_open_files() -> None:
-    """Let this process open as many files as it may."""
+def raise_descriptor_limit() -> None:
+    """Raise the limit of file descriptors of this process to the hard limit."""
     if sys.platform != "win32":
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _limit() -> int:
-    """Return the limit of open files of this process."""
+def _max_descriptors() -> int:
     if sys.platform == "win32":
         return 1 << 20
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
-def _numbers() -> Iterable[int]:
-    """The numbers of the files that are open, and perhaps others."""
+def _descriptors() -> Iterable[int]:
+    """The open file descriptors, and perhaps others."""
     try:
-        return [int(name) for name in os.listdir(_FILES)]
+        return [int(name) for name in os.listdir(_FD_FOLDER)]
     except OSError:
-        return range(_limit())
+        return range(_max_descriptors())
 
 
-def _parse(peer: str) -> tuple[str, int] | None:
-    """Host and port of a peer such as `ipv4:127.0.0.1:5000` or `ipv6:%5B::1%5D:5000`."""
+def _parse(peer: str) -> Address | None:
+    """Return host and port of a peer such as `ipv4:127.0.0.1:5000` or `ipv6:%5B::1%5D:5000`."""
     kind, _, rest = peer.partition(":")
     host, _, port = unquote(rest).rpartition(":")
     if kind not in ("ipv4", "ipv6") or not port.isdecimal():
         return None
-    return _address((host.strip("[]"), int(port)))
+    return _normalize((host.strip("[]"), int(port)))
 
 
-def _address(name: Any) -> tuple[str, int]:
-    """Host and port, an IPv4 address in IPv6 as IPv4."""
+def _normalize(name: Any) -> Address:
+    """Return host and port, with an IPv4-mapped IPv6 address as IPv4."""
     host = ipaddress.ip_address(str(name[0]).partition("%")[0])
     mapped = getattr(host, "ipv4_mapped", None)
     return str(mapped or host), int(name[1])

@@ -1,4 +1,4 @@
-"""Many requests one after the other, the parts of which run at once: heads, encoding, the way there, and results."""
+"""Overlap the phases of many requests: heads, encoding, transfers and tails run at the same time."""
 
 from __future__ import annotations
 
@@ -6,78 +6,71 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 from microtome.engine.meta_run import copy_inputs
 from microtome.inputs import Inputs
-from microtome.remote.request import RequestJob
+from microtome.remote.request import RemoteRequest
 
 
-class RequestSteps(NamedTuple):
-    """The parts of a request.
+def run_pipeline(
+    start: Callable[[Inputs], RemoteRequest],
+    send: Callable[[RemoteRequest], RemoteRequest],
+    finish: Callable[[RemoteRequest], Any],
+    cancel: Callable[[RemoteRequest], None],
+    items: Iterator[Any],
+    window: int,
+) -> Iterator[Any]:
+    """Start, send and finish a request for each of the items, with at most `window` in flight.
 
-    Attributes:
-        prepare: Runs the head.
-        encode: Makes bytes of what crosses, and sends them off.
-        finish: Waits for the reply.
-        drop: Waits no longer.
+    Yields:
+        The outputs, in the order of the items.
     """
-
-    prepare: Callable[[Inputs], RequestJob]
-    encode: Callable[[RequestJob], RequestJob]
-    finish: Callable[[RequestJob], Any]
-    drop: Callable[[RequestJob], None]
-
-
-def streamed(calls: RequestSteps, items: Iterator[Any], window: int) -> Iterator[Any]:
-    """The results, in order; of at most so many requests on their way."""
-    room = threading.Semaphore(window)
+    slots = threading.Semaphore(window)
     stopped = threading.Event()
-    going: deque[Future[RequestJob]] = deque()
-    ready = threading.Semaphore(0)
-    ended: list[BaseException | None] = []
+    in_flight: deque[Future[RemoteRequest]] = deque()
+    ready = threading.Semaphore(0)  # released for each request, and once at the end
+    errors: list[BaseException] = []
 
-    def heads() -> None:
-        error: BaseException | None = None
+    def run_heads() -> None:
         try:
             while True:
-                room.acquire()
+                slots.acquire()
                 if stopped.is_set():
                     break
                 try:
-                    given = copy_inputs(Inputs.of(next(items)))  # whoever gave them may write into them again
+                    inputs = copy_inputs(Inputs.of(next(items)))  # the caller may overwrite its tensors
                 except StopIteration:
                     break
-                job = calls.prepare(given)
-                if job.sent.codec == "raw":  # a copy: shorter than the way to another thread
-                    encoded = Future[RequestJob]()
-                    encoded.set_result(calls.encode(job))
+                request = start(inputs)
+                if request.route.codec == "raw":  # a copy, faster than handing over to another thread
+                    sent = Future[RemoteRequest]()
+                    sent.set_result(send(request))
                 else:
-                    encoded = encoder.submit(calls.encode, job)
-                going.append(encoded)
+                    sent = encoder.submit(send, request)
+                in_flight.append(sent)
                 ready.release()
-        except BaseException as raised:  # noqa: BLE001  raised again where results are taken
-            error = raised
-        ended.append(error)
+        except BaseException as error:  # noqa: BLE001  raised again in the thread that takes the outputs
+            errors.append(error)
         ready.release()
 
     with ThreadPoolExecutor(1, thread_name_prefix="microtome-encode") as encoder:
-        thread = threading.Thread(target=heads, name="microtome-head", daemon=True)
+        thread = threading.Thread(target=run_heads, name="microtome-head", daemon=True)
         thread.start()
         try:
             while True:
                 ready.acquire()
-                if not going:
+                if not in_flight:
                     break
-                result = calls.finish(going.popleft().result())
-                room.release()
-                yield result
-            if ended[0] is not None:
-                raise ended[0]
+                output = finish(in_flight.popleft().result())
+                slots.release()
+                yield output
+            if errors:
+                raise errors[0]
         finally:
             stopped.set()
-            room.release()
+            slots.release()
             thread.join()
-            for future in going:
+            for future in in_flight:
                 if not future.cancel() and future.exception() is None:
-                    calls.drop(future.result())
+                    cancel(future.result())

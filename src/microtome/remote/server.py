@@ -1,4 +1,4 @@
-"""`serve`: a model's tails as a service."""
+"""`serve`: a gRPC server that runs the tails of a model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import warnings
 from concurrent.futures import Future
 from typing import Any, Self
 
+import grpc
 from torch import nn
 
 from microtome.errors import BadQuery
-from microtome.remote.auth import Authenticator
-from microtome.remote.credentials import Identity, is_loopback
+from microtome.remote import protocol
 from microtome.remote.health import Health
 from microtome.remote.metrics import Metrics
-from microtome.remote.optional_packages import grpc
 from microtome.remote.peers import Peers
+from microtome.remote.security import AuthInterceptor, ServerSecurity, is_loopback
 from microtome.remote.served_model import ServedModel
 from microtome.remote.service import Service
 from microtome.remote.watchdog import Watchdog
@@ -28,32 +28,31 @@ from microtome.units import parse_seconds, parse_size, size
 log = logging.getLogger("microtome.remote")
 
 #: The most bytes of a message beside its boundary.
-ENVELOPE = 64 << 10
-#: The most bytes of one message: protobuf reads no more.
-MOST = (2 << 30) - 1 - ENVELOPE
-#: A client that waits for a long request pings every 10 s; one that does so more often than this is disconnected.
-_PING_MS = 5_000
-#: Bytes of a call that gRPC takes in before anybody reads it, and calls of one connection at once.
-_UNREAD, _STREAMS = 256 << 10, 128
-#: Milliseconds in which a connection must have said that it speaks HTTP/2, and TLS.
+_ENVELOPE_BYTES = 64 << 10
+_MAX_BOUNDARY_BYTES = protocol.MAX_MESSAGE_BYTES - _ENVELOPE_BYTES
+#: A client that waits for a long request pings every 10 s; one that pings more often than this is disconnected.
+_MIN_PING_INTERVAL_MS = 5_000
+#: Bytes of a call that gRPC buffers before they are read, and the most calls of one connection.
+_UNREAD_BYTES, _MAX_STREAMS = 256 << 10, 128
+#: The most milliseconds of the TLS and HTTP/2 handshake.
 _HANDSHAKE_MS = 10_000
 
 
 class Server:
-    """A server that runs, in a thread of its own. Use it as a context manager, or call `stop`.
+    """A running server, in a thread of its own. Use it as a context manager, or call `stop`.
 
     Attributes:
-        address: Where it listens.
-        metrics: Its counters.
-        failure: Why its device can compute nothing any more, as after an error in a kernel of CUDA; None: it can. From
-            then on it says NOT_SERVING, and answers nothing: end the process, so that it is started again.
+        address: The address that it listens on.
+        metrics: Its Prometheus metrics.
+        failure: Why its device is unusable, as after a failed CUDA kernel; None: it works. After a failure the server
+            reports NOT_SERVING and answers nothing: restart the process.
     """
 
-    def __init__(self, served: ServedModel, listen: str, identity: Identity, limits: Limits) -> None:
+    def __init__(self, served: ServedModel, listen: str, security: ServerSecurity, limits: Limits) -> None:
         self.served = served
         self.metrics = Metrics()
         self.address = listen
-        self._identity = identity
+        self._security = security
         self._limits = limits
         self._ready: Future[asyncio.AbstractEventLoop] = Future()
         self._stop = asyncio.Event()
@@ -67,14 +66,13 @@ class Server:
 
     def start(self) -> Self:
         if ":" not in self.address:
-            raise BadQuery(f"a server listens on an address such as 127.0.0.1:7070, got {self.address!r}")
-        credentials = self._identity.credentials()
-        if not is_loopback(self.address) and (credentials is None or self._identity.token is None):
-            missing = " and ".join(
-                f"no {word}" for word, there in (("TLS", credentials), ("token", self._identity.token)) if there is None
-            )
+            raise BadQuery(f"expected an address to listen on such as 127.0.0.1:7070, got {self.address!r}")
+        credentials = self._security.credentials()
+        if not is_loopback(self.address) and (credentials is None or self._security.token is None):
+            options = {"TLS": credentials, "token": self._security.token}
+            missing = " and ".join(f"no {name}" for name, option in options.items() if option is None)
             warnings.warn(
-                f"{self.address} can be reached from other machines, and there is {missing}: whoever reaches it can "
+                f"{self.address} can be reached from other machines, and there is {missing}: anybody can "
                 "use the model, read what is sent and answer in its place",
                 RuntimeWarning,
                 stacklevel=3,
@@ -86,9 +84,10 @@ class Server:
         return self
 
     def stop(self, grace: float = 10.0) -> None:
-        """Take no new requests, answer those that came, and end.
+        """Drain: accept no new requests, answer the received ones, and stop.
 
-        After `grace` seconds clients wait no longer, and after as many again it does not either for what is computed.
+        Args:
+            grace: Seconds after which unanswered calls are cancelled; the computation in progress gets as many again.
         """
         if self._thread.is_alive():
             self._grace = grace
@@ -96,7 +95,7 @@ class Server:
             self._thread.join()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended; False: it had not by then."""
+        """Wait until the server has stopped; return False on timeout."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -125,41 +124,40 @@ class Server:
 
     async def _serve_with(self, service: Service, peers: Peers) -> None:
         health = Health(service.draining, peers)
-        server = grpc.aio.server(
-            interceptors=(Authenticator(self._identity, self.metrics, peers),), options=self._options()
-        )
+        interceptor = AuthInterceptor(self._security, self.metrics, peers)
+        server = grpc.aio.server(interceptors=(interceptor,), options=self._options())
         server.add_generic_rpc_handlers((service.handlers(), health.handlers()))
-        self.address = self._bound(server)
+        self.address = self._bind(server)
         port = self.address.rpartition(":")[2]
         peers.port = int(port) if port.isdigit() else None
         await server.start()
-        watching = asyncio.create_task(Watchdog(service, health, peers).run())
+        watchdog = asyncio.create_task(Watchdog(service, health, peers).run())
         self._ready.set_result(asyncio.get_running_loop())
         await self._stop.wait()
         log.info("draining")
         service.draining.set()
         await server.stop(self._grace)
-        watching.cancel()
+        watchdog.cancel()
 
     def _options(self) -> tuple[tuple[str, int], ...]:
         return (
-            ("grpc.max_receive_message_length", self._limits.part + ENVELOPE),
+            ("grpc.max_receive_message_length", self._limits.part_bytes + _ENVELOPE_BYTES),
             ("grpc.max_send_message_length", -1),
-            ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what is compressed may become any size
-            ("grpc.http2.bdp_probe", 0),  # else what nobody reads may be 16 MB a call
-            ("grpc.http2.lookahead_bytes", _UNREAD),
-            ("grpc.max_concurrent_streams", _STREAMS),
+            ("grpc.compression_enabled_algorithms_bitset", 1),  # none: the size after decompression is unbounded
+            ("grpc.http2.bdp_probe", 0),  # else up to 16 MB of a call are buffered unread
+            ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
+            ("grpc.max_concurrent_streams", _MAX_STREAMS),
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
             ("grpc.so_reuseport", 0),
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS),
+            ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
             ("grpc.keepalive_permit_without_calls", 1),
         )
 
-    def _bound(self, server: Any) -> str:
-        credentials = self._identity.credentials()
-        host, _, asked = self.address.rpartition(":")
+    def _bind(self, server: Any) -> str:
+        credentials = self._security.credentials()
+        host, _, requested = self.address.rpartition(":")
         try:
             if credentials is None:
                 port = server.add_insecure_port(self.address)
@@ -167,9 +165,9 @@ class Server:
                 port = server.add_secure_port(self.address, credentials)
         except RuntimeError as error:
             raise BadQuery(
-                f"cannot listen on {self.address!r}: is the port taken, or the address another's?"
+                f"cannot listen on {self.address!r}: the port is in use, or the address is not of this machine"
             ) from error
-        return f"{host}:{port}" if asked.isdigit() else self.address
+        return f"{host}:{port}" if requested.isdigit() else self.address
 
 
 def serve(
@@ -186,20 +184,20 @@ def serve(
     batch: int = 1,
     batch_window: float | str = "2ms",
 ) -> Server:
-    """Serve every cut of a model, until the server is stopped.
+    """Serve every cut of a model until the server is stopped.
 
     Args:
-        model: The model, in eval; or the last stage of one, as `mt.load_stage` gives it.
-        inputs: An example: a tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
-        listen: Where; port 0 takes one that is free, and `address` of what is returned says which.
-        tls_cert: A certificate, PEM, and `tls_key` its key: for connections that nobody else reads.
-        client_ca: Who signs the certificates that clients must show.
-        token: The secret that clients must send.
+        model: The model, in eval mode; or its last stage, from `mt.load_stage`.
+        inputs: Example inputs: a tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
+        listen: The address to listen on; port 0 picks a free one, which `Server.address` has.
+        tls_cert: PEM file of the server's certificate, to encrypt connections; `tls_key` is its private key.
+        client_ca: PEM file of the authority that signs the certificates that clients must have.
+        token: The token that clients must send.
         max_message: The most bytes of a request, such as `"256MB"`.
-        concurrency: How many requests are computed at once.
-        batch: How many requests at the same cut are computed together at most, where their shapes allow that. Results
-            are then those of each alone to the precision of the kernels, and no longer to the last bit.
-        batch_window: How long the first of a batch waits for others.
+        concurrency: The number of requests, or batches, that are computed at once.
+        batch: The most requests at the same cut that are computed together, if their shapes allow it. Outputs then
+            equal those of each request alone to the precision of the kernels, not bit for bit.
+        batch_window: How long the first request of a batch waits for others.
 
     >>> from microtome import zoo
     >>> model, x = zoo.build("tiny-resnet")
@@ -209,11 +207,11 @@ def serve(
     """
     for name, number in (("concurrency", concurrency), ("batch", batch)):
         if not isinstance(number, int) or number < 1:
-            raise BadQuery(f"{name} is a number of requests, 1 or more, got {number!r}")
+            raise BadQuery(f"expected a {name} of 1 or more requests, got {number!r}")
     served = ServedModel(model, inputs)
-    most = parse_size(max_message)
-    if most > MOST:
-        raise BadQuery(f"a message has at most {size(MOST)}, got max_message={max_message!r}")
-    limits = Limits(most, concurrency, held=4 * most, batch=batch, batch_window_s=parse_seconds(batch_window))
-    identity = Identity(tls_cert, tls_key, client_ca, token)
-    return Server(served, listen, identity, limits).start()
+    max_bytes = parse_size(max_message)
+    if max_bytes > _MAX_BOUNDARY_BYTES:
+        raise BadQuery(f"expected max_message of at most {size(_MAX_BOUNDARY_BYTES)}, got {max_message!r}")
+    limits = Limits(max_bytes, concurrency, batch, parse_seconds(batch_window))
+    security = ServerSecurity(tls_cert, tls_key, client_ca, token)
+    return Server(served, listen, security, limits).start()

@@ -1,4 +1,4 @@
-"""`sweep`: what each cut takes, measured on a server, beside what a plan says."""
+"""`sweep`: measure the latency of each cut with a server, and compare it with the plan."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
-import torch
 from torch import nn
 
 from microtome.devices.machine import environment
 from microtome.devices.meters import metered, pick
 from microtome.engine.pytree import accelerators_in
 from microtome.errors import BadFile, BadQuery, MicrotomeError, NoMatch, RemoteError, SensorFailed, Unsupported
-from microtome.inputs import Inputs
-from microtome.plan import plan
-from microtome.plan.codec_benchmark import codec_costs
-from microtome.profile import profile
-from microtome.remote.autotune import Route, way_of
+from microtome.remote.autotune import plan_with_server, route_of
 from microtome.remote.client import Remote
-from microtome.remote.connection import Connection, Security
-from microtome.remote.link_probe import probe
-from microtome.remote.local_model import LocalModel, shake_hands
+from microtome.remote.connection import Connection
+from microtome.remote.local_model import LocalModel, handshake
 from microtome.remote.payloads import INPUTS
-from microtome.remote.replies import ask_profile
+from microtome.remote.request import Route
+from microtome.remote.security import Security
+from microtome.remote.server_probe import measure_link
 from microtome.results.cuts import Cut
 from microtome.results.link import LinkMeasurement
 from microtome.results.requests import RequestRecord
@@ -35,8 +32,8 @@ from microtome.split.codecs import parse_codec
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
 
-#: Seconds of each cut that energy is measured over, and to wait for the profile of the server.
-_ENERGY_S, _PROFILE_S = 0.5, 120.0
+#: Seconds over which the energy of each cut is measured.
+_ENERGY_S = 0.5
 
 Progress = Callable[[str, int, int], None]
 
@@ -54,154 +51,150 @@ def sweep(
     timeout: float = 10.0,
     progress: Progress | None = None,
 ) -> Sweep:
-    """Measure what each cut takes, with no cut at all beside it, on a server and the way there.
+    """Measure the latency of each cut, and of no cut, with a server.
 
     Args:
-        model: The model that the server has, in eval.
+        model: The model that the server has, in eval mode.
         inputs: The inputs of a request.
-        server: Its address, such as `"host:7070"`.
+        server: The address of the server, such as `"host:7070"`.
         cuts: `"all"`; `"dominating"`, those that send less than all before them; or addresses.
-        repeat: How many requests are measured at each. The cuts take turns, so that all see the same of what changes.
-        codec: How what crosses is encoded.
-        any_torch: Go on though the other side has another version of torch.
-        timeout: Seconds to wait for the server at first.
-        progress: Told what is being done, how many steps of it are done, and how many there are to be.
+        repeat: The number of requests at each cut. The cuts take turns, so that all are measured under the same load.
+        codec: The codec of the boundary.
+        security: TLS and token of the connection.
+        any_torch: Allow another version of torch on the server.
+        timeout: Seconds to wait for the server when connecting.
+        progress: Called with a description, the number of steps that are done, and the number of all steps.
 
     >>> import microtome as mt
     >>> from microtome import zoo
     >>> model, x = zoo.build("tiny-resnet")
     >>> with mt.serve(model, x, listen="127.0.0.1:0") as server:
-    ...     found = sweep(model, x, server.address, ["layer1"], repeat=3)
-    >>> [row.name for row in found]
+    ...     result = sweep(model, x, server.address, ["layer1"], repeat=3)
+    >>> [row.name for row in result]
     ['all there', 'layer1', 'all here']
-    >>> found["layer1"].sent_bytes > found["layer1"].received_bytes
+    >>> result["layer1"].sent_bytes > result["layer1"].received_bytes
     True
     """
     if not isinstance(repeat, int) or repeat < 1:
-        raise BadQuery(f"repeat is how many requests are measured at each cut, got {repeat!r}")
+        raise BadQuery(f"expected a repeat of 1 or more requests at each cut, got {repeat!r}")
     parse_codec(codec)
-    tell = progress or (lambda step, done, whole: None)
-    parts = LocalModel(model, inputs)
-    splitter = parts.splitter
-    if splitter is None or not parts.is_whole:
+    progress = progress or (lambda step, done, total: None)
+    local = LocalModel(model, inputs)
+    splitter = local.splitter
+    if splitter is None or not local.is_whole:
         raise Unsupported("a sweep needs the whole model on this side: a stage has one cut")
-    chosen = _chosen(splitter, cuts)
+    chosen = _choose(splitter, cuts)
     with closing(Connection(server, security)) as connection:
-        told = shake_hands(connection, parts, timeout, any_torch=any_torch)
-        link = probe(connection, most=min(8 << 20, told.max_message))
-        ways = [Route(at, codec) for at in (INPUTS, *(cut.at for cut in chosen)) if at in told.cuts]
-        experiment = _Experiment(parts, connection, told, [*ways, Route(None, "raw")])
-        experiment.measure(repeat, tell)
-        joules, energy = experiment.energy(tell)
-        tell("planning", 0, 1)
-        planned, no_plan = _planned(splitter, chosen, connection, link, codec)
-    rows = tuple(replace(row, energy_j=joules.get(way), planned_s=planned.get(way)) for way, row in experiment.rows())
+        hello = handshake(connection, local, timeout, any_torch=any_torch)
+        link = measure_link(connection, max_bytes=min(8 << 20, hello.max_message))
+        routes = [Route(at, codec) for at in (INPUTS, *(cut.at for cut in chosen)) if at in hello.cuts]
+        remotes = {route: Remote(local, connection, hello, route) for route in (*routes, Route(None, "raw"))}
+        experiment = _Experiment(remotes, splitter)
+        experiment.measure(repeat, progress)
+        joules, energy = experiment.measure_energy(progress)
+        progress("planning", 0, 1)
+        planned, no_plan = _plan(splitter, chosen, connection, link, codec)
+    rows = (replace(row, energy_j=joules.get(route), planned_s=planned.get(route)) for route, row in experiment.rows())
     return Sweep(
         model=type(splitter.model).__name__,
         inputs=repr(splitter.example),
         server=server,
-        device=told.device,
+        device=hello.device,
         codec=codec,
         repeat=repeat,
         link=link,
-        rows=rows,
+        rows=tuple(rows),
         energy=energy,
         no_plan=no_plan,
         environment=environment(accelerators_in((splitter.example.args, splitter.example.kwargs))),
     )
 
 
-def _chosen(splitter: Splitter, cuts: str | Sequence[str]) -> list[Cut]:
+def _choose(splitter: Splitter, cuts: str | Sequence[str]) -> list[Cut]:
     if cuts == "all":
         return list(splitter.cuts)
     if cuts == "dominating":
         return [cut for cut in splitter.cuts if cut.dominates]
-    named = [cuts] if isinstance(cuts, str) else list(cuts)
-    if not named or not all(isinstance(one, str) and one for one in named):
-        raise BadQuery(f"a sweep is over 'all' cuts, the 'dominating' ones, or addresses, got {cuts!r:.200}")
-    found = {cut.index: cut for cut in map(splitter.cut, named)}
-    return [found[index] for index in sorted(found)]
+    addresses = [cuts] if isinstance(cuts, str) else list(cuts)
+    if not addresses or not all(isinstance(address, str) and address for address in addresses):
+        raise BadQuery(f"expected cuts of 'all', 'dominating', or addresses, got {cuts!r:.200}")
+    return sorted({cut.index: cut for cut in map(splitter.cut, addresses)}.values(), key=lambda cut: cut.index)
 
 
 class _Experiment:
-    """Requests at several cuts, taken in turns."""
+    """Requests along several routes, which take turns."""
 
-    def __init__(self, parts: LocalModel, connection: Connection, told: Any, ways: Sequence[Route]) -> None:
-        assert parts.splitter is not None
-        self._given: Inputs = parts.splitter.example
-        self._remotes = {way: Remote(parts, connection, told, way, None, None) for way in ways}
-        self._failed: dict[Route, str] = {}
-        self._sent: dict[Route, list[RequestRecord]] = {way: [] for way in ways}
+    def __init__(self, remotes: dict[Route, Remote], splitter: Splitter) -> None:
+        self._inputs = splitter.example
+        self._remotes = remotes
+        self._failures: dict[Route, str] = {}
+        self._records: dict[Route, list[RequestRecord]] = {route: [] for route in remotes}
 
-    def measure(self, repeat: int, tell: Progress) -> None:
-        """A round in which both sides make what they keep, then those that count."""
-        order, turn = list(self._remotes), random.Random(0)
-        for at in range(repeat + 1):
-            for done, way in enumerate(order):
-                step = f"round {at} of {repeat}" if at else "getting ready"
-                tell(
-                    f"{step}, {way.at or ('all here' if way.at is None else 'all there')}",
-                    done + at * len(order),
-                    (repeat + 1) * len(order),
-                )
-                self._request(way, counts=at > 0)
-            turn.shuffle(order)
-        if all(way in self._failed for way in self._remotes):
-            raise RemoteError(f"nothing could be measured: {next(iter(self._failed.values()))}", "UNKNOWN")
+    def measure(self, repeat: int, progress: Progress) -> None:
+        """Send a warm-up request along each route, then `repeat` rounds that count."""
+        order, shuffler = list(self._remotes), random.Random(0)
+        for number in range(repeat + 1):
+            step = f"round {number} of {repeat}" if number else "getting ready"
+            for index, route in enumerate(order):
+                name = CutTiming(*route).name
+                progress(f"{step}, {name}", index + number * len(order), (repeat + 1) * len(order))
+                self._request(route, is_warm_up=number == 0)
+            shuffler.shuffle(order)
+        if len(self._failures) == len(self._remotes):
+            raise RemoteError(f"nothing could be measured: {next(iter(self._failures.values()))}", "UNKNOWN")
 
-    def _request(self, way: Route, *, counts: bool) -> None:
-        if way in self._failed:
+    def _request(self, route: Route, *, is_warm_up: bool) -> None:
+        if route in self._failures:
             return
-        remote = self._remotes[way]
         try:
-            remote(*self._given.args, **self._given.kwargs)
+            self._run(route)
         except MicrotomeError as error:
             if isinstance(error, RemoteError) and error.kind in ("UNREACHABLE", "REFUSED"):
                 raise
-            self._failed[way] = str(error)
+            self._failures[route] = str(error)
         else:
-            if counts:
-                self._sent[way].append(remote.requests[-1])
+            if not is_warm_up:
+                self._records[route].append(self._remotes[route].requests[-1])
 
-    def energy(self, tell: Progress) -> tuple[dict[Route, float], str]:
-        """Joules of this device for a request at each cut, and what measured them; or why nothing did."""
-        able = [way for way in self._remotes if way not in self._failed]
-        found: dict[Route, float] = {}
+    def _run(self, route: Route, repeat: int = 1) -> None:
+        for _ in range(repeat):
+            self._remotes[route](*self._inputs.args, **self._inputs.kwargs)
+
+    def measure_energy(self, progress: Progress) -> tuple[dict[Route, float], str]:
+        """Return the joules of this device per request along each route, and the meter; or why there is none."""
+        routes = [route for route in self._remotes if route not in self._failures]
+        joules: dict[Route, float] = {}
         try:
-            with pick(None, accelerators_in((self._given.args, self._given.kwargs))) as meter:
-                for done, way in enumerate(able):
-                    tell("energy", done, len(able))
-                    ran = metered(meter, lambda times, way=way: self._again(way, times), seconds=_ENERGY_S, parts=3)  # type: ignore[misc]
-                    found[way] = sum(part.joules for part in ran) / sum(part.runs for part in ran)
-                return found, f"{meter.what}, requests one after the other"
+            with pick(None, accelerators_in((self._inputs.args, self._inputs.kwargs))) as meter:
+                for index, route in enumerate(routes):
+                    progress("energy", index, len(routes))
+                    parts = metered(meter, partial(self._run, route), seconds=_ENERGY_S, parts=3)
+                    joules[route] = sum(part.joules for part in parts) / sum(part.runs for part in parts)
+                return joules, f"{meter.what}, requests one after the other"
         except SensorFailed as error:
-            return found, str(error)
-
-    def _again(self, way: Route, times: int) -> None:
-        for _ in range(times):
-            self._remotes[way](*self._given.args, **self._given.kwargs)
+            return joules, str(error)
 
     def rows(self) -> Iterator[tuple[Route, CutTiming]]:
-        for way, sent in self._sent.items():
-            failed = self._failed.get(way)
-            yield way, CutTiming(way.at, way.codec, failed=failed) if failed is not None else _timed(way, sent)
+        for route, records in self._records.items():
+            failure = self._failures.get(route)
+            yield route, _summarize(route, records) if failure is None else CutTiming(*route, failed=failure)
 
 
-def _timed(way: Route, sent: Sequence[RequestRecord]) -> CutTiming:
-    def middle(*names: str) -> float:
-        return median(sum(getattr(one, name) for name in names) for one in sent)
+def _summarize(route: Route, records: Sequence[RequestRecord]) -> CutTiming:
+    def middle(*fields: str) -> float:
+        return median(sum(getattr(record, field) for field in fields) for record in records)
 
-    total = [one.total_s for one in sent]
+    total = [record.total_s for record in records]
     q1, _, q3 = quantiles(total, method="inclusive") if len(total) > 1 else total * 3
-    here = way.at is None  # what ran is then in `tail_s`
+    is_here = route.at is None  # the whole model is then in `tail_s`
     return CutTiming(
-        at=way.at,
-        codec=way.codec,
-        head_s=middle("head_s", "tail_s") if here else middle("head_s"),
+        at=route.at,
+        codec=route.codec,
+        head_s=middle("head_s", "tail_s") if is_here else middle("head_s"),
         encode_s=middle("encode_s"),
         wire_s=middle("wire_s"),
         queue_s=middle("queue_s"),
-        tail_s=0.0 if here else middle("tail_s"),
+        tail_s=0.0 if is_here else middle("tail_s"),
         codec_there_s=middle("server_decode_s", "server_encode_s"),
         decode_s=middle("decode_s"),
         total_s=median(total),
@@ -212,17 +205,13 @@ def _timed(way: Route, sent: Sequence[RequestRecord]) -> CutTiming:
     )
 
 
-def _planned(
+def _plan(
     splitter: Splitter, chosen: Sequence[Cut], connection: Connection, link: LinkMeasurement, codec: str
 ) -> tuple[dict[Route, float], str]:
-    """Plan over the same cuts: the seconds of each way, or why there is no plan."""
+    """Return the planned latency of each route; or none, and why there is no plan."""
     cuts = replace(splitter.cuts, offered=tuple(chosen))
     try:
-        cloud = ask_profile(connection, splitter.num_calls, timeout=_PROFILE_S)
-        with torch.no_grad():
-            edge = profile(splitter.model, splitter.example, measure="time", repeat=10)
-            costs = codec_costs(cuts, tuple({"raw", codec}), model=splitter.model, inputs=splitter.example)
-        found = plan(cuts, edge=edge, cloud=cloud, link=link.link, codec=codec, costs=costs)
+        plan = plan_with_server(splitter, cuts, connection, link, (codec,), repeat=10)
     except (RemoteError, BadFile, BadQuery, NoMatch, Unsupported) as error:
         return {}, str(error)
-    return {way_of(candidate): candidate.latency_s for candidate in found if candidate.refused is None}, ""
+    return {route_of(candidate): candidate.latency_s for candidate in plan if candidate.refused is None}, ""

@@ -1,4 +1,4 @@
-"""The threads of a server that compute: each request in the queue gets a reply, if only an error."""
+"""The worker threads of a server: decode, batch and compute queued requests. Every request gets a reply or an error."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from math import inf
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from microtome.errors import BadQuery, NoMatch
 from microtome.remote import protocol
-from microtome.remote.budget import ReplyBudget
-from microtome.remote.error_kinds import Draining, Late, TooLarge, as_message
-from microtome.remote.logs import ID_CHARS
+from microtome.remote.admission import ReplyBudget
+from microtome.remote.error_kinds import Draining, Late, TooLarge, to_message
+from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.metrics import Metrics
-from microtome.remote.served_model import Decoded, ServedModel, check_codec
+from microtome.remote.served_model import ServedModel
+from microtome.split.boundary import Boundary
+from microtome.split.codecs import parse_codec
 from microtome.units import size
 
 log = logging.getLogger("microtome.remote")
 
-
-#: The most bytes of a boundary in one message. gRPC holds a message that is not yet complete, on every call that is
-#: open, and nobody is told of it: what is longer comes in parts. 4 MiB is also gRPC's own limit where none is set.
-PART = 4 << 20
-#: The fewest and the most calls that are open at once.
-_CALLS = 16, 256
+#: The most bytes of a boundary in one message. gRPC buffers the incomplete message of every open call out of our sight,
+#: so a longer boundary arrives in parts. 4 MiB is also gRPC's default limit.
+_MAX_PART_BYTES = 4 << 20
+#: Bounds on the number of open calls.
+_MIN_CALLS, _MAX_CALLS = 16, 256
 
 
 class Limits(NamedTuple):
@@ -34,93 +37,85 @@ class Limits(NamedTuple):
 
     Attributes:
         max_message: Bytes of a request.
-        concurrency: Requests, or batches of them, computed at once.
-        held: Bytes that are held for clients: a quarter each for messages on their way, requests of which parts have
-            come, requests that wait to be computed, and replies that wait to be taken.
-        batch: Requests computed together at most; 1: each alone.
-        batch_window_s: Seconds that the first of a batch waits for others.
+        concurrency: Requests, or batches of them, that are computed at once.
+        batch: The most requests in a batch; 1: no batching.
+        batch_window_s: Seconds that the first request of a batch waits for others.
     """
 
     max_message: int
     concurrency: int
-    held: int
     batch: int = 1
     batch_window_s: float = 0.0
 
     @property
-    def share(self) -> int:
-        """Bytes of each of the four."""
-        return self.held // 4
+    def total_bytes(self) -> int:
+        """Bytes held for clients: a quarter each for messages in transit, uploads, queued requests, and replies."""
+        return 4 * self.max_message
 
     @property
-    def part(self) -> int:
+    def part_bytes(self) -> int:
         """The most bytes of a boundary in one message."""
-        return min(PART, self.max_message)
+        return min(_MAX_PART_BYTES, self.max_message)
 
     @property
     def calls(self) -> int:
-        """The most calls that may be open: as many as have room for a message in flight."""
-        return min(max(self.share // PART, _CALLS[0]), _CALLS[1])
+        """The most open calls: their incomplete messages fit in the quarter for messages in transit."""
+        return min(max(self.max_message // _MAX_PART_BYTES, _MIN_CALLS), _MAX_CALLS)
 
 
-class QueuedRequest(NamedTuple):
-    """A request that waits to be computed.
+class QueuedRequest:
+    """A request on the server, from its arrival to its reply.
 
     Attributes:
-        arrived: When it came, and `ends`, when the client gives up.
+        arrived: When it arrived, a time of `perf_counter`; `deadline`: when the client stops waiting.
+        nbytes: The bytes that it holds while it is queued.
+        data: The encoded boundary, until it is decoded; `boundary`: the decoded one, until it is computed.
+        reply: The message with the output or an error.
+        timing: Seconds of each phase.
     """
 
-    id: str
-    data: memoryview
-    codec: str
-    arrived: float
-    ends: float
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds while it waits."""
-        return len(self.data) + len(self.id) + len(self.codec)
-
-
-class _Item:
-    """A request in the queue; if it is cancelled there, it holds nothing from then on."""
-
-    def __init__(self, work: QueuedRequest) -> None:
-        self._work: QueuedRequest | None = work
+    def __init__(self, head: Any, data: memoryview) -> None:
+        self.id: str = head.id
+        self.codec: str = head.codec or "raw"
+        self.arrived = perf_counter()
+        self.deadline = self.arrived + (head.timeout_s if head.timeout_s > 0 else inf)
+        self.nbytes = len(data) + len(self.id) + len(head.codec)
+        self.data: memoryview | None = data
+        self.boundary: Boundary | None = None
+        self.at = ""
+        self.timing: dict[str, float] = {}
         self.reply: Future[bytes] = Future()
-        self.reply.add_done_callback(self._forget)
 
-    @property
-    def work(self) -> QueuedRequest:
-        assert self._work is not None
-        return self._work
+    def cancel(self) -> None:
+        """Cancel the request unless it has begun; in the queue it holds no data from then on."""
+        if self.reply.cancel():
+            self.data = None
 
-    def _forget(self, reply: Future[bytes]) -> None:
-        if reply.cancelled():
-            self._work = None
-
-
-class _Begun(NamedTuple):
-    item: _Item
-    decoded: Decoded
-    queue_s: float
+    def resolve(self, reply: bytes) -> None:
+        self.boundary = None
+        self.reply.set_result(reply)
 
 
 class WorkerPool:
-    """Threads that compute requests, several together where that is allowed."""
+    """Threads that compute requests, in batches if the limits allow it."""
 
     def __init__(
-        self, served: ServedModel, limits: Limits, metrics: Metrics, replies: ReplyBudget, fail: Callable[[str], None]
+        self,
+        served: ServedModel,
+        limits: Limits,
+        metrics: Metrics,
+        replies: ReplyBudget,
+        on_failure: Callable[[str], None],
     ) -> None:
-        """Start them; `fail` is called, in one of them, when the device can compute nothing any more."""
+        """Start the threads; one of them calls `on_failure` when the device becomes unusable."""
         self._served = served
         self._limits = limits
         self._metrics = metrics
         self._replies = replies
-        self._on_failure = fail
+        self._on_failure = on_failure
         self._failure: str | None = None
         self._gate = _Gate()
-        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self._queue: SimpleQueue[QueuedRequest | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"microtome-tail-{number}", daemon=True)
             for number in range(limits.concurrency)
@@ -128,132 +123,137 @@ class WorkerPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, work: QueuedRequest) -> Future[bytes]:
-        """The reply, later; cancelled, the request is not computed if it has not begun."""
-        item = _Item(work)
-        self._queue.put(item)
-        return item.reply
+    def submit(self, request: QueuedRequest) -> None:
+        self._queue.put(request)
 
     @contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Have nothing computed meanwhile."""
-        with self._gate.alone():
+    def paused(self) -> Iterator[None]:
+        """Compute nothing inside the block."""
+        with self._gate.exclusive():
             yield
 
     def close(self, timeout: float) -> None:
-        """Compute nothing more, and wait for what is being computed: Python aborts when it ends in the middle of it."""
+        """Stop the threads, and wait for requests in progress: Python aborts if it exits in the middle of one."""
         self._queue.put(None)
         self._replies.close()
-        ends = perf_counter() + timeout
+        deadline = perf_counter() + timeout
         for thread in self._threads:
-            thread.join(max(ends - perf_counter(), 0.0))
+            thread.join(max(deadline - perf_counter(), 0.0))
 
     def _run(self) -> None:
         while (first := self._queue.get()) is not None:
-            items = [first, *self._others()]
-            self._replies.wait_for_room()
+            requests = [first, *self._take_batch()]
+            self._replies.wait_until_not_full()
             with self._gate.shared():
-                self._compute([item for item in items if item.reply.set_running_or_notify_cancel()])
-            del first, items  # while it waits, it holds nothing
+                self._compute_all([one for one in requests if one.reply.set_running_or_notify_cancel()])
+            del first, requests  # keep nothing alive while waiting
         self._queue.put(None)  # for the next thread
 
-    def _others(self) -> Iterator[_Item]:
-        """Yield requests that come soon after the first of a batch."""
-        ends = perf_counter() + self._limits.batch_window_s
+    def _take_batch(self) -> Iterator[QueuedRequest]:
+        """Yield requests that arrive within the batch window."""
+        deadline = perf_counter() + self._limits.batch_window_s
         for _ in range(self._limits.batch - 1):
             try:
-                item = self._queue.get(timeout=max(ends - perf_counter(), 0.0))
+                request = self._queue.get(timeout=max(deadline - perf_counter(), 0.0))
             except Empty:
                 return
-            if item is None:
+            if request is None:
                 self._queue.put(None)
                 return
-            yield item
+            yield request
 
     # -- a batch, in one of the threads --------------------------------------------------------------------------------
 
-    def _compute(self, items: list[_Item]) -> None:
-        groups: dict[str | int, list[_Begun]] = {}
-        for item in items:
+    def _compute_all(self, requests: list[QueuedRequest]) -> None:
+        """Decode requests, and compute those with the same batch key together."""
+        groups: dict[str | int, list[QueuedRequest]] = {}
+        for request in requests:
             try:
-                begun = self._begin(item)
-                key = self._served.key(begun.decoded.boundary) if len(items) > 1 else None
-            except BaseException as error:  # noqa: BLE001  whatever it is, the client is told, and others are served
-                self._fail(item, error)
+                boundary = self._decode(request)
+                key = self._served.batch_key(boundary) if len(requests) > 1 else None
+            except BaseException as error:  # noqa: BLE001  the client is told, and others are served
+                self._fail(request, error)
             else:
-                groups.setdefault(id(item) if key is None else key, []).append(begun)
+                groups.setdefault(id(request) if key is None else key, []).append(request)
         for group in groups.values():
-            self._together(group)
+            self._compute(group)
 
-    def _begin(self, item: _Item) -> _Begun:
-        now, work = perf_counter(), item.work
+    def _decode(self, request: QueuedRequest) -> Boundary:
+        start = perf_counter()
+        request.timing["queue_s"] = start - request.arrived
         if self._failure is not None:
-            raise Draining(f"the server ends, since its device failed: {self._failure}")
-        if now > work.ends:
-            raise Late(f"the request waited {now - work.arrived:.3f} s, longer than the client does")
-        if len(work.data) > self._limits.max_message:
-            raise TooLarge(f"{size(len(work.data))} are more than {size(self._limits.max_message)}")
-        check_codec(work.codec)
-        return _Begun(item, self._served.decode(work.data, self._limits.held), now - work.arrived)
+            raise self._device_failed()
+        if start > request.deadline:
+            raise Late(f"the request waited {start - request.arrived:.3f} s, and its deadline has passed")
+        assert request.data is not None
+        if len(request.data) > self._limits.max_message:
+            raise TooLarge(f"expected at most {size(self._limits.max_message)}, got {size(len(request.data))}")
+        try:
+            parse_codec(request.codec)  # before anything is computed
+        except NoMatch as error:  # which would be reported as a missing cut
+            raise BadQuery(str(error)) from error
+        start = perf_counter()
+        request.boundary = self._served.decode(request.data, self._limits.total_bytes)
+        request.timing["decode_s"] = perf_counter() - start
+        request.data, request.at = None, request.boundary.at
+        return request.boundary
 
-    def _together(self, group: list[_Begun]) -> None:
+    def _compute(self, group: list[QueuedRequest]) -> None:
         start = perf_counter()
         try:
-            outputs = self._served.compute([begun.decoded.boundary for begun in group])
+            outputs = self._served.compute([request.boundary for request in group if request.boundary is not None])
         except BaseException as error:  # noqa: BLE001  whatever the model raises, the client is told
             if len(group) == 1:
-                self._fail(group[0].item, error)
-            elif self._has_failed():
-                for begun in group:
-                    self._fail(begun.item, Draining(f"the server ends, since its device failed: {self._failure}"))
-            else:  # one of them is to blame, and the others are not
-                for begun in group:
-                    self._together([begun])
+                self._fail(group[0], error)
+            elif self._has_device_failed():
+                for request in group:
+                    self._fail(request, self._device_failed())
+            else:  # one request is to blame, and the others are not
+                for request in group:
+                    self._compute([request])
             return
         run_s = perf_counter() - start
         self._metrics.batches.observe(len(group))
-        for begun, output in zip(group, outputs, strict=True):
+        for request, output in zip(group, outputs, strict=True):
+            request.timing["run_s"] = run_s
             try:
-                reply, spent = self._reply(begun, output, run_s, len(group))
-            except BaseException as error:  # noqa: BLE001  what the model returned cannot be sent
-                self._fail(begun.item, error)
+                reply = self._encode(request, output, len(group))
+            except BaseException as error:  # noqa: BLE001  the output cannot be sent
+                self._fail(request, error)
             else:
                 self._replies.add(len(reply))
-                begun.item.reply.set_result(reply)  # on its way: what follows makes only the next one wait
-                self._note(begun, spent, len(group))
+                request.resolve(reply)  # first: metrics and logs delay only the next request
+                self._count(request, len(group))
 
-    def _reply(self, begun: _Begun, output: object, run_s: float, batch: int) -> tuple[bytes, dict[str, float]]:
-        """The message, and the seconds of each phase."""
-        work, at = begun.item.work, begun.decoded.boundary.at
+    def _encode(self, request: QueuedRequest, output: object, batch: int) -> bytes:
         start = perf_counter()
-        data = self._served.encode(output, at, work.codec)
-        spent = {
-            "decode_s": begun.decoded.seconds,
-            "queue_s": begun.queue_s,
-            "run_s": run_s,
-            "encode_s": perf_counter() - start,
-        }
-        head = protocol.Reply(id=work.id, timing=protocol.Timing(**spent, batch=batch))
-        return protocol.with_bytes(head, data), spent
+        data = self._served.encode(output, request.at, request.codec)
+        request.timing["encode_s"] = perf_counter() - start
+        head = protocol.Reply(id=request.id, timing=protocol.Timing(**request.timing, batch=batch))
+        return protocol.with_payload(head, data)
 
-    def _note(self, begun: _Begun, spent: dict[str, float], batch: int) -> None:
-        at = begun.decoded.boundary.at
-        self._metrics.requests.labels(at).inc()
-        for phase, seconds in spent.items():
+    def _count(self, request: QueuedRequest, batch: int) -> None:
+        self._metrics.requests.labels(request.at).inc()
+        for phase, seconds in request.timing.items():
             self._metrics.seconds.labels(phase.removesuffix("_s")).observe(seconds)
-        log.info("answered", extra={"request": begun.item.work.id[:ID_CHARS], "at": at, "batch": batch, **spent})
+        extra = {"request": request.id[:MAX_ID_CHARS], "at": request.at, "batch": batch, **request.timing}
+        log.info("answered", extra=extra)
 
-    def _fail(self, item: _Item, error: BaseException) -> None:
-        kind, message = as_message(error)
+    def _fail(self, request: QueuedRequest, error: BaseException) -> None:
+        kind, message = to_message(error)
         self._metrics.errors.labels(kind).inc()
-        log.warning("failed", extra={"request": item.work.id[:ID_CHARS], "kind": kind, "reason": message.message})
-        reply = protocol.Reply(id=item.work.id, error=message).SerializeToString()
+        extra = {"request": request.id[:MAX_ID_CHARS], "kind": kind, "reason": message.message}
+        log.warning("failed", extra=extra)
+        reply = protocol.Reply(id=request.id, error=message).SerializeToString()
         self._replies.add(len(reply))
-        item.reply.set_result(reply)
-        self._has_failed()
+        request.resolve(reply)
+        self._has_device_failed()
 
-    def _has_failed(self) -> bool:
-        """Whether the device can compute nothing any more; the first to notice says so."""
+    def _device_failed(self) -> Draining:
+        return Draining(f"the server is shutting down, since its device failed: {self._failure}")
+
+    def _has_device_failed(self) -> bool:
+        """Whether the device is unusable; the first thread to notice reports it."""
         if self._failure is None:
             self._failure = self._served.device_failure()
             if self._failure is not None:
@@ -262,7 +262,7 @@ class WorkerPool:
 
 
 class _Gate:
-    """Many at once, or one alone, for whom those that come later wait."""
+    """A shared lock that gives priority to exclusive access."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -281,8 +281,8 @@ class _Gate:
                 self._changed.notify_all()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._changed:  # whoever comes now waits for it
+    def exclusive(self) -> Iterator[None]:
+        with self._changed:
             self._waiting += 1
             try:
                 self._changed.wait_for(lambda: not self._inside)

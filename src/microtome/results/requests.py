@@ -51,7 +51,7 @@ class CutMove(NamedTuple):
     why: str
 
 
-@dataclass
+@dataclass(frozen=True)
 class RequestRecord:
     """The outcome of a request and the time of each phase.
 

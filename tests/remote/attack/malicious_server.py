@@ -15,7 +15,7 @@ import microtome as mt
 from microtome import zoo
 from microtome.errors import MicrotomeError
 from microtome.remote import protocol
-from microtome.remote.channel import REPLY
+from microtome.remote.protocol import DEFAULT_REPLY_BYTES
 from microtome.remote.served_model import ServedModel
 from microtome.split.boundary import Boundary
 from tests.remote.attack.harness import Outcome, Tally, run_limited
@@ -24,7 +24,7 @@ from tests.remote.hostile import Answer, Hostile, truthful
 #: Bytes of a reply that is too long, and of a bomb when it has been unpacked.
 LONG = 400_000_000
 #: What a client may hold of a reply: the message, what protobuf makes of it, and twice that to read it.
-BUDGET = 4 * REPLY
+BUDGET = 4 * DEFAULT_REPLY_BYTES
 
 
 def run(seconds: float) -> Outcome:
@@ -77,18 +77,18 @@ def _is_held(remote: Any, x: Any, expected: Any) -> bool:
 
 
 def _long(request: Any, reply: Any) -> bytes:
-    return protocol.with_bytes(protocol.Reply(id=request.id), bytes(LONG))
+    return protocol.with_payload(protocol.Reply(id=request.id), bytes(LONG))
 
 
 def _long_error(request: Any, reply: Any) -> bytes:
-    error = protocol.Error(kind=1, message="\x1b[31m\u202e" + "x" * (REPLY // 2))
+    error = protocol.Error(kind=1, message="\x1b[31m\u202e" + "x" * (DEFAULT_REPLY_BYTES // 2))
     data: bytes = protocol.Reply(id=request.id, error=error).SerializeToString()
     return data
 
 
 def _output(change: Callable[[Boundary], Boundary], codec: str) -> Answer:
     def answer(request: Any, reply: Any) -> bytes:
-        return protocol.with_bytes(
+        return protocol.with_payload(
             protocol.Reply(id=request.id), change(Boundary.from_bytes(reply.output)).to_bytes(codec)
         )
 

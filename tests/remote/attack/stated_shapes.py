@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -14,8 +13,10 @@ import torch
 import microtome as mt
 from microtome import zoo
 from microtome.errors import RemoteError
-from microtome.remote import protocol
-from microtome.remote.connection import Connection, Pending, Security
+from microtome.inputs import Inputs
+from microtome.remote.connection import Connection
+from microtome.remote.request import RemoteRequest, Route
+from microtome.remote.security import Security
 from microtome.split.boundary import Boundary
 from tests.remote.attack.harness import MAX_MESSAGE, Outcome, Tally, Target, attack_server
 
@@ -39,11 +40,12 @@ def attack(target: Target) -> Tally:
             if target.is_over():
                 break
             for forged, codec in lie(boundary):
-                pending = Pending(protocol.Request(id=uuid.uuid4().hex), forged, codec, None)
+                request = RemoteRequest(Inputs(), Route(forged.at, codec))
+                request.encode(forged)
                 tally.tried += 1
-                connection.submit(pending)
+                connection.submit(request)
                 try:
-                    pending.reply.result(60.0)
+                    request.reply.result(60.0)
                 except RemoteError as error:
                     tally.held += error.kind in ("BAD_REQUEST", "TOO_LARGE")
     return tally

@@ -21,8 +21,8 @@ def attack(target: Target) -> Tally:
     """Keep as many calls open as one can, each with all of a message but its end, or with some parts of a request."""
     whole = prefixed(bytes((4 << 20) - 1), announced=4 << 20)
     part = bytes(1 << 20)
-    first = protocol.with_bytes(protocol.Request(id="1", size=MAX_MESSAGE), part)
-    parts = prefixed(first) + prefixed(protocol.with_bytes(protocol.Request(id="1"), part)) * 20
+    first = protocol.with_payload(protocol.Request(id="1", size=MAX_MESSAGE), part)
+    parts = prefixed(first) + prefixed(protocol.with_payload(protocol.Request(id="1"), part)) * 20
     kinds = cycle([("Run", None, whole), ("Run", target.token, whole), ("Stream", target.token, whole)])
     uploads = cycle([("Stream", target.token, parts), ("Hello", None, whole)])
     tally, before = Tally(), 0

@@ -19,7 +19,7 @@ from microtome.errors import sanitize_text
 from microtome.units import rate, seconds, size
 
 if TYPE_CHECKING:
-    from microtome.remote.channel import Security
+    from microtome.remote.security import Security
 
 #: Cuts to list by name.
 _MAX_CUTS = 5
@@ -44,15 +44,15 @@ def ping(server: str, *, outputs: Outputs, security: Security, timeout: float) -
 def _ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
     from microtome.remote import protocol
     from microtome.remote.connection import Connection
-    from microtome.remote.link_probe import probe
+    from microtome.remote.server_probe import measure_link
 
     with closing(Connection(server, security)) as connection:
         hello = protocol.HelloRequest(protocol=protocol.PROTOCOL, microtome=__version__, torch=torch.__version__)
-        connection.ask("Hello", hello, timeout)  # opens the connection
+        connection.call("Hello", hello, timeout)  # opens the connection
         start = perf_counter()
-        reply = connection.ask("Hello", hello, timeout)
+        reply = connection.call("Hello", hello, timeout)
         handshake_s = perf_counter() - start
-        measured = probe(connection, most=min(_MAX_MESSAGE, reply.max_message))
+        measured = measure_link(connection, max_bytes=min(_MAX_MESSAGE, reply.max_message))
     return {
         "kind": "ping",
         "schema": 1,

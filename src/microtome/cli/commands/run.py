@@ -22,8 +22,8 @@ from microtome.errors import BadInputs, MicrotomeError, RemoteError, SensorFaile
 from microtome.inputs import Inputs
 
 if TYPE_CHECKING:
-    from microtome.remote.channel import Security
     from microtome.remote.client import Remote
+    from microtome.remote.security import Security
     from microtome.results.requests import RequestRecord
 
 _DATA = ".npy of (samples, …), or a folder of .npy or images (default: the example inputs, --repeat times)."

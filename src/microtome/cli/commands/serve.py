@@ -62,13 +62,13 @@ def serve(
     requests that it has received, and exits.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # keep what clients send out of the log
-    from microtome.remote.credentials import read_token
     from microtome.remote.logs import log_to_stderr
-    from microtome.remote.peers import raise_open_files
+    from microtome.remote.peers import raise_descriptor_limit
+    from microtome.remote.security import read_token
     from microtome.remote.server import serve as start
 
     _keep_freed_memory()
-    raise_open_files()
+    raise_descriptor_limit()
     log_to_stderr(log_level)
     token = None if token_file is None else read_token(token_file)
     target, inputs = model.load(-1)

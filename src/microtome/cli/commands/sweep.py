@@ -12,7 +12,7 @@ from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import show_progress
 
 if TYPE_CHECKING:
-    from microtome.remote.channel import Security
+    from microtome.remote.security import Security
 
 _CUTS = "all; dominating: cuts that send fewer bytes than every earlier one; or comma-separated addresses."
 

@@ -35,8 +35,7 @@ def connection_options(command: Callable[..., None]) -> Callable[..., None]:
         is_encrypted = tls or ca is not None or cert is not None
         if server_name is not None and not is_encrypted:
             raise click.UsageError("--server-name is compared with a certificate: add --tls or --ca")
-        from microtome.remote.channel import Security
-        from microtome.remote.credentials import read_token
+        from microtome.remote.security import Security, read_token
 
         token = None if token_file is None else read_token(token_file)
         command(*args, security=Security(is_encrypted, ca, cert, key, token, server_name), **options)
