@@ -94,7 +94,7 @@ def test_energy_is_that_of_the_edges_part_and_of_its_radio() -> None:
     assert plan.winner.name == "all on edge"
     free = planned(objective="energy")
     assert free.winner.name == "all on cloud, input by zstd"  # both take nothing: the faster one
-    assert any("give the link joules_per_byte" in note for note in free.notes)
+    assert any("set joules_per_byte of the link" in note for note in free.notes)
     assert free["l1"].energy_j == pytest.approx(30)
 
 
@@ -224,7 +224,7 @@ def test_cuts_below_the_depth_of_a_profile_are_left_out_and_counted() -> None:
 def test_refused_cuts_are_no_candidates() -> None:
     plan = planned(made.cuts(SIZES, refused=["l0"]))
     assert ("l0",) not in {candidate.at for candidate in plan}
-    assert any("at 1 places the model cannot be cut" in note for note in plan.notes)
+    assert any("the model cannot be cut at 1 calls" in note for note in plan.notes)
 
 
 def test_a_plan_is_asked_by_address_or_name() -> None:
