@@ -637,7 +637,7 @@ def test_a_port_that_is_taken_is_said(resnet: tuple[nn.Module, Tensor], server: 
     ("options", "words"),
     [
         ({"max_message": "3GB"}, "expected max_message of at most 2.00 GiB"),
-        ({"max_message": "much"}, "no number of bytes"),
+        ({"max_message": "much"}, "expected a number of bytes"),
         ({"concurrency": 0}, "concurrency"),
     ],
 )
