@@ -22,37 +22,26 @@ from microtome.inputs import Inputs
 
 
 class Edit:
-    """An edit that knows the call it is applied at; also callable as a function of the value alone.
+    """An edit that depends on the call it is applied at; also callable as a function of the value alone.
 
     Args:
         change: Returns the replacement for the value at a call.
         text: Its `repr`.
-        inputs: Returns the replacement for the arguments of a call, if that differs from `change`.
+        change_inputs: Returns the replacement for the arguments of a call, if that differs from `change`.
     """
 
     def __init__(
         self,
         change: Callable[[Call | None, Any], Any],
         text: str,
-        inputs: Callable[[Call, Any], Inputs] | None = None,
+        change_inputs: Callable[[Call, Any], Any] | None = None,
     ) -> None:
-        self._change = change
+        self.at = change
+        self.inputs_at = change_inputs or change
         self._text = text
-        self._inputs = inputs
 
     def __call__(self, value: Any) -> Any:
-        return self._change(None, value)
-
-    def at(self, call: Call, value: Any) -> Any:
-        return self._change(call, value)
-
-    def inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the replacement for the arguments of a call."""
-        if self._inputs is not None:
-            replacement = self._inputs(call, (args, kwargs))
-            return replacement.args, replacement.kwargs
-        changed: tuple[Any, Any] = self._change(call, (args, kwargs))
-        return changed
+        return self.at(None, value)
 
     def __repr__(self) -> str:
         return self._text
@@ -117,10 +106,9 @@ def patch_from(feats: Features, *, rows: Any = None) -> Edit:
         patched[rows] = captured[rows].to(value)
         return patched
 
-    def patch_inputs(call: Call, value: Any) -> Inputs:
+    def patch_inputs(call: Call, value: Any) -> Any:
         captured = feats.inputs(_address_in(feats, call))
-        args, kwargs = _copy_captured((captured.args, captured.kwargs), value, call)
-        return Inputs(*args, **kwargs)
+        return _copy_captured((captured.args, captured.kwargs), value, call)
 
     return Edit(patch, f"patch_from({feats!r})", patch_inputs)
 
@@ -180,9 +168,7 @@ class _SelectedEdit:
         self.applied = False
 
     def output(self, call: Call, output: Any) -> Any:
-        if not self._matches(call, output):
-            return output
-        return _apply(self._change, call, output)
+        return _apply(self._change, call, output) if self._matches(call, output) else output
 
     def inputs(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -190,7 +176,8 @@ class _SelectedEdit:
         if not self._matches(call, (args, kwargs)):
             return args, kwargs
         if isinstance(self._change, Edit):
-            return self._change.inputs(call, args, kwargs)
+            changed: tuple[tuple[Any, ...], dict[str, Any]] = self._change.inputs_at(call, (args, kwargs))
+            return changed
         replacement = _apply(self._change, call, Inputs(*args, **kwargs))
         if not isinstance(replacement, Inputs):
             raise Unsupported(
@@ -206,7 +193,7 @@ class _SelectedEdit:
 
 
 class _LastCalls(Probe):
-    """The index of the last call of each module that ran, by path."""
+    """Records the index of the last call of each module, by path, and whether a run failed."""
 
     def __init__(self) -> None:
         self.indices: dict[str, int] = {}
@@ -274,7 +261,7 @@ def _check_number(value: Any, name: str) -> None:
 
 def _copy_captured(captured: Any, value: Any, call: Call) -> Any:
     """Copy captured tensors, which the model may write to, to the device of the value that they replace."""
-    shapes, expected = ([tuple(tensor.shape) for tensor in tensors_in(one)] for one in (captured, value))
+    shapes, expected = ([tuple(tensor.shape) for tensor in tensors_in(part)] for part in (captured, value))
     if shapes != expected:
         raise Unsupported(
             f"cannot patch {call.address!r}: expected captured shapes {expected}, got {shapes}: capture from inputs of "

@@ -52,11 +52,11 @@ def order_of(model: nn.Module, inputs: Inputs, *, fast_paths: bool) -> tuple[str
 
 
 def _cached_orders(model: nn.Module) -> OrderedDict[Any, tuple[str, ...] | None]:
-    found = _cache.get(id(model))
-    if found is None or found[0]() is not model:
+    entry = _cache.get(id(model))
+    if entry is None or entry[0]() is not model:
         key = id(model)
-        found = _cache[key] = weakref.ref(model, lambda _: _cache.pop(key, None) and None), OrderedDict()
-    return found[1]
+        entry = _cache[key] = weakref.ref(model, lambda _: _cache.pop(key, None) and None), OrderedDict()
+    return entry[1]
 
 
 class _CallEnds(Probe):

@@ -28,7 +28,7 @@ from microtome.inputs import Inputs, device_of
 
 def extract(
     model: nn.Module,
-    given: Any,
+    model_inputs: Any,
     at: Selector,
     /,
     *,
@@ -43,7 +43,7 @@ def extract(
     """Run the model once and return the outputs of the selected modules.
 
     Args:
-        given: The inputs of the model: a tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
+        model_inputs: A tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
         at: The modules: a path, a glob, a module type, … or several; `"path#1"` for one call of a module;
             `"path/operator"` for operators in their calls.
         stop: End the run after the last selected call. A run on tensors without values, which hooks and edits see too,
@@ -63,7 +63,7 @@ def extract(
     (torch.Size([1, 3]), True)
     """
     check_model(model)
-    targets, run = Targets(model, at), Inputs.of(given, device=device_of(model))
+    targets, run = Targets(model, at), Inputs.of(model_inputs, device=device_of(model))
     if not isinstance(inputs, bool):
         raise BadQuery(
             f"expected inputs=True or False, whether to capture the arguments of calls, got a {type(inputs).__name__}: "
@@ -169,7 +169,7 @@ class _ModuleCapture(Probe):
             attributes = [vars(module) for _, module in named_modules(model)]
             for tensor in tensors_in((attributes, inputs, output)):
                 self.copy_on_write.copy_sharing(tensor)
-        names = {path: list(found) for path, found in self._op_names.items()}
+        names = {path: list(names) for path, names in self._op_names.items()}
         feats._other_names = path_aliases(model)
         feats.never_ran = self._targets.check(feats._values, self._last_calls, names)
 

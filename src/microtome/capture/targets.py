@@ -40,9 +40,9 @@ class Targets:
             if self._names_operators(selector):
                 self._add_op(selector)
             else:
-                found = CallSelection(model, selector)
-                self.calls.update(found)
-                self._by_selector.append((selector, found))
+                selection = CallSelection(model, selector)
+                self.calls.update(selection)
+                self._by_selector.append((selector, selection))
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -66,10 +66,10 @@ class Targets:
         path, _, name = text.rpartition("/")
         if not name:
             raise BadSelector(f"expected an operator after the slash, such as 'blocks.3/softmax', got {text!r}")
-        found = CallSelection(self._model, path)
-        self._owners.update(found)
-        wanted = name if "#" in name else f"{name}#*"
-        self._ops.append((text, found, glob(wanted) if is_glob(wanted) else wanted))
+        selection = CallSelection(self._model, path)
+        self._owners.update(selection)
+        pattern = name if "#" in name else f"{name}#*"
+        self._ops.append((text, selection, glob(pattern) if is_glob(pattern) else pattern))
 
     @property
     def fast_paths(self) -> bool:
@@ -81,7 +81,7 @@ class Targets:
 
     def includes_op(self, call: Call, name: str) -> bool:
         """Return whether an operator of a call, such as `softmax#0`, is selected."""
-        return any(call in found and _matches(name, pattern) for _, found, pattern in self._ops)
+        return any(call in selection and _matches(name, pattern) for _, selection, pattern in self._ops)
 
     @property
     def addresses(self) -> list[str]:
@@ -107,24 +107,24 @@ class Targets:
         """
         captured_names, ran = set(captured), set(last_calls)
         missing: dict[str, None] = {}
-        for selector, found in self._by_selector:
-            _check_index(selector, found, last_calls)
-            absent = sorted(found.modules.keys() - captured_names)
-            if absent and (len(absent) == len(found.modules) or isinstance(selector, nn.Module)):
+        for selector, selection in self._by_selector:
+            _check_index(selector, selection, last_calls)
+            absent = sorted(selection.modules.keys() - captured_names)
+            if absent and (len(absent) == len(selection.modules) or isinstance(selector, nn.Module)):
                 raise _not_captured_error(self._model, absent[0], ran)
             missing |= dict.fromkeys(absent)
-        for text, found, pattern in self._ops:
-            _check_index(text.rpartition("/")[0], found, last_calls)
-            names = sorted({name for path in found.modules for name in ops.get(path, [])})
+        for text, selection, pattern in self._ops:
+            _check_index(text.rpartition("/")[0], selection, last_calls)
+            names = sorted({name for path in selection.modules for name in ops.get(path, [])})
             if not any(_matches(name, pattern) for name in names):
                 raise NoMatch(f"no operator matches {text!r}; operators that ran: {', '.join(names) or 'none'}")
         return tuple(missing)
 
 
-def _check_index(selector: Any, found: CallSelection, last_calls: Mapping[str, int]) -> None:
+def _check_index(selector: Any, selection: CallSelection, last_calls: Mapping[str, int]) -> None:
     """Raise if a selector names a call with an index that no call of its modules has."""
     index = split_call_index(selector)[1]
-    counts = [(last_calls[path], path) for path in found.modules if path in last_calls]
+    counts = [(last_calls[path], path) for path in selection.modules if path in last_calls]
     if index is not None and counts and max(counts)[0] < index:
         raise NoMatch(f"{selector!r} never ran: {describe_call_count(*max(counts))}")
 

@@ -1,4 +1,4 @@
-"""The face of `torch.utils.module_tracker`: change the import, keep the code."""
+"""A drop-in for `torch.utils.module_tracker`: change the import, keep the code."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from microtome.engine.signals import SignalSafe
 
 __all__ = ["ModuleTracker"]
 
-#: The methods of torch's tracker that keep `parents`; a subclass that overrides one keeps `parents` itself.
-_KEEP_PARENTS = ("_fw_pre_hook", "_fw_post_hook", "_get_append_fn", "_get_pop_fn", "_maybe_set_engine_callback")
+#: The methods of torch's tracker that update `parents`; a subclass that overrides one updates `parents` itself.
+_UPDATE_METHODS = ("_fw_pre_hook", "_fw_post_hook", "_get_append_fn", "_get_pop_fn", "_maybe_set_engine_callback")
 
 
 class ModuleTracker(SignalSafe[Any], module_tracker.ModuleTracker):
-    """The names of the modules that run now: the root's class name and the attribute path, and always `"Global"`.
+    """Tracks the names of the running modules: the root's class name and the attribute path, and always `"Global"`.
 
     A subclass of torch's. Unlike torch's, it is exact for keyword arguments, for inputs that need no gradient, in
     `autograd.grad`, after an exception and with threads; and `FlopCounterMode` can use it:
@@ -34,12 +34,12 @@ class ModuleTracker(SignalSafe[Any], module_tracker.ModuleTracker):
     48
     """
 
-    _keeps_parents = False
+    _updates_parents = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._keeps_parents = any(getattr(cls, name) is not getattr(ModuleTracker, name) for name in _KEEP_PARENTS)
-        overridden = [name for name in _KEEP_PARENTS if name in vars(cls)]
+        cls._updates_parents = any(getattr(cls, name) is not getattr(ModuleTracker, name) for name in _UPDATE_METHODS)
+        overridden = [name for name in _UPDATE_METHODS if name in vars(cls)]
         if overridden:
             warnings.warn(
                 f"{cls.__name__} overrides {', '.join(overridden)}, so it runs on torch's own hooks: its parents are "
@@ -58,7 +58,7 @@ class ModuleTracker(SignalSafe[Any], module_tracker.ModuleTracker):
         def __enter__(self) -> Self: ...
 
     def _set_up(self) -> Self:
-        if not self._keeps_parents:
+        if not self._updates_parents:
             self._session.__enter__()
         module_tracker.ModuleTracker.__enter__(self)
         return self
@@ -72,12 +72,12 @@ class ModuleTracker(SignalSafe[Any], module_tracker.ModuleTracker):
         try:
             module_tracker.ModuleTracker.__exit__(self, kind, error, trace)
         finally:
-            if not self._keeps_parents:
+            if not self._updates_parents:
                 self._session.__exit__(kind, error, trace)
 
     @property
     def parents(self) -> set[str]:
-        """The names of the modules whose forward or backward runs now in this thread, and `"Global"`; a new set."""
+        """The names of the modules whose forward or backward runs in this thread, and `"Global"`; a new set."""
         if not self._session.is_open:
             return self._parents
         return {"Global", *(self._name(call) for call in self._session.stack if call not in self._order.outside)}
@@ -85,7 +85,9 @@ class ModuleTracker(SignalSafe[Any], module_tracker.ModuleTracker):
     @parents.setter
     def parents(self, names: set[str]) -> None:
         if self._session.is_open:
-            raise AttributeError("parents cannot be set while modules are tracked: it says what runs")
+            raise AttributeError(
+                "parents cannot be set while modules are tracked: it is computed from the running calls"
+            )
         self._parents = names
 
     def _name(self, call: Call) -> str:
@@ -109,13 +111,13 @@ class ModuleTracker(SignalSafe[Any], module_tracker.ModuleTracker):
 
 
 class _HookOrder(Probe):
-    """Calls that run hooks which torch's tracker does not enclose.
+    """Finds calls that are running hooks outside of what torch's tracker encloses.
 
     torch's tracker enters a module after the global hooks that were registered before it, and leaves the module before
     the module's own forward hooks.
 
     Attributes:
-        outside: The open calls that are not yet entered, or left already.
+        outside: The open calls that torch's tracker has not entered yet, or has left already.
     """
 
     def __init__(self) -> None:
@@ -132,6 +134,6 @@ class _HookOrder(Probe):
 
 
 def _torch_name(path: str) -> str:
-    """Torch gives two roots of one class the same name, where the tracker says `Net` and `Net@2`."""
+    """Convert a path to torch's name, which is the same for two roots of one class: the engine's are `Net`, `Net@2`."""
     root, dot, rest = path.partition(".")
     return root.partition("@")[0] + dot + rest

@@ -74,10 +74,10 @@ def _indices(values: Any) -> tuple[int, ...] | None:
 
 
 def _normalize_indices(indices: Sequence[int], count: int, kind: str) -> list[int]:
-    invalid = [one for one in indices if not -count <= one < count]
+    invalid = [index for index in indices if not -count <= index < count]
     if invalid:
         raise BadQuery(f"expected the index of a {kind} from {-count} to {count - 1}, got {invalid[0]}")
-    return [one % count for one in indices]
+    return [index % count for index in indices]
 
 
 def fused_weights(arguments: AttentionArguments, output: Tensor, selected: WeightRange) -> Tensor:

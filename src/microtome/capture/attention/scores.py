@@ -115,10 +115,10 @@ class Origins:
         if role in (Role.PRODUCT, Role.MIX):
             origin = self._of_product(role, call, args, output)
         else:
-            known = [found for tensor in _tensors(args) if (found := self.of(tensor)) is not None]
-            origin = next((found for found in known if found.kind is ScoreKind.SCORES), None)
-            origin = origin or next((found for found in known if found.kind is ScoreKind.WEIGHTS), None)
-            origin = origin or (known[0] if known and role is Role.COPY else None)
+            origins = [origin for tensor in _tensors(args) if (origin := self.of(tensor)) is not None]
+            origin = next((one for one in origins if one.kind is ScoreKind.SCORES), None)
+            origin = origin or next((one for one in origins if one.kind is ScoreKind.WEIGHTS), None)
+            origin = origin or (origins[0] if origins and role is Role.COPY else None)
         if origin is not None:
             self.mark(output, origin)
 
@@ -132,7 +132,9 @@ class Origins:
         first, second = map(self.of, factors)
         if second is not None and second.kind is ScoreKind.PARAMETER:
             return first._replace(mixed=True) if first is not None and first.kind is ScoreKind.SCORES else None
-        if role is Role.MIX or any(found is not None and found.kind is ScoreKind.WEIGHTS for found in (first, second)):
+        if role is Role.MIX or any(
+            factor is not None and factor.kind is ScoreKind.WEIGHTS for factor in (first, second)
+        ):
             return None
         return Origin(ScoreKind.SCORES, call, output.shape[-1])
 

@@ -48,7 +48,7 @@ class ShardPart:
     """
 
     tensors: dict[str, Tensor]
-    held_bytes: int
+    buffered_bytes: int
     header_space: int
 
 
@@ -60,8 +60,8 @@ class Batch:
 
     Attributes:
         tensors: The tensors that wait to be written.
-        held_bytes: Their memory.
-        seen_bytes: The bytes of all tensors, including those that were only counted.
+        buffered_bytes: Their memory.
+        added_bytes: The bytes of all tensors added, including those that were only counted.
         full: Whether the limit had been reached.
         ends_run: Whether no run of the model was open when it was completed.
     """
@@ -69,26 +69,26 @@ class Batch:
     def __init__(self, shard_bytes: int) -> None:
         self.pieces: dict[str, SeriesEntry] = {}
         self.tensors: dict[str, Tensor] = {}
-        self.held_bytes = self.seen_bytes = 0
+        self.buffered_bytes = self.added_bytes = 0
         self.full = False
         self.ends_run = True
         self._shard_bytes = shard_bytes
-        self._count = self._kept_bytes = self._header_bytes = 0
+        self._count = self._value_bytes = self._header_bytes = 0
         self._header_space: int | None = None
 
     @property
     def is_complete(self) -> bool:
-        return self.seen_bytes >= self._shard_bytes or self._count >= _MAX_TENSORS
+        return self.added_bytes >= self._shard_bytes or self._count >= _MAX_TENSORS
 
     @property
     def is_overdue(self) -> bool:
         """Whether to complete it inside a run rather than at its end."""
-        return self.seen_bytes >= 2 * self._shard_bytes or self._count >= _MAX_TENSORS
+        return self.added_bytes >= 2 * self._shard_bytes or self._count >= _MAX_TENSORS
 
     @property
     def has_part(self) -> bool:
         """Whether enough tensors wait to write a part."""
-        return self.held_bytes - OVERHEAD_BYTES * len(self.tensors) >= _PART_BYTES
+        return self.buffered_bytes - OVERHEAD_BYTES * len(self.tensors) >= _PART_BYTES
 
     def fits_header(self, key: str, tensor: Tensor) -> bool:
         """Return whether the header has space for another tensor."""
@@ -99,7 +99,7 @@ class Batch:
         piece.stats.add(tensor)
         piece.given += 1
         piece.dropped += dropped
-        self.seen_bytes += tensor.nbytes
+        self.added_bytes += tensor.nbytes
 
     def add(self, name: str, number: int, tensor: Tensor, empty_stats: Stats, run: int | None = None) -> None:
         """Add the tensor of a run, with its number among those of its name, to be written."""
@@ -110,9 +110,9 @@ class Batch:
         piece.dtypes.append(DTYPE_CODES[tensor.dtype])
         piece.runs.append(run)
         self.tensors[key] = tensor
-        self.held_bytes += memory_bytes(tensor)
+        self.buffered_bytes += memory_bytes(tensor)
         self._header_bytes += header_bytes(key, tensor)
-        self._kept_bytes += tensor.nbytes
+        self._value_bytes += tensor.nbytes
         self._count += 1
 
     def _piece(self, name: str, empty_stats: Stats) -> SeriesEntry:
@@ -129,12 +129,12 @@ class Batch:
             self._header_space = self._estimate_header_space()
         part = ShardPart(ready, sum(map(memory_bytes, ready.values())), self._header_space)
         self.tensors = {key: tensor for key, tensor in self.tensors.items() if key not in ready}
-        self.held_bytes -= part.held_bytes
+        self.buffered_bytes -= part.buffered_bytes
         return part
 
     def _estimate_header_space(self) -> int:
         """Estimate the header's size if the rest of the shard is similar, up to a 64th of the shard."""
-        growth = min(self._shard_bytes / max(1, self._kept_bytes), _MAX_TENSORS / self._count)
+        growth = min(self._shard_bytes / max(1, self._value_bytes), _MAX_TENSORS / self._count)
         estimate = min(int(1.25 * growth * self._header_bytes), self._shard_bytes // 64)
         pages = -(-(8 + max(_HEADER_SPACE, self._header_bytes, estimate)) // 4096)
         return 4096 * pages - 8

@@ -70,7 +70,7 @@ class DiskStore(TensorStore):
             if isinstance(error, OSError):
                 raise record_error(self.folder, error) from error
             raise
-        self._counts = dict(self._totals.kept)  # of written tensors, by name
+        self._counts = dict(self._totals.counts)  # of written tensors, by name
         self.count, self.dropped, self.nbytes = self._totals.count, self._totals.dropped, self._totals.nbytes
         self.next_run = self._totals.next_run
         self._names = dict.fromkeys(self._totals.stats)
@@ -153,9 +153,9 @@ class DiskStore(TensorStore):
     def _wait_for_space(self, tensor: Tensor) -> None:
         needed = memory_bytes(tensor)
         if self.queued_bytes + needed > self._queue_bytes:
-            if self._batch.held_bytes + needed > self._queue_bytes:
+            if self._batch.buffered_bytes + needed > self._queue_bytes:
                 self._submit_batch()
-            self._writer.wait_until(max(0, self._queue_bytes - needed - self._batch.held_bytes))
+            self._writer.wait_until(max(0, self._queue_bytes - needed - self._batch.buffered_bytes))
             self._check_failed()
 
     def _submit_batch(self) -> None:
@@ -253,4 +253,4 @@ class DiskStore(TensorStore):
     @property
     def queued_bytes(self) -> int:
         """The memory of tensors that wait to be written."""
-        return self._batch.held_bytes + self._writer.pending_bytes
+        return self._batch.buffered_bytes + self._writer.pending_bytes

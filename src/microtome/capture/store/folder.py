@@ -135,11 +135,11 @@ def _to_json(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_manifest(folder: Path, content: dict[str, Any]) -> None:
-    found = read_manifest(folder).content
+    existing = read_manifest(folder).content
     for key in _EQUAL_ENTRIES:
-        if found.get(key) != content.get(key):
+        if existing.get(key) != content.get(key):
             raise BadFile(
-                f"{str(folder)!r} is a recording of something else: expected {key!r} to be {found.get(key)!r}, "
+                f"{str(folder)!r} is a recording of something else: expected {key!r} to be {existing.get(key)!r}, "
                 f"got {content.get(key)!r}; record to another folder"
             )
 
@@ -148,11 +148,6 @@ def _check_histogram(folder: Path, totals: IndexTotals, empty_stats: Stats) -> N
     for name, stats in totals.stats.items():
         if stats.new() != empty_stats:
             raise BadFile(
-                f"{str(folder)!r} has another histogram of {name!r}: expected {_describe_bins(stats)}, "
-                f"got {_describe_bins(empty_stats)}; use the same, or record to another folder"
+                f"{str(folder)!r} has another histogram of {name!r}: expected {stats.histogram or 'none'}, "
+                f"got {empty_stats.histogram or 'none'}; use the same, or record to another folder"
             )
-
-
-def _describe_bins(stats: Stats) -> str:
-    histogram = stats.histogram
-    return "none" if histogram is None else f"{histogram.bins} bins from {histogram.low} to {histogram.high}"

@@ -150,9 +150,9 @@ def _verified(text: bytes) -> bytes:
     """Verify the checksum of a line, and return the line without it."""
     if not _has_sum(text):
         raise ValueError("expected a checksum at its end")
-    body, found = text[:-_SUM_BYTES] + b"}", text[-_SUM_BYTES + len(_SUM) : -len(_SUM_END)].decode(errors="replace")
-    if found != (expected := xxh3_64_hexdigest(body)):
-        raise ValueError(f"expected the checksum {expected}, got {found!r}")
+    body, got = text[:-_SUM_BYTES] + b"}", text[-_SUM_BYTES + len(_SUM) : -len(_SUM_END)].decode(errors="replace")
+    if got != (expected := xxh3_64_hexdigest(body)):
+        raise ValueError(f"expected the checksum {expected}, got {got!r}")
     return body
 
 
@@ -166,7 +166,7 @@ class IndexTotals:
         dropped: The number not written because of the limit.
         nbytes: The bytes of those in shards.
         shards: The number of shards.
-        kept: The number of tensors in shards, by name.
+        counts: The number of tensors in shards, by name.
         next_run: One above the largest number of a run.
     """
 
@@ -177,7 +177,7 @@ class IndexTotals:
     shards: int = 0
     full: bool = False
     next_run: int = 0
-    kept: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     stats: dict[str, Stats] = field(default_factory=dict)
 
     def add(self, line: IndexLine) -> None:
@@ -189,7 +189,7 @@ class IndexTotals:
             self.dropped += piece.dropped
             self.nbytes += piece.nbytes
             self.next_run = max(self.next_run, *(run + 1 for run in piece.runs if run is not None), 0)
-            self.kept[name] = self.kept.get(name, 0) + len(piece.shapes)
+            self.counts[name] = self.counts.get(name, 0) + len(piece.shapes)
             if name not in self.stats:
                 self.stats[name] = piece.stats.new()
             self.stats[name].merge(piece.stats)

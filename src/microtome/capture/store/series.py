@@ -110,10 +110,10 @@ class Series(Sequence[Tensor]):
     def _check_shapes(self, kinds: set[tuple[int, ...]], verb: str) -> None:
         if len(kinds) > 1:
             counts = Counter(self.shapes).most_common()
-            seen = ", ".join(f"{shape_text(shape)} ({count} times)" for shape, count in counts[:5])
+            shapes = ", ".join(f"{shape_text(shape)} ({count} times)" for shape, count in counts[:5])
             more = f" and {len(counts) - 5} more shapes" if len(counts) > 5 else ""
             raise BadQuery(
-                f"cannot {verb} {self._text()}: their shapes differ: {seen}{more}; use them one by one, or in slices "
+                f"cannot {verb} {self._text()}: their shapes differ: {shapes}{more}; use them one by one, or in slices "
                 "of equal shapes"
             )
 

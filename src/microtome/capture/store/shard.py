@@ -116,7 +116,7 @@ class ShardReader:
         self._folder = folder
         self._sizes = sizes
         self._header_sums = header_sums
-        self._places: dict[str, dict[str, TensorRange]] = {}
+        self._ranges: dict[str, dict[str, TensorRange]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -145,27 +145,27 @@ class ShardReader:
     def _place(self, file: str, stream: BinaryIO, key: str) -> TensorRange:
         """Return the location of a tensor in its file."""
         with self._lock:
-            if file not in self._places:
-                start, found = read_header(stream, self._folder / file)
+            if file not in self._ranges:
+                start, ranges = read_header(stream, self._folder / file)
                 if (expected := self._header_sums.get(file)) is not None:
                     _verify("its header", expected, xxh3_64_hexdigest(start))
-                self._places[file] = found
-            return self._places[file][key]
+                self._ranges[file] = ranges
+            return self._ranges[file][key]
 
     def _check_size(self, path: Path, stream: BinaryIO) -> None:
-        found, expected = os.fstat(stream.fileno()).st_size, self._sizes[path.name]
-        if found != expected:
+        got, expected = os.fstat(stream.fileno()).st_size, self._sizes[path.name]
+        if got != expected:
             raise BadFile(
-                f"damaged shard {str(path)!r}: expected {expected} bytes, got {found}; "
+                f"damaged shard {str(path)!r}: expected {expected} bytes, got {got}; "
                 f"the tensors in the other shards can still be read"
             )
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            self._places.clear()
+            self._ranges.clear()
 
 
-def _verify(part: str, expected: str, found: str) -> None:
-    if found != expected:
-        raise ValueError(f"{part}: expected the checksum {expected}, got {found}")
+def _verify(part: str, expected: str, got: str) -> None:
+    if got != expected:
+        raise ValueError(f"{part}: expected the checksum {expected}, got {got}")

@@ -68,7 +68,7 @@ class Histogram:
 
     def merge(self, other: Histogram) -> None:
         if (other.bins, other.low, other.high) != (self.bins, self.low, self.high):
-            raise BadQuery(f"cannot merge histograms: expected {self._text()}, got {other._text()}")
+            raise BadQuery(f"cannot merge histograms: expected {self}, got {other}")
         self._add_counts(other.counts, other.below, other.above)
 
     def _add_counts(self, counts: list[int], below: int, above: int) -> None:
@@ -76,7 +76,7 @@ class Histogram:
         self.below += below
         self.above += above
 
-    def _text(self) -> str:
+    def __str__(self) -> str:
         return f"{self.bins} bins from {self.low} to {self.high}"
 
 

@@ -1,4 +1,4 @@
-"""A writing thread with a queue."""
+"""Write parts and batches in a background thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class Task:
 
 
 class WriterThread:
-    """Writes items in order in a thread; the first error ends it and is kept.
+    """Writes items in order in a background thread; the first error ends it and is kept.
+
+    It is no `ThreadPoolExecutor`, which accepts nothing once the interpreter shuts down: an `atexit` handler may close
+    a recording.
 
     Args:
         write: Called in the thread with an item, and a function to call right before the system call, during which
@@ -59,7 +62,7 @@ class WriterThread:
         with self._changed:
             if self.error is None:
                 self._queue.append(item)
-                self.pending_bytes += item.held_bytes
+                self.pending_bytes += item.buffered_bytes
                 self._changed.notify_all()
 
     def put_here(self, item: Item, meanwhile: Callable[[], None]) -> None:
@@ -152,7 +155,7 @@ class WriterThread:
             return False
         with self._changed:
             self._queue.popleft()
-            self.pending_bytes -= item.held_bytes
+            self.pending_bytes -= item.buffered_bytes
             self._changed.notify_all()
         return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -127,12 +126,11 @@ class LayerObserver(Probe):
         addresses: dict[str, list[str]] = {}
         for row in profile:
             addresses.setdefault(row.path, []).append(row.address)
-        skipped = [] if resumed_after is None else list(_skipped(profile, resumed_after))
-        observed = Counter(row.path for row in skipped)
-        before = Counter(inner.path for row in skipped for inner in _descendants(profile, row))
+        before, observed = ((), ()) if resumed_after is None else _calls_before(profile, resumed_after)
+        first_call, first_run = (Counter(row.path for row in rows) for rows in (before, observed))
         found: dict[str, LayerRun] = {}
         for path, runs in self._runs.items():
-            pairs = zip(addresses.get(path, ())[before[path] :], runs[observed[path] :], strict=False)
+            pairs = zip(addresses.get(path, ())[first_call[path] :], runs[first_run[path] :], strict=False)
             found |= {address: run for address, run in pairs if run is not None}
         return found
 
@@ -144,21 +142,16 @@ def _describe_output(output: Any, tensors: list[Tensor]) -> dict[str, Any]:
     return properties
 
 
-def _skipped(profile: Profile, address: str) -> Iterator[Row]:
-    """Yield the calls that a resumed run skips: the largest that end with or before a call and do not contain it."""
-    row: Row = profile[address]
-    yield row
+def _calls_before(profile: Profile, address: str) -> tuple[list[Row], list[Row]]:
+    """Return the calls that end with or before a call, and the outermost of them."""
+    rows, last = list(profile), profile[address]
+    containing: set[str | None] = set()
+    row = last
     while row.parent is not None:
-        parent: Row = profile[row.parent]
-        for sibling in profile.children(parent):
-            if sibling is row:
-                break
-            yield sibling
-        row = parent
-
-
-def _descendants(profile: Profile, row: Row) -> Iterator[Row]:
-    """Yield a call and the calls inside it."""
-    yield row
-    for child in profile.children(row):
-        yield from _descendants(profile, child)
+        containing.add(row.parent)
+        row = profile[row.parent]
+    after = rows.index(last) + 1
+    while after < len(rows) and rows[after].depth > last.depth:  # inside the last call
+        after += 1
+    before = [row for row in rows[:after] if row.address not in containing]
+    return before, [row for row in before if row.parent in containing]
