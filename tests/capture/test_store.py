@@ -845,7 +845,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_manifest_of_another_program_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(BadFile, match="holds no recording: its manifest.json is of something else"):
+    with pytest.raises(BadFile, match="got none: its manifest.json describes something else"):
         DiskStore(tmp_path, MANIFEST, append=True)
     assert os.listdir(tmp_path) == ["manifest.json"]
 
@@ -975,9 +975,9 @@ def test_another_line_that_is_not_whole_is_named(tmp_path: Path, change: str) ->
 
 
 def test_what_is_no_recording_is_not_opened(tmp_path: Path) -> None:
-    with pytest.raises(BadFile, match="holds no recording: it is not a folder"):
+    with pytest.raises(BadFile, match="got none: it is not a folder"):
         open_folder(tmp_path / "nowhere")
-    with pytest.raises(BadFile, match="holds no recording: manifest.json: No such file"):
+    with pytest.raises(BadFile, match="got none: manifest.json: No such file"):
         open_folder(tmp_path)
     (tmp_path / "manifest.json").write_text("no JSON")
     with pytest.raises(BadFile, match="manifest.json' is not JSON"):

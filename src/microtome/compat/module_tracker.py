@@ -85,9 +85,7 @@ class ModuleTracker(SignalSafe[Any], module_tracker.ModuleTracker):
     @parents.setter
     def parents(self, names: set[str]) -> None:
         if self._session.is_open:
-            raise AttributeError(
-                "parents cannot be set while modules are tracked: it is computed from the running calls"
-            )
+            raise AttributeError("parents cannot be set while modules are tracked: it is computed from running calls")
         self._parents = names
 
     def _name(self, call: Call) -> str:

@@ -279,10 +279,10 @@ def write_manifest(folder: Path, manifest: dict[str, Any], *, sync: bool) -> Non
 def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     if not file.exists():
-        raise BadFile(f"{str(folder)!r} holds no recording: {MANIFEST}: No such file or directory")
+        raise BadFile(f"expected a recording in {str(folder)!r}, got none: {MANIFEST}: No such file or directory")
     data = read_json(file)
     if not isinstance(data, dict) or data.get("kind") != KIND or not isinstance(data.get("manifest"), dict):
-        raise BadFile(f"{str(folder)!r} holds no recording: its {MANIFEST} is of something else")
+        raise BadFile(f"expected a recording in {str(folder)!r}, got none: its {MANIFEST} describes something else")
     if data.get("schema") not in (SCHEMA, _UNCHECKED):
         raise BadFile(
             f"{str(file)!r}: expected version {_UNCHECKED} to {SCHEMA} of a recording, got {data.get('schema')!r}"

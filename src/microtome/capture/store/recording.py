@@ -132,7 +132,7 @@ def open_folder(path: str | PathLike[str]) -> Recording:
     """Open a recording, which may still be written to."""
     folder = Path(path)
     if not folder.is_dir():
-        raise BadFile(f"{str(folder)!r} holds no recording: it is not a folder")
+        raise BadFile(f"expected a recording in {str(folder)!r}, got none: it is not a folder")
     manifest = read_manifest(folder)
     lines, _ = read_index(folder, checked=manifest.checked)
     with translate_read_errors(f"the recording in {str(folder)!r}"):
