@@ -1,4 +1,4 @@
-"""`load`: read any result from its file or folder."""
+"""Read any result from its file or folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load(file: File) -> Any:
     microtome.errors.BadFile: cannot read '/does/not/exist.json': No such file or directory
     """
     if Path(file).is_dir():
-        from microtome.capture.store import open_folder  # with a recording only: it imports much
+        from microtome.capture.store import open_folder  # not imported for other results: it is large
 
         return open_folder(file)
     return load_result(file)

@@ -17,7 +17,7 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
-from microtome.report.html import assets
+from microtome.report.html import document
 from microtome.report.html.table import full_bar
 from microtome.results.measurements import EnergyUse, Spread
 from microtome.results.metrics import METRICS
@@ -82,11 +82,11 @@ def test_the_page_asks_for_nothing_and_has_no_inline_code_or_style(profile: mt.P
 
 def test_the_page_is_small(profile: mt.Profile) -> None:
     assert len(profile.to_html().encode()) < 400_000
-    assert sum(len(text.encode()) for text in (*assets.scripts(), assets.style())) < 200_000
+    assert sum(len(text.encode()) for text in (*document.scripts(), document.style())) < 200_000
 
 
 def test_libraries_carry_their_licences() -> None:
-    hierarchy, plot, _ = assets.scripts()
+    hierarchy, plot, _ = document.scripts()
     assert "Copyright 2010" in hierarchy
     assert "Permission to use, copy, modify" in hierarchy
     assert "The MIT License" in plot
@@ -102,7 +102,7 @@ def test_without_a_script_cards_table_and_bars_are_there(profile: mt.Profile) ->
     assert [attrs["title"] for attrs in rows] == [row.address for row in profile]
     bars = {attrs["class"] for tag, attrs in page.tags if tag == "td" and "class" in attrs}
     assert {"n b100", "n b0"} < bars
-    assert ".b100{--b:100%}" in assets.style()
+    assert ".b100{--b:100%}" in document.style()
 
 
 def test_intervals_are_drawn_over_the_bars(profile: mt.Profile) -> None:

@@ -118,5 +118,5 @@ def test_a_sweep_is_read_from_json_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(NoMatch, match="no module at path 'b'"):
         sweep["b"]
     swept(CutTiming("a", "raw", failed="no")).to_json(tmp_path / "none.json")
-    with pytest.raises(BadFile, match="nothing in it was measured"):
+    with pytest.raises(BadFile, match="expected a measured cut, got none"):
         mt.load(tmp_path / "none.json")

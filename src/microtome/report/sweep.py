@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from microtome.report.chart import StackedBar, sample, stacked_bars
@@ -15,7 +16,7 @@ from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
 #: The most cuts of a table beside those that are always shown, and of a chart.
 _ROWS, _BARS = 12, 24
 #: A bar longer than this many times the shortest is cut off.
-_LONGEST = 6
+LONGEST = 6
 _HEAD, _BETWEEN, _TAIL = "█", "░", "▓"
 _BEST, _PLANNED = "*", "p"
 
@@ -49,29 +50,40 @@ def _shown(sweep: Sweep) -> list[CutTiming]:
     return kept if len(sweep) > _ROWS + 3 else list(sweep)
 
 
+#: The cells of a cut, by the header of their column.
+CELLS: dict[str, Callable[[CutTiming], str]] = {
+    "sent": lambda row: size(row.sent_bytes),
+    "received": lambda row: size(row.received_bytes),
+    "head": lambda row: seconds(row.head_s),
+    "encode": lambda row: seconds(row.encode_s),
+    "codec": lambda row: seconds(row.encode_s + row.codec_there_s + row.decode_s),
+    "wire": lambda row: seconds(row.wire_s),
+    "queue": lambda row: seconds(row.queue_s),
+    "tail": lambda row: seconds(row.tail_s),
+    "codec there": lambda row: seconds(row.codec_there_s),
+    "decode": lambda row: seconds(row.decode_s),
+    "total": lambda row: seconds(row.total_s),
+    "planned": lambda row: seconds(row.planned_s),
+    "energy": lambda row: joules(row.energy_j),
+}
+#: The columns that a run without a server has, too.
+_LOCAL = ("head", "total", "planned", "energy")
+#: The columns of the table by importance: on a narrow terminal the last are dropped first.
+_IMPORTANCE = ("total", "planned", "head", "wire", "tail", "sent", "energy", "codec", "queue")
+
+
+def cell(row: CutTiming, name: str) -> str:
+    is_missing = row.failed is not None or (row.at is None and name not in _LOCAL)
+    return UNKNOWN if is_missing else CELLS[name](row)
+
+
+def has_energy(sweep: Sweep) -> bool:
+    return any(row.energy_j is not None for row in sweep)
+
+
 def _columns(sweep: Sweep) -> list[Column]:
-    """Return the columns; on a narrow terminal those with the highest importance are dropped first."""
-
-    def column(header: str, importance: int, write: Callable[[CutTiming], str], *, is_local: bool = False) -> Column:
-        def cell(row: CutTiming) -> str:
-            is_missing = row.failed is not None or (row.at is None and not is_local)
-            return UNKNOWN if is_missing else write(row)
-
-        return Column(header, cell, importance=importance)
-
-    columns = [
-        column("sent", 5, lambda row: size(row.sent_bytes)),
-        column("head", 2, lambda row: seconds(row.head_s), is_local=True),
-        column("codec", 7, lambda row: seconds(row.encode_s + row.codec_there_s + row.decode_s)),
-        column("wire", 3, lambda row: seconds(row.wire_s)),
-        column("queue", 8, lambda row: seconds(row.queue_s)),
-        column("tail", 4, lambda row: seconds(row.tail_s)),
-        column("total", 0, lambda row: seconds(row.total_s), is_local=True),
-        column("planned", 1, lambda row: seconds(row.planned_s), is_local=True),
-    ]
-    if any(row.energy_j is not None for row in sweep):
-        columns.append(column("energy", 6, lambda row: joules(row.energy_j), is_local=True))
-    return columns
+    names = [name for name in CELLS if name in _IMPORTANCE and (name != "energy" or has_energy(sweep))]
+    return [Column(name, partial(cell, name=name), importance=_IMPORTANCE.index(name)) for name in names]
 
 
 def _mark(sweep: Sweep, row: CutTiming) -> str:
@@ -85,11 +97,10 @@ def _chart(sweep: Sweep, width: int) -> str:
     """Draw the time of each cut in the order of the run as stacked bars; of many, an even sample."""
     bars = []
     for row in sample(sweep.measured, _BARS, lambda one: one is sweep.best or one is sweep.planned):
-        between = max(row.total_s - row.head_s - row.tail_s, 0.0)
-        parts = ((_HEAD, row.head_s, True), (_BETWEEN, between, False), (_TAIL, row.tail_s, True))
+        parts = ((_HEAD, row.head_s, True), (_BETWEEN, row.between_s, False), (_TAIL, row.tail_s, True))
         bars.append(StackedBar(row.name, f"{_mark(sweep, row):<2}", row.total_s, parts))
     legend = f"in the order of the run: {_HEAD} head {_BETWEEN} codec, wire, queue {_TAIL} tail"
-    return "\n".join([legend, *stacked_bars(bars, _LONGEST * sweep.best.total_s, width)])
+    return "\n".join([legend, *stacked_bars(bars, LONGEST * sweep.best.total_s, width)])
 
 
 # -- title and notes ---------------------------------------------------------------------------------------------------
@@ -122,5 +133,7 @@ def _notes(sweep: Sweep, shown: Sequence[CutTiming]) -> Iterator[str]:
     failed = [row for row in sweep if row.failed]
     if failed:
         yield f"{len(failed)} could not be measured: such as {failed[0].name}: {failed[0].failed}"
-    known = any(row.energy_j is not None for row in sweep)
-    yield f"energy of this device: {sweep.energy}" if known else f"energy is not known: {short(sweep.energy)}"
+    if has_energy(sweep):
+        yield f"energy of this device: {sweep.energy}"
+    else:
+        yield f"energy is not known: {short(sweep.energy)}"

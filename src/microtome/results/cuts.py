@@ -1,11 +1,11 @@
-"""The cuts of a model, and the values that cross each."""
+"""The cuts of a model, and the values that cross them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Self, overload
+from typing import Any, Literal, NamedTuple, Self, get_args, overload
 
 from microtome.addresses import find_address, number_calls
 from microtome.errors import BadQuery, NoMatch
@@ -16,8 +16,8 @@ class Live(NamedTuple):
     """A value that crosses a cut.
 
     Attributes:
-        name: The address of the call that returned it, with its place if that returned several: `layer1`, `lstm[0]`; of
-            an input of the model its place among the arguments: `args[0]`, `mask`.
+        name: The address of the call that returned it, with an index if that returned several: `layer1`, `lstm[0]`; for
+            an input of the model, the argument: `args[0]`, `mask`.
         source: The address of the call; None: it is an input of the model.
         nbytes: Its bytes, uncompressed.
     """
@@ -39,7 +39,7 @@ class Cut:
         nbytes: Their bytes.
         head_macs: Multiply-accumulates of the head; None where an operator's are not known.
         head_params: Parameters that the head reads. One that both sides read counts on both.
-        dominates: Whether no cut before it has as few bytes.
+        dominates: Whether every cut before it has more bytes.
         refused: The reason why the model cannot be cut here exactly; None: it can.
     """
 
@@ -68,11 +68,11 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
 
     Attributes:
         model: The class of the model.
-        inputs: The tensors among the inputs of the model.
-        outputs: The tensors that it returns.
-        offered: The cuts. The sequence is of these.
+        inputs: The input tensors of the model.
+        outputs: Its output tensors.
+        offered: The cuts, which are the items of the sequence.
         refused: The places where the model cannot be cut exactly.
-        how: The tensors of the run that the cuts were read from.
+        how: The kind of tensors of the run.
         calls: The number of calls of the run; None in files of an older microtome.
         params: The parameters of the model, read or not, each once; None in files of an older microtome.
         param_bytes: Their bytes.
@@ -109,7 +109,7 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
     @overload
     def __getitem__(self, at: slice) -> tuple[Cut, ...]: ...
     def __getitem__(self, at: int | str | slice) -> Cut | tuple[Cut, ...]:
-        """The cut at an address, or by position."""
+        """Return the cut at an address or index."""
         if not isinstance(at, str):
             return self.offered[at]
         cut = self.find(at)
@@ -118,7 +118,7 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
         return cut
 
     def find(self, at: str) -> Cut:
-        """The place at an address, whether the model can be cut there or not."""
+        """Return the place at an address, whether the model can be cut there or not."""
         return self._by_address[find_address(at, self._by_address)]
 
     @cached_property
@@ -126,9 +126,9 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
         return {cut.at: cut for cut in sorted((*self.offered, *self.refused), key=lambda cut: cut.index)}
 
     def best(self, by: By = "bytes") -> Cut:
-        """The cut with the least of something; of several, the one that leaves the head the least to do."""
-        if by not in ("bytes", "head_macs", "tail_macs", "head_params", "tail_params"):
-            raise BadQuery(f"cuts are compared by bytes, head_macs, tail_macs, head_params or tail_params, not {by!r}")
+        """Return the first cut with the least of a quantity."""
+        if by not in get_args(By):
+            raise BadQuery(f"expected to compare cuts by {', '.join(get_args(By))}, got {by!r}")
         name = "nbytes" if by == "bytes" else by
         known = [cut for cut in self.offered if getattr(cut, name) is not None]
         if not known:
@@ -136,7 +136,7 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
         return min(known, key=lambda cut: (getattr(cut, name), cut.index))
 
     def table(self) -> str:
-        """All cuts as a table."""
+        """Return all cuts as a table."""
         return str(self)
 
     def as_dict(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
 
 
 def _numbered(cuts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cuts with `#0` on the first of several calls, which older files leave out."""
+    """Add `#0` to the first of several calls, which older files leave out."""
     addresses = [cut["at"] for cut in cuts]
     known = dict(zip(addresses, number_calls(addresses), strict=True))
 

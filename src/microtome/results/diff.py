@@ -1,4 +1,4 @@
-"""The difference between two profiles: of the totals, and layer by layer."""
+"""The difference between two profiles: in the totals, and layer by layer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class MetricChange(NamedTuple):
     Attributes:
         quantity: The name of the metric in comparisons: `"macs"`, `"time"`.
         before: None: not known, or the layer was not there.
-        is_noise: Whether the repeated passes of a measured quantity meet, in their middle halves or in the 95 %
-            intervals of their medians, so that nothing says that it changed; None where no passes are known.
+        is_noise: Whether the repeated passes before and after overlap, in their middle halves or in the 95 % intervals
+            of their medians, so that nothing shows a change; None where no passes are known.
     """
 
     quantity: str
@@ -47,9 +47,9 @@ class LayerChange:
     """A call that was added, removed or changed.
 
     Attributes:
-        type: The kind of its module, or both kinds where that changed.
-        changes: What it costs without the calls inside it.
-        note: What else changed: its kind, the shape of its output.
+        type: The type of its module.
+        changes: The changes of its costs without the calls inside it.
+        note: Other changes: its type, the shape of its output.
     """
 
     address: str
@@ -65,13 +65,13 @@ class Diff(Result, kind="diff"):
 
     Attributes:
         before: The model and the inputs of the first profile; `after`: of the second.
-        totals: Of the whole model, every quantity that one of the two has.
-        layers: The calls that changed, those with the greatest share of the whole first.
-        unchanged: How many calls did not.
-        noise: How many calls took another time, within what repeated passes spread by.
-        notes: In what else the two differ: inputs, conventions, machines.
+        totals: The changes of the whole model, in every metric that one of the two has.
+        layers: The calls that changed, those with the largest share of the whole first.
+        unchanged: The number of calls that did not.
+        noise: The number of calls whose time changed within the noise of repeated passes.
+        notes: Other differences: inputs, conventions, machines.
         uncounted: Operators without a formula that the second runs more often than the first: its counts leave more
-            out, and cannot be held against a limit.
+            out, and cannot be compared with a limit.
     """
 
     before: str
@@ -84,29 +84,30 @@ class Diff(Result, kind="diff"):
     uncounted: tuple[str, ...] = ()
 
     def __getitem__(self, quantity: str) -> MetricChange:
-        """The change of a metric of the whole model."""
+        """Return the change of a metric of the whole model."""
         metric = compared_metrics().get(quantity)
         if metric is None:
-            raise BadQuery(f"there is no quantity {quantity!r}: write one of {', '.join(compared_metrics())}")
-        found = next((change for change in self.totals if change.quantity == quantity), None)
-        if found is None or found.growth is None:
-            hint = f": {_VERBS[needs.done]} both with {needs.option}" if (needs := metric.requires) else ""
+            raise BadQuery(f"expected a metric of {', '.join(compared_metrics())}, got {quantity!r}")
+        change = next((change for change in self.totals if change.quantity == quantity), None)
+        if change is None or change.growth is None:
+            verbs = {"measured": "measure", "counted": "count"}
+            hint = f": {verbs[needs.done]} both with {needs.option}" if (needs := metric.requires) else ""
             raise BadQuery(f"{quantity} is not known of both profiles{hint}")
         if self.uncounted and metric.counted_by is not None:
             raise BadQuery(
                 f"{quantity} of {self.after} leaves out {', '.join(self.uncounted)}, which has no formula: "
-                "say what it costs with microtome.register_formula"
+                "add one with microtome.register_formula"
             )
-        return found
+        return change
 
     def over(self, limits: Mapping[str, float]) -> tuple[MetricChange, ...]:
-        """The metrics of the whole that grew by more than a fraction of what they were; noise is no growth.
+        """Return the metrics of the whole model that grew by more than a limit, noise not counted.
 
         Args:
             limits: The fraction for each metric: `{"macs": 0.05}` for five per cent.
         """
-        grown = [(self[quantity], limit) for quantity, limit in limits.items()]
-        return tuple(change for change, limit in grown if (change.growth or 0.0) > limit and not change.is_noise)
+        changes = [(self[quantity], limit) for quantity, limit in limits.items()]
+        return tuple(change for change, limit in changes if (change.growth or 0.0) > limit and not change.is_noise)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
@@ -122,9 +123,6 @@ class Diff(Result, kind="diff"):
         return f"<Diff of {self.before} and {self.after}: {len(self.layers)} calls changed>"
 
 
-_VERBS = {"measured": "measure", "counted": "count"}
-
-
 def diff(before: Profile, after: Profile) -> Diff:
     """Compare two profiles, call by call, by their addresses.
 
@@ -136,8 +134,8 @@ def diff(before: Profile, after: Profile) -> Diff:
     (1.0, [('0', 'output 1x8 to 1x16')])
     """
     if not isinstance(after, Profile):
-        raise BadQuery(f"expected a profile to be compared with, got a {type(after).__name__}")
-    old, new = ({row.address: row for row in one} for one in (before, after))
+        raise BadQuery(f"expected a profile to compare with, got a {type(after).__name__}")
+    old, new = ({row.address: row for row in profile} for profile in (before, after))
     layers, noise = [], 0
     for address in dict.fromkeys((*old, *new)):
         layer = _layer(before, after, old.get(address), new.get(address))
@@ -178,7 +176,7 @@ def _layer(before: Profile, after: Profile, old: Row | None, new: Row | None) ->
         one, two = _own(before, old, metric), _own(after, new, metric)
         if old is None or new is None:
             differs = (one or 0) != (two or 0)
-        else:  # what was not measured on one side tells nothing; what is not counted there does
+        else:  # a metric that was not measured on one side shows no change; one that was not counted does
             differs = one != two and (_is_counted(metric) or None not in (one, two))
         if differs:
             noise = None if old is None or new is None else _is_noise(old, new, metric.name)
@@ -193,22 +191,23 @@ def _is_counted(metric: Metric) -> bool:
 
 
 def _own(profile: Profile, row: Row | None, metric: Metric) -> float | None:
-    """The cost of a call by itself; a measured one only where no call inside was measured, since it has its spread."""
+    """Return the cost of a call by itself; a measured one only of leaves, since only those have a spread."""
     if row is None:
         return None
     if _is_counted(metric) or metric.adds_up != "sum":
-        found: float | None = metric.own(row)
-        return found
+        own: float | None = metric.own(row)
+        return own
     return None if any(metric.of(child) is not None for child in profile.children(row)) else metric.of(row)
 
 
 def _is_noise(old: Row, new: Row, name: str) -> bool | None:
-    """Whether the passes of both overlap, the outer quarters left out."""
-    one, two = old.spreads.get(name), new.spreads.get(name)
-    if one is None or two is None:
+    """Whether the passes of both overlap, without the outer quarters."""
+    if name not in old.spreads or name not in new.spreads:
         return None
-    reach = [(min(spread.low, spread.q1), max(spread.high, spread.q3)) for spread in (one, two)]
-    return reach[0][0] <= reach[1][1] and reach[1][0] <= reach[0][1]
+    (low, high), (other_low, other_high) = (
+        (min(spread.low, spread.q1), max(spread.high, spread.q3)) for spread in (old.spreads[name], new.spreads[name])
+    )
+    return low <= other_high and other_low <= high
 
 
 def _differences(old: Row, new: Row) -> Iterator[str]:
@@ -220,7 +219,7 @@ def _differences(old: Row, new: Row) -> Iterator[str]:
 
 
 def _weight(layer: LayerChange, before: Profile, after: Profile) -> float:
-    """The largest change of a layer, as a fraction of the whole."""
+    """Return the largest change of a layer, as a fraction of the whole."""
     parts = [0.0]
     for change in layer.changes:
         metric = compared_metrics()[change.quantity]
@@ -235,7 +234,7 @@ def _title(profile: Profile) -> str:
 
 
 def _uncounted(profile: Profile) -> dict[str, int]:
-    """The operators without a formula, and how often they ran."""
+    """Return how often each operator without a formula ran."""
     return {op.name: op.runs for op in profile.coverage.unknown}
 
 
@@ -244,19 +243,21 @@ def _has_backward(profile: Profile) -> bool:
 
 
 def _notes(before: Profile, after: Profile) -> Iterator[str]:
-    for when, one in (("before", before), ("after", after)):
-        if one.coverage.unknown:
-            part = f"{one.coverage.counted:,} of {one.coverage.ops:,} operators, an unknown share of the work"
-            yield f"{when}, {part}, are counted: no formula for {', '.join(_uncounted(one))}"
+    for when, profile in (("before", before), ("after", after)):
+        coverage = profile.coverage
+        if coverage.unknown:
+            counted = f"{coverage.counted:,} of {coverage.ops:,} operators, an unknown share of the work"
+            yield f"{when}, {counted}, are counted: no formula for {', '.join(_uncounted(profile))}"
     if None not in (before.gradients, after.gradients) and before.gradients != after.gradients:
-        kept = "before" if before.gradients else "after"
-        yield f"memory is not comparable: {kept}, it holds what a backward needs"
+        when = "before" if before.gradients else "after"
+        yield f"memory is not comparable: {when}, it holds what a backward needs"
     if _has_backward(before) != _has_backward(after):
         yield "memory is that of the forward: one of the two has no backward"
     if before.inputs != after.inputs:
         yield f"the inputs differ: {before.inputs} and {after.inputs}"
     if before.convention != after.convention:
         yield f"the counts are not comparable: they are of the conventions {before.convention} and {after.convention}"
-    for name in before.environment.keys() & after.environment.keys():
-        if name in ("cpu", "gpu", "threads", "torch") and before.environment[name] != after.environment[name]:
-            yield f"measured with other {name}: {before.environment[name]} and {after.environment[name]}"
+    for name in ("cpu", "gpu", "threads", "torch"):
+        old, new = before.environment.get(name), after.environment.get(name)
+        if None not in (old, new) and old != new:
+            yield f"measured with other {name}: {old} and {new}"

@@ -1,4 +1,4 @@
-"""The link between two devices, as stated or as measured."""
+"""The link between two devices, as specified or as measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Link:
         bytes_per_s: The bandwidth, one way.
         rtt_s: Seconds of a round trip of a short message: half of it is the delay of any message.
         jitter_s: Seconds that a message may be late.
-        joules_per_byte: Joules of the radio of the first device for a byte, sent or received; None: not known.
+        joules_per_byte: Joules of the first device's radio for a byte, sent or received; None: unknown.
 
     >>> link = Link("20Mbps", rtt="15ms")
     >>> link.seconds(25_000)                        # half of 15 ms, and 10 ms for 200,000 bits
@@ -39,16 +39,15 @@ class Link:
         joules_per_byte: float | None = None,
     ) -> None:
         """Take strings such as `"20Mbps"` and `"15ms"`; numbers are bits per second, and seconds."""
-        known = joules_per_byte is None or 0 <= joules_per_byte < float("inf")
-        if not known:
-            raise BadQuery(f"joules_per_byte is what the radio takes for a byte, 0 or more, got {joules_per_byte!r}")
+        if joules_per_byte is not None and not 0 <= joules_per_byte < float("inf"):
+            raise BadQuery(f"expected joules_per_byte of 0 or more, got {joules_per_byte!r}")
         object.__setattr__(self, "bytes_per_s", parse_rate(bandwidth))
         object.__setattr__(self, "rtt_s", parse_seconds(rtt))
         object.__setattr__(self, "jitter_s", parse_seconds(jitter))
         object.__setattr__(self, "joules_per_byte", joules_per_byte)
 
     def seconds(self, nbytes: float) -> float:
-        """The time of a message one way, without jitter."""
+        """Return the time of a message one way, without jitter."""
         return self.rtt_s / 2 + nbytes / self.bytes_per_s
 
     @classmethod

@@ -14,7 +14,7 @@ class Spread:
         q1: The first quartile; `q3` is the third.
         low: With `high`, the 95 % bootstrap interval of the median.
         count: The number of samples.
-        outliers: The number of samples more than 1.5 times q3 - q1 outside the quartiles. They are kept.
+        outliers: The number of samples more than 1.5 times q3 - q1 outside the quartiles, which all else includes.
         method: The method of the measurement.
     """
 
@@ -41,7 +41,7 @@ class Timing:
         backward: Seconds of a bare backward; None if there was none.
         backward_ratio: A backward with time stamps over a bare one.
         backward_stamp_s: Seconds of a time stamp in the backward, which are subtracted.
-        device: Seconds that the kernels of a bare forward take, as torch's profiler says; None on a CPU.
+        device: Seconds of the kernels of a bare forward, by torch's profiler; None on a CPU.
         device_backward: Those of a bare backward.
         device_ratio: The device times of all calls over those of a bare forward.
     """
@@ -65,10 +65,10 @@ class EnergyUse:
 
     Attributes:
         method: `"share"`: the whole model's, shared by time. `"replay"`: each layer run alone. `"estimate"`: from
-            counts and given coefficients, not measured.
+            counts and coefficients, not measured.
         meter: The meter; empty for an estimate.
-        whole: Joules of a whole pass, with everything that the meter sees meanwhile; None for an estimate.
-        idle_w: Watts that the meter sees while nothing runs; None if that is not known.
+        whole: Joules of a whole pass, with everything else that the meter measures; None for an estimate.
+        idle_w: Watts of the idle machine; None: unknown.
         pass_s: Seconds of a pass while it was measured.
         closure_j: Joules of the whole, less those of its parts.
         net_closure_j: The same, above idle.
@@ -90,9 +90,8 @@ class MemoryUse:
     """The method of the measured memory of a profile.
 
     Attributes:
-        method: How.
-        rss_before_bytes: What the process held in the machine's memory before the passes.
-        rss_peak_bytes: The most that it held while they ran, as sampled.
+        rss_before_bytes: The resident set size of the process before the passes.
+        rss_peak_bytes: Its peak while they ran, as sampled.
     """
 
     method: str
@@ -105,10 +104,10 @@ class Load:
     """The load of the machine while a call ran, with all calls inside it; None where it cannot be read.
 
     Attributes:
-        cpu: The part of all cores that was in use, from 0 to 1.
-        gpu: The part of the time in which the GPU ran kernels.
-        memory: The part of the machine's memory that was in use.
-        gpu_memory: The part of the GPU's memory that was in use.
+        cpu: The fraction of all cores that was in use, from 0 to 1.
+        gpu: The fraction of the time in which the GPU ran kernels.
+        memory: The fraction of the machine's memory that was in use.
+        gpu_memory: The fraction of the GPU's memory that was in use.
         watts: The power.
         samples: The number of samples that overlap with the call.
     """
@@ -126,10 +125,10 @@ class Sampling:
     """The method of the load.
 
     Attributes:
-        every_s: The time between two samples, the median. Calls shorter than that have what was around them.
-        samples: How many there were.
-        passes: How many passes ran meanwhile.
-        missing: Why a quantity was not read, by its name.
+        every_s: The median time between two samples. Shorter calls have the load of the time around them.
+        samples: The number of samples.
+        passes: The number of passes that ran meanwhile.
+        missing: The reason why a quantity was not read, by its name.
     """
 
     every_s: float
@@ -143,11 +142,11 @@ Kind = Literal["parameter", "buffer", "input", "constant", "op", "rest"]
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Memory that is in use at the peak.
+    """Memory that is live at the peak.
 
     Attributes:
-        kind: `"op"` if an operator made it, else the kind of value; `"rest"` for all that are not listed.
-        name: The address of the call that made it; of an input its name; empty for several.
+        kind: `"op"` if an operator produced it, else the kind of value; `"rest"` for all others.
+        name: The address of the call that produced it, or the name of an input; empty for several.
         count: The number of storages. All parameters are one entry, and so are all buffers.
     """
 
@@ -162,10 +161,10 @@ class Timeline:
     """The memory of a run, operator by operator, weights and inputs included.
 
     Attributes:
-        live_bytes: Bytes that are alive while each operator runs.
-        calls: The index of the row whose code ran each operator; in the backward, of the row that it belongs to.
+        live_bytes: Bytes that are live while each operator runs.
+        calls: The index of the row that each operator of the forward or of the backward belongs to.
         forward: The number of operators of the forward; those of the backward follow.
-        alive: The values that are alive at the peak, the largest first.
+        alive: The values that are live at the peak, the largest first.
     """
 
     live_bytes: tuple[int, ...]
@@ -179,7 +178,7 @@ class Timeline:
         return max(range(len(self.live_bytes)), key=self.live_bytes.__getitem__, default=None)
 
     def check(self, rows: int) -> None:
-        """Raise if it is not the timeline of a profile with so many rows."""
+        """Raise ValueError if it cannot be the timeline of a profile with so many rows."""
         if len(self.calls) != len(self.live_bytes) or not 0 <= self.forward <= len(self.calls):
             raise ValueError(f"expected a row for each of {len(self.live_bytes)} operators, got {len(self.calls)}")
         if outside := [at for at in self.calls if not 0 <= at < rows]:

@@ -130,127 +130,55 @@ def _measured(label: str, unit: Unit, description: str, requires: Requirement, *
 _PER_LAYER: dict[str, Any] = {"is_compared_by_layer": True, "is_ranked": True}
 
 
-# fmt: off: a table, with the options of a metric in a line
+# A table: the options of a metric share a line.
+# fmt: off
 @dataclass(frozen=True, slots=True)
 class Amounts:
     """Metrics that add up: those of the parts sum to those of the whole. None: not counted, or not measured."""
 
     params: int = _field(
-        "params", "count", "parameters; a shared one counts where it is first used", diff="params", **_PER_LAYER
-    )
+        "params", "count", "parameters; a shared one counts where it is first used", diff="params", **_PER_LAYER)
     trainable_params: int = _field("trainable", "count", "parameters that require a gradient", shown="file")
     param_bytes: int = _field("weights", "bytes", "bytes of the parameters", shown="page")
     buffer_bytes: int = _field("buffers", "bytes", "bytes of the buffers", shown="file")
     macs: int | None = _field(
-        "MACs",
-        "count",
-        "multiply-accumulates of the forward",
-        known_of="ops",
-        counted_by="macs",
-        diff="macs",
-        **_PER_LAYER,
-    )
+        "MACs", "count", "multiply-accumulates of the forward",
+        known_of="ops", counted_by="macs", diff="macs", **_PER_LAYER)
     flops: int | None = _field(
-        "FLOPs",
-        "count",
-        "floating-point operations of the forward, by the convention",
-        known_of="ops",
-        counted_by="flops",
-        diff="flops",
-        share="share",
-    )
+        "FLOPs", "count", "floating-point operations of the forward, by the convention",
+        known_of="ops", counted_by="flops", diff="flops", share="share")
     madds: int | None = _field(
-        "MAdds",
-        "count",
-        "multiplications and additions of the forward, each counted",
-        known_of="ops",
-        counted_by="madds",
-        shown="file",
-    )
+        "MAdds", "count", "multiplications and additions of the forward, each counted",
+        known_of="ops", counted_by="madds", shown="file")
     time_s: float | None = _measured(
-        "time",
-        "seconds",
-        "seconds of the host for the forward, the median of the passes",
-        TIME,
-        column="time",
-        share="time_share",
-        interval="spread",
-        diff="time",
-        **_PER_LAYER,
-    )
+        "time", "seconds", "seconds of the host for the forward, the median of the passes", TIME,
+        column="time", share="time_share", interval="spread", diff="time", **_PER_LAYER)
     device_s: float | None = _measured(
-        "device time",
-        "seconds",
-        "seconds that the GPU worked for the forward",
-        DEVICE_TIME,
-        header="device",
-        column="device_time",
-        share="device_share",
-        interval="device_spread",
-        diff="device",
-        **_PER_LAYER,
-    )
+        "device time", "seconds", "seconds that the GPU worked for the forward", DEVICE_TIME, header="device",
+        column="device_time", share="device_share", interval="device_spread", diff="device", **_PER_LAYER)
     backward_macs: int | None = _measured(
-        "backward MACs",
-        "count",
-        "multiply-accumulates of the backward, with what it computes again",
-        BACKWARD,
-        header="bwd MACs",
-        counted_by="",
-        shown="file",
-    )
+        "backward MACs", "count", "multiply-accumulates of the backward, with what it computes again", BACKWARD,
+        header="bwd MACs", counted_by="", shown="file")
     backward_flops: int | None = _measured(
-        "backward FLOPs",
-        "count",
-        "floating-point operations of the backward",
-        BACKWARD,
-        header="bwd FLOPs",
-        counted_by="",
-        diff="backward",
-    )
+        "backward FLOPs", "count", "floating-point operations of the backward", BACKWARD,
+        header="bwd FLOPs", counted_by="", diff="backward")
     backward_s: float | None = _measured(
-        "backward time",
-        "seconds",
-        "seconds of the host for the backward",
-        BACKWARD_TIME,
-        header="bwd time",
-        column="backward_time",
-        diff="backward_time",
-        is_compared_by_layer=True,
-    )
+        "backward time", "seconds", "seconds of the host for the backward", BACKWARD_TIME,
+        header="bwd time", column="backward_time", diff="backward_time", is_compared_by_layer=True)
     backward_device_s: float | None = _measured(
-        "backward device time",
-        "seconds",
-        "seconds that the GPU worked for the backward",
-        BACKWARD_DEVICE,
-        header="bwd device",
-        column="backward_device",
-    )
+        "backward device time", "seconds", "seconds that the GPU worked for the backward", BACKWARD_DEVICE,
+        header="bwd device", column="backward_device")
     energy_j: float | None = _measured(
-        "energy",
-        "joules",
-        "joules of a pass, the backward included if there was one",
-        ENERGY,
-        column="energy",
-        share="energy_share",
-        interval="energy_spread",
-        diff="energy",
-        **_PER_LAYER,
-    )
+        "energy", "joules", "joules of a pass, the backward included if there was one", ENERGY,
+        column="energy", share="energy_share", interval="energy_spread", diff="energy", **_PER_LAYER)
     net_energy_j: float | None = _measured(
-        "net energy", "joules", "joules of a pass above what is drawn when nothing runs", ENERGY, column="net_energy"
-    )
+        "net energy", "joules", "joules of a pass above what is drawn when nothing runs", ENERGY, column="net_energy")
     saved_bytes: int | None = _measured("saved", "bytes", "bytes that the forward keeps for the backward", BACKWARD)
     read_bytes: int = _field(
-        "read", "bytes", "bytes that operators read; a view reads nothing", known_of="ops", shown="file"
-    )
+        "read", "bytes", "bytes that operators read; a view reads nothing", known_of="ops", shown="file")
     write_bytes: int = _field(
-        "written",
-        "bytes",
-        "bytes that operators write; a value changed in place counts once",
-        known_of="ops",
-        shown="file",
-    )
+        "written", "bytes", "bytes that operators write; a value changed in place counts once",
+        known_of="ops", shown="file")
 
     @property
     def moved_bytes(self) -> int:
@@ -267,45 +195,22 @@ class CallAmounts(Amounts):
     """Metrics of a single call, which do not add up."""
 
     output_bytes: int = _field(
-        "output bytes",
-        "bytes",
-        "bytes that the call returns",
-        adds_up="none",
-        shown="page",
-        header="output",
-        diff="output",
-        is_compared_by_layer=True,
-    )
+        "output bytes", "bytes", "bytes that the call returns",
+        adds_up="none", shown="page", header="output", diff="output", is_compared_by_layer=True)
     peak_bytes: int = _field(
-        "peak memory",
-        "bytes",
+        "peak memory", "bytes",
         "the most bytes that live at once while the call runs, weights and inputs included, computed",
-        adds_up="max",
-        header="peak",
-        diff="memory",
-        is_ranked=True,
-    )
+        adds_up="max", header="peak", diff="memory", is_ranked=True)
     measured_peak_bytes: int | None = _measured(
-        "measured peak", "bytes", "the same, measured", MEMORY, adds_up="max", column="measured_peak", is_ranked=True
-    )
+        "measured peak", "bytes", "the same, measured", MEMORY, adds_up="max", column="measured_peak", is_ranked=True)
 
 
 _DERIVED = (
-    Metric(
-        "moved_bytes", "memory moved", "bytes", "bytes that operators read and write", known_of="ops", header="moved"
-    ),
-    Metric(
-        "intensity",
-        "FLOPs/B",
-        "ratio",
-        "operations for each byte moved",
-        "none",
-        known_of="ops",
-        shown="page",
-        counted_by="flops",
-        unknown="it moves no bytes, or no formula is known",
-        file_name="intensity_flops_per_byte",
-    ),
+    Metric("moved_bytes", "memory moved", "bytes", "bytes that operators read and write",
+           known_of="ops", header="moved"),
+    Metric("intensity", "FLOPs/B", "ratio", "operations for each byte moved", "none",
+           known_of="ops", shown="page", counted_by="flops", unknown="it moves no bytes, or no formula is known",
+           file_name="intensity_flops_per_byte"),
 )
 # fmt: on
 

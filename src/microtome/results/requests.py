@@ -1,4 +1,4 @@
-"""The record of a run of many requests."""
+"""A log of requests to a server."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class RequestRecord:
     Attributes:
         at: The cut; None: all of it ran here. `""`: the inputs were sent.
         where: `"cloud"` or `"edge"`: where it ended; `"nowhere"`: it failed.
-        head_s: Seconds of each part; `wire_s` is what neither side can account for.
-        tail_s: Of the tail, wherever it ran.
-        sent_bytes: With the envelope.
-        attempts: How often it was sent.
-        reason: Why it ended on the edge though it was sent, or was to be; or why it failed.
-        alone: Whether no other request of this client was on its way.
+        head_s: Seconds of each phase; `wire_s` is what neither side accounts for.
+        tail_s: Seconds of the tail, wherever it ran.
+        sent_bytes: Bytes of the request with its envelope.
+        attempts: The number of times it was sent.
+        reason: Why it fell back to the edge, or failed.
+        alone: Whether no other request of this client was in flight.
     """
 
     at: str | None
@@ -98,7 +98,7 @@ class RequestLog(Result, kind="run"):
         wall_s: Seconds from the first request to the last answer.
         samples: The number of samples in the requests.
         requests: A record of each.
-        moves: When the cut moved, and why.
+        moves: The moves of the cut, with the reasons.
         energy_j: Joules of this device over that time; None: not measured.
         energy: The meter that measured it; or why there was none.
     """
@@ -121,12 +121,12 @@ class RequestLog(Result, kind="run"):
 
     @property
     def on_edge(self) -> tuple[RequestRecord, ...]:
-        """Requests that ran on the edge alone."""
+        """Requests that ended on the edge."""
         return tuple(sent for sent in self.requests if sent.where == "edge")
 
     @property
     def reasons(self) -> dict[str, int]:
-        """The reasons why requests ran on the edge alone, with how many."""
+        """The number of requests that ended on the edge, by the reason."""
         return dict(Counter(sent.reason for sent in self.on_edge if sent.reason is not None).most_common())
 
     @property
@@ -134,25 +134,26 @@ class RequestLog(Result, kind="run"):
         return None if self.energy_j is None or not self.requests else self.energy_j / len(self.requests)
 
     def phases(self) -> dict[str, Percentiles | None]:
-        """Seconds of each phase of a request; the phases of the server are of the requests that it answered."""
-        cloud = [sent for sent in self.requests if sent.where == "cloud"]
-        found = {
-            name: _middle(sum(getattr(sent, part) for part in parts) for sent in several)
-            for name, parts in PHASES.items()
-            for several in (self.requests if name in _HERE else cloud,)
-        }
-        here = _middle(sent.tail_s for sent in self.on_edge)
-        if here is not None:
-            found = {**found, "tail here": here, "total": found["total"]}
-        return {name: found[name] for name in sorted(found, key=lambda name: name == "total")}
+        """Return the seconds of each phase of a request; the phases of the server are of the requests it answered."""
+        phases = {}
+        for name, fields in PHASES.items():
+            requests = self.requests if name in _HERE else self._on_cloud
+            phases[name] = _percentiles(sum(getattr(sent, field) for field in fields) for sent in requests)
+        total = phases.pop("total")
+        if (tail_here := _percentiles(sent.tail_s for sent in self.on_edge)) is not None:
+            phases["tail here"] = tail_here
+        return {**phases, "total": total}
 
     def sizes(self) -> dict[str, Percentiles | None]:
-        """Bytes that were sent and received, of the requests that the server answered."""
-        cloud = [sent for sent in self.requests if sent.where == "cloud"]
+        """Return the bytes that were sent and received, of the requests that the server answered."""
         return {
-            "sent": _middle(sent.sent_bytes for sent in cloud),
-            "received": _middle(sent.received_bytes for sent in cloud),
+            "sent": _percentiles(sent.sent_bytes for sent in self._on_cloud),
+            "received": _percentiles(sent.received_bytes for sent in self._on_cloud),
         }
+
+    @property
+    def _on_cloud(self) -> list[RequestRecord]:
+        return [sent for sent in self.requests if sent.where == "cloud"]
 
     def to_perfetto(self, file: File | None = None) -> str:
         """Export Chrome trace JSON, edge and cloud with arrows for transfers; written to the file if one is named."""
@@ -161,12 +162,14 @@ class RequestLog(Result, kind="run"):
     def as_dict(self) -> dict[str, Any]:
         data = super().as_dict()
         first = min((sent.began for sent in self.requests), default=0.0)
-        data["requests"] = [record(sent) | _began(sent, first) for sent in self.requests]
+        data["requests"] = [
+            record(sent) | ({} if isnan(sent.began) else {"began_s": sent.began - first}) for sent in self.requests
+        ]
         data["summary"] = {
             "requests": len(self.requests),
             "rate_per_s": self.rate_per_s,
-            "seconds": {name: middle and middle._asdict() for name, middle in self.phases().items()},
-            "bytes": {name: middle and middle._asdict() for name, middle in self.sizes().items()},
+            "seconds": {name: one and one._asdict() for name, one in self.phases().items()},
+            "bytes": {name: one and one._asdict() for name, one in self.sizes().items()},
             "on_edge": len(self.on_edge),
             "reasons": self.reasons,
             "energy_per_request_j": self.energy_per_request_j,
@@ -175,7 +178,7 @@ class RequestLog(Result, kind="run"):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        requests = [one | {"began": one.get("began_s", nan)} for one in data["requests"]]  # older files do not say when
+        requests = [sent | {"began": sent.get("began_s", nan)} for sent in data["requests"]]  # older files lack it
         return super().from_dict(data | {"requests": requests})
 
     def check(self) -> None:
@@ -188,21 +191,16 @@ class RequestLog(Result, kind="run"):
 
 
 def record(sent: RequestRecord) -> dict[str, Any]:
-    """A request as a dict, without the time when it began."""
+    """Return a request as a dict, without the time when it began."""
     return {name: value for name, value in asdict(sent).items() if name != "began"}
 
 
-def _began(sent: RequestRecord, first: float) -> dict[str, float]:
-    return {} if isnan(sent.began) else {"began_s": sent.began - first}
-
-
-def moved(history: Iterable[Any]) -> tuple[CutMove, ...]:
-    """The moves of `Remote.history`, for a file."""
+def cut_moves(history: Iterable[Any]) -> tuple[CutMove, ...]:
+    """Return the moves of `Remote.history`, for a file."""
     return tuple(CutMove(move.when, move.after.at, move.after.codec, move.why) for move in history)
 
 
-def _middle(values: Iterable[float]) -> Percentiles | None:
-    """None where there are no values."""
+def _percentiles(values: Iterable[float]) -> Percentiles | None:
     table = torch.tensor([float(value) for value in values], dtype=torch.float64)
     if not len(table):
         return None

@@ -1,4 +1,4 @@
-"""The result of a sweep."""
+"""A sweep: the measured times of each cut between this device and a server."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class CutTiming:
     """Median times of requests at one cut.
 
     Attributes:
-        at: The cut; `""`: the inputs were sent, and all ran there; None: all ran here.
+        at: The cut; `""`: the inputs were sent, and all ran on the server; None: all ran here.
         wire_s: Seconds that neither side accounts for: the link both ways, and gRPC.
-        queue_s: Until the server began.
-        codec_there_s: To decode what was sent, and to encode the reply.
-        total_q1_s: A quarter of the requests took less than this, and a quarter more than `total_q3_s`.
+        queue_s: Seconds until the server began.
+        codec_there_s: Seconds of the server to decode the request and encode the reply.
+        total_q1_s: The first quartile of the total; `total_q3_s` is the third.
         energy_j: Joules of this device for a request; None: not measured.
         planned_s: Seconds by the plan; None: it has none.
-        failed: Why it could not be measured; all numbers are then 0.
+        failed: The reason why it could not be measured; all numbers are then 0.
     """
 
     at: str | None
@@ -48,6 +48,11 @@ class CutTiming:
     def name(self) -> str:
         return "all here" if self.at is None else self.at or "all there"
 
+    @property
+    def between_s(self) -> float:
+        """The seconds of codecs, wire and queue."""
+        return max(self.total_s - self.head_s - self.tail_s, 0.0)
+
 
 @dataclass(frozen=True)
 class Sweep(Result, kind="sweep"):
@@ -58,8 +63,8 @@ class Sweep(Result, kind="sweep"):
         inputs: The inputs of a request.
         server: Its address.
         device: Where it computes.
-        codec: How what crosses was encoded.
-        repeat: How many requests there were at each cut, taken in turns.
+        codec: The codec of the boundaries.
+        repeat: The number of requests at each cut, taken in turns.
         link: The measured link.
         rows: All there, the cuts in the order of the run, all here.
         energy: The meter of this device's energy; or why there was none.
@@ -97,7 +102,7 @@ class Sweep(Result, kind="sweep"):
 
     @property
     def tied(self) -> tuple[CutTiming, ...]:
-        """Others that cannot be told from the best: the middle half of their requests meets that of the best."""
+        """Others within the noise of the best: the middle halves of their requests overlap."""
         best = self.best
         return tuple(row for row in self.measured if row is not best and row.total_q1_s <= best.total_q3_s)
 
@@ -108,7 +113,7 @@ class Sweep(Result, kind="sweep"):
         return len(self.rows)
 
     def __getitem__(self, at: str | None) -> CutTiming:
-        """The row of a cut; `""`: all there; None: all here."""
+        """Return the row of a cut; `""`: all there; None: all here."""
         known = {row.at: row for row in self.rows}
         return known[at] if at in known else known[find_address(at, [name for name in known if name])]
 
@@ -122,7 +127,7 @@ class Sweep(Result, kind="sweep"):
 
     def check(self) -> None:
         if not self.measured:
-            raise ValueError("nothing in it was measured")
+            raise ValueError("expected a measured cut, got none")
         if took := [row.total_s for row in self.measured if row.total_s <= 0]:
             raise ValueError(f"expected requests that take time, got {took[0]} s")
 

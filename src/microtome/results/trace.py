@@ -1,6 +1,6 @@
-"""One run as data: its calls, its operators and the values they make and read.
+"""One run as data: its calls, its operators, and the values they produce and read.
 
-What there are thousands of are named tuples: they are made several times faster than frozen dataclasses.
+Classes with thousands of instances are named tuples, which are created several times faster than frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Value(NamedTuple):
     """A tensor of the run: a storage in one shape. All tensor objects of that shape on it are one value.
 
     Attributes:
-        origin: What it was when the run began: `"input"`, `"parameter"`, `"buffer"`; `"op"` if an operator made it; and
-            `"constant"` for a tensor that the model keeps elsewhere.
-        name: Of a parameter or buffer its name, of an input its place: `args[0]`, `mask`.
-        device: Where it lies, or would lie if the run were real.
-        nbytes: Elements times their size, whether or not they all lie apart in memory.
-        producer: The operator that made it.
+        origin: `"input"`, `"parameter"`, `"buffer"`; `"op"` if an operator produced it; `"constant"` for a tensor that
+            the model keeps elsewhere.
+        name: The name of a parameter or buffer, or the argument of an input: `args[0]`, `mask`.
+        device: The device that it is on, or would be on in a real run.
+        nbytes: Elements times their size, even if they overlap in memory.
+        producer: The operator that produced it.
         consumers: The operators that read it.
-        mutated_by: The operators that wrote into it.
-        alias_of: The first value in the same memory, if it is not that one itself.
-        memory: Which memory it lies in: an index into `Trace.memories`.
-        content: A digest of the elements of a constant, if it was asked for and they are known; else None.
+        mutated_by: The operators that wrote to it in place.
+        alias_of: The first value in the same storage, if that is another.
+        memory: The index of its storage in `Trace.memories`.
+        content: A digest of the elements of a constant, if it was requested and they are known; else None.
     """
 
     index: int  # type: ignore[assignment]
@@ -53,11 +53,11 @@ class Value(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """A piece of memory that values lie in.
+    """A storage.
 
     Attributes:
-        begins: How many operators had run when it was first seen.
-        ends: How many operators had run when the last tensor on it was gone; None if it outlived the run.
+        begins: The number of operators that had run when it was first observed.
+        ends: The number that had run when the last tensor on it was freed; None if it outlived the run.
     """
 
     nbytes: int
@@ -69,11 +69,11 @@ class Op(NamedTuple):
     """One run of one operator.
 
     Attributes:
-        name: As torch writes it: `aten.addmm.default`. A function that is one kernel on one device and many on
-            another is one operator: `aten.scaled_dot_product_attention`, `aten.lstm`; so is its backward.
-        call: The call whose code ran it, or whose backward it is part of, as an index into `Trace.calls`; or None.
-        read_bytes: What it reads, each value once. A view reads and writes nothing.
-        write_bytes: What it writes: outputs, and values changed in place.
+        name: The name in torch: `aten.addmm.default`. A composite function that is one kernel on some devices is one
+            operator: `aten.scaled_dot_product_attention`, `aten.lstm`; so is its backward.
+        call: The index of the call whose code ran it, or whose backward it is part of; or None.
+        read_bytes: The bytes of the values it reads, each once. A view reads and writes nothing.
+        write_bytes: The bytes of its outputs and of values changed in place.
         macs: Multiply-accumulates; None where no formula is known for the operator.
         flops: Twice the multiply-accumulates, and all other operations; None likewise.
         madds: Multiplications and additions apart, and all other operations; None likewise.
@@ -99,11 +99,11 @@ class TracedCall:
 
     Attributes:
         address: The path of the module, with the index of the call where the module ran several times: `relu#0`.
-        ops: The operators that its own code ran, those of calls inside it left out; with those of its backward.
-        inputs: The tensors among its arguments.
-        outputs: The tensors in what it returned.
-        begins: How many operators had run when it began.
-        ends: How many had run when it ended.
+        ops: The operators that its own code ran, without those of calls inside it; with those of its backward.
+        inputs: The tensors in its arguments.
+        outputs: The tensors in its return value.
+        begins: The number of operators that had run when it began.
+        ends: The number that had run when it ended.
     """
 
     index: int
@@ -123,7 +123,7 @@ class TracedCall:
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """The kind of tensors a run was made on, and why not on a cheaper kind."""
+    """The kind of tensors of a run, and the reason why it was not a cheaper kind."""
 
     tensor_mode: TensorMode
     why: str
@@ -137,7 +137,7 @@ class Read(NamedTuple):
 
     Attributes:
         op: The operator that ran next.
-        call: The call whose code it is; None outside any.
+        call: The call whose code reads it; None outside any.
         value: The value that is read.
     """
 
@@ -153,8 +153,8 @@ class Trace:
     Attributes:
         calls: In the order they began; the root is first.
         ops: In the order they ran.
-        values: In the order they were first seen.
-        reads: Where Python code reads values without an operator, as `tolist` does.
+        values: In the order they were first observed.
+        reads: Reads of values by Python code without an operator, as by `tolist`.
     """
 
     how: How
@@ -165,12 +165,12 @@ class Trace:
     reads: tuple[Read, ...] = ()
 
     def __getitem__(self, address: str) -> TracedCall:
-        """The call at an address. `#0` may be left out where the module ran once."""
+        """Return the call at an address. `#0` may be left out where the module ran once."""
         calls = {call.address: call for call in self.calls if call.phase == "forward"}
         return calls[find_address(address, calls)]
 
     def below(self, call: TracedCall) -> Iterator[TracedCall]:
-        """The call and all calls inside it."""
+        """Yield the call and all calls inside it."""
         yield call
         for child in call.children:
             yield from self.below(self.calls[child])
@@ -190,7 +190,7 @@ class Trace:
         return write(render("graph.drawing.draw_svg", self, depth, cut), file)
 
     def _repr_html_(self) -> str:
-        """The calls as HTML, for notebooks."""
+        """Render the calls as HTML for a notebook."""
         html: str = render("notebook.trace", self)
         return html
 

@@ -70,7 +70,7 @@ def run(
     every request.
     """
     from microtome.remote.client import connect
-    from microtome.results.requests import RequestLog, moved
+    from microtome.results.requests import RequestLog, cut_moves
 
     if data is not None and repeat is not None:
         raise click.UsageError("choose one of --data and --repeat")
@@ -90,7 +90,7 @@ def run(
 
             requests, samples = _stream(remote, items, window, write_output, update)
             wall_s = perf_counter() - start
-        moves = moved(remote.history[0 if began == 1 else began :])
+        moves = cut_moves(remote.history[0 if began == 1 else began :])
     log = RequestLog(
         model=remote.server.model,
         server=server,

@@ -14,7 +14,7 @@ from microtome.cli.options.model import ModelOptions, model_options, wrap_model_
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.engine import tensors_in
 from microtome.report.table import Column, Report, Table
-from microtome.report.table import text as render
+from microtome.report.table import text as render_text
 from microtome.track import track as track_model
 from microtome.units import UNKNOWN
 
@@ -76,4 +76,4 @@ def _text(name: str, rows: list[_TrackRow]) -> str:
         Column("backward", lambda row: UNKNOWN if row.backward is None else str(row.backward)),
     )
     note = "backward: the order in which autograd reached each call"
-    return render(Report(f"{name}: the order of calls", (Table.of(columns, rows),), (note,)))
+    return render_text(Report(f"{name}: the order of calls", (Table.of(columns, rows),), (note,)))

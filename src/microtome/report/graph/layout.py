@@ -1,8 +1,8 @@
 """The layout of a directed acyclic graph: nodes in layers, from top to bottom.
 
-Each node is one layer below the lowest that it reads from; an edge over several layers has a bend in each; the order in
-a layer is that of the neighbours' middles; and each is as near above and below its neighbours as the others let it.
-Graphviz does it better and is a program of its own: `to_dot` is for those who have it, and SVG needs no program.
+The Sugiyama method: each node is one layer below the lowest node that it reads from; an edge over several layers has a
+bend in each; layers are ordered by barycenters; and each node is placed as near to its neighbours as the others permit.
+Graphviz does it better, but is a program of its own: `to_dot` is for those who have it, and SVG needs no program.
 """
 
 from __future__ import annotations

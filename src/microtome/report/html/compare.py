@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 from microtome.report.html.data import numbers
+from microtome.report.html.table import small_table
 from microtome.results.diff import diff
 from microtome.results.metrics import Metric, compared_metrics, page_metrics, why_missing
 from microtome.results.profile import Profile
@@ -13,7 +14,7 @@ from microtome.units import UNKNOWN, write
 
 
 def compare_data(profile: Profile, other: Profile) -> dict[str, Any]:
-    """The other run's quantities at the calls of this one, None where it has no such call."""
+    """Return the other run's metrics at the calls of this one, None where it lacks the call."""
     known = {row.address: row for row in other}
     rows = [known.get(row.address) for row in profile]
     both = [metric for metric in page_metrics() if not why_missing(profile, metric) and not why_missing(other, metric)]
@@ -27,7 +28,7 @@ def compare_data(profile: Profile, other: Profile) -> dict[str, Any]:
 
 
 def _noise(profile: Profile, other: Profile) -> dict[str, list[int]]:
-    """By quantity the layers, as places in this run, whose passes meet those of the other run: no change in a diff."""
+    """Return, by metric, the indices of the layers whose passes overlap with those of the other run."""
     compared = compared_metrics()
     real = {
         (layer.address, compared[change.quantity].name)
@@ -48,7 +49,7 @@ def _noise(profile: Profile, other: Profile) -> dict[str, list[int]]:
 
 
 def compare_table(profile: Profile, other: Profile) -> str:
-    """The totals of both."""
+    """Render the totals of both."""
     found = diff(profile, other)
     compared = compared_metrics()
     noise = {compared[one.quantity].name for one in found.totals if one.is_noise}
@@ -64,9 +65,8 @@ def compare_table(profile: Profile, other: Profile) -> str:
     return (
         f"<p>This run, before: {escape(profile.model)} on {escape(profile.inputs)} ({escape(machines[0])}). "
         f"The other, after: {escape(other.model)} on {escape(other.inputs)} ({escape(machines[1])}).</p>"
-        '<div class="scroll short"><table><thead><tr><th scope="col">the whole model<th scope="col" class="n">this run'
-        '<th scope="col" class="n">the other<th scope="col" class="n">change</thead>'
-        f"<tbody>{rows}</tbody></table></div>" + (f'<ul class="caveats">{notes}</ul>' if notes else "")
+        + small_table(("the whole model", "this run", "the other", "change"), rows)
+        + (f'<ul class="caveats">{notes}</ul>' if notes else "")
     )
 
 
@@ -90,7 +90,7 @@ def _row(
 
 
 def change(here: float | None, there: float | None) -> str:
-    """From this run to the other.
+    """Format the change from this run to the other.
 
     >>> change(2.0, 3.0), change(2, 2), change(None, 1) == change(0, 1) == UNKNOWN
     ('+50.0 %', '=', True)

@@ -16,13 +16,13 @@ _DIGITS = 7
 
 
 def block(name: str, data: Any) -> str:
-    """Data as an element of the page. No text in it can end the element, since every `<` is escaped."""
+    """Render data as an element of the page. No string in it can end the element, since every `<` is escaped."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
 def columns(profile: Profile) -> dict[str, Any]:
-    """The calls as columns, the order that of the profile."""
+    """Return the calls as columns, in the order of the profile."""
     indices = {row.address: at for at, row in enumerate(profile)}
     types = {name: at for at, name in enumerate(dict.fromkeys(row.type for row in profile))}
     return {
@@ -42,7 +42,7 @@ def columns(profile: Profile) -> dict[str, Any]:
 
 
 def metrics(profile: Profile) -> list[dict[str, Any]]:
-    """The metrics of the page, with the reason where the profile has none."""
+    """Return the metrics of the page, with the reason where the profile lacks one."""
     return [
         {
             "name": metric.name,
@@ -73,7 +73,7 @@ def memory(profile: Profile) -> dict[str, Any] | None:
 
 
 def _spreads(profile: Profile) -> dict[str, list[list[float | None] | None]]:
-    """The intervals of measured quantities, by their names; None where a call has none."""
+    """Return the intervals of measured metrics, by their names; None where a call lacks one."""
     names = [metric.name for metric in page_metrics() if metric.name in profile.total.spreads]
     return {
         name: [

@@ -1,21 +1,22 @@
-"""The page of a profile: one self-contained HTML document."""
+"""The page of a profile: one self-contained HTML document, with a policy that lets only its own scripts run."""
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterator
+from functools import cache
+from hashlib import sha256
 from html import escape
+from importlib.resources import files
 from os import PathLike
 from typing import Any
 
 from microtome.errors import BadQuery
-from microtome.report.html import assets
-from microtome.report.html.about import about, caveats
-from microtome.report.html.cards import cards
 from microtome.report.html.compare import compare_data, compare_table
 from microtome.report.html.data import block, columns, memory, metrics
 from microtome.report.html.explorer import explorer
-from microtome.report.html.memory import alive_table
-from microtome.report.html.table import table
+from microtome.report.html.overview import about, cards, caveats
+from microtome.report.html.table import alive_table, layer_table
 from microtome.results.base import load_result
 from microtome.results.cuts import Cuts
 from microtome.results.metrics import METRICS, why_missing
@@ -26,8 +27,8 @@ def html(profile: Profile, cuts: Any = None, compare: Any = None) -> str:
     """Render the page.
 
     Args:
-        cuts: Where the model can be cut, for the split explorer, or the file that holds that.
-        compare: Another profile, to be shown beside, or the file that holds it.
+        cuts: The cuts of the model, for the split explorer, or their file.
+        compare: Another profile to show beside this one, or its file.
     """
     places = _loaded(cuts, Cuts, "the cuts that microtome.cuts returns")
     other = _loaded(compare, Profile, "a profile to compare with")
@@ -35,19 +36,19 @@ def html(profile: Profile, cuts: Any = None, compare: Any = None) -> str:
     title = escape(f"{profile.model} on {profile.inputs}")
     lines = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{assets.policy()}">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy()}">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
         '<link rel="icon" href="data:,">',
-        f"<title>{title}</title><style>{assets.style()}</style></head><body>",
+        f"<title>{title}</title><style>{style()}</style></head><body>",
         f"<header><h1>{escape(profile.model)}</h1><p class=dim>on {escape(profile.inputs)}</p>",
         f'<nav class="toc" aria-label="Sections">{_contents(other)}</nav></header><main>',
         *_sections(profile, explored, other),
         "</main>",
         block("data", _data(profile, explored, other)),
-        *(f"<script>{script}</script>" for script in assets.scripts()),
+        *(f"<script>{script}</script>" for script in scripts()),
         "</body></html>",
     ]
-    return ("\n".join(lines) + "\n").encode("utf-8", "replace").decode()  # a name may hold half a character
+    return ("\n".join(lines) + "\n").encode("utf-8", "replace").decode()  # a name may hold a lone surrogate
 
 
 def _loaded(found: Any, kind: type[Any], expected: str) -> Any:
@@ -89,7 +90,7 @@ def _sections(profile: Profile, explored: dict[str, Any], other: Profile | None)
     known = "".join(f"<li>{escape(caveat)}</li>" for caveat in caveats(profile))
     yield _section("overview", cards(profile) + (f'<ul class="caveats">{known}</ul>' if known else ""))
     yield _section("tree", _drawn("The module tree, as wide as what each call costs"))
-    yield _section("table", f'<div id="controls"></div>{table(profile)}')
+    yield _section("table", f'<div id="controls"></div>{layer_table(profile)}')
     yield _section("memory", _memory(profile))
     yield _section("roofline", _roofline(profile))
     missing = explored.get("missing")
@@ -126,3 +127,45 @@ def _drawn(what: str) -> str:
 
 def _reason(why: str) -> str:
     return f'<p class="reason">– {escape(why)}</p>'  # noqa: RUF001
+
+
+# -- style, scripts and policy -----------------------------------------------------------------------------------------
+
+#: In the order in which they build on each other.
+_OURS = ("format", "dom", "model", "chart", "icicle", "table", "memory", "roofline", "explorer", "compare", "main")
+_VENDORED = ("d3-hierarchy.min.js", "uPlot.iife.min.js")
+
+
+@cache
+def style() -> str:
+    steps = "".join(f".b{at}{{--b:{at}%}}" for at in range(101)) + "".join(f".d{at}{{--d:{at}}}" for at in range(33))
+    return "\n".join((_read("vendor/uPlot.min.css"), _read("page.css"), steps))
+
+
+@cache
+def scripts() -> tuple[str, ...]:
+    """Return the vendored libraries with their licences, and the page's own script."""
+    vendored = []
+    for name in _VENDORED:
+        licence = _read(f"vendor/{name.partition('.')[0]}.LICENSE").strip()
+        vendored.append(f"/*!\n{licence}\n*/\n{_read(f'vendor/{name}')}")
+    ours = "\n".join(_read(f"js/{name}.js") for name in _OURS)
+    return (*vendored, f'(() => {{\n"use strict";\n{ours}\n}})();')
+
+
+@cache
+def policy() -> str:
+    """Return a Content-Security-Policy that allows the contents of the page by their hashes, and nothing else."""
+    allowed = " ".join(map(_hash, scripts()))
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src {_hash(style())}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def _read(name: str) -> str:
+    return files("microtome.report.html").joinpath(name).read_text(encoding="utf-8")

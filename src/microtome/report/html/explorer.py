@@ -1,4 +1,4 @@
-"""The data of the split explorer: the terms of each candidate of a plan, for the script to add up again."""
+"""The data of the split explorer: the terms of each candidate of a plan, which the script adds up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START = {"bandwidth_bps": 20e6, "rtt_s": 0.015, "edge": 1.0, "cloud": 10.0}
 
 
 def explorer(profile: Profile, cuts: Cuts | None, compare: Profile | None, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """The terms of each candidate; or, as `missing`, the reason why there are none.
+    """Return the terms of each candidate, or, as `missing`, the reason why there are none.
 
     The cloud is the machine of the other run, if that is of the same model and has times; else this one.
     """
@@ -35,32 +35,32 @@ def explorer(profile: Profile, cuts: Cuts | None, compare: Profile | None, notes
         if other is None:
             return {"missing": f"No plan can be made: {error}"}
         return explorer(profile, cuts, None, [f"the other run cannot be the cloud: {error}"])
-    listed = _listed(plans, cuts)
+    candidates = _ordered(plans, cuts)
     return {
         "start": START | ({} if other is None else {"cloud": 1.0}),
         "cloud": "this machine" if other is None else "the other run's",
-        "names": [candidate.name for candidate in listed],
-        "baseline": [candidate.is_baseline for candidate in listed],
-        "crosses": [bool(candidate.at) for candidate in listed],
-        "edge_s": [candidate.seconds("run", where="edge") for candidate in listed],
-        "encode_s": [candidate.seconds("encode") for candidate in listed],
-        "decode_s": [candidate.seconds("decode") for candidate in listed],
-        "cloud_s": [candidate.seconds("run", where="cloud") for candidate in listed],
-        "sent": [sum(candidate.sent_bytes) for candidate in listed],
-        "back": [candidate.back_bytes for candidate in listed],
-        "notes": [*notes, *_notes(plans, cuts, listed)],
+        "names": [candidate.name for candidate in candidates],
+        "baseline": [candidate.is_baseline for candidate in candidates],
+        "crosses": [bool(candidate.at) for candidate in candidates],
+        "edge_s": [candidate.seconds("run", where="edge") for candidate in candidates],
+        "encode_s": [candidate.seconds("encode") for candidate in candidates],
+        "decode_s": [candidate.seconds("decode") for candidate in candidates],
+        "cloud_s": [candidate.seconds("run", where="cloud") for candidate in candidates],
+        "sent": [sum(candidate.sent_bytes) for candidate in candidates],
+        "back": [candidate.back_bytes for candidate in candidates],
+        "notes": [*notes, *_notes(plans, cuts, candidates)],
     }
 
 
 def _plans(cuts: Cuts, edge: Profile, cloud: Profile) -> Iterator[Plan]:
-    """Plans of batches of cuts, which together have every candidate."""
+    """Yield plans of batches of cuts, which together have every candidate."""
     link = Link(START["bandwidth_bps"], START["rtt_s"])
     for begin in range(0, max(len(cuts), 1), _AT_ONCE):
         yield plan(replace(cuts, offered=cuts[begin : begin + _AT_ONCE]), edge=edge, cloud=cloud, link=link)
 
 
-def _listed(plans: Sequence[Plan], cuts: Cuts) -> list[Candidate]:
-    """First those without a cut, in the order of the plan's trying them; then cuts in that of the run.
+def _ordered(plans: Sequence[Plan], cuts: Cuts) -> list[Candidate]:
+    """Return the candidates: first those without a cut in the plan's order, then the cuts in the order of the run.
 
     Of equals a plan takes the first, and so does the script.
     """
@@ -76,8 +76,8 @@ def _listed(plans: Sequence[Plan], cuts: Cuts) -> list[Candidate]:
     return sorted((*whole, *(one for found in plans for one in found if not one.is_baseline)), key=place)
 
 
-def _notes(plans: Sequence[Plan], cuts: Cuts, listed: Sequence[Candidate]) -> Iterator[str]:
-    left_out = len(cuts) - sum(not candidate.is_baseline for candidate in listed)
+def _notes(plans: Sequence[Plan], cuts: Cuts, candidates: Sequence[Candidate]) -> Iterator[str]:
+    left_out = len(cuts) - sum(not candidate.is_baseline for candidate in candidates)
     if left_out:
         yield f"{left_out} of {len(cuts)} cuts are left out: a profile has no times so deep"
     yield from (note for note in plans[0].notes if "cuts are left out" not in note)

@@ -1,4 +1,4 @@
-"""A sweep as one page that needs nothing else: bars and a table, no script."""
+"""The page of a sweep: bars and a table in one self-contained HTML document without a script."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from html import escape
 
 from microtome.report.requests import short
+from microtome.report.sweep import CELLS, LONGEST, cell, has_energy
 from microtome.report.table import shorten
 from microtome.results.sweep import CutTiming, Sweep
-from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
+from microtome.units import rate, ratio, seconds
 
 #: Pixels of the chart: of names, of bars, of the figures beside them, and of a row.
 _NAMES, _BARS, _FIGURES, _ROW = 250, 560, 90, 18
-#: A bar that is longer than so many times the shortest is cut off.
-_LONGEST = 6
 _LONG_NAME = 36
 
 _STYLE = """
@@ -38,18 +37,18 @@ _COLUMNS = ("sent", "received", "head", "encode", "wire", "queue", "tail", "code
 
 
 def html(sweep: Sweep) -> str:
-    """The page. Whatever a model or a server named is escaped."""
+    """Render the page. Names from a model or a server are escaped."""
     title = escape(f"{sweep.model} at {sweep.server}")
     lines = [
         '<!doctype html><html lang="en"><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
         f"<title>{title}</title><style>{_STYLE}</style>",
         f"<h1>{title}: {escape(sweep.best.name)} is the best, {seconds(sweep.best.total_s)}</h1>",
-        *(f"<p>{escape(line)}</p>" for line in _said(sweep)),
+        *(f"<p>{escape(line)}</p>" for line in _summary(sweep)),
         '<p class="key dim"><i style="background:var(--head)"></i>head<i style="background:var(--between)"></i>'
         'codec, wire and queue<i style="background:var(--tail)"></i>tail</p>',
         f'<div class="chart">{_chart(sweep)}</div><div class="table">{_table(sweep)}</div>',
-        *(f'<p class="dim">{escape(line)}</p>' for line in _fine(sweep)),
+        *(f'<p class="dim">{escape(line)}</p>' for line in _footnotes(sweep)),
         "</html>",
     ]
     return "\n".join(lines) + "\n"
@@ -60,7 +59,7 @@ def html(sweep: Sweep) -> str:
 
 def _chart(sweep: Sweep) -> str:
     rows = sweep.measured
-    whole = min(max(row.total_s for row in rows), _LONGEST * sweep.best.total_s) or 1.0
+    whole = min(max(row.total_s for row in rows), LONGEST * sweep.best.total_s) or 1.0
     width, height = _NAMES + _BARS + _FIGURES, _ROW * len(rows) + 4
     drawn = "".join(_drawn(sweep, row, at * _ROW, _BARS / whole) for at, row in enumerate(rows))
     label = f"Time of a request by cut, from {seconds(sweep.best.total_s)} on"
@@ -71,21 +70,21 @@ def _chart(sweep: Sweep) -> str:
 
 
 def _drawn(sweep: Sweep, row: CutTiming, top: int, scale: float) -> str:
-    """One bar, with its name before and its figure behind it; the whole is told where it is pointed at."""
+    """Draw one bar, with its name before and its figure behind it, and its terms as a tooltip."""
     is_best = row is sweep.best
     kind = ' class="best"' if is_best else ""
     name = escape(shorten(row.name, _LONG_NAME) + _mark(sweep, row))
     parts, x = [], 0.0
-    between = max(row.total_s - row.head_s - row.tail_s, 0.0)
-    for ink, spent in (("h", row.head_s), ("w", between), ("t", row.tail_s)):
+    for ink, spent in (("h", row.head_s), ("w", row.between_s), ("t", row.tail_s)):
         end = min(x + spent * scale, float(_BARS))
         if end - x >= 0.05:
             left, wide = _number(_NAMES + x), _number(end - x)
             parts.append(f'<rect class="{ink}" x="{left}" y="{top + 3}" width="{wide}" height="{_ROW - 5}"/>')
         x = end
+    terms = ", ".join(f"{name} {CELLS[name](row)}" for name in ("head", "codec", "wire", "queue", "tail"))
     figure = seconds(row.total_s) + (" →" if row.total_s * scale > _BARS + 0.5 else "")
     return (
-        f"<g><title>{escape(f'{row.name}: {_terms(row)}')}</title>"
+        f"<g><title>{escape(f'{row.name}: {terms}')}</title>"
         f'<text{kind} x="{_NAMES - 8}" y="{top + 13}" text-anchor="end">{name}</text>'
         f"{''.join(parts)}"
         f'<text class="{"best" if is_best else "dim"}" x="{_number(_NAMES + x + 6)}" y="{top + 13}">{figure}</text></g>'
@@ -100,14 +99,6 @@ def _number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _terms(row: CutTiming) -> str:
-    codec_s = row.encode_s + row.codec_there_s + row.decode_s
-    return (
-        f"head {seconds(row.head_s)}, codec {seconds(codec_s)}, wire {seconds(row.wire_s)}, "
-        f"queue {seconds(row.queue_s)}, tail {seconds(row.tail_s)}"
-    )
-
-
 def _mark(sweep: Sweep, row: CutTiming) -> str:
     return " (plan)" if row is sweep.planned else ""
 
@@ -116,31 +107,24 @@ def _mark(sweep: Sweep, row: CutTiming) -> str:
 
 
 def _table(sweep: Sweep) -> str:
-    """Without the closing tags that HTML lets one leave out: there may be hundreds of rows."""
-    has_energy = any(row.energy_j is not None for row in sweep)
-    names = [*_COLUMNS, *(["energy"] if has_energy else [])]
+    """Render the table without optional closing tags, since there may be hundreds of rows."""
+    names = [*_COLUMNS, *(["energy"] if has_energy(sweep) else [])]
     head = "".join(f"<th>{name}" for name in ("cut", *names))
-    kinds = {id(sweep.best): " class=best"}
-    body = "\n".join(
-        f"<tr{kinds.get(id(row), '')}><td>{escape(row.name + _mark(sweep, row))}{_cells(row, names)}" for row in sweep
-    )
+    rows = []
+    for row in sweep:
+        cells = "".join(f"<td>{cell(row, name)}" for name in names)
+        if row.failed is not None:
+            cells = f'<td colspan={len(names)} style="text-align:left;white-space:normal">{escape(row.failed)}'
+        kind = " class=best" if row is sweep.best else ""
+        rows.append(f"<tr{kind}><td>{escape(row.name + _mark(sweep, row))}{cells}")
+    body = "\n".join(rows)
     return f"<table><thead><tr>{head}<tbody>\n{body}</table>"
 
 
-def _cells(row: CutTiming, names: list[str]) -> str:
-    if row.failed is not None:
-        return f'<td colspan={len(names)} style="text-align:left;white-space:normal">{escape(row.failed)}'
-    times = (row.encode_s, row.wire_s, row.queue_s, row.tail_s, row.codec_there_s, row.decode_s)
-    there = [UNKNOWN] * len(times) if row.at is None else list(map(seconds, times))
-    sent = [UNKNOWN] * 2 if row.at is None else [size(row.sent_bytes), size(row.received_bytes)]
-    told = [*sent, seconds(row.head_s), *there, seconds(row.total_s), seconds(row.planned_s), joules(row.energy_j)]
-    return "".join(f"<td>{cell}" for cell in told[: len(names)])
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
-# -- in words ----------------------------------------------------------------------------------------------------------
-
-
-def _said(sweep: Sweep) -> Iterator[str]:
+def _summary(sweep: Sweep) -> Iterator[str]:
     best, planned = sweep.best, sweep.planned
     if planned is best:
         yield f"The plan says so too, with {seconds(planned.planned_s)}."
@@ -155,7 +139,7 @@ def _said(sweep: Sweep) -> Iterator[str]:
         yield f"Cannot be told from the best: {', '.join(row.name for row in sweep.tied[:8])}."
 
 
-def _fine(sweep: Sweep) -> Iterator[str]:
+def _footnotes(sweep: Sweep) -> Iterator[str]:
     link = sweep.link
     yield (
         f"On {sweep.inputs}; codec {sweep.codec}; the server computes on {sweep.device}. The way there: "

@@ -1,4 +1,4 @@
-"""The layer table as plain HTML, for readers without JavaScript."""
+"""The tables of the page as plain HTML: the layers, for readers without JavaScript, and the live values at the peak."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from html import escape
 
 from microtome.report.notes import interval
 from microtome.report.row_selection import fitting_depth, name_in_tree
+from microtome.results.measurements import Alive, Timeline
 from microtome.results.metrics import Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
-from microtome.units import UNKNOWN, count, shape, write
+from microtome.units import UNKNOWN, count, shape, share, size, write
 
 #: The most rows, about, of a table without JavaScript.
 _ROWS = 600
@@ -21,19 +22,19 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def shown_metrics(profile: Profile) -> list[Metric]:
-    """The metrics that the table shows by default."""
+    """Return the metrics that the table shows by default."""
     return [metric for metric in page_metrics() if metric.shown == "table" and why_missing(profile, metric) is None]
 
 
 def full_bar(profile: Profile, metric: Metric) -> float | None:
-    """The value of a full bar: that of the whole model, or the greatest of any call where metrics do not add up."""
+    """Return the value of a full bar: that of the whole model, or the largest of any call if it does not add up."""
     if metric.adds_up == "sum":
         whole: float | None = metric.of(profile.total)
         return whole
     return max((value for row in profile if (value := metric.of(row)) is not None), default=None)
 
 
-def table(profile: Profile) -> str:
+def layer_table(profile: Profile) -> str:
     metrics = shown_metrics(profile)
     rows = _rows(profile)
     heads = "".join(
@@ -61,7 +62,7 @@ def _left_out(profile: Profile, rows: Sequence[Row]) -> str:
 
 
 def _row(row: Row, scaled: Sequence[tuple[Metric, float | None]]) -> str:
-    """A row without optional closing tags, since there may be hundreds."""
+    """Render a row without optional closing tags, since there may be hundreds."""
     cells = "".join(_cell(row, metric, whole) for metric, whole in scaled)
     output = ", ".join(shape(tensor.shape) for tensor in row.outputs)
     name = f'<th scope="row" class="d{min(row.depth, 32)}" title="{escape(row.address)}">{_anchor(row)}'
@@ -70,7 +71,7 @@ def _row(row: Row, scaled: Sequence[tuple[Metric, float | None]]) -> str:
 
 
 def _anchor(row: Row) -> str:
-    """The name of a call, the target of a permalink. Not an id: modules may have the names of elements of the page."""
+    """Render the name of a call, the target of a permalink. It is not an id, which may clash with those of the page."""
     name = escape(name_in_tree(row))
     whole = _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", row.address)
     return f'<a name="{escape(whole)}">{name}</a>' if whole else name
@@ -88,10 +89,54 @@ def _cell(row: Row, metric: Metric, whole: float | None) -> str:
 
 
 def _whisker(row: Row, metric: Metric, whole: float | None) -> str:
-    """The interval as a line over the bar."""
+    """Render the interval as a line over the bar."""
     spread = row.spreads.get(metric.name)
     if spread is None or not whole:
         return ""
     low, high = (round(100 * min(max(end / whole, 0), 1), 1) for end in (spread.low, spread.high))
     title = escape(f"95 %: {interval(spread, partial(write, unit=metric.unit))}")
     return f'<svg class="w"><title>{title}</title><line x1="{low}%" x2="{high}%" y1="50%" y2="50%"/></svg>'
+
+
+# -- small tables ------------------------------------------------------------------------------------------------------
+
+
+def small_table(headers: Sequence[str], rows: str) -> str:
+    """Render a table whose first column holds names and the others numbers."""
+    first, *others = headers
+    heads = f'<th scope="col">{first}' + "".join(f'<th scope="col" class="n">{header}' for header in others)
+    return f'<div class="scroll short"><table><thead><tr>{heads}</thead><tbody>{rows}</tbody></table></div>'
+
+
+_KINDS = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "input": "input",
+    "constant": "a tensor that the model keeps",
+    "op": "made in",
+    "rest": "smaller ones",
+}
+
+
+def alive_table(line: Timeline) -> str:
+    """Render the values that are live at the peak of memory, the largest first."""
+    if line.peak is None:
+        return ""
+    whole = line.live_bytes[line.peak]
+    rows = "".join(
+        f'<tr><th scope="row">{_live_name(one)}<td class="n b{round(100 * one.nbytes / whole) if whole else 0}">'
+        f'{size(one.nbytes)}<td class="n">{share(one.nbytes, whole)}'
+        for one in line.alive
+    )
+    phase = "" if line.peak < line.forward else " of the backward"
+    return (
+        f"<details><summary>What lives at the peak: {size(whole)}, at operator {line.peak + 1:,} of "
+        f"{len(line.live_bytes):,}{phase}</summary>{small_table(('what', 'bytes', 'share'), rows)}</details>"
+    )
+
+
+def _live_name(one: Alive) -> str:
+    kind = _KINDS[one.kind]
+    if one.kind == "op":
+        return f"{kind} {escape(one.name or '(root)')}"
+    return f"{kind} {escape(one.name)}" if one.name else f"{one.count:,} {kind}" if one.count > 1 else kind

@@ -1,4 +1,4 @@
-"""Pictures as pixels: colours for numbers, several side by side, and PNG files."""
+"""Pictures as pixels: colour maps, tiles, and PNG files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def png(pixels: Tensor) -> bytes:
 
 
 def tile(pictures: Sequence[Tensor], columns: int | None = None) -> Picture:
-    """Pictures of one size side by side, row by row; without `columns`, about as wide as high."""
+    """Tile pictures of one size row by row; without `columns`, about as wide as high."""
     height, width = pictures[0].shape[:2]
     columns = columns or min(math.ceil(math.sqrt(len(pictures) * height / width)), len(pictures))
     rows = math.ceil(len(pictures) / columns)
@@ -79,7 +79,7 @@ def scale_values(values: Tensor) -> Tensor:
 
 
 def colour(values: Tensor) -> Tensor:
-    """Colours of values between 0 and 1, as (..., 3)."""
+    """Map values between 0 and 1 to colours, (..., 3)."""
     table = torch.tensor([[colour >> 16, colour >> 8 & 255, colour & 255] for colour in _VIRIDIS]) / 255
     at = values * (len(table) - 1)
     below = at.long().clamp(max=len(table) - 2)
