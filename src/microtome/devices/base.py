@@ -56,12 +56,14 @@ class Backend:
         has_streams: Whether copies to host memory can run on a separate stream.
         has_activity: Whether `watch_activity` reports kernels and allocations.
         has_timestamps: Whether `timestamp` measures the device's own time.
+        widest_float: The floating-point type of the most bits.
     """
 
     type = "cpu"
     has_streams = False
     has_activity = False
     has_timestamps = True
+    widest_float = torch.float64
 
     def name(self, device: torch.device) -> str:
         return str(device)
@@ -128,6 +130,7 @@ class Accelerator(Backend):
 
     def __init__(self, device_type: str) -> None:
         self.type = device_type
+        self.widest_float = torch.float32 if device_type == "mps" else torch.float64
 
     def synchronize(self, device: torch.device) -> None:
         torch.accelerator.synchronize(device)

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from microtome.devices.base import backend_of
 from microtome.errors import BadQuery
 
 #: Elements per chunk. On the CPU fewer than torch parallelizes (32768): waiting for its threads, while a writing thread
@@ -189,7 +190,7 @@ class Stats:
 def _wide(chunk: Tensor) -> Tensor:
     """Convert a chunk to float64, on the CPU in a buffer that the next overwrites: new pages cost more than sums."""
     if chunk.device.type != "cpu":
-        return chunk.to(torch.float32 if chunk.device.type == "mps" else torch.float64, copy=True)
+        return chunk.to(backend_of(chunk.device).widest_float, copy=True)
     if not hasattr(_scratch, "values"):
         with torch.inference_mode(False):  # else it could not be written outside inference mode
             _scratch.values = torch.empty(_CPU_ELEMENTS, dtype=torch.float64, device="cpu")
