@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import add
+from typing import TypeVar
 
 import torch
 
 from microtome.addresses import strip_first_index
 from microtome.engine.selectors import Selector
 from microtome.results.rows import Row
+
+T = TypeVar("T")
 
 
 class CallTree:
@@ -38,7 +42,7 @@ class CallTree:
                 self.addresses[strip_first_index(row.address)] = len(self.parents)
                 self.parents.append(above)
             else:
-                assert above is not None  # the root is looked at
+                assert above is not None  # the root is always measured
                 self.addresses[strip_first_index(row.address)] = above
 
     @property
@@ -60,23 +64,34 @@ class CallTree:
 
     def inside(self) -> list[int]:
         """Return the number of calls inside each call."""
-        counts = torch.ones(1, len(self), dtype=torch.float64)
-        return [int(count) - 1 for count in self.inclusive(counts)[0]]
+        return [count - 1 for count in self._fold([1] * len(self), add)]
 
     def stamped(self) -> list[float]:
         """Return the number of calls whose time stamps were taken before each call ended; an open call counts half."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent is None else depths[parent] + 1)
-        return [at + inside - depths[at] / 2 for at, inside in enumerate(self.inside())]
+        return [index + inside - depths[index] / 2 for index, inside in enumerate(self.inside())]
 
     def inclusive(self, own: torch.Tensor) -> torch.Tensor:
         """Sum the own amounts of each call and the calls inside it, for each row."""
-        columns = list(own.unbind(1))
+        return torch.stack(self._fold(own.unbind(1), add), 1)
+
+    def known_sums(self, own: Sequence[float | None]) -> list[float | None]:
+        """Sum the known amounts of each call and the calls inside it; None if none is known."""
+        return self._fold(own, lambda outer, inner: outer if inner is None else (outer or 0.0) + inner)
+
+    def peaks(self, own: Sequence[int]) -> list[int]:
+        """Return the maximum over each call and the calls inside it."""
+        return self._fold(own, max)
+
+    def _fold(self, own: Sequence[T], combine: Callable[[T, T], T]) -> list[T]:
+        """Combine the value of each call with those of the calls inside it."""
+        folded = list(own)
         for index in reversed(range(len(self))):  # calls inside a call begin after it
             if (parent := self.parents[index]) is not None:
-                columns[parent] = columns[parent] + columns[index]
-        return torch.stack(columns, 1)
+                folded[parent] = combine(folded[parent], folded[index])
+        return folded
 
     def own(self, inclusive: Sequence[float]) -> list[float]:
         """Subtract the amounts of the calls inside from that of each call."""
@@ -90,20 +105,3 @@ class CallTree:
         """Subtract as `own` does; None for unknown amounts, and for the calls that contain them."""
         own = self.own([math.nan if value is None else value for value in inclusive])
         return [None if math.isnan(value) else value for value in own]
-
-    def known_sums(self, own: Sequence[float | None]) -> list[float | None]:
-        """Sum the known amounts of each call and the calls inside it; None if none is known."""
-        sums = list(own)
-        for index in reversed(range(len(self))):
-            parent = self.parents[index]
-            if parent is not None and (inside := sums[index]) is not None:
-                sums[parent] = (sums[parent] or 0.0) + inside
-        return sums
-
-    def peaks(self, own: Sequence[int]) -> list[int]:
-        """Return the maximum over each call and the calls inside it."""
-        maxima = list(own)
-        for index in reversed(range(len(self))):
-            if (parent := self.parents[index]) is not None:
-                maxima[parent] = max(maxima[parent], maxima[index])
-        return maxima

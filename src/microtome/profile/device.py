@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -58,21 +59,16 @@ class _CallMarks(Probe):
         self._open = ["forward:0"]
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._push(call, "forward" if call.phase == "forward" else "backward")
-
-    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._pop()
-
-    def fail(self, call: Call, error: BaseException) -> None:
-        self._pop()
-
-    def _push(self, call: Call, phase: str) -> None:
+        phase = "forward" if call.phase == "forward" else "backward"
         self._open.append(f"{phase}:{self._addresses[call.address]}")
         mark(self._open[-1])
 
-    def _pop(self) -> None:
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._open.pop()
         mark(self._open[-1])
+
+    def fail(self, call: Call, error: BaseException) -> None:
+        self.exit(call, (), {}, None)
 
 
 class _BackwardMarks(_CallMarks):
@@ -117,19 +113,16 @@ def kernel_times(runs: Passes, tree: CallTree, schedule: PassSchedule) -> Device
 def peak_bytes(runs: Passes, tree: CallTree) -> list[int]:
     """Return the peak of allocated bytes during each call's forward, above what was allocated before the pass."""
     activity = _watch(runs, tree, 1, memory=True)
-    owners = list(_owners(activity))
+    changes: dict[int, list[int]] = {}
+    for allocation in activity.allocations:
+        changes.setdefault(allocation.mark, []).append(allocation.nbytes)
     peaks = [-1] * len(tree)
-    last, allocated = -1, 0
-    for allocation in (*activity.allocations, None):
-        end = len(owners) if allocation is None else allocation.mark + 1
-        for owner in owners[last + 1 : end]:
-            if owner.phase == "forward":
-                peaks[owner.call] = max(peaks[owner.call], allocated)
-        last = max(last, end - 1)
-        if allocation is not None:
-            allocated += allocation.nbytes
-            if allocation.mark >= 0 and (owner := owners[allocation.mark]).phase == "forward":
-                peaks[owner.call] = max(peaks[owner.call], allocated)
+    allocated = sum(changes.get(-1, ()))
+    for index, owner in enumerate(_owners(activity)):
+        levels = list(accumulate(changes.get(index, ()), initial=allocated))
+        allocated = levels[-1]
+        if owner.phase == "forward":
+            peaks[owner.call] = max(peaks[owner.call], *levels)
     return tree.peaks(peaks)
 
 
@@ -252,7 +245,7 @@ def graph_times(runs: Passes, tree: CallTree, schedule: PassSchedule) -> DeviceT
             graph.replay()
             backend.synchronize(device)
             own = [0.0] * len(tree)
-            for (event, owner), (after, _) in zip(probe.events, probe.events[1:], strict=False):
+            for (event, owner), (after, _) in pairwise(probe.events):
                 own[owner] += backend.elapsed_s(event, after)
             own_times.append(own)
             first = probe.events[0][0]

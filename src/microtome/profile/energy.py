@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter, sleep
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -138,20 +138,13 @@ def estimate(tree: CallTree, model: EnergyModel, own_s: Sequence[float | None], 
             (model.joules_per_byte, moved[at]),
             (model.watts, own_s[at]),
         ]
-        known = all(amount is not None for coefficient, amount in terms if coefficient)
-        own.append(sum(c * a for c, a in terms if c and a is not None) if known else None)
+        is_known = all(amount is not None for coefficient, amount in terms if coefficient)
+        own.append(sum(c * a for c, a in terms if c and a is not None) if is_known else None)
     use = EnergyUse("estimate", "", None, None, None, None, None, {})
     return Energies(own, [None] * len(own), [None] * len(own), use)
 
 
 # -- replaying layers --------------------------------------------------------------------------------------------------
-
-
-class _LayerEnergy(NamedTuple):
-    """The joules of a replayed layer, and those above the idle power."""
-
-    spread: Spread
-    net_j: float
 
 
 class _ReplayInputs(Probe):
@@ -186,7 +179,7 @@ def replay(runs: Passes, tree: CallTree, meter: Meter, schedule: PassSchedule, o
     times: dict[Any, float] = {}
     for address, kind in kinds.items():
         times[kind] = times.get(kind, 0.0) + own_s[leaves[address]]
-    results: dict[Any, _LayerEnergy | str] = {}
+    results: dict[Any, _LoopEnergy | str] = {}
     for done, kind in enumerate(sorted(times, key=lambda kind: -times[kind])):
         schedule.report("replaying layers", done, len(times))
         left = schedule.budget_s - (perf_counter() - began)
@@ -213,8 +206,8 @@ def _kind(row: Row, model: nn.Module) -> Any:
 
 def _measure_layer(
     runs: Passes, layer: tuple[Any, ...], meter: Meter, seconds: float, idle_w: float
-) -> _LayerEnergy | str:
-    """Return the joules of a run of the layer, or the reason why they are unknown."""
+) -> _LoopEnergy | str:
+    """Return the energy of a loop over the layer, or the reason why it is unknown."""
     module, args, kwargs = layer
     inputs = Inputs(*args, **kwargs)
     try:
@@ -223,12 +216,11 @@ def _measure_layer(
         raise
     except Exception as error:  # noqa: BLE001  a layer that cannot run on its own may raise anything
         return f"it does not run on its own: {describe_error(error)}"
-    loop = _LoopEnergy(parts, idle_w)
-    return _LayerEnergy(loop.spread(METHODS["replay"]), loop.net())
+    return _LoopEnergy(parts, idle_w)
 
 
 def _collect_layers(
-    tree: CallTree, meter: Meter, whole: _LoopEnergy, results: dict[int, _LayerEnergy | str]
+    tree: CallTree, meter: Meter, whole: _LoopEnergy, results: dict[int, _LoopEnergy | str]
 ) -> Energies:
     own: list[float | None] = [None] * len(tree)
     net: list[float | None] = [None] * len(tree)
@@ -238,8 +230,8 @@ def _collect_layers(
         if isinstance(result, str):
             reasons[tree.rows[at].address] = result
             continue
-        call_spreads[at], net[at] = result
-        own[at] = result.spread.median
+        spread = call_spreads[at] = result.spread(METHODS["replay"])
+        own[at], net[at] = spread.median, result.net()
     return Energies(own, net, call_spreads, _use("replay", meter, whole, own, net, reasons))
 
 
@@ -288,5 +280,4 @@ def _use(
 
 
 def _scale(spread: Spread, factor: float) -> Spread:
-    numbers = {name: factor * getattr(spread, name) for name in ("median", "q1", "q3", "low", "high")}
-    return replace(spread, **numbers)
+    return replace(spread, **{name: factor * getattr(spread, name) for name in ("median", "q1", "q3", "low", "high")})

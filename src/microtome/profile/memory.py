@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from microtome.results.measurements import Alive, Kind, Timeline
 from microtome.results.trace import Trace, Value
 
-#: The number of tensors at the peak that are listed, the largest first.
-_LISTED = 40
+#: The number of tensors at the peak that are reported, the largest first.
+_MAX_TENSORS = 40
+
+
+def live_bytes(trace: Trace) -> tuple[list[int], list[int]]:
+    """Return the bytes alive while each operator runs, and those alive between operators."""
+    count = len(trace.ops)
+    during = [0] * (count + 2)
+    between = [0] * (count + 2)
+    for memory in trace.memories:
+        end = count + 1 if memory.ends is None else memory.ends
+        during[memory.begins] += memory.nbytes
+        during[end] -= memory.nbytes
+        begin = memory.begins + 1 if memory.begins else 0  # before the run: alive before the first operator too
+        if begin < end:
+            between[begin] += memory.nbytes
+            between[end] -= memory.nbytes
+    return list(accumulate(during)), list(accumulate(between))
 
 
 def timeline(trace: Trace, live: Sequence[int]) -> Timeline:
@@ -44,11 +61,11 @@ def _alive(trace: Trace, at: int) -> Iterator[Alive]:
             sums.setdefault(value.origin, []).append(nbytes)
         else:
             single.append(Alive(value.origin, _name(trace, value), nbytes))
-    single.sort(key=lambda one: -one.nbytes)
-    whole = [Alive(kind, "", sum(several), len(several)) for kind, several in sums.items()]
-    if rest := single[_LISTED:]:
-        whole.append(Alive("rest", "", sum(one.nbytes for one in rest), len(rest)))
-    yield from sorted((*whole, *single[:_LISTED]), key=lambda one: -one.nbytes)
+    single.sort(key=lambda tensor: -tensor.nbytes)
+    groups = [Alive(kind, "", sum(sizes), len(sizes)) for kind, sizes in sums.items()]
+    if rest := single[_MAX_TENSORS:]:
+        groups.append(Alive("rest", "", sum(tensor.nbytes for tensor in rest), len(rest)))
+    yield from sorted((*groups, *single[:_MAX_TENSORS]), key=lambda tensor: -tensor.nbytes)
 
 
 def _name(trace: Trace, value: Value) -> str:

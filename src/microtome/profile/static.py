@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn import Parameter
 from microtome.engine.selectors import named_modules
 from microtome.engine.torch_internals import own_buffers, own_parameters
 from microtome.flops.conventions.base import Convention
-from microtome.profile.memory import timeline
+from microtome.profile.memory import live_bytes, timeline
 from microtome.results.measurements import Timeline
 from microtome.results.metrics import Amounts
 from microtome.results.profile import Coverage, UnknownOp
@@ -41,7 +40,7 @@ class ProfileBuilder:
         self._calls = [call for call in trace.calls if call.phase == "forward"]
         self._counted = {call.address: call.index for call in self._calls}
         self._parameter_owners = _ParameterOwners(model, self._calls)
-        self._live, self._between = _live(trace)
+        self._live, self._between = live_bytes(trace)
         self._saved = self._saved_bytes() if backward else {}
 
     def rows(self) -> tuple[Row, ...]:
@@ -61,8 +60,8 @@ class ProfileBuilder:
         for op in unknown:
             address = "" if op.call is None else self._trace.calls[op.call].address
             calls.setdefault(op.name, {})[address] = None
-        listed = tuple(UnknownOp(name, count, tuple(calls[name])) for name, count in runs.most_common())
-        return Coverage(len(ops), listed, tuple(_never_ran(self._model, {c.path for c in self._calls})))
+        unknown_ops = tuple(UnknownOp(name, count, tuple(calls[name])) for name, count in runs.most_common())
+        return Coverage(len(ops), unknown_ops, tuple(_never_ran(self._model, {call.path for call in self._calls})))
 
     def timeline(self) -> Timeline:
         return timeline(self._trace, self._live)
@@ -148,29 +147,29 @@ class ProfileBuilder:
 
     def _backward_ops(self) -> dict[int, list[Op]]:
         """Return the operators of the backward, by the call of the forward; those of no call belong to the root."""
-        found: dict[int, list[Op]] = {}
+        backward: dict[int, list[Op]] = {}
         for op in self._trace.ops if self._backward else ():
             if op.phase != "forward":
                 address = None if op.call is None else self._trace.calls[op.call].address
-                found.setdefault(self._counted.get(address or "", 0), []).append(op)
-        return found
+                backward.setdefault(self._counted.get(address or "", 0), []).append(op)
+        return backward
 
     def _saved_bytes(self) -> dict[int, int]:
         """Return the bytes that the forward saves for the backward, by the call whose operator created them."""
         trace = self._trace
         end = self._calls[0].ends
-        made: dict[int, int] = {}
+        producers: dict[int, int] = {}
         read: set[int] = set()
         for value in trace.values:
             if value.alias_of is None and value.producer is not None and trace.ops[value.producer].phase == "forward":
-                made[value.memory] = trace.ops[value.producer].call or 0
+                producers[value.memory] = trace.ops[value.producer].call or 0
             if any(trace.ops[op].phase == "backward" for op in value.consumers):
                 read.add(value.memory)
         saved: dict[int, int] = {}
-        for memory in made.keys() & read:
+        for memory in producers.keys() & read:
             ends = trace.memories[memory].ends
             if trace.memories[memory].begins < end and (ends is None or ends > end):
-                saved[made[memory]] = saved.get(made[memory], 0) + trace.memories[memory].nbytes
+                saved[producers[memory]] = saved.get(producers[memory], 0) + trace.memories[memory].nbytes
         return saved
 
 
@@ -181,7 +180,7 @@ class _ParameterOwners:
         first: dict[str, TracedCall] = {}
         for call in calls:
             first.setdefault(call.path, call)
-        self._held: dict[str, list[Parameter]] = {}
+        self._used: dict[str, list[Parameter]] = {}
         self._params: dict[int, list[Parameter]] = {}
         self._buffers: dict[int, list[torch.Tensor]] = {}
         self._inside: dict[int, tuple[dict[int, int], set[int]]] = {}
@@ -193,7 +192,7 @@ class _ParameterOwners:
             index = first[owner].index
             params = [tensor for tensor in own_parameters(module).values() if tensor is not None]
             buffers = [tensor for tensor in own_buffers(module).values() if tensor is not None]
-            self._held.setdefault(owner, []).extend(params)
+            self._used.setdefault(owner, []).extend(params)
             self._params.setdefault(index, []).extend(_new(params, seen))
             self._buffers.setdefault(index, []).extend(_new(buffers, seen))
 
@@ -209,7 +208,7 @@ class _ParameterOwners:
 
     def shared(self, call: TracedCall) -> int:
         """Count the parameters used in a call and attributed outside. Calls inside must come first."""
-        used = {id(param): param.numel() for param in self._held.get(call.path, [])}
+        used = {id(param): param.numel() for param in self._used.get(call.path, [])}
         counted = {id(param) for param in self._params.get(call.index, [])}
         for child in call.children:
             inside_used, inside_counted = self._inside.get(child, ({}, set()))
@@ -226,33 +225,11 @@ def _new(tensors: list[Any], seen: set[int]) -> list[Any]:
     return new
 
 
-def _live(trace: Trace) -> tuple[list[int], list[int]]:
-    """Return the bytes alive while each operator runs, and those alive between operators."""
-    count = len(trace.ops)
-    while_ = [0] * (count + 2)
-    between = [0] * (count + 2)
-    for memory in trace.memories:
-        end = count + 1 if memory.ends is None else memory.ends
-        while_[memory.begins] += memory.nbytes
-        while_[end] -= memory.nbytes
-        begin = memory.begins + 1 if memory.begins else 0  # memory from before the run is alive before the first, too
-        if begin < end:
-            between[begin] += memory.nbytes
-            between[end] -= memory.nbytes
-    return list(accumulate(while_)), list(accumulate(between))
-
-
 def _sum(numbers: Iterable[int | None]) -> int | None:
     """Return the sum of known numbers; None if there are numbers and none is known."""
-    known = unknown = 0
-    total = 0
-    for number in numbers:
-        if number is None:
-            unknown += 1
-        else:
-            known += 1
-            total += number
-    return total if known or not unknown else None
+    every = list(numbers)
+    known = [number for number in every if number is not None]
+    return sum(known) if known or not every else None
 
 
 def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -260,11 +237,12 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _never_ran(model: nn.Module, ran: set[str]) -> Iterator[str]:
+    """Yield the paths of modules that did not run, without those inside them."""
     skipped: str | None = None
     for path, module in named_modules(model):
         if skipped is not None and path.startswith(skipped + "."):
             continue
-        runs: Any = type(module).forward is not nn.Module.forward
-        if path not in ran and runs:
+        has_forward: Any = type(module).forward is not nn.Module.forward
+        if path not in ran and has_forward:
             skipped = path
             yield path
