@@ -1,4 +1,4 @@
-# Every target sets itself up: a .venv with the pinned torch, made again only when pyproject.toml or constraints.txt change.
+# Every target creates .venv with the pinned torch, and updates it only when pyproject.toml or constraints.txt change.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,25 +8,25 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .PHONY: demo test test-all test-fast test-torch test-gpu zoo soak lint format bench bench-gpu bench-remote lock sbom docs pictures proto clean
 
-demo: $(VENV)/.dev        ## everything on built-in models, in less than a minute; leaves demo/report.html
+demo: $(VENV)/.dev        ## run every feature on built-in models, in less than a minute; writes demo/report.html
 	$(BIN)/python -m demo
 
-# One thread for each process of pytest: there are as many as cores. Files are distributed whole, to share their fixtures.
+# One process per core, with one thread each. Each test file runs in one process, to share its fixtures.
 PYTEST := -m pytest -n auto --dist loadfile --durations 10
 SELECTED := not gpu and not zoo and not slow
 QUICK := --hypothesis-profile quick -m '$(SELECTED)'
 
-test: $(VENV)/.docs $(VENV)/.browser ## all tests but the long proofs, examples in docs and docstrings included: under five minutes on two cores
+test: $(VENV)/.docs $(VENV)/.browser ## all tests but the slow ones, and every example in docs and docstrings: under five minutes on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(QUICK)
 
-test-all: $(VENV)/.docs $(VENV)/.browser ## everything that CI runs: the tests marked slow too, and every property with all its examples
+test-all: $(VENV)/.docs $(VENV)/.browser ## everything that CI runs: also the tests marked slow, and all examples of every property test
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
 
-test-fast: $(VENV)/.dev   ## for the edit loop, under a minute: unit tests, without other processes, sockets, browsers and sweeps over models
+test-fast: $(VENV)/.dev   ## unit tests for the edit loop, under a minute: no subprocesses, sockets, browsers or sweeps over models
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --hypothesis-profile quick -m '$(SELECTED) and not integration' $(UNITS)
 
-# The rest of the environment is that of constraints.txt, but for torchvision, of which pip takes the version made for this torch.
-test-torch:               ## `make test` with another torch, in an environment of its own: VERSION=2.14.1, and PYTHON=python3.12 if you like
+# Other packages are those of constraints.txt, except torchvision: pip chooses the version for this torch.
+test-torch:               ## `make test` with another torch, in a separate environment: VERSION=2.14.1, optionally PYTHON=python3.12
 	$(if $(VERSION),,$(error expected a version of torch, as in `make test-torch VERSION=2.14.1`))
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	grep -vE '^torch(vision)?==' constraints.txt > $(TORCH_VENV)/constraints.txt
@@ -36,13 +36,13 @@ test-torch:               ## `make test` with another torch, in an environment o
 test-gpu: $(VENV)/.dev    ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-zoo: $(VENV)/.dev         ## published figures of every torchvision model, and cuts of some 480 models: half an hour; SAVE=1 as below
+zoo: $(VENV)/.dev         ## compare with the published figures of torchvision, and verify cuts of some 480 models: half an hour; SAVE=1 as below
 	$(BIN)/python -m benchmarks.zoo $(if $(SAVE),--save)
 	$(BIN)/python -m benchmarks.split_zoo $(if $(SAVE),--save)
 	$(BIN)/python -m benchmarks.split_zoo.seeds
 	$(BIN)/python -m pytest -m zoo
 
-soak: $(VENV)/.dev        ## 20,000 requests over lines that break, 100,000 mutated messages, every attack: 20 minutes; SAVE=1 as below
+soak: $(VENV)/.dev        ## 20,000 requests over failing connections, 100,000 mutated messages, every attack: 20 minutes; SAVE=1 as below
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.remote.soak --requests 20000 --clients 8
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.remote.fuzz --messages 100000
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.remote.attack --seconds 20 $(if $(SAVE),--save)
@@ -59,33 +59,33 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.bench     ## speed beside its peers, as ratios; add SAVE=1 to write benchmarks/results
+bench: $(VENV)/.bench     ## speed compared with other tools, as ratios; SAVE=1 writes benchmarks/results
 	$(BIN)/python -m benchmarks $(if $(SAVE),--save)
 
-bench-gpu: $(VENV)/.bench ## how right times, memory and energy are on a CUDA device; SAVE=1 as above
+bench-gpu: $(VENV)/.bench ## accuracy of times, memory and energy on a CUDA device; SAVE=1 as above
 	$(BIN)/python -m benchmarks.gpu $(if $(SAVE),--save)
 
-bench-remote: $(VENV)/.bench ## two hosts as network namespaces, as root; eight minutes; SAVE=1 as above
+bench-remote: $(VENV)/.bench ## two hosts as network namespaces, needs root; eight minutes; SAVE=1 as above
 	$(BIN)/python -m benchmarks.remote $(if $(SAVE),--save)
 
-lock:                     ## the versions and digests of the development environment, into requirements-dev.lock
+lock:                     ## write the versions and digests of the development environment to requirements-dev.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --dry-run --ignore-installed --report $(VENV)/report.json '.[dev,docs,bench]'
 	$(BIN)/python -m tools.lock $(VENV)/report.json
 
-sbom: $(VENV)/.dev        ## what the environment is made of, as CycloneDX, into sbom.json
+sbom: $(VENV)/.dev        ## write the packages of the environment to sbom.json, as CycloneDX
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible --of JSON -o sbom.json $(BIN)/python
 
-docs: $(VENV)/.docs       ## the manual, into site/
+docs: $(VENV)/.docs       ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-pictures: $(VENV)/.dev    ## the pictures of the manual, into docs/pictures/
+pictures: $(VENV)/.dev    ## regenerate the pictures in docs/pictures/
 	$(BIN)/python -m docs.pictures
 
 clean:
 	rm -rf $(VENV) .venv-torch-* site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# With LOCKED=1 everything but torch is what requirements-dev.lock has the digest of.
+# LOCKED=1 installs everything but torch from requirements-dev.lock, verified by digest.
 $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifdef LOCKED
@@ -100,7 +100,7 @@ endif
 $(VENV)/.browser: $(VENV)/.dev
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null \
 		|| apt-get install -qq -y chromium >/dev/null 2>&1 \
-		|| echo "There is no Chromium, and it cannot be installed here: the tests of the page are skipped"
+		|| echo "Chromium is missing and cannot be installed: the tests of the HTML page are skipped"
 	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null; then touch $@; fi
 
 $(VENV)/.bench: $(VENV)/.dev
