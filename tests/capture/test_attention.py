@@ -195,7 +195,7 @@ def test_under_autocast_the_weights_are_those_of_the_lower_precision() -> None:
     assert near(found, by_hand(q.bfloat16(), q.bfloat16()))
 
 
-def test_the_operator_itself_is_seen_too() -> None:
+def test_calls_of_the_operator_itself_are_observed() -> None:
     class Direct(nn.Module):
         def forward(self, q: Tensor) -> Tensor:
             return torch.ops.aten.scaled_dot_product_attention(q, q, q)
@@ -233,7 +233,7 @@ def test_weights_are_computed_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert near(kept[""], by_hand(q, q))
 
 
-def test_what_is_computed_for_the_weights_is_seen_by_no_session() -> None:
+def test_the_computation_of_weights_is_hidden_from_other_sessions() -> None:
     class Names(Probe):
         def __init__(self) -> None:
             self.names: list[str] = []
@@ -286,7 +286,7 @@ def modes() -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", modes())
-def test_explicit_attention_is_seen_where_it_is_computed(mode: Any) -> None:
+def test_explicit_attention_is_captured_where_it_is_computed(mode: Any) -> None:
     first, x = Explicit(), torch.randn(2, 5, 12)
     with mode():
         found = attention(nn.Sequential(first, Explicit()), x)
@@ -317,7 +317,7 @@ def test_dropout_comes_after_and_may_be_in_place() -> None:
         lambda x, w: (x.mean(1) @ w).softmax(-1),
     ],
 )
-def test_a_classifiers_softmax_is_not_taken(head: Callable[[Tensor, Tensor], Tensor], mode: Any) -> None:
+def test_the_softmax_of_a_classifier_is_not_attention(head: Callable[[Tensor, Tensor], Tensor], mode: Any) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -363,7 +363,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_scores_are_known_through_elementwise_operators_views_and_masks(name: str) -> None:
+def test_scores_are_tracked_through_elementwise_operators_views_and_masks(name: str) -> None:
     model, q, k = Scores(CHANGES[name]), torch.randn(2, 3, 4, 8), torch.randn(2, 3, 5, 8)
     with torch.no_grad():
         expected = model(q, k)
@@ -371,7 +371,7 @@ def test_scores_are_known_through_elementwise_operators_views_and_masks(name: st
     assert torch.equal(found[0], expected.flatten(0, -4))
 
 
-def test_heads_that_talk_before_the_softmax_are_seen() -> None:
+def test_talking_heads_before_the_softmax_are_captured() -> None:
     model, q = Scores(lambda s: torch.einsum("bhij,hg->bgij", s, model.mix)), torch.randn(2, 3, 4, 8)
     with torch.no_grad():
         assert torch.equal(attention(model, (q, q))[0], model(q, q))
@@ -487,7 +487,7 @@ def test_multihead_attention(need_weights: bool, batch_first: bool, batched: boo
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_an_encoder_layer_is_seen_through_its_fast_path(training: bool) -> None:
+def test_an_encoder_layer_is_observed_despite_its_fast_path(training: bool) -> None:
     layer = nn.TransformerEncoderLayer(12, 3, 24, dropout=0.0, batch_first=True).train(training)
     model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 5, 12)
     with torch.no_grad():
@@ -719,7 +719,7 @@ def quiet_script() -> Iterator[None]:
         ({"rows": [-6]}, "expected the index of a query row from -5 to 4, got -6"),
     ],
 )
-def test_bad_parts_are_said(asked: dict[str, Any], message: str) -> None:
+def test_invalid_heads_and_rows_raise(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(BadQuery, match=message):
         attention(Explicit(), torch.randn(1, 5, 12), **asked)
 
@@ -730,7 +730,7 @@ def test_inputs_may_be_a_text_and_weights_may_move() -> None:
     assert repr(found) == "<Attention of 1 layer, 2x3x5x5, float32>"
 
 
-def test_an_unknown_layer_of_a_result_is_said_with_the_nearest() -> None:
+def test_an_unknown_layer_of_a_result_raises_with_the_nearest() -> None:
     found = attention(nn.Sequential(Explicit()), torch.randn(1, 5, 12))
     with pytest.raises(NoMatch, match="no module at path '1'"):
         found["1"]

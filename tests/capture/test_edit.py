@@ -1,4 +1,4 @@
-"""Changing what flows through a model, on purpose."""
+"""`mt.edit`: replace outputs and arguments of modules."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_edits_that_cannot_be(changes: Any, error: type[Exception], message: str
         pass
 
 
-def test_an_edit_that_forgets_to_return_is_told_so() -> None:
+def test_an_edit_that_returns_none_raises() -> None:
     model = chain()
     with (
         mt.edit(model, {"0": lambda out: None}),
@@ -280,7 +280,7 @@ def test_edits_can_be_opened_again() -> None:
         pass
 
 
-def test_ready_made_edits_of_what_makes_no_sense_are_refused() -> None:
+def test_edit_functions_check_their_arguments() -> None:
     text: Any = "x"
     for make, message in (
         (mt.scale, "expected factor to be a number, got 'x'"),

@@ -1,4 +1,4 @@
-"""One look at what modules and operators give."""
+"""`mt.extract`: the outputs of modules and operators in one run."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_arguments_are_captured_keyword_ones_too() -> None:
     assert torch.equal(given.kwargs["more"], torch.zeros(2))
 
 
-def test_arguments_that_the_module_changes_are_as_they_were_given() -> None:
+def test_arguments_that_the_module_mutates_are_captured_as_passed() -> None:
     class InPlace(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.add_(5)
@@ -307,7 +307,7 @@ def test_a_module_that_never_ran_is_an_error_with_the_likely_cause(path: str, ca
         mt.extract(Direct(), "1x2x4", path)
 
 
-def test_those_of_a_pattern_that_never_ran_are_listed() -> None:
+def test_modules_of_a_pattern_that_never_ran_are_in_never_ran() -> None:
     feats = mt.extract(Direct(), "1x2x4", nn.ReLU)
     assert list(feats) == ["block.0", "blocks.0"]
     assert feats.never_ran == ("unused",)
@@ -337,12 +337,12 @@ def test_a_model_that_raises_is_as_found() -> None:
         ({"inputs": torch.ones(2)}, "expected inputs=True or False"),
     ],
 )
-def test_what_makes_no_sense_is_said(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_of_extract_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadQuery, match=message):
         mt.extract(nn.Sequential(nn.ReLU()), "1x2", "0", **options)
 
 
-def test_what_was_not_asked_for_is_said_to_be_missing() -> None:
+def test_inputs_and_gradients_that_were_not_captured_raise() -> None:
     feats = mt.extract(nn.Sequential(nn.ReLU()), "1x2", "0")
     with pytest.raises(BadQuery, match="extract with inputs=True"):
         feats.inputs("0")
@@ -431,7 +431,7 @@ def test_what_was_captured_goes_with_the_features() -> None:
         gc.enable()
 
 
-def test_attributes_that_hold_lists_are_looked_at_again() -> None:
+def test_changed_lists_in_attributes_invalidate_the_cached_order() -> None:
     class Sequence(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -563,7 +563,7 @@ def test_a_shared_module_is_read_by_all_its_names() -> None:
     assert feats.inputs("again#0").args[0].shape == (1, 2)
 
 
-def test_a_key_that_is_no_text_is_said() -> None:
+def test_a_key_that_is_not_a_string_raises() -> None:
     feats = mt.extract(nn.Sequential(nn.ReLU()), "1x2", "0")
     key: Any = 5
     with pytest.raises(BadQuery, match="expected a name such as .* got 5"):
@@ -576,6 +576,6 @@ def test_gradients_in_inference_mode_are_refused() -> None:
         mt.extract(nn.Sequential(nn.ReLU()), "1x2", "0", grad=True)
 
 
-def test_a_call_that_never_ran_is_told_from_a_module_that_did() -> None:
+def test_a_call_that_never_ran_of_a_module_that_did_raises() -> None:
     with pytest.raises(NoMatch, match="'0#1' never ran: '0' ran once"):
         mt.extract(nn.Sequential(nn.ReLU()), "1x2", "0#1")

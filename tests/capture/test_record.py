@@ -1,4 +1,4 @@
-"""Recording over time."""
+"""`mt.record`: the outputs of modules over many runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_output_is_kept_as_it_was_made(on_disk: bool, tmp_path: Path) -> N
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("microtome")]
 
 
-def test_a_folder_is_read_again_and_goes_on(tmp_path: Path) -> None:
+def test_a_folder_is_read_back_and_appended_to(tmp_path: Path) -> None:
     model, xs = chain(), batches(4)
     for part in (xs[:2], xs[2:]):
         with mt.record(model, "2", to=tmp_path / "acts", append=True) as rec:
@@ -182,7 +182,7 @@ def test_attention_is_recorded() -> None:
     assert torch.allclose(rec[name].cat().sum(-1), torch.ones(4, 1, 1))
 
 
-def test_progress_is_told_after_each_run() -> None:
+def test_progress_is_called_after_each_run() -> None:
     told: list[RecordTotals] = []
     model = chain()
     with mt.record(model, ["0", "2"], progress=told.append) as rec:
@@ -222,7 +222,7 @@ def test_a_layer_that_never_ran_is_an_error_and_what_was_written_stays(tmp_path:
     assert len(mt.load(tmp_path / "acts")["a"]) == 1
 
 
-def test_what_a_model_without_attention_says() -> None:
+def test_recording_attention_of_a_model_without_raises() -> None:
     model = chain()
     with pytest.raises(NoMatch, match="no attention found in the Sequential"), mt.record(model, attention=True):
         model(torch.rand(1, 3))
@@ -246,7 +246,7 @@ def test_what_a_model_without_attention_says() -> None:
         ({"at": "0/relu"}, "expected modules to record, got operators"),
     ],
 )
-def test_what_makes_no_sense_is_said(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_of_record_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadQuery, match=message):
         mt.record(chain(), **options)
 
@@ -338,7 +338,7 @@ def test_what_was_recorded_goes_with_the_recorder() -> None:
         gc.enable()
 
 
-def test_a_folder_that_holds_no_record_is_taken_over(tmp_path: Path) -> None:
+def test_a_recording_without_records_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="reduce='cls'"):
         record_once(chain(), "0", to=tmp_path / "acts", reduce="cls")
     record_once(chain(), "0", to=tmp_path / "acts", reduce="mean")
@@ -521,12 +521,12 @@ def test_an_output_that_holds_itself_is_refused_with_its_name() -> None:
         ({"progress": True}, "expected progress to be a function of the RecordTotals, got True"),
     ],
 )
-def test_numbers_that_make_no_sense_are_said(options: dict[str, Any], message: str) -> None:
+def test_invalid_numbers_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadQuery, match=message):
         mt.record(chain(), "0", **options)
 
 
-def test_a_model_that_catches_what_a_part_raises_is_looked_at_as_any_other() -> None:
+def test_a_model_that_catches_the_error_of_a_module_is_recorded() -> None:
     class Raises(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("broken")

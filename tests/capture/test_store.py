@@ -99,7 +99,7 @@ def test_statistics_of_any_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e15, 1e30])
 @pytest.mark.parametrize("mean", [0.0, 1.0, 1e4])
-def test_sums_in_float32_are_taken_only_where_they_keep_six_digits(scale: float, mean: float) -> None:
+def test_sums_in_float32_are_used_only_if_they_preserve_six_digits(scale: float, mean: float) -> None:
     values = scale * (mean + torch.randn(70_000, generator=torch.Generator().manual_seed(0)))
     quick, wide = summed(values), summed(values.double())
     assert quick.variance == pytest.approx(wide.variance, rel=2e-6)
@@ -407,7 +407,7 @@ def _is_link(descriptor: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{descriptor}")
 
 
-def test_appending_goes_on_with_counts_names_and_statistics(tmp_path: Path) -> None:
+def test_appending_continues_counts_names_and_statistics(tmp_path: Path) -> None:
     recorded(tmp_path, 2)
     (tmp_path / ".shard-00002.safetensors.tmp").write_bytes(b"left by a kill")
     (tmp_path / "shard-00002.safetensors").write_bytes(b"not in the index yet")
@@ -540,7 +540,7 @@ def test_an_interrupt_that_comes_again_ends_the_recording_before_what_is_half_wr
         assert len(recording["fc"]) == 1
 
 
-def test_statistics_that_fail_are_told_to_who_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_in_statistics_are_raised_by_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError("of the statistics")
 
@@ -597,7 +597,7 @@ def test_a_recording_that_reached_its_limit_takes_statistics_alone(tmp_path: Pat
         assert recording.full
 
 
-def test_at_its_limit_it_goes_on_counting(tmp_path: Path) -> None:
+def test_at_its_limit_it_continues_to_count(tmp_path: Path) -> None:
     with DiskStore(tmp_path, MANIFEST, limit_bytes=40, shard_bytes=16) as store:
         for number in range(4):
             store.add("fc", torch.full((4,), float(number)))
@@ -763,7 +763,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(("borrowed", "count"), [(False, 10), (True, 8)])  # with 16 KiB for the header of each
-def test_a_full_disk_is_told_and_what_was_written_can_be_read(
+def test_a_full_disk_raises_and_written_tensors_can_be_read(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, borrowed: bool, count: int
 ) -> None:
     monkeypatch.setattr(batch, "_OWN_PART_BYTES", 100_000)
@@ -786,7 +786,7 @@ def test_a_full_disk_is_told_and_what_was_written_can_be_read(
 
 
 @pytest.mark.parametrize("ending", ["flush", "close"])
-def test_an_error_while_writing_is_told_at_the_end(
+def test_an_error_while_writing_is_raised_on_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     store = DiskStore(tmp_path, MANIFEST)
@@ -823,7 +823,7 @@ def test_a_line_that_could_not_be_written_leaves_the_index_whole(
     assert (tmp_path / "index.jsonl").read_bytes() == before
 
 
-def test_an_error_that_is_not_of_the_system_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_is_not_an_oserror_is_raised_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> int:
         raise MemoryError
 
@@ -864,7 +864,7 @@ def test_a_recording_is_not_overwritten(tmp_path: Path) -> None:
         assert len(recording["fc"]) == 4
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_to_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -991,7 +991,7 @@ def test_what_is_no_recording_is_not_opened(tmp_path: Path) -> None:
         open_folder(tmp_path)
 
 
-def test_a_name_that_is_not_there_is_told_with_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_name_raises_with_the_nearest(tmp_path: Path) -> None:
     with open_folder(recorded(tmp_path)) as recording:
         with pytest.raises(NoMatch, match="has nothing named 'fcc'; the nearest of its 1 names: 'fc'"):
             recording["fcc"]

@@ -212,14 +212,14 @@ def test_frozen_parameters_are_not_counted_as_read() -> None:
     ("compute", "what", "zero"),
     [(compute_flops, "Flops", 0), (compute_madd, "MAdd", 0), (compute_memory, "Memory", (0, 0))],
 )
-def test_a_kind_without_a_formula_is_zero_and_said(compute: Any, what: str, zero: Any) -> None:
+def test_a_type_without_a_formula_counts_zero_and_warns(compute: Any, what: str, zero: Any) -> None:
     module = nn.LSTM(2, 3)
     x = torch.zeros(4, 1, 2)
     with pytest.warns(UserWarning, match=rf"\[{what}\]: LSTM is not supported: counted as 0"):
         assert compute(module, x, module(x)) == zero
 
 
-def test_all_kinds_without_a_formula_are_said_in_one_warning() -> None:
+def test_all_types_without_a_formula_are_in_one_warning() -> None:
     net = nn.Sequential(nn.GELU(), nn.Softmax(dim=1), nn.GELU(), nn.Tanh(), nn.ELU(), nn.Conv2d(3, 4, 1))
     expected = "0: MAdd, Flops, Memory of GELU, Tanh; Flops, Memory of Softmax; MAdd of ELU. microtome.profile"
     with pytest.warns(UserWarning, match=expected) as said:
@@ -277,7 +277,7 @@ def test_a_layer_that_runs_several_times_takes_its_first_input_and_gives_its_las
 
 
 @zeros_allowed
-def test_tuples_of_outputs_are_looked_into() -> None:
+def test_tensors_in_tuples_of_outputs_are_counted() -> None:
     leaves = ModelHook(Odd(), (3, 8, 8)).retrieve_leaf_modules()
     # 3 x 4 x 4 of 2*2: 3*48 MAdds.
     assert leaves["pool"].MAdd == 144
@@ -565,7 +565,7 @@ def test_model_and_process_are_as_found_also_when_the_forward_raises(size: tuple
 
 
 @pytest.mark.parametrize("size", [(), 224, "3x224x224", (3, 0, 4), (3, 2.5), None])
-def test_sizes_that_are_none_are_refused(size: Any) -> None:
+def test_invalid_sizes_are_refused(size: Any) -> None:
     with pytest.raises(
         BadInputs,
         match="sizes of one image without the batch, such as .3, 224, 224., got",

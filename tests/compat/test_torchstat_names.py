@@ -271,7 +271,7 @@ def test_other_sizes_are_refused_with_an_assertion_error_too(size: Any) -> None:
     assert isinstance(raised.value, BadInputs)
 
 
-def test_a_hook_keeps_what_it_was_given() -> None:
+def test_a_subclass_of_model_hook_has_the_model_and_the_size() -> None:
     class Mine(ModelHook):
         def __init__(self, model: nn.Module, input_size: Any) -> None:
             super().__init__(model, input_size)
@@ -302,7 +302,7 @@ TELLING = [
 
 
 @pytest.mark.parametrize("call", TELLING)
-def test_what_is_not_counted_is_said_in_every_call_at_the_line_of_the_caller(call: Any) -> None:
+def test_warnings_name_the_callers_line_on_every_call(call: Any) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("default")
         for _ in range(3):
@@ -310,7 +310,7 @@ def test_what_is_not_counted_is_said_in_every_call_at_the_line_of_the_caller(cal
     assert [(warning.filename, warning.lineno) for warning in said] == [(__file__, call.__code__.co_firstlineno)] * 3
 
 
-def test_the_users_filters_decide_what_is_said() -> None:
+def test_warning_filters_apply() -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("ignore")
         TELLING[0]()

@@ -86,14 +86,14 @@ def test_models_of_torchvision_are_exact_at_every_layer(name: str) -> None:
     ("name", "depth", "step"),
     [("resnet18", LEAVES, 1), ("mobilenet_v3_small", LEAVES, 7), ("googlenet", LEAVES, 7), ("densenet121", 3, 5)],
 )
-def test_so_are_they_inside_their_blocks(name: str, depth: int, step: int) -> None:
+def test_models_of_torchvision_are_exact_inside_their_blocks(name: str, depth: int, step: int) -> None:
     found = zoo.resolve(f"torchvision:{name}", inputs="2x3x32x32", args={"num_classes": 10})
     check_every_layer(found.model, found.inputs.args[0], depth=depth, step=step)
 
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("name", ["mobilenet_v3_small", "googlenet", "densenet121", "vgg11", "swin_t", "vit_b_32"])
-def test_so_are_they_after_every_leaf(name: str) -> None:
+def test_models_of_torchvision_are_exact_after_every_leaf(name: str) -> None:
     found = zoo.resolve(f"torchvision:{name}", args={"num_classes": 10})
     x = found.inputs.args[0]
     check_every_layer(found.model, torch.cat([x, x.flip(-1)]), depth=LEAVES)
@@ -362,7 +362,7 @@ def test_an_edge_with_other_weights_is_refused(resnet: Any, wrapped: WrappedMode
     assert same(wrapped(wrapped(x, end=3), start=3), model(x))
 
 
-def test_arguments_that_make_no_sense(resnet: Any, wrapped: WrappedModel) -> None:
+def test_invalid_arguments_of_forward_raise(resnet: Any, wrapped: WrappedModel) -> None:
     _, x = resnet
     early = wrapped(x, end=3)
     with pytest.raises(BadInputs, match="start=3 resumes a run: expected the EarlyOutput of .*got a Tensor"):
@@ -387,7 +387,7 @@ def test_arguments_that_make_no_sense(resnet: Any, wrapped: WrappedModel) -> Non
         wrapped.warmup(-2)
 
 
-def test_a_wrapper_that_makes_no_sense(resnet: Any) -> None:
+def test_invalid_arguments_of_the_wrapper_raise(resnet: Any) -> None:
     model, x = resnet
     with pytest.raises(BadInputs, match="expected inputs for the model, got none"):
         WrappedModel(model)
@@ -468,7 +468,7 @@ class Counts(nn.Module):
         return self.norm(x)
 
 
-def test_it_warms_up_in_eval_mode_as_often_as_it_is_told() -> None:
+def test_it_warms_up_in_eval_mode_the_requested_number_of_times() -> None:
     model = Counts()
     wrapped = WrappedModel(model, "2x2", warmup_iterations=3, collect_metrics=False)
     assert model.modes == [False] * 3
@@ -758,12 +758,12 @@ def test_a_configuration_may_be_a_file(tmp_path: Path) -> None:
         ({"depth": "two"}, BadQuery, "expected depth to be an integer of at least 1, got 'two'"),
     ],
 )
-def test_configurations_that_make_no_sense(change: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_invalid_configurations_raise(change: dict[str, Any], error: type[Exception], match: str) -> None:
     model = {key: value for key, value in (CONFIG["model"] | change).items() if value is not None}
     with pytest.raises(error, match=match):
         WrappedModel({"model": model})
 
 
-def test_what_is_no_module_is_refused() -> None:
+def test_a_factory_that_returns_no_module_is_refused() -> None:
     with pytest.raises(NotAModule, match="returned a dict, expected an nn.Module"):
         WrappedModel({"model": CONFIG["model"] | {"model_name": "builtins:dict", "num_classes": None}})

@@ -100,7 +100,7 @@ def test_basic_analysis(x: Tensor, make: type) -> None:
     assert all(layer["inference_time"] > 0 for layer in held["image"]["layer_information"].values())
 
 
-def test_what_comes_second(x: Tensor) -> None:
+def test_the_second_positional_argument(x: Tensor) -> None:
     model, example = zoo.build("tiny-resnet")
     named = {"x": example}
     assert WrappedModel(model, named, warmup_iterations=0).inputs.kwargs.keys() == {"x"}
@@ -237,7 +237,7 @@ def test_a_model_that_holds_a_model_keeps_its_names() -> None:
         nn.init.zeros_(wrapped.model.model.weight)
 
 
-def test_cleanup_lets_go_of_what_is_held_and_the_model_still_runs(x: Tensor) -> None:
+def test_cleanup_drops_outputs_and_cuts_and_the_model_still_runs(x: Tensor) -> None:
     wrapped = WrappedModel(CONFIG)
     whole = wrapped(x)
     early = wrapped(x, end=3)
@@ -258,7 +258,7 @@ def test_modes_device_and_input_size(squeezenet: Any) -> None:
         squeezenet.set_mode("test")
 
 
-def test_makers_of_hooks_say_what_to_do(squeezenet: Any) -> None:
+def test_the_functions_that_create_hooks_raise(squeezenet: Any) -> None:
     for make in (create_forward_prehook, create_forward_posthook):
         with pytest.raises(Unsupported, match="without hooks. Instead, register a .*of your own"):
             make(squeezenet, 0, "Conv2d", (0, 0), "cpu")
@@ -267,7 +267,7 @@ def test_makers_of_hooks_say_what_to_do(squeezenet: Any) -> None:
 # -- early outputs -----------------------------------------------------------------------------------------------------
 
 
-def test_early_outputs_hold_what_they_are_given() -> None:
+def test_early_outputs_return_the_dict_they_were_created_with() -> None:
     data = {"layer0": torch.ones(1, 1)}
     assert EarlyOutput(data)() is data
     assert EarlyOutput(data)("anything", at=3) is data
@@ -289,7 +289,7 @@ def test_early_outputs_are_equal_if_what_they_hold_is() -> None:
 
 
 @pytest.mark.parametrize("layer", [3, 4, 6])  # a Fire, one whose output is saved too, and the last saved one
-def test_the_bytes_are_pickled_once_and_a_cloud_goes_on_from_them(x: Tensor, squeezenet: Any, layer: int) -> None:
+def test_tensors_are_pickled_once_and_a_cloud_resumes_from_them(x: Tensor, squeezenet: Any, layer: int) -> None:
     early = squeezenet(x, end=layer)
     data = pickle.dumps((early, (64, 64)))
     held = {tensor.data_ptr(): tensor.nbytes for tensor in (*early().values(), *early.boundary.tensors.values())}
@@ -336,13 +336,13 @@ def test_weights_of_a_pt_file(x: Tensor, tmp_path: Path) -> None:
         WrappedModel(changed(weight_path=str(tmp_path / "whole.pt")))
 
 
-def test_pretrained_says_what_to_do() -> None:
+def test_pretrained_without_weights_raises() -> None:
     message = r"set a `weight_path`, .* or pass the model: WrappedModel\(torchvision.models.get_model\('squeezenet1_1'"
     with pytest.raises(BadQuery, match=message):
         WrappedModel(changed(pretrained=True))
 
 
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_device_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     for device in ("cuda", "cuda:1"):
         with pytest.raises(Unsupported, match=f"has `device: {device}`, and torch finds no such device: use `cpu`"):

@@ -408,7 +408,7 @@ def test_arguments_of_the_layer_are_all_kept_in_their_order() -> None:
     assert latents[2].equal(torch.full((1, 2), 2.0))
 
 
-def test_what_the_model_writes_to_later_is_not_what_is_held() -> None:
+def test_later_mutations_by_the_model_do_not_change_latents() -> None:
     model = Holds(Gives(lambda t: t), lambda layer, x: layer(x).add_(1))
     with torch.no_grad():
         (output,), latents = Extractor(model)(torch.ones(1, 2))
@@ -450,7 +450,7 @@ def test_a_model_without_tensors_among_its_inputs() -> None:
     assert same(Extractor(model, layer_name="vit.transformer")(), Extractor(model.vit)(image()))
 
 
-def test_what_is_seen_lies_where_it_is_asked_to() -> None:
+def test_results_are_on_the_requested_device() -> None:
     vit = plain_vit()
     assert Extractor(vit, "meta")(image())[1].is_meta
     assert Recorder(vit, "meta")(image())[1].is_meta
@@ -465,7 +465,7 @@ def test_by_default_it_lies_where_the_inputs_do() -> None:
 # -- what is held ------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_held_is_of_the_last_call_until_it_is_cleared() -> None:
+def test_results_are_those_of_the_last_call_until_cleared() -> None:
     vit = plain_vit()
     extractor, recorder = Extractor(vit), Recorder(vit)
     assert extractor.latents is None
@@ -558,7 +558,7 @@ def test_wrappers_nest() -> None:
 
 
 @pytest.mark.parametrize("kind", [Extractor, Recorder])
-def test_nothing_is_held_after_an_exception(kind: Any) -> None:
+def test_results_are_cleared_after_an_exception(kind: Any) -> None:
     vit = plain_vit()
     wrapper = kind(vit)
     expected = wrapper(image())
@@ -590,7 +590,7 @@ def test_after_eject_it_cannot_be_used(kind: Any) -> None:
         ejected(image())
 
 
-def test_a_layer_that_is_not_there() -> None:
+def test_a_layer_that_does_not_exist_raises() -> None:
     vit = plain_vit()
     with pytest.raises(NoMatch, match="no module matches the path 'transfomer'. Did you mean 'transformer'"):
         Extractor(vit, layer_name="transfomer")
@@ -633,7 +633,7 @@ def test_heads_that_lie_in_the_batch_are_heads() -> None:
     assert attentions.shape == (2, 2, 3, 17, 17)
 
 
-# -- a Recorder that knows the model from a call before ----------------------------------------------------------------
+# -- the cache of a Recorder -------------------------------------------------------------------------------------------
 
 
 def test_later_calls_give_what_the_first_does() -> None:
@@ -647,7 +647,7 @@ def test_later_calls_give_what_the_first_does() -> None:
     assert same(recorder(x), first)
 
 
-def test_a_model_that_takes_another_way_is_looked_at_again() -> None:
+def test_a_changed_model_is_observed_again() -> None:
     vit, x = plain_vit(), image()
     recorder = Recorder(vit)
     recorder(x)
@@ -660,7 +660,7 @@ def test_a_model_that_takes_another_way_is_looked_at_again() -> None:
     assert same(recorder(x), Recorder(vit)(x))
 
 
-def test_in_training_everything_is_looked_at_in_each_call() -> None:
+def test_in_training_mode_every_call_observes_all_operators() -> None:
     vit, x = plain_vit(dropout=0.5), image()
     recorder = Recorder(vit)
     recorder(x)
@@ -675,7 +675,7 @@ def test_in_training_everything_is_looked_at_in_each_call() -> None:
     assert torch.get_rng_state().equal(state)  # it ran once
 
 
-def test_a_recorder_that_knows_the_model_can_be_copied() -> None:
+def test_a_recorder_with_a_cache_can_be_copied() -> None:
     recorder = Recorder(plain_vit())
     recorder(image())
     assert same(copy.deepcopy(recorder)(image()), recorder(image()))

@@ -1,4 +1,4 @@
-"""Create a recording in a folder, or resume one, with one writer in all processes."""
+"""The folder of a recording: its manifest, its lock, and how a recording is created or resumed in it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from microtome.capture.store.index import INDEX, MANIFEST, IndexTotals, read_index, read_manifest, write_manifest
+from xxhash import xxh3_64_hexdigest
+
+from microtome.capture.store.index import INDEX, IndexTotals, read_index
 from microtome.capture.store.stats import Stats
 from microtome.errors import BadFile, BadQuery
-from microtome.files.reading import translate_read_errors
-from microtome.files.writing import open_for_writing
+from microtome.files.reading import read_json, translate_read_errors
+from microtome.files.writing import open_for_writing, write_atomically, write_buffers
 
 #: The entries of a manifest that must be equal to append to a recording.
 _EQUAL_ENTRIES = ("model", "layout", "selectors", "reduce")
 
-
 LOCK = ".lock"
+MANIFEST = "manifest.json"
+KIND = "recording"
+SCHEMA = 2
+
+#: The version without checksums, which can still be read and appended to.
+_UNCHECKED = 1
 
 
 class FolderLock:
@@ -151,3 +158,45 @@ def _check_histogram(folder: Path, totals: IndexTotals, empty_stats: Stats) -> N
                 f"{str(folder)!r} has another histogram of {name!r}: expected {stats.histogram or 'none'}, "
                 f"got {empty_stats.histogram or 'none'}; use the same, or record to another folder"
             )
+
+
+class Manifest(NamedTuple):
+    """The manifest of a recording.
+
+    Attributes:
+        content: The description of the recording.
+        checked: Whether every line of its index has a checksum.
+    """
+
+    content: dict[str, Any]
+    checked: bool
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any], *, sync: bool) -> None:
+    data = {"kind": KIND, "schema": SCHEMA, "manifest": manifest, "sum": _manifest_sum(manifest)}
+    text = json.dumps(data, indent=1) + "\n"
+    write_atomically(folder / MANIFEST, lambda descriptor: write_buffers(descriptor, [text.encode()]), sync=sync)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    file = folder / MANIFEST
+    if not file.exists():
+        raise BadFile(f"expected a recording in {str(folder)!r}, got none: {MANIFEST}: No such file or directory")
+    data = read_json(file)
+    if not isinstance(data, dict) or data.get("kind") != KIND or not isinstance(data.get("manifest"), dict):
+        raise BadFile(f"expected a recording in {str(folder)!r}, got none: its {MANIFEST} describes something else")
+    if data.get("schema") not in (SCHEMA, _UNCHECKED):
+        raise BadFile(
+            f"{str(file)!r}: expected version {_UNCHECKED} to {SCHEMA} of a recording, got {data.get('schema')!r}"
+        )
+    checked = data["schema"] != _UNCHECKED
+    if checked and data.get("sum") != (expected := _manifest_sum(data["manifest"])):
+        raise BadFile(
+            f"{str(file)!r} is corrupt: expected the checksum {expected}, got {data.get('sum')!r}; "
+            f"restore it from a copy"
+        )
+    return Manifest(data["manifest"], checked)
+
+
+def _manifest_sum(manifest: dict[str, Any]) -> str:
+    return xxh3_64_hexdigest(json.dumps(manifest, sort_keys=True).encode())

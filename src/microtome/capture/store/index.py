@@ -1,4 +1,4 @@
-"""The manifest of a recording, and its index: a line of JSON for each shard, which ends with its checksum."""
+"""The index of a recording: a line of JSON for each shard, which ends with its checksum."""
 
 from __future__ import annotations
 
@@ -10,25 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
 from microtome.capture.store.shard import ShardSums
 from microtome.capture.store.stats import Stats
 from microtome.errors import BadFile
-from microtome.files.reading import JSON_LIMIT, open_regular, parse_json, read_json, translate_read_errors
+from microtome.files.reading import JSON_LIMIT, open_regular, parse_json, translate_read_errors
 from microtome.files.tensors import CODE_DTYPES
 from microtome.files.types import find_mismatch
-from microtome.files.writing import write_atomically, write_buffers
+from microtome.files.writing import write_buffers
 
-MANIFEST = "manifest.json"
 INDEX = "index.jsonl"
-KIND = "recording"
-SCHEMA = 2
-
-#: The version without checksums, which can still be read and appended to.
-_UNCHECKED = 1
 
 #: The maximum length of a line: the objects of a longer one would take too much memory.
 _LINE_BYTES = JSON_LIMIT // 8
@@ -255,46 +248,3 @@ def append_lines(descriptor: int, lines: Sequence[IndexLine], *, sync: bool) -> 
     except BaseException:
         os.ftruncate(descriptor, end)
         raise
-
-
-@dataclass
-class Manifest:
-    """The manifest of a recording.
-
-    Attributes:
-        content: The description of the recording.
-        checked: Whether every line of its index has a checksum.
-    """
-
-    content: dict[str, Any]
-    checked: bool
-
-
-def write_manifest(folder: Path, manifest: dict[str, Any], *, sync: bool) -> None:
-    data = {"kind": KIND, "schema": SCHEMA, "manifest": manifest, "sum": _manifest_sum(manifest)}
-    text = json.dumps(data, indent=1) + "\n"
-    write_atomically(folder / MANIFEST, lambda descriptor: write_buffers(descriptor, [text.encode()]), sync=sync)
-
-
-def read_manifest(folder: Path) -> Manifest:
-    file = folder / MANIFEST
-    if not file.exists():
-        raise BadFile(f"expected a recording in {str(folder)!r}, got none: {MANIFEST}: No such file or directory")
-    data = read_json(file)
-    if not isinstance(data, dict) or data.get("kind") != KIND or not isinstance(data.get("manifest"), dict):
-        raise BadFile(f"expected a recording in {str(folder)!r}, got none: its {MANIFEST} describes something else")
-    if data.get("schema") not in (SCHEMA, _UNCHECKED):
-        raise BadFile(
-            f"{str(file)!r}: expected version {_UNCHECKED} to {SCHEMA} of a recording, got {data.get('schema')!r}"
-        )
-    checked = data["schema"] != _UNCHECKED
-    if checked and data.get("sum") != (expected := _manifest_sum(data["manifest"])):
-        raise BadFile(
-            f"{str(file)!r} is corrupt: expected the checksum {expected}, got {data.get('sum')!r}; "
-            f"restore it from a copy"
-        )
-    return Manifest(data["manifest"], checked)
-
-
-def _manifest_sum(manifest: dict[str, Any]) -> str:
-    return xxh3_64_hexdigest(json.dumps(manifest, sort_keys=True).encode())

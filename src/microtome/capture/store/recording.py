@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from microtome.addresses import Addresses
-from microtome.capture.store.index import IndexLine, IndexTotals, read_index, read_manifest, tensor_key
+from microtome.capture.store.folder import read_manifest
+from microtome.capture.store.index import IndexLine, IndexTotals, read_index, tensor_key
 from microtome.capture.store.series import Series, StoredTensor
 from microtome.capture.store.shard import ShardReader
 from microtome.capture.store.stats import Stats
