@@ -7,13 +7,16 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+PACKAGE = ROOT / "src" / "microtome"
 PAGES = sorted(DOCS.rglob("*.md"))
-LINKING = [*PAGES, *ROOT.glob("*.md"), *(ROOT / "src").rglob("README.md")]
+READMES = sorted(PACKAGE.rglob("README.md"))
+LINKING = [*PAGES, *ROOT.glob("*.md"), *READMES]
 
 
 def test_every_page_is_in_the_contents() -> None:
@@ -53,6 +56,25 @@ def _anchors(page: Path) -> set[str]:
 
 def _prose(page: Path) -> str:
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_architecture_names_modules_and_files_that_exist() -> None:
+    spans = re.findall(r"`([\w./-]+)`", _prose(DOCS / "architecture.md"))
+    packages = {path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
+    names = [span for span in spans if "/" not in span and span.partition(".")[0] in packages and "." in span]
+    files = [span for span in spans if span.partition("/")[0] in packages and "/" in span]
+    assert len(names) > 40
+    assert len(files) > 10
+    for name in names:
+        resolve_name(f"microtome.{name}")  # raises if it does not exist
+    assert [file for file in files if not (PACKAGE / file).exists()] == []
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda page: page.parent.name)
+def test_the_readme_of_a_folder_names_files_that_exist(readme: Path) -> None:
+    cells = re.findall(r"^\| (`.*?) \|", readme.read_text(), re.MULTILINE)
+    files = [file for cell in cells for file in re.findall(r"`([\w./]+)`", cell)]
+    assert [file for file in files if not (readme.parent / file).exists()] == []
 
 
 def test_pictures_need_nothing_from_elsewhere() -> None:
