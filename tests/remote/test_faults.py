@@ -68,8 +68,13 @@ def in_background(call: Callable[..., Any], *args: Any) -> Callable[[], Any]:
 
 
 def alive(proxy: Proxy) -> Pair:
-    """The connection through a proxy that is open now."""
-    return next(pair for pair in reversed(proxy.pairs) if not pair.ended.is_set())
+    """The open connection through a proxy; wait for one where the client is still reconnecting."""
+
+    def connections() -> list[Pair]:
+        return [pair for pair in reversed(proxy.pairs) if not pair.ended.is_set()]
+
+    until(lambda: bool(connections()))
+    return connections()[0]
 
 
 def counted(server: Server, name: str, **labels: str) -> float:
