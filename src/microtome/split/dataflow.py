@@ -1,132 +1,141 @@
-"""Hash how each call's arguments were computed, independent of call order."""
+"""Digests of how the arguments and outputs of each call were computed, independent of the order of calls."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from microtome.split.signature import UNKNOWN, Flow
+from microtome.split.signature import INCOMPARABLE, Flow
 
 if TYPE_CHECKING:
     from microtome.results.trace import Trace, TracedCall
+
+#: How much of a computation a digest covers: everything; not the elements of constants, nor the integers of operators
+#: that take sizes; no elements of constants and no integers at all. Sizes and constants may depend on the example.
+_FULL, _UNSIZED, _NO_INTEGERS = range(3)
+
+#: Parts of the names of operators whose integers are sizes.
+_SIZED = ("view", "reshape", "expand", "empty", "zeros", "ones", "full", "arange", "repeat", "split", "upsample", "pad",
+          "as_strided", "rand", "linspace", "unflatten")  # fmt: skip
+
+
+class Scalars(NamedTuple):
+    """The arguments of an operator or a call other than tensors, as text."""
+
+    full: str
+    without_integers: str
 
 
 class Dataflow:
     """Digests of the tensors that calls take and return, from the operators, constants and weights they depend on.
 
-    There are three of each: of everything; without the elements of constants and without integers of operators that
-    take sizes; and without these and all integers. Sizes and constants may depend on the example. The last two are
-    empty where they do not tell apart the calls of a module in the same call. A digest ends with `UNKNOWN` if anything
-    that it depends on cannot be compared between processes, such as a constant on the meta device.
+    There is one of each level of detail. The less detailed ones are empty where they do not distinguish the calls of a
+    module in the same call. A digest ends with `INCOMPARABLE` if it depends on anything that cannot be compared between
+    processes, such as a constant on the meta device.
 
     Args:
-        given: Of each call, the arguments that are no tensors.
-        scalars: The same of each operator.
-        draws: The operators that draw random numbers, which are known by their order.
+        plain_arguments: The plain values among the arguments of each call.
+        scalars: The scalar arguments of each operator.
+        draws: The operators that draw random numbers, which are identified by their order.
     """
 
     def __init__(
-        self, trace: Trace, given: Sequence[Sequence[Any]], scalars: Sequence[Scalars], draws: Collection[int] = ()
+        self,
+        trace: Trace,
+        plain_arguments: Sequence[Sequence[Any]],
+        scalars: Sequence[Scalars],
+        draws: Collection[int] = (),
     ) -> None:
         self._trace = trace
-        self._given = [describe_scalars((*plain,), {}) for plain in given]
-        self._scalars = scalars if len(scalars) == len(trace.ops) else [(UNKNOWN,) * 3] * len(trace.ops)
-        self._order = {op: at for at, op in enumerate(sorted(draws))}
+        self._call_scalars = [describe_scalars((*plain,), {}) for plain in plain_arguments]
+        unknown = Scalars(INCOMPARABLE, INCOMPARABLE)
+        self._op_scalars = scalars if len(scalars) == len(trace.ops) else [unknown] * len(trace.ops)
+        self._draw_numbers = {op: number for number, op in enumerate(sorted(draws))}
         inputs = [f"{value.name} {value.shape} {value.dtype}" for value in trace.values if value.origin == "input"]
-        self._example = _digest(self._given[0][0], *inputs)
-        walks = [self._walk(which) for which in range(3)]
-        self._outputs = [returned for _, returned in walks]
-        full, *partial = [taken for taken, _ in walks]
+        self._example = _digest(self._call_scalars[0].full, *inputs)
+        walks = [self._walk(detail) for detail in (_FULL, _UNSIZED, _NO_INTEGERS)]
+        self._outputs = [outputs for _, outputs in walks]
         self._flows: dict[int, Flow] = {}
-        for call in trace.calls:
-            groups: dict[str, list[TracedCall]] = {}
-            for child in call.children:
-                groups.setdefault(trace.calls[child].path, []).append(trace.calls[child])
+        full, *partial = [arguments for arguments, _ in walks]
+        for parent in trace.calls:
+            groups: dict[str, list[int]] = {}
+            for child in parent.children:
+                groups.setdefault(trace.calls[child].path, []).append(child)
             for group in groups.values():
-                counts = [Counter(digests[one.index] for one in group) for digests in partial]
-                for one in group if len(group) > 1 else ():
-                    pairs = zip(partial, counts, strict=True)
-                    distinct = [found[one.index] if count[found[one.index]] == 1 else "" for found, count in pairs]
-                    self._flows[one.index] = (full[one.index], *distinct)
+                counts = [Counter(digests[call] for call in group) for digests in partial]
+                for call in group if len(group) > 1 else ():
+                    pairs = zip((digests[call] for digests in partial), counts, strict=True)
+                    self._flows[call] = (full[call], *(digest if count[digest] == 1 else "" for digest, count in pairs))
 
     def arguments(self, call: int) -> Flow | None:
-        """The digests of the arguments of a call; None: its module runs once in the call around it."""
+        """The digests of the arguments of a call; None: its module runs once in the enclosing call."""
         return self._flows.get(call)
 
     def outputs(self, call: int) -> Flow:
-        """The digest of the tensors that a call returns, in order, that of the example, and the first without sizes.
+        """The digests of a call's outputs: in full, of the example's inputs, and without sizes.
 
-        The last is for other examples, and empty where it does not tell the tensors apart.
+        The last is for other examples, and empty where it does not distinguish the outputs.
         """
-        full, partial, _ = (returned[call] for returned in self._outputs)
-        distinct = _digest(*partial) if len(set(partial)) == len(partial) else ""
-        return _digest(*full), self._example, distinct
+        full, unsized, _ = (outputs[call] for outputs in self._outputs)
+        return _digest(*full), self._example, _digest(*unsized) if len(set(unsized)) == len(unsized) else ""
 
-    def _walk(self, which: int) -> tuple[list[str], list[list[str]]]:
-        """The digest of the arguments of each call, and those of the tensors that it returns."""
+    def _walk(self, detail: int) -> tuple[list[str], list[list[str]]]:
+        """The digest of the arguments of each call, and those of its outputs."""
         trace, values = self._trace, self._trace.values
-        made: dict[int, str] = {}
+        computed: dict[int, str] = {}
         written: dict[int, str] = {}
 
-        def of(at: int) -> str:
-            value = values[at]
-            if at not in made:
-                content = "" if which or value.origin != "constant" else value.content or UNKNOWN
-                made[at] = f"{value.origin} {value.name} {value.dtype} {content}"
-            return made[at] + written.get(value.memory, "")
+        def digest_of(index: int) -> str:
+            value = values[index]
+            if index not in computed:
+                content = value.content or INCOMPARABLE if detail == _FULL and value.origin == "constant" else ""
+                computed[index] = f"{value.origin} {value.name} {value.dtype} {content}"
+            return computed[index] + written.get(value.memory, "")
 
-        taken: list[str] = []
-        returned: list[list[str]] = [[] for _ in trace.calls]
-        starting = iter(trace.calls)  # in the order in which they begin
-        ending: dict[int, list[TracedCall]] = {}
-        for one in trace.calls:
-            ending.setdefault(one.ends, []).append(one)
-        call = next(starting, None)
+        arguments: list[str] = []
+        outputs: list[list[str]] = [[] for _ in trace.calls]
+        exits: dict[int, list[TracedCall]] = {}
+        for call in trace.calls:
+            exits.setdefault(call.ends, []).append(call)
+        entering = iter(trace.calls)  # in the order in which they begin
+        entered = next(entering, None)
         for op in (*trace.ops, None):
-            for one in ending.get(len(trace.ops) if op is None else op.index, ()):
-                returned[one.index] = list(map(of, one.outputs))
-            while call is not None and (op is None or call.begins <= op.index):
-                taken.append(_digest(self._given[call.index][which], *map(of, call.inputs)))
-                call = next(starting, None)
+            for call in exits.get(len(trace.ops) if op is None else op.index, ()):
+                outputs[call.index] = list(map(digest_of, call.outputs))
+            while entered is not None and (op is None or entered.begins <= op.index):
+                scalars = self._call_scalars[entered.index]
+                text = scalars.without_integers if detail == _NO_INTEGERS else scalars.full
+                arguments.append(_digest(text, *map(digest_of, entered.inputs)))
+                entered = next(entering, None)
             if op is None:
                 break
             path = "" if op.call is None else trace.calls[op.call].path
-            drawn = str(self._order.get(op.index, ""))
-            digest = _digest(
-                op.name, path, drawn, _scalars_in(self._scalars[op.index], op.name, which), *map(of, op.inputs)
-            )
-            for at in {values[at].memory for at in op.mutates}:
-                written[at] = _digest(written.get(at, ""), digest)
-            for position, at in enumerate(op.outputs):
-                made.setdefault(at, f"{digest}{position}")
-        return taken, returned
+            scalars = self._op_scalars[op.index]
+            has_sizes = detail == _UNSIZED and any(part in op.name for part in _SIZED)
+            text = scalars.without_integers if detail == _NO_INTEGERS or has_sizes else scalars.full
+            number = str(self._draw_numbers.get(op.index, ""))
+            digest = _digest(op.name, path, number, text, *map(digest_of, op.inputs))
+            for memory in {values[index].memory for index in op.mutates}:
+                written[memory] = _digest(written.get(memory, ""), digest)
+            for position, index in enumerate(op.outputs):
+                computed.setdefault(index, f"{digest}{position}")
+        return arguments, outputs
 
 
 def _digest(*parts: str) -> str:
     text = "|".join(parts)
-    return xxh3_64_hexdigest(text.encode()) + (UNKNOWN if UNKNOWN in text else "")
-
-
-#: The arguments of an operator that are no tensors: all of them, all again, and all but the integers.
-Scalars = tuple[str, ...]
-
-#: Parts of the names of operators whose integers are sizes, which depend on the example.
-_SIZED = ("view", "reshape", "expand", "empty", "zeros", "ones", "full", "arange", "repeat", "split", "upsample", "pad",
-          "as_strided", "rand", "linspace", "unflatten")  # fmt: skip
-
-
-def _scalars_in(scalars: Scalars, name: str, which: int) -> str:
-    return scalars[2 if which == 1 and any(part in name for part in _SIZED) else which]
+    return xxh3_64_hexdigest(text.encode()) + (INCOMPARABLE if INCOMPARABLE in text else "")
 
 
 def describe_scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scalars:
+    """Describe the arguments of an operator other than tensors, in a text that is the same in every process."""
     full: list[str] = []
-    without_ints: list[str] = []
+    without_integers: list[str] = []
     tensors: dict[int, int] = {}
 
     def add(value: Any) -> None:
@@ -136,26 +145,24 @@ def describe_scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scalars:
         elif isinstance(value, int) and not isinstance(value, bool):
             full.append(str(value))
         elif not isinstance(value, torch.device):
-            text = (
-                _text_of(value) if not isinstance(value, Tensor) else f"T{tensors.setdefault(id(value), len(tensors))}"
-            )
+            is_tensor = isinstance(value, Tensor)
+            text = f"T{tensors.setdefault(id(value), len(tensors))}" if is_tensor else _describe_scalar(value)
             full.append(text)
-            without_ints.append(text)
+            without_integers.append(text)
 
     for value in args:
         add(value)
     for name, value in kwargs.items():
         if name not in ("device", "pin_memory"):
             full.append(f"{name}=")
-            without_ints.append(f"{name}=")
+            without_integers.append(f"{name}=")
             add(value)
-    everything = ",".join(full)
-    return everything, everything, ",".join(without_ints)
+    return Scalars(",".join(full), ",".join(without_integers))
 
 
-def _text_of(value: Any) -> str:
+def _describe_scalar(value: Any) -> str:
     if isinstance(value, bool | float | complex | str | None | torch.dtype | torch.layout | torch.memory_format):
         return str(value)
-    if isinstance(value, torch.Generator):  # what is drawn from it is known by its order
+    if isinstance(value, torch.Generator):  # what is drawn from it is identified by its order
         return "generator"
-    return type(value).__name__ + UNKNOWN
+    return type(value).__name__ + INCOMPARABLE
