@@ -18,6 +18,7 @@ from microtome.capture.store.stats import Stats
 from microtome.errors import BadFile, NoMatch
 from microtome.files.reading import translate_read_errors
 from microtome.files.tensors import CODE_DTYPES
+from microtome.files.types import find_mismatch
 from microtome.results.base import render
 from microtome.units import size
 
@@ -42,7 +43,10 @@ class Recording:
         for line in lines:
             self._totals.add(line)
             self._add(line)
-        self._addresses = Addresses(self._tensors, manifest.get("other_names"))
+        aliases = manifest.get("other_names") or {}
+        if (mismatch := find_mismatch(aliases, dict[str, str])) is not None:
+            raise ValueError(f"other_names{mismatch}")
+        self._addresses = Addresses(self._tensors, aliases)
 
     def _add(self, line: IndexLine) -> None:
         for name, piece in line.pieces.items():

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from microtome.errors import BadFile
 from tests.files.mutations import mutated_bytes, mutated_json
 from tests.files.samples import Sample, samples
 from tests.remote.attack.harness import peak_of, reset_peak
@@ -50,7 +51,7 @@ def test_every_kind_is_read_as_it_is(known: dict[str, Sample]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_bytes_give_a_result_or_an_error_that_names_the_file(known: dict[str, Sample], kind: str) -> None:
+def test_corrupt_bytes_give_a_result_or_an_error_that_names_the_file(known: dict[str, Sample], kind: str) -> None:
     sample = known[kind]
     whole, refused = sample.file.read_bytes(), 0
     try:
@@ -82,6 +83,19 @@ def test_forged_values_give_a_result_or_an_error_that_names_the_file(known: dict
     sample.read()
 
 
+@pytest.mark.parametrize("names", [[-1], {"a": 1}])
+def test_a_recording_whose_other_names_are_not_names_is_refused(known: dict[str, Sample], names: Any) -> None:
+    sample = known["manifest"]
+    assert sample.forge is not None
+    before = sample.file.read_bytes()
+    try:
+        sample.forge(sample.document | {"manifest": sample.document["manifest"] | {"other_names": names}})
+        with pytest.raises(BadFile, match=r"the recording in .* is corrupt: ValueError: other_names.*: expected a"):
+            sample.read()
+    finally:
+        sample.file.write_bytes(before)
+
+
 def _is_read(sample: Sample, tried: Any) -> bool:
     try:
         sample.read()
@@ -91,6 +105,6 @@ def _is_read(sample: Sample, tried: Any) -> bool:
         raise AssertionError(f"{type(error).__name__} in place of a result for {tried!r:.500}") from error
     else:
         return True
-    # A mistake in settings is told by its key.
+    # Errors in settings name the key.
     assert str(sample.file.parent) in refusal or sample.file.suffix == ".yaml"
     return False
