@@ -19,7 +19,7 @@ from microtome.errors import BadFile
 from microtome.files.reading import json_memory_bound, parse_json, read_bytes
 from microtome.files.writing import AtomicFile, write_atomically, write_buffers
 from tests.files.samples import Sample, net, samples
-from tests.files.test_damage import KINDS
+from tests.files.test_corruption import KINDS
 
 MANIFEST = {"model": "Net", "selectors": ["0"]}
 

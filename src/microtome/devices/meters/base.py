@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -109,11 +111,6 @@ class Log(Meter):
 
 
 def read_text(path: Path) -> str:
-    """Read a file without surrounding whitespace."""
-    return read_raw(path).strip()
-
-
-def read_raw(path: Path) -> str:
     """Read a text file; raise `SensorFailed` on an error."""
     try:
         return read_bytes(path, _MAX_FILE_BYTES).decode().replace("\r\n", "\n").replace("\r", "\n")
@@ -127,9 +124,14 @@ def read_raw(path: Path) -> str:
         raise SensorFailed(f"{path} cannot be read: {describe_error(error)}") from error
 
 
-def read_whole(path: Path, *, signed: bool = False) -> int:
+def read_line(path: Path) -> str:
+    """Read a text file without surrounding whitespace."""
+    return read_text(path).strip()
+
+
+def read_integer(path: Path, *, signed: bool = False) -> int:
     """Read an integer from a file, unsigned by default."""
-    text = read_text(path)
+    text = read_line(path)
     # int() would also take 1_000 and digits of other alphabets.
     if not re.fullmatch("-?[0-9]{1,40}" if signed else "[0-9]{1,40}", text):
         raise SensorFailed(f"{path}: expected an {'' if signed else 'unsigned '}integer, got {text[:40]!r}")
@@ -141,3 +143,10 @@ def finite(number: float, name: str) -> float:
     if not math.isfinite(number) or number < 0:
         raise SensorFailed(f"expected {name} to be finite and at least 0, got {number}")
     return number
+
+
+def interpolate(points: Sequence[tuple[float, float]], time_s: float) -> float:
+    """Interpolate the value at a time, from at least two points of time and value in order."""
+    index = min(max(bisect_left(points, time_s, key=lambda point: point[0]), 1), len(points) - 1)
+    (t0, v0), (t1, v1) = points[index - 1], points[index]
+    return v0 if t1 == t0 else v0 + (v1 - v0) * (time_s - t0) / (t1 - t0)

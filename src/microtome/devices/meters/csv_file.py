@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import csv
 import time
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from microtome.devices.meters.base import Log, MeterReading, finite, read_raw
+from microtome.devices.meters.base import Log, MeterReading, finite, interpolate, read_text
 from microtome.errors import SensorFailed, describe_error
 
 
@@ -72,33 +71,25 @@ class CsvMeter(Log):
                     f"{self._path}, line {after.line}: nothing was logged for {after.time_s - before.time_s:.3g} s,"
                     f" more than {self._gap_s:g} s"
                 )
-        return self._at(points, end) - self._at(points, start)
-
-    def _at(self, points: list[LogPoint], time_s: float) -> float:
-        """Interpolate the joules at a time."""
-        place = min(bisect_right(points, time_s, key=lambda point: point.time_s), len(points) - 1)
-        before, after = points[place - 1], points[place]
-        part = (time_s - before.time_s) / (after.time_s - before.time_s)
-        return before.joules + part * (after.joules - before.joules)
+        curve = [(point.time_s, point.joules) for point in points]
+        return interpolate(curve, end) - interpolate(curve, start)
 
     def _offset_s(self) -> float:
         """Return the offset of the file's clock from `time.perf_counter`."""
         return 0.0 if self._clock == "perf" else time.time() - time.perf_counter()
 
     def _points(self) -> list[LogPoint]:
-        points = list(self._parsed())
+        try:
+            points = list(self._parse())
+        except csv.Error as error:
+            raise SensorFailed(f"{self._path} cannot be read as CSV: {describe_error(error)}") from error
         if len(points) < 2:
             raise SensorFailed(f"{self._path}: expected at least 2 readings, got {len(points)}")
         return points
 
-    def _parsed(self) -> Iterator[LogPoint]:
-        try:
-            yield from self._rows()
-        except csv.Error as error:
-            raise SensorFailed(f"{self._path} cannot be read as CSV: {describe_error(error)}") from error
-
-    def _rows(self) -> Iterator[LogPoint]:
-        rows = csv.reader(self._lines())
+    def _parse(self) -> Iterator[LogPoint]:
+        lines = read_text(self._path).splitlines(keepends=True)
+        rows = csv.reader(lines if not lines or lines[-1].endswith("\n") else lines[:-1])
         header = [name.strip() for name in next(rows, [])]
         column = "joules" if "joules" in header else "watts"
         if not {"time_s", column} <= set(header):
@@ -120,10 +111,6 @@ class CsvMeter(Log):
                 joules = value
             last = LogPoint(rows.line_num, time_s, finite(joules, f"{where}: joules until here"))
             yield last
-
-    def _lines(self) -> list[str]:
-        lines = read_raw(self._path).splitlines(keepends=True)
-        return lines if not lines or lines[-1].endswith("\n") else lines[:-1]
 
 
 def _cell(row: list[str], column: int, name: str) -> float:

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from microtome.devices.meters.base import Found, Meter, MeterReading, Missing, finite, read_text, read_whole
+from microtome.devices.meters.base import Found, Meter, MeterReading, Missing, finite, read_integer, read_line
 from microtome.errors import SensorFailed
 
 ROOT = Path("/sys/bus/i2c/drivers/ina3221")
@@ -36,7 +36,7 @@ class Rail:
 
     def watts(self) -> float:
         # An idle rail may read some milliamperes below zero: the chip measures both directions.
-        return read_whole(self.millivolts) * read_whole(self.milliamperes, signed=True) / 1e6
+        return read_integer(self.millivolts) * read_integer(self.milliamperes, signed=True) / 1e6
 
 
 class Jetson(Meter):
@@ -85,7 +85,7 @@ def list_rails(root: Path) -> dict[str, Rail]:
             file = chip / f"in{number}_label"
             if not file.exists():
                 continue
-            label = read_text(file)
+            label = read_line(file)
             if label in ("", "NC"):
                 continue
             if label in rails:

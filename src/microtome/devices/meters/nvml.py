@@ -28,13 +28,13 @@ class Nvml(Meter):
         self._pynvml = pynvml
         self._broken = ""
         self._first_mj = self._last_mj = 0.0
+        self.index = index
         pynvml.nvmlInit()  # reference-counted by NVML: one for each meter, released by close
         self._open = True
         try:
-            self.index = index
             self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            self.uuid = _text(pynvml.nvmlDeviceGetUUID(self._handle))
-            self.what = f"GPU {index} {_text(pynvml.nvmlDeviceGetName(self._handle))}"
+            self.uuid = _decode(pynvml.nvmlDeviceGetUUID(self._handle))
+            self.what = f"GPU {index} {_decode(pynvml.nvmlDeviceGetName(self._handle))}"
             self._detect_kind()
         except BaseException:
             self.close()
@@ -42,8 +42,7 @@ class Nvml(Meter):
 
     def read(self) -> MeterReading:
         if self.kind == "power":
-            watts = self._query("nvmlDeviceGetPowerUsage") / 1000
-            return MeterReading(time.perf_counter(), watts=watts)
+            return MeterReading(time.perf_counter(), watts=self._query("nvmlDeviceGetPowerUsage") / 1000)
         if self._broken:
             raise SensorFailed(self._broken)
         now_mj = self._query("nvmlDeviceGetTotalEnergyConsumption")
@@ -98,23 +97,23 @@ def find() -> Found:
 
 
 def _gpus(pynvml: Any) -> Found:
-    sources: list[Meter] = []
+    meters: list[Meter] = []
     missing: list[Missing] = []
     try:
-        number = pynvml.nvmlDeviceGetCount()
+        count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError as error:
         reason = f"NVML cannot count the GPUs: {describe_error(error)}"
         return [], [Missing(Nvml.name, reason, "see whether `nvidia-smi` works")]
-    for index in range(number):
+    for index in range(count):
         try:
-            sources.append(Nvml(pynvml, index))
+            meters.append(Nvml(pynvml, index))
         except (SensorFailed, pynvml.NVMLError) as error:
             reason = str(error) if isinstance(error, SensorFailed) else f"GPU {index}: {describe_error(error)}"
             missing.append(Missing(Nvml.name, reason, "see what `nvidia-smi -q -d POWER` says"))
-    if not sources and not missing:
+    if not meters and not missing:
         missing.append(Missing(Nvml.name, "NVML sees no GPU", "see whether `nvidia-smi` lists one"))
-    return sources, missing
+    return meters, missing
 
 
-def _text(text: str | bytes) -> str:
+def _decode(text: str | bytes) -> str:  # older versions of pynvml return bytes
     return text.decode(errors="replace") if isinstance(text, bytes) else text

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from microtome.devices.meters.base import Found, Meter, MeterReading, Missing, read_text, read_whole
+from microtome.devices.meters.base import Found, Meter, MeterReading, Missing, read_integer, read_line
 from microtome.errors import SensorFailed
 
 ROOT = Path("/sys/class/powercap")
@@ -33,8 +33,8 @@ class Domain:
     """
 
     def __init__(self, folder: Path, now_s: float) -> None:
-        self.name = read_text(folder / "name")
-        self.range_uj = read_whole(folder / "max_energy_range_uj")
+        self.name = read_line(folder / "name")
+        self.range_uj = read_integer(folder / "max_energy_range_uj")
         self._file = folder / "energy_uj"
         self._last_uj = self._raw()
         self._last_s = now_s
@@ -62,7 +62,7 @@ class Domain:
         return self.total_uj
 
     def _raw(self) -> int:
-        raw = read_whole(self._file)
+        raw = read_integer(self._file)
         if raw > self.range_uj:
             raise SensorFailed(f"{self._file}: expected at most {self.range_uj}, got {raw}")
         return raw
@@ -112,12 +112,12 @@ def find(root: Path | None = None) -> Found:
 def choose(folders: list[Path]) -> list[Path]:
     """Choose domains that do not overlap."""
     tops = {folder.name: folder for folder in folders if re.fullmatch(r"intel-rapl:\d+", folder.name)}
-    names = {key: read_text(folder / "name") for key, folder in tops.items()}
+    names = {key: read_line(folder / "name") for key, folder in tops.items()}
     packages = [key for key, name in names.items() if name.startswith("package")]
     if not packages:
         return [tops[key] for key, name in names.items() if name == "psys"][:1]
     parts = [folder for folder in folders if re.fullmatch(r"intel-rapl:\d+:\d+", folder.name)]
-    memory = [part for part in parts if part.name.rpartition(":")[0] in packages and read_text(part / "name") == "dram"]
+    memory = [part for part in parts if part.name.rpartition(":")[0] in packages and read_line(part / "name") == "dram"]
     return [tops[key] for key in packages] + memory
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter, sleep
 
-from microtome.devices.meters.base import Log, Meter
+from microtome.devices.meters.base import Log, Meter, interpolate
 from microtome.devices.meters.window import Window
 from microtome.errors import SensorFailed
 
@@ -64,9 +63,15 @@ def metered(meter: Meter, work: Callable[[int], object], *, seconds: float, part
             f"{meter.what}: expected at least {parts + 1} changes, got {len(window.points)} within "
             f"{done[-1][0] - began:.3g} s"
         )
+
+    def joules(start: float, end: float) -> float:
+        if isinstance(meter, Log):
+            return _logged_joules(meter, start, end)
+        return interpolate(window.points, end) - interpolate(window.points, start)
+
     return [
-        RepeatedWork(_at(done, end) - _at(done, start), end - start, joules)
-        for (start, end), joules in zip(pairwise(edges), _joules(meter, window.points, edges), strict=True)
+        RepeatedWork(interpolate(done, end) - interpolate(done, start), end - start, joules(start, end))
+        for start, end in pairwise(edges)
     ]
 
 
@@ -88,20 +93,14 @@ def _part_edges(
     """Return the edges of the parts: the times of readings that split the time about equally."""
     if isinstance(meter, Log):
         start, end = whole
-        return [start + (end - start) * at / parts for at in range(parts + 1)]
+        return [start + (end - start) * part / parts for part in range(parts + 1)]
     times = [time for time, _ in points if whole[0] <= time <= whole[1]]
     if len(times) <= parts:
         return []
-    return [times[(len(times) - 1) * at // parts] for at in range(parts + 1)]
+    return [times[(len(times) - 1) * part // parts] for part in range(parts + 1)]
 
 
-def _joules(meter: Meter, points: Sequence[tuple[float, float]], edges: Sequence[float]) -> list[float]:
-    if isinstance(meter, Log):
-        return [_between(meter, start, end) for start, end in pairwise(edges)]
-    return [_at(points, end) - _at(points, start) for start, end in pairwise(edges)]
-
-
-def _between(meter: Log, start: float, end: float) -> float:
+def _logged_joules(meter: Log, start: float, end: float) -> float:
     """Return the energy from a log, after waiting for its lines."""
     deadline = perf_counter() + _MAX_DELAY_S
     while True:
@@ -111,10 +110,3 @@ def _between(meter: Log, start: float, end: float) -> float:
             if perf_counter() > deadline or meter.read().time_s >= end:
                 raise
             sleep(_CHUNK_S)
-
-
-def _at(points: Sequence[tuple[float, float]], time: float) -> float:
-    """Interpolate the value at a time."""
-    index = min(max(bisect_left(points, time, key=lambda point: point[0]), 1), len(points) - 1)
-    (t0, v0), (t1, v1) = points[index - 1], points[index]
-    return v0 if t1 == t0 else v0 + (v1 - v0) * (time - t0) / (t1 - t0)
