@@ -18,7 +18,7 @@ from microtome.plan.search import best_placements
 from microtome.results.codec_costs import CodecCosts
 from microtome.results.plan import Candidate, Objective
 from tests.marks import examples
-from tests.plan import made
+from tests.plan import synthetic
 
 objectives = st.sampled_from(["latency", "throughput", "energy"])
 amounts = st.floats(0.001, 10)
@@ -30,10 +30,10 @@ def problems(draw: st.DrawFn, devices: int = 2, most: int = 6) -> dict[str, Any]
     """A chain of layers, devices of all speeds, links of all kinds, and limits."""
     count = draw(st.integers(1, most))
     several = st.lists(amounts, min_size=count, max_size=count)
-    cuts = made.cuts([4 * size for size in draw(st.lists(st.integers(1, 1000), min_size=count, max_size=count))])
+    cuts = synthetic.cuts([4 * size for size in draw(st.lists(st.integers(1, 1000), min_size=count, max_size=count))])
     peaks = st.lists(st.integers(0, 1000), min_size=count, max_size=count)
     profiles = {
-        f"d{at}": made.profile(
+        f"d{at}": synthetic.profile(
             draw(several),
             device=draw(st.none() | several),
             joules=draw(several),
@@ -46,7 +46,7 @@ def problems(draw: st.DrawFn, devices: int = 2, most: int = 6) -> dict[str, Any]
         for _ in range(devices - 1)
     ]
     limits = draw(st.dictionaries(st.sampled_from(sorted(profiles)), st.integers(300, 2000)))
-    costs = made.costs(
+    costs = synthetic.costs(
         cuts, ratio=draw(st.floats(0.1, 1)), encode_s=draw(st.floats(0, 1e-3)), decode_s=draw(st.floats(0, 1e-3))
     )
     return {"cuts": cuts, "devices": profiles, "links": links, "limits": limits, "costs": costs}

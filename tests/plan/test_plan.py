@@ -18,14 +18,14 @@ from microtome.plan.codec_benchmark import codec_costs
 from microtome.results.codec_costs import CodecCosts
 from microtome.results.cuts import Cuts
 from microtome.results.rows import Tensor
-from tests.plan import made
+from tests.plan import synthetic
 
 SIZES = [4000, 400, 40]
-EDGE = made.profile([1.0, 2.0, 4.0], joules=[10.0, 20.0, 40.0])
-CLOUD = made.profile([0.1, 0.2, 0.4])
+EDGE = synthetic.profile([1.0, 2.0, 4.0], joules=[10.0, 20.0, 40.0])
+CLOUD = synthetic.profile([0.1, 0.2, 0.4])
 LINK = mt.Link("800bps", rtt="2s")  # 100 bytes a second
-CUTS = made.cuts(SIZES)
-COSTS = made.costs(CUTS)
+CUTS = synthetic.cuts(SIZES)
+COSTS = synthetic.costs(CUTS)
 
 
 def planned(cuts: Cuts = CUTS, edge: Any = EDGE, cloud: Any = CLOUD, link: Any = LINK, **options: Any) -> mt.Plan:
@@ -33,7 +33,7 @@ def planned(cuts: Cuts = CUTS, edge: Any = EDGE, cloud: Any = CLOUD, link: Any =
 
 
 def test_a_latency_is_the_sum_of_its_terms() -> None:
-    plan = planned(codec=("raw", "zstd"), costs=made.costs(CUTS, encode_s=0.01, decode_s=0.001))
+    plan = planned(codec=("raw", "zstd"), costs=synthetic.costs(CUTS, encode_s=0.01, decode_s=0.001))
     raw = next(c for c in plan if c.at == ("l1",) and c.codecs == ("raw",))
     # l0 and l1 on the edge: 3 s; 400 bytes: 1 + 4 s; l2 on the cloud: 0.4 s; 40 bytes back: 1 + 0.4 s
     assert [(step.what, step.where, round(step.seconds, 9)) for step in raw.steps] == [
@@ -66,21 +66,21 @@ def test_the_whole_model_on_one_device_is_always_listed() -> None:
 
 def test_the_winner_depends_on_the_link() -> None:
     assert planned(link=mt.Link("8bps")).winner.name == "all on edge"
-    slow_codec = made.costs(CUTS, encode_s=1e-3)
+    slow_codec = synthetic.costs(CUTS, encode_s=1e-3)
     assert planned(link=mt.Link("1Gbps"), costs=slow_codec).winner.name == "all on cloud, raw input"
-    slow_start = made.profile([0.01, 2.0, 4.0])
-    small = made.cuts([40, 400, 40])
-    middle = planned(small, slow_start, link=mt.Link("800bps"), costs=made.costs(small))
+    slow_start = synthetic.profile([0.01, 2.0, 4.0])
+    small = synthetic.cuts([40, 400, 40])
+    middle = planned(small, slow_start, link=mt.Link("800bps"), costs=synthetic.costs(small))
     assert (middle.winner.name, middle.at) == ("l0", "l0")
 
 
 def test_a_gpu_takes_the_longer_of_its_work_and_its_launches() -> None:
-    cloud = made.profile([0.1, 0.2, 0.4], device=[0.3, 0.1, 0.1])
+    cloud = synthetic.profile([0.1, 0.2, 0.4], device=[0.3, 0.1, 0.1])
     plan = planned(cloud=cloud)
     # from l1 on: host 0.4, device 0.1; from the beginning: host 0.7, device 0.5; from l0 on: host 0.6, device 0.2
     assert plan["l1"].seconds("run", where="cloud") == pytest.approx(0.4)
     assert plan["all on cloud, raw input"].seconds("run", where="cloud") == pytest.approx(0.7)
-    slow = planned(cloud=made.profile([0.1, 0.2, 0.4], device=[0.1, 0.1, 1.0]))
+    slow = planned(cloud=synthetic.profile([0.1, 0.2, 0.4], device=[0.1, 0.1, 1.0]))
     assert slow["l1"].seconds("run", where="cloud") == pytest.approx(1.0)
     assert any("on a GPU" in note for note in slow.notes)
 
@@ -99,14 +99,14 @@ def test_energy_is_that_of_the_edges_part_and_of_its_radio() -> None:
 
 
 def test_energy_above_idle_is_taken_where_it_is_known() -> None:
-    edge = made.profile([1.0, 2.0, 4.0], joules=[10.0, 20.0, 40.0], net=[1.0, 2.0, 4.0])
+    edge = synthetic.profile([1.0, 2.0, 4.0], joules=[10.0, 20.0, 40.0], net=[1.0, 2.0, 4.0])
     plan = planned(edge=edge, objective="energy")
     assert plan["l1"].energy_j == pytest.approx(3)
     assert any("without idle power" in note for note in plan.notes)
 
 
 def test_energy_of_both_devices_may_count() -> None:
-    cloud = made.profile([0.1, 0.2, 0.4], joules=[100.0, 200.0, 400.0])
+    cloud = synthetic.profile([0.1, 0.2, 0.4], joules=[100.0, 200.0, 400.0])
     plan = planned(cloud=cloud, objective="energy", energy_of=("edge", "cloud"))
     assert plan["l1"].energy_j == pytest.approx(30 + 400)
     assert plan.winner.name == "all on edge"
@@ -114,17 +114,17 @@ def test_energy_of_both_devices_may_count() -> None:
 
 def test_energy_of_a_call_around_a_cut_is_shared_by_its_time() -> None:
     """The root has 8 J of its own beside its layers': half of its time is over at the cut."""
-    edge = made.profile([1.0, 1.0], joules=[10.0, 20.0])
+    edge = synthetic.profile([1.0, 1.0], joules=[10.0, 20.0])
     root = replace(edge.total, own=replace(edge.total.own, energy_j=8.0), energy_j=38.0)
-    two = made.cuts([40, 40])
+    two = synthetic.cuts([40, 40])
     whole = replace(edge, calls=(root, *edge.calls[1:]))
-    plan = planned(two, whole, made.profile([1.0, 1.0]), costs=made.costs(two))
+    plan = planned(two, whole, synthetic.profile([1.0, 1.0]), costs=synthetic.costs(two))
     assert plan["l0"].energy_j == pytest.approx(10 + 4)
     assert plan["all on edge"].energy_j == pytest.approx(38)
 
 
 def test_memory_is_the_parameters_of_a_part_and_its_peak() -> None:
-    edge = made.profile([1.0, 2.0, 4.0], peaks=[5000, 50, 500])
+    edge = synthetic.profile([1.0, 2.0, 4.0], peaks=[5000, 50, 500])
     plan = planned(edge=edge, cloud=edge)
     assert plan["all on edge"].memory_bytes == (300 + 5000, 0)
     assert plan["l0"].memory_bytes == (100 + 5000, 200 + 500)
@@ -222,7 +222,7 @@ def test_cuts_below_the_depth_of_a_profile_are_left_out_and_counted() -> None:
 
 
 def test_refused_cuts_are_no_candidates() -> None:
-    plan = planned(made.cuts(SIZES, refused=["l0"]))
+    plan = planned(synthetic.cuts(SIZES, refused=["l0"]))
     assert ("l0",) not in {candidate.at for candidate in plan}
     assert any("the model cannot be cut at 1 calls" in note for note in plan.notes)
 
@@ -300,9 +300,9 @@ def but(address: str, **change: Any) -> Any:
         ),
         ({"cloud": without_times(CLOUD)}, "'cloud' is of an older microtome"),
         ({"edge": replace(EDGE, model="Other")}, "the cuts are of a Chain, and the profile of 'edge' is of a Other"),
-        ({"cloud": made.profile([1.0, 1.0])}, "the profile of 'cloud' has no call 'l2'"),
+        ({"cloud": synthetic.profile([1.0, 1.0])}, "the profile of 'cloud' has no call 'l2'"),
         (
-            {"cloud": made.profile([1.0, 1.0, 1.0], inputs=2000)},
+            {"cloud": synthetic.profile([1.0, 1.0, 1.0], inputs=2000)},
             "expected inputs of 250 float32, .*got inputs of 500 float32 in the profile of 'cloud': .*same batch",
         ),
         ({"objective": "speed"}, "expected objective 'latency', 'energy' or 'throughput', got 'speed'"),
@@ -322,13 +322,19 @@ def but(address: str, **change: Any) -> Any:
         ({"codec": "lz4"}, "expected a codec whose costs were measured .'raw', 'zstd'., got 'lz4'"),
         ({"costs": {"edge": COSTS}}, "the costs of codecs on 'cloud' are missing"),
         ({"costs": 7}, "expected the costs of codecs as a CodecCosts, or a file of one, got 7"),
-        ({"costs": made.costs(made.cuts([SIZES[0]]))}, "codec costs of these cuts of Chain, got none for 'l1'"),
         (
-            {"costs": made.costs(made.cuts([4]))},
+            {"costs": synthetic.costs(synthetic.cuts([SIZES[0]]))},
+            "codec costs of these cuts of Chain, got none for 'l1'",
+        ),
+        (
+            {"costs": synthetic.costs(synthetic.cuts([4]))},
             "expected .* bytes of 'l0', as in the cuts; got 4 in the costs of codecs on 'edge': measure",
         ),
         ({"costs": replace(COSTS, model="Other")}, "a Chain, and the costs of codecs on 'edge' are of a Other"),
-        ({"cloud": made.profile([1.0] * 4)}, "the profile of 'cloud' has 5 calls, and the Chain that was cut has 4"),
+        (
+            {"cloud": synthetic.profile([1.0] * 4)},
+            "the profile of 'cloud' has 5 calls, and the Chain that was cut has 4",
+        ),
         ({"cloud": but("l1", type="Conv2d")}, "expected a Linear at 'l1', .*got a Conv2d at 'l1' in .*'cloud'"),
         ({"cloud": but("l1", outputs=(Tensor((7,), "float32"),))}, "from 'l1', as in the cuts; got 7 from 'l1' in"),
         (

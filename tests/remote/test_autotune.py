@@ -17,12 +17,12 @@ from microtome.remote.request import Route
 from microtome.remote.server_probe import measure_link
 from microtome.results.link import LinkMeasurement
 from microtome.results.requests import RequestRecord
-from tests.plan import made
+from tests.plan import synthetic
 from tests.remote.small import small
 
 RTT = 0.01
-CUTS = made.cuts([8_000_000, 4_000_000, 1_000_000, 400_000, 40_000], inputs=6_000_000)
-EDGE, CLOUD = (made.profile([seconds] * 5, inputs=6_000_000) for seconds in (1.0, 0.1))
+CUTS = synthetic.cuts([8_000_000, 4_000_000, 1_000_000, 400_000, 40_000], inputs=6_000_000)
+EDGE, CLOUD = (synthetic.profile([seconds] * 5, inputs=6_000_000) for seconds in (1.0, 0.1))
 FAST, SLOW = 1e9, 5e5
 
 
@@ -35,13 +35,13 @@ def connection() -> Iterator[Connection]:
 
 def tuner(connection: Connection, bytes_per_s: float) -> Autotuner:
     measured = LinkMeasurement(RTT, 0.0, bytes_per_s, bytes_per_s)
-    plan = mt.plan(CUTS, edge=EDGE, cloud=CLOUD, link=measured.link, costs=made.costs(CUTS))
+    plan = mt.plan(CUTS, edge=EDGE, cloud=CLOUD, link=measured.link, costs=synthetic.costs(CUTS))
     return Autotuner(plan, measured, connection, ["raw"])
 
 
 def best_at(bytes_per_s: float) -> Route:
     link = LinkMeasurement(RTT, 0.0, bytes_per_s, bytes_per_s).link
-    plan = mt.plan(CUTS, edge=EDGE, cloud=CLOUD, link=link, costs=made.costs(CUTS))
+    plan = mt.plan(CUTS, edge=EDGE, cloud=CLOUD, link=link, costs=synthetic.costs(CUTS))
     return next(route_of(one) for one in plan.candidates if "raw" in route_of(one))
 
 
@@ -73,10 +73,10 @@ def test_it_begins_where_the_plan_says(connection: Connection) -> None:
 
 @pytest.mark.parametrize(("gain", "at"), [(0.04, None), (0.06, "")])
 def test_nothing_crosses_for_little(connection: Connection, gain: float, at: str | None) -> None:
-    cuts, edge = made.cuts([8_000_000], inputs=1000), made.profile([1.0], inputs=1000)
+    cuts, edge = synthetic.cuts([8_000_000], inputs=1000), synthetic.profile([1.0], inputs=1000)
     measured = LinkMeasurement(1e-6, 0.0, FAST, FAST)
-    cloud = made.profile([1.0 - gain], inputs=1000)
-    plan = mt.plan(cuts, edge=edge, cloud=cloud, link=measured.link, costs=made.costs(cuts))
+    cloud = synthetic.profile([1.0 - gain], inputs=1000)
+    plan = mt.plan(cuts, edge=edge, cloud=cloud, link=measured.link, costs=synthetic.costs(cuts))
     assert plan.winner.latency_s == pytest.approx(1.0 - gain, rel=1e-3)
     assert Autotuner(plan, measured, connection, ["raw"]).route == Route(at, "raw")
 

@@ -418,7 +418,7 @@ def test_a_message_over_the_limit_is_refused_by_both_sides() -> None:
         with grpc.insecure_channel(server.address) as channel:
             reply = run(100_001)
             assert protocol.KINDS[reply.error.kind] == "TOO_LARGE"
-            assert reply.error.message == "97.7 KiB are more than 97.7 KiB"
+            assert reply.error.message == "expected at most 97.7 KiB, got 97.7 KiB"
             with pytest.raises(grpc.RpcError) as refused:
                 run(200_000)
             assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 import microtome as mt
-from tests.plan import made
+from tests.plan import synthetic
 
-CUTS = made.cuts([4000, 400, 40])
-EDGE = made.profile([0.1, 2.0, 4.0], joules=[1.0, 20.0, 40.0])
-CLOUD = made.profile([0.1, 0.2, 0.4])
+CUTS = synthetic.cuts([4000, 400, 40])
+EDGE = synthetic.profile([0.1, 2.0, 4.0], joules=[1.0, 20.0, 40.0])
+CLOUD = synthetic.profile([0.1, 0.2, 0.4])
 
 
 def planned(**options: Any) -> mt.Plan:
@@ -22,7 +22,7 @@ def planned(**options: Any) -> mt.Plan:
         "edge": EDGE,
         "cloud": CLOUD,
         "link": mt.Link("8Kbps", rtt="200ms"),
-        "costs": made.costs(CUTS),
+        "costs": synthetic.costs(CUTS),
     }
     return mt.plan(CUTS, **(given | options))
 
@@ -93,14 +93,14 @@ def chart(plan: mt.Plan) -> list[str]:
 
 def test_a_bar_that_is_much_longer_than_most_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    cuts = made.cuts([400_000, 400, 40])  # the first takes 400 s to send, and nothing else as much as 10 s
-    bars = chart(mt.plan(cuts, edge=EDGE, cloud=CLOUD, link=mt.Link("8Kbps"), costs=made.costs(cuts)))
+    cuts = synthetic.cuts([400_000, 400, 40])  # the first takes 400 s to send, and nothing else as much as 10 s
+    bars = chart(mt.plan(cuts, edge=EDGE, cloud=CLOUD, link=mt.Link("8Kbps"), costs=synthetic.costs(cuts)))
     assert [line[2:4] for line in bars if line.endswith("░→")] == ["l0"]
 
 
 def test_where_the_best_is_far_ahead_the_others_have_all_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    fast = made.profile([0.01, 0.02, 0.04])  # 70 ms on the edge alone, and 10 s there and back
+    fast = synthetic.profile([0.01, 0.02, 0.04])  # 70 ms on the edge alone, and 10 s there and back
     bars = chart(planned(edge=fast, cloud=fast, link=mt.Link("8Kbps", rtt="10s")))
     assert all(len(line) <= 80 for line in bars)
     assert not any("→" in line for line in bars)
@@ -110,10 +110,10 @@ def test_where_the_best_is_far_ahead_the_others_have_all_their_parts(monkeypatch
 
 def test_many_cuts_are_sampled_in_the_chart_with_the_winner() -> None:
     sizes = [400] * 99
-    cuts = made.cuts(sizes)
-    edge, cloud = made.profile([0.01] * 99), made.profile([0.02] * 99)
+    cuts = synthetic.cuts(sizes)
+    edge, cloud = synthetic.profile([0.01] * 99), synthetic.profile([0.02] * 99)
     plan = mt.plan(
-        cuts, edge=edge, cloud=cloud, link=mt.Link("1Kbps"), costs=made.costs(cuts), strategy=lambda them: them[37]
+        cuts, edge=edge, cloud=cloud, link=mt.Link("1Kbps"), costs=synthetic.costs(cuts), strategy=lambda them: them[37]
     )
     chart = str(plan).partition("latency in")[2].partition(" = ")[0]
     assert 15 <= sum("█" in line for line in chart.splitlines()) <= 24
@@ -127,7 +127,7 @@ def test_limits_and_chains_have_their_columns() -> None:
     assert "edge memory" in drawn
     assert "candidates are refused: such as all on edge: edge would need 300 B" in drawn
     links = [mt.Link("8Kbps"), mt.Link("80Kbps")]
-    chain = mt.plan(CUTS, devices={"a": EDGE, "b": CLOUD, "c": CLOUD}, links=links, costs=made.costs(CUTS))
+    chain = mt.plan(CUTS, devices={"a": EDGE, "b": CLOUD, "c": CLOUD}, links=links, costs=synthetic.costs(CUTS))
     words = str(chain)
     assert "a to b 8 Kbps, rtt 0 s, b to c 80 Kbps" in words
     assert "█ a ▓ b ▒ c ░ between" in words
@@ -158,7 +158,7 @@ def test_markdown_and_csv_have_every_candidate() -> None:
 
 
 def test_costs_of_codecs_are_a_row_each() -> None:
-    costs = made.costs(CUTS, encode_s=1e-3)
+    costs = synthetic.costs(CUTS, encode_s=1e-3)
     assert [line.split("│")[0].strip() for line in str(costs).splitlines() if "│" in line] == ["raw", "zstd"]
     assert "50.0 %" in str(costs)
     assert "measured on a CPU, with made values" in costs.to_markdown()

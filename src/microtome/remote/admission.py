@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from math import inf
 from time import monotonic
@@ -31,44 +31,29 @@ class BytePool:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.reserved = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting = 0
+        self._turn = asyncio.Lock()  # fair: held by the first of those that wait
+        self._released = asyncio.Event()
 
     @property
     def is_contended(self) -> bool:
         """Whether a reservation waits."""
-        return bool(self._waiting)
+        return self._waiting > 0
 
     async def reserve(self, nbytes: int) -> None:
-        if not self._waiting and self._fits(nbytes):
-            self.reserved += nbytes
-            return
-        entry = nbytes, asyncio.get_running_loop().create_future()
-        self._waiting.append(entry)
+        self._waiting += 1
         try:
-            await entry[1]
-        except asyncio.CancelledError:
-            if entry[1].cancelled() or not entry[1].done():
-                self._waiting.remove(entry)
-            else:  # it was granted just before it was cancelled
-                self.reserved -= nbytes
-            self._grant()
-            raise
+            async with self._turn:
+                while self.reserved and self.reserved + nbytes > self.capacity:
+                    self._released.clear()
+                    await self._released.wait()
+                self.reserved += nbytes
+        finally:
+            self._waiting -= 1
 
     def release(self, nbytes: int) -> None:
         self.reserved -= nbytes
-        self._grant()
-
-    def _fits(self, nbytes: int) -> bool:
-        return not self.reserved or self.reserved + nbytes <= self.capacity
-
-    def _grant(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][0]):
-            nbytes, future = self._waiting[0]
-            if future.done():  # cancelled: `reserve` removes it
-                return
-            self._waiting.popleft()
-            self.reserved += nbytes
-            future.set_result(None)
+        self._released.set()
 
 
 class ReplyBudget:

@@ -74,8 +74,8 @@ class Remote:
         self._options = options or RequestOptions()
         self._has_fallback = self._options.has_fallback and local.is_whole
         self._tail_s: dict[str, float] = {}  # seconds of the tail on this device, by cut
+        self._route = route
         self._autotuner = route if isinstance(route, Autotuner) else None
-        self._fixed_route = route if isinstance(route, Route) else None
         if self._autotuner is not None:
             self._autotuner.warm_up = self.warm_up
         self.server = server
@@ -84,10 +84,7 @@ class Remote:
     @property
     def route(self) -> Route:
         """The current cut and codec."""
-        if self._autotuner is not None:
-            return self._autotuner.route
-        assert self._fixed_route is not None
-        return self._fixed_route
+        return self._route.route if isinstance(self._route, Autotuner) else self._route
 
     @property
     def history(self) -> list[RouteChange]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 from microtome.engine.meta_run import copy_inputs
@@ -28,49 +28,46 @@ def run_pipeline(
     """
     slots = threading.Semaphore(window)
     stopped = threading.Event()
-    in_flight: deque[Future[RemoteRequest]] = deque()
-    ready = threading.Semaphore(0)  # released for each request, and once at the end
-    errors: list[BaseException] = []
+    in_flight: SimpleQueue[Future[RemoteRequest] | None] = SimpleQueue()
 
     def run_heads() -> None:
         try:
-            while True:
-                slots.acquire()
-                if stopped.is_set():
-                    break
+            while slots.acquire() and not stopped.is_set():
                 try:
                     inputs = copy_inputs(Inputs.of(next(items)))  # the caller may overwrite its tensors
                 except StopIteration:
                     break
                 request = start(inputs)
                 if request.route.codec == "raw":  # a copy, faster than handing over to another thread
-                    sent = Future[RemoteRequest]()
-                    sent.set_result(send(request))
+                    in_flight.put(_completed(send(request)))
                 else:
-                    sent = encoder.submit(send, request)
-                in_flight.append(sent)
-                ready.release()
+                    in_flight.put(encoder.submit(send, request))
         except BaseException as error:  # noqa: BLE001  raised again in the thread that takes the outputs
-            errors.append(error)
-        ready.release()
+            in_flight.put(_completed(error))
+        in_flight.put(None)
 
     with ThreadPoolExecutor(1, thread_name_prefix="microtome-encode") as encoder:
         thread = threading.Thread(target=run_heads, name="microtome-head", daemon=True)
         thread.start()
         try:
-            while True:
-                ready.acquire()
-                if not in_flight:
-                    break
-                output = finish(in_flight.popleft().result())
+            while (sent := in_flight.get()) is not None:
+                output = finish(sent.result())
                 slots.release()
                 yield output
-            if errors:
-                raise errors[0]
         finally:
             stopped.set()
             slots.release()
             thread.join()
-            for future in in_flight:
-                if not future.cancel() and future.exception() is None:
-                    cancel(future.result())
+            while not in_flight.empty():
+                sent = in_flight.get()
+                if sent is not None and not sent.cancel() and sent.exception() is None:
+                    cancel(sent.result())
+
+
+def _completed(outcome: RemoteRequest | BaseException) -> Future[RemoteRequest]:
+    future: Future[RemoteRequest] = Future()
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+    return future
