@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 
-from microtome.files.types import find_mismatch
+from microtome.files.types import find_mismatch, from_plain, to_plain
 
 
 class Pair(NamedTuple):
@@ -34,3 +34,37 @@ class Pair(NamedTuple):
 )
 def test_tuples_are_compared_place_by_place(value: Any, hint: Any, words: str | None) -> None:
     assert find_mismatch(value, hint) == words
+
+
+class Circle(NamedTuple):
+    radius: float
+    kind: Literal["circle"] = "circle"
+
+
+class Square(NamedTuple):
+    side: int
+    kind: Literal["square"] = "square"
+
+
+class Drawing(NamedTuple):
+    shapes: tuple[Circle | Square, ...]
+
+
+def test_the_members_of_a_union_are_told_apart_by_their_kind() -> None:
+    drawing = Drawing((Square(2), Circle(1.5)))
+    assert to_plain(drawing) == {"shapes": [{"side": 2, "kind": "square"}, {"radius": 1.5, "kind": "circle"}]}
+    assert from_plain(to_plain(drawing), Drawing) == drawing
+    assert find_mismatch(drawing, Drawing) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ({"kind": "square", "side": "2"}, ".shapes[0].side: expected an integer, got '2'"),
+        ({"kind": "oval"}, ".shapes[0]: expected a Circle or Square, got {'kind': 'oval'}"),
+        ({"kind": ["square"]}, ".shapes[0]: expected a Circle or Square, got {'kind': ['square']}"),
+        (3, ".shapes[0]: expected a Circle or Square, got 3"),
+    ],
+)
+def test_a_member_of_a_union_that_is_none_of_them_is_found(shape: Any, words: str) -> None:
+    assert find_mismatch(from_plain({"shapes": [shape]}, Drawing), Drawing) == words

@@ -346,7 +346,11 @@ def test_one_whole_request_goes_through_a_plain_unary_call(resnet: tuple[nn.Modu
         ),
         (lambda good: mt.Boundary("\ud800", good.fingerprint, {}, {}).to_bytes(), "NO_CUT", "is not served"),
         (lambda good: mt.Boundary("", good.fingerprint, {}, {}).to_bytes(), "BAD_REQUEST", "the inputs"),
-        (lambda good: mt.Boundary("layer1", good.fingerprint, {}, {}).to_bytes(), "BAD_REQUEST", "layer1"),
+        (
+            lambda good: mt.Boundary("layer1", good.fingerprint, {}, {}).to_bytes(),
+            "BAD_REQUEST",
+            "schema 1, got None",
+        ),
     ],
 )
 @torch.no_grad()

@@ -218,8 +218,8 @@ def test_a_boundary_that_repeats_what_is_not_there_is_refused(repeats: Any) -> N
     model, (x, y) = Both().eval(), (torch.randn(2, 4), torch.randn(2, 4))
     head, tail = mt.split(model, (x, y), at="first")
     boundary = head(x, y)
-    boundary.facts["inputs"]["t"][1] = {"repeats": repeats}
-    with pytest.raises(BadBoundary, match=r"does not say what the model was given"):
+    boundary.facts["inputs"]["tensors"][1] = {"kind": "repeat", "position": repeats}
+    with pytest.raises(BadBoundary, match=r"invalid boundary facts: facts.inputs.tensors\[1\]"):
         tail(boundary)
 
 
@@ -227,9 +227,9 @@ def test_a_boundary_that_names_an_argument_that_is_not_there_is_refused() -> Non
     model, (x, y) = Both().eval(), (torch.randn(2, 4), torch.randn(2, 4))
     head, tail = mt.split(model, (x, x), at="pair#2")
     boundary = head(x, y)
-    assert boundary.facts["calls"][-1]["t"] == [None, {"argument": 1}]
-    boundary.facts["calls"][-1]["t"][1]["argument"] = 7
-    with pytest.raises(BadBoundary, match=r"the boundary says that 'pair#2' returns argument 7 of 2"):
+    assert boundary.facts["calls"][-1]["outputs"] == [{"kind": "argument", "position": position} for position in (0, 1)]
+    boundary.facts["calls"][-1]["outputs"][1]["position"] = 7
+    with pytest.raises(BadBoundary, match=r"expected argument 0 to 1 of 'pair#2', got 7"):
         tail(boundary)
 
 

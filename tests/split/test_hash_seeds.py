@@ -92,7 +92,7 @@ def test_a_call_whose_outputs_are_computed_otherwise_than_in_the_head_is_refused
         boundary = head(x)
         boundary.facts["hash_seed"] = "another"
         for call in boundary.facts["calls"]:
-            call["o"] = ["0" * 16]
+            call["signature"]["output_flow"] = ["0" * 16]
         with pytest.raises(Unsupported, match=r"what 'one(#0)?' returns is computed in another way or order"):
             tail(boundary)
 

@@ -306,9 +306,13 @@ def test_another_draw_before_the_cut_than_on_the_example_is_an_error() -> None:
 def test_a_boundary_without_what_was_drawn_is_refused() -> None:
     head, tail = mt.split(Net(around), torch.ones(3, 4), at="a")
     boundary = head(torch.ones(3, 4))
-    for drawn in (None, [], [3], [{"t": [], "p": [], "name": "randn.default"}]):
+    for drawn in ([], [{"outputs": [], "operator": "randn.default"}], boundary.facts["draws"] * 2):
         boundary.facts["draws"] = drawn
-        with pytest.raises(BadBoundary, match=r"expected what randn.default drew before the cut at 'a', got"):
+        with pytest.raises(BadBoundary, match=r"expected the outputs of randn.default before the cut at 'a', got"):
+            tail(boundary)
+    for drawn in (None, [3], [{"outputs": []}]):
+        boundary.facts["draws"] = drawn
+        with pytest.raises(BadBoundary, match=r"invalid boundary facts: .*expected"):
             tail(boundary)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import microtome as mt
+from microtome.errors import BadBoundary
 
 
 class Biased(nn.Module):
@@ -72,11 +73,14 @@ def test_every_listed_cut_can_be_split_and_is_exact_with_gradients_and_without(
                 assert not any(tensor.requires_grad for tensor in sent.tensors.values())
 
 
-def test_a_boundary_that_says_nonsense_of_gradients_is_read_as_without() -> None:
+def test_only_tensors_that_a_boundary_names_require_a_gradient() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
     head, tail = mt.split(model, x, at="0")
-    for said in ([1], {"0": 1}, {"other": True}, "0", None):
-        boundary = head(x)
-        boundary.facts["requires_grad"] = said
-        assert not tail(boundary).requires_grad
+    boundary = head(x)
+    boundary.facts["requires_grad"] = ["other"]
+    assert not tail(boundary).requires_grad
+    for invalid in ([1], {"0": 1}, "0", None):
+        boundary.facts["requires_grad"] = invalid
+        with pytest.raises(BadBoundary, match=r"facts.requires_grad.*: expected a"):
+            tail(boundary)
     assert tail(head(x)).requires_grad

@@ -171,17 +171,16 @@ def halves(name: str) -> tuple[nn.Module, Tensor, Any, Any]:
 
 def items_of(facts: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Where the facts state a shape: the container, and the key in it."""
-    entries = [facts["inputs"], *facts["calls"], *facts.get("draws", ())]
-    holders = [holder for entry in entries for holder in (entry["t"], entry.get("a", {}))]
-    holders += [held for entry in entries for _, held in entry.get("c", ())]
+    holders: list[Any] = [facts["inputs"]["tensors"], *(draw["outputs"] for draw in facts["draws"])]
+    for call in facts["calls"]:
+        holders += [call["outputs"], *(container["items"] for container in call["containers"])]
     for holder in holders:
-        for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
-            if isinstance(holder[key], list) or (isinstance(holder[key], dict) and "shape" in holder[key]):
-                yield holder, key
+        yield from ((holder, key) for key in range(len(holder)) if "shape" in holder[key])
+    yield from ((item, "tensor") for call in facts["calls"] for item in call["written"] if "shape" in item["tensor"])
 
 
 def placeholder_of_output(boundary: Boundary) -> dict[str, Any]:
-    (found,) = (item for item in boundary.facts["calls"][0]["t"] if isinstance(item, dict))
+    (found,) = (item for item in boundary.facts["calls"][0]["outputs"] if item["kind"] == "placeholder")
     assert isinstance(found, dict)
     return found
 
@@ -189,12 +188,12 @@ def placeholder_of_output(boundary: Boundary) -> dict[str, Any]:
 def forged(item: Any) -> Iterator[Any]:
     """The same with other shapes, each of 64 MiB: by one dimension, by two, by a stride, by a dimension beside 0."""
     shapes = [[STATED // 4], [STATED >> 10, 1 << 8], [0, STATED // 4]]
-    if isinstance(item, dict):
+    if item["kind"] == "placeholder":
         yield from ({**item, "shape": shape, "strides": None} for shape in shapes)
         yield from ({**item, "shape": shape, "strides": [0] * len(shape)} for shape in shapes)
         yield {**item, "shape": [2], "strides": [STATED // 4]}
-    else:  # [name or strides of the argument, shape, strides, offset]
-        yield from ([item[0], shape, [0] * len(shape), 0] for shape in shapes)
+    else:
+        yield from ({**item, "shape": shape, "strides": [0] * len(shape), "offset": 0} for shape in shapes)
 
 
 @torch.no_grad()
@@ -257,7 +256,7 @@ def test_a_shape_that_no_tensor_has_is_refused(shape: Any) -> None:
     boundary = head(x)
     item = placeholder_of_output(boundary)
     item["shape"] = shape
-    with pytest.raises(BadBoundary, match=r"'both' makes no tensor: .* expected sizes and strides, got"):
+    with pytest.raises(BadBoundary, match=r"invalid boundary facts: facts.calls\[0\].outputs\[.\].*:"):
         tail(Boundary.from_bytes(boundary.to_bytes()))
 
 
@@ -267,7 +266,7 @@ def test_as_many_strides_as_dimensions_are_expected() -> None:
     boundary = head(x)
     item = placeholder_of_output(boundary)
     item["strides"] = [1]
-    with pytest.raises(BadBoundary, match=r"'both' makes no tensor: .* expected 2 strides, got \[1\]"):
+    with pytest.raises(BadBoundary, match=r"facts.calls\[0\].outputs\[.\]: no tensor is .* strides=\[1\]"):
         tail(Boundary.from_bytes(boundary.to_bytes()))
 
 

@@ -113,7 +113,7 @@ def check(model: nn.Module) -> tuple[set[str], set[str]]:
             assert same(stages(x), whole), (cut.at, number)
             assert same(tail(mt.Boundary.from_bytes(head(x).to_bytes())), whole), (cut.at, number)
         for module in (*one.modules(), *tail_model.modules()):
-            assert "Ghost" not in repr(vars(module)), cut.at
+            assert "Placeholder" not in repr(vars(module)), cut.at
     return {cut.at for cut in cuts}, {cut.at for cut in cuts.refused}
 
 

@@ -13,26 +13,36 @@ Builder = Callable[[Any], Any]
 #: Returns the location of the first value of a wrong type, and that value; None if there is none.
 Check = Callable[[Any], str | None]
 
+_SCALARS = (int, float, str, bool, NoneType)
+
 #: Numbers are smaller, so that sums and products of them are finite.
 _MAX_NUMBER = 1e100
 
 
 def to_plain(value: Any) -> Any:
     """Convert a value to dicts, lists, numbers and strings; dataclasses and named tuples become dicts."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
-    if hasattr(value, "_asdict"):
-        return {name: to_plain(item) for name, item in value._asdict().items()}
-    if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
-    return {key: to_plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+    cls: Any = type(value)
+    return _dumper(cls)(value)
+
+
+@cache
+def _dumper(cls: Any) -> Callable[[Any], Any]:
+    """Return the conversion of a type, cached since a boundary has many small records."""
+    if is_dataclass(cls) or hasattr(cls, "_fields"):
+        names = [field.name for field in fields(cls)] if is_dataclass(cls) else cls._fields
+        return lambda value: {name: to_plain(getattr(value, name)) for name in names}
+    if issubclass(cls, list | tuple):
+        return lambda value: [item if type(item) in _SCALARS else to_plain(item) for item in value]
+    if issubclass(cls, dict):
+        return lambda value: {key: to_plain(item) for key, item in value.items()}
+    return _identity
 
 
 def from_plain(data: dict[str, Any], cls: Any) -> Any:
     """Build an instance of a class from the dict of `to_plain`; unknown fields are ignored.
 
     A field whose default is None or NaN may be missing, as in files of an older microtome. Values of a wrong type are
-    left for `find_mismatch`.
+    left for `find_mismatch`. The members of a union of named tuples are told apart by the default of a field `kind`.
     """
     return _construct(cls, _fields_of(cls), data)
 
@@ -62,16 +72,21 @@ def _fields_of(cls: Any) -> list[_Field]:
 def _construct(cls: Any, fields: list[_Field], data: Any) -> Any:
     if not isinstance(data, dict):
         return data
-    for field in fields:
-        if field.name not in data and not field.is_optional:
-            raise ValueError(f"expected the field {field.name!r} of {cls.__name__}")
-    return cls(**{field.name: field.build(data[field.name]) for field in fields if field.name in data})
+    values = {}
+    for name, _, build, is_optional in fields:
+        if name in data:
+            values[name] = build(data[name])
+        elif not is_optional:
+            raise ValueError(f"expected the field {name!r} of {cls.__name__}")
+    return cls(**values)
 
 
 @cache
 def _builder(hint: Any) -> Builder:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
+        if (members := _tagged_members(args)) is not None:
+            return partial(_construct_tagged, {tag: _builder(member) for tag, member in members.items()})
         builders = [_builder(arg) for arg in args if arg is not NoneType]
         return builders[0] if len(builders) == 1 else _identity
     if origin is tuple:
@@ -90,6 +105,17 @@ def _identity(data: Any) -> Any:
     return data
 
 
+def _tagged_members(members: tuple[Any, ...]) -> dict[str, Any] | None:
+    """The members of a union by their tag, the default of a field `kind`; None if one has no tag."""
+    tags: dict[Any, Any] = {getattr(member, "_field_defaults", {}).get("kind"): member for member in members}
+    return None if None in tags else tags
+
+
+def _construct_tagged(builders: dict[str, Builder], data: Any) -> Any:
+    kind = data.get("kind") if isinstance(data, dict) else None
+    return builders[kind](data) if isinstance(kind, str) and kind in builders else data
+
+
 def find_mismatch(value: Any, hint: Any, *, finite: bool = True) -> str | None:
     """Find the first value that is not of its annotated type; return its location and a description, or None.
 
@@ -106,6 +132,8 @@ def _check(hint: Any, finite: bool) -> Check:
     """Return the check of a type."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
+        if (members := _tagged_members(args)) is not None:
+            return partial(_check_tagged, {member: _check(member, finite) for member in members.values()})
         return partial(_check_union, [_check(arg, finite) for arg in args if arg is not NoneType], NoneType in args)
     if origin is Literal:
         return _expect(f"one of {args}", lambda value: type(value) is str and value in args)
@@ -143,6 +171,12 @@ def _check_union(checks: list[Check], is_optional: bool, value: Any) -> str | No
         if (mismatch := check(value)) is None:
             return None
     return mismatch
+
+
+def _check_tagged(checks: dict[Any, Check], value: Any) -> str | None:
+    if type(value) not in checks:
+        return f": expected a {' or '.join(member.__name__ for member in checks)}, got {value!r:.80}"
+    return checks[type(value)](value)
 
 
 def _check_fields(cls: Any, checks: list[tuple[str, Check]], value: Any) -> str | None:

@@ -21,7 +21,7 @@ from microtome.engine.dependence import Dependence
 from microtome.errors import MicrotomeError
 from microtome.split.boundary import Boundary
 from microtome.split.comparison import differences
-from microtome.split.placeholder import awake
+from microtome.split.placeholder import unwrap
 from microtome.split.structure_spec import flatten
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _check_dependence(batcher: Batcher, tail: Tail, requests: Sequence[Boundary]
     """Raise if an element of an output depends on another request, or the control flow on any."""
     for labels in _labels(len(requests)):
         batch = batcher.concatenate(requests)
-        with Dependence(awake) as dependence:
+        with Dependence(unwrap) as dependence:
             for name in batcher.example_rows:
                 for label, part in zip(labels, batch.tensors[name].chunk(len(requests)), strict=True):
                     dependence.mark(part, label)

@@ -1,97 +1,102 @@
-"""The way through a model to a cut, and how a run is held to it."""
+"""The calls that lead to a cut, in order, and checking a run against them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from microtome.engine import Call
+from microtome.engine.probes import AnyOp, Where
 from microtome.errors import Unsupported
 from microtome.results.trace import TracedCall
 from microtome.split.analysis import Analysis
 from microtome.split.crossing import Crossing, ValueLocation
 from microtome.split.cuts import location_name
+from microtome.split.random_ops import is_random, op_name
 from microtome.split.signature import Arguments, Flow, describe
-from microtome.split.size_bounds import Volume, volume_of
+from microtome.split.size_bounds import ExampleBytes, example_bytes
 from microtome.split.structure_spec import StructureSpec
 
+_T = TypeVar("_T")
 
-@dataclass(frozen=True, eq=False)
-class SentValue:
+
+class SentValue(NamedTuple):
     """A value that crosses.
 
     Attributes:
-        name: Under which it is sent.
-        copied: Whether the head writes into it after it was found.
-        joined: Whether the memory that it lies in crosses as a whole.
+        name: The name of the tensor in the boundary.
+        is_copied: Whether it is copied when it is located, since the head writes to it later.
+        is_storage: Whether its whole storage crosses, since other values that cross share it.
     """
 
     name: str
-    copied: bool
-    joined: bool
+    is_copied: bool
+    is_storage: bool
 
 
 @dataclass(frozen=True, eq=False)
 class SkippedCall:
-    """A call that ends before the cut and is left out in the tail, with all inside it.
+    """A call that returns before the cut: the tail skips it, with all calls inside it.
+
+    Tensors are identified by their occurrence among the arguments or outputs, not by which distinct tensor they are:
+    whether two occurrences are one tensor may differ from run to run.
 
     Attributes:
-        call: Which call it was on the example.
-        depth: How many calls contain it.
-        called: Its arguments on the example.
-        flow: How these were computed, if its module runs several times in the call around it.
-        taken: Of each place of a tensor in its arguments, which of the different tensors it had there on the example.
-        given: The same of what it returns. All other attributes speak of places, too, not of different tensors: whether
-            two are one tensor may differ from run to run.
-        output: The structure of what it returns.
-        same: Of each tensor that it returns, which of its arguments it is.
-        outputs: Those that cross, by their place in what it returns.
-        views: Those that are made again as views of an argument.
-        arguments: Arguments that it writes into and that cross.
-        changes: Which lists and dicts among its arguments it changes.
-        writes: Which tensors among its arguments it writes into.
-        apart: What it returns that lies in no memory of an argument, where one of the two is written into later.
-        shares: The arguments in whose memory something lies that it returns and that crosses by itself, since nobody
-            writes there.
-        returns: How its outputs were computed.
+        call: The index of the call in the trace.
+        depth: The number of calls that enclose it.
+        example_arguments: Its arguments on the example.
+        flow: How its arguments were computed, if its module runs several times in the enclosing call.
+        argument_ranks: For each tensor among its arguments, its rank among the distinct ones of the example.
+        output_ranks: The same for its outputs.
+        output: The structure of its output.
+        aliased_arguments: For each output, the argument that it is; None: it is none of them.
+        sent_outputs: The outputs that cross.
+        argument_views: The outputs that the tail makes again as views of an argument, and that argument.
+        sent_arguments: The arguments that it writes to and that cross.
+        mutated_containers: The lists and dicts among its arguments that it mutates.
+        mutated_arguments: The arguments that it writes to.
+        unaliased_outputs: The outputs that share no memory with an argument, if one of the two is written to later.
+        shared_arguments: The arguments that share memory with an output which crosses by itself, since neither is
+            written to later.
+        output_flow: How its outputs were computed.
     """
 
     call: int
     path: str
     address: str
     depth: int
-    called: Arguments | None
+    example_arguments: Arguments | None
     flow: Flow | None
-    taken: tuple[int, ...]
-    given: tuple[int, ...]
+    argument_ranks: tuple[int, ...]
+    output_ranks: tuple[int, ...]
     output: StructureSpec
-    same: tuple[int | None, ...]
-    outputs: dict[int, SentValue]
-    views: dict[int, int]
-    arguments: dict[int, SentValue]
-    changes: tuple[int, ...]
-    writes: frozenset[int]
-    apart: frozenset[int]
-    shares: frozenset[int]
-    returns: Flow
+    aliased_arguments: tuple[int | None, ...]
+    sent_outputs: dict[int, SentValue]
+    argument_views: dict[int, int]
+    sent_arguments: dict[int, SentValue]
+    mutated_containers: tuple[int, ...]
+    mutated_arguments: frozenset[int]
+    unaliased_outputs: frozenset[int]
+    shared_arguments: frozenset[int]
+    output_flow: Flow
 
     @cached_property
     def key(self) -> str:
-        """The module that it runs, and the structure of what that returns."""
+        """The module, and the structure of its output."""
         return f"{self.depth}|{self.path}|{self.output.text}"
 
     @cached_property
     def uses_arguments(self) -> bool:
-        """Whether what it returns depends on the very tensors it is given."""
-        used = self.arguments or self.views or self.changes or self.shares
-        return bool(used) or any(at is not None for at in self.same)
+        """Whether replaying it needs the tensors that it is called with."""
+        used = self.sent_arguments or self.argument_views or self.mutated_containers or self.shared_arguments
+        return bool(used) or any(index is not None for index in self.aliased_arguments)
 
 
 @dataclass(frozen=True, eq=False)
 class EnclosingCall:
-    """A call that contains the cut, and that both sides run; the attributes are those of a `SkippedCall`."""
+    """A call that contains the cut, and that both sides run; its attributes are those of a `SkippedCall`."""
 
     path: str
     address: str
@@ -105,192 +110,251 @@ class EnclosingCall:
 
 @dataclass(frozen=True, eq=False)
 class SkippedDraw:
-    """An operator that draws random numbers before the cut, in code that both sides run: the tail does not draw again.
+    """A random operator before the cut, in code that both sides run: the tail does not draw again.
 
     Attributes:
-        op: Which operator it was on the example.
-        path: Of the module whose code ran it.
-        count: How many tensors it returns.
-        outputs: Those that cross, by their place in what it returns.
+        op: The index of the operator in the trace.
+        path: The module whose code calls it.
+        num_outputs: The number of tensors that it returns.
+        sent_outputs: The outputs that cross.
     """
 
     op: int
     name: str
     path: str
-    count: int
-    outputs: dict[int, SentValue]
+    num_outputs: int
+    sent_outputs: dict[int, SentValue]
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.path or 'the model'!r}"
+
+
+class ScheduleLevel(NamedTuple):
+    """The calls skipped right inside an enclosing call, and the next enclosing call; None: this is the innermost."""
+
+    skipped: tuple[SkippedCall, ...]
+    onward: EnclosingCall | None
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """All steps to a cut.
+    """All that happens before a cut.
 
     Attributes:
         at: The address of the cut.
-        levels: For each call around the cut, outermost first: the steps inside it, and the next around.
-        inputs: What crosses of the model's arguments, by its place among them.
-        taken: Of each place of a tensor in these, which of the different tensors it had there on the example.
-        written: Where those values are found that the tail writes into.
-        draws: What draws random numbers before the cut, between the steps, in order.
+        levels: A level for each call that encloses the cut, from the outermost inwards.
+        sent_inputs: The inputs of the model that cross.
+        input_ranks: For each tensor among the inputs, its rank among the distinct ones of the example.
+        written: The locations of the values that the tail writes to.
+        draws: The random operators between the calls, in order.
         example: The bytes of the example.
     """
 
     at: str
-    levels: tuple[tuple[tuple[SkippedCall, ...], EnclosingCall | None], ...]
-    inputs: dict[int, SentValue]
-    taken: tuple[int, ...]
+    levels: tuple[ScheduleLevel, ...]
+    sent_inputs: dict[int, SentValue]
+    input_ranks: tuple[int, ...]
     written: frozenset[ValueLocation]
-    draws: tuple[SkippedDraw, ...] = ()
-    example: Volume | None = None
+    draws: tuple[SkippedDraw, ...]
+    example: ExampleBytes
+
+    @property
+    def skipped(self) -> Iterator[SkippedCall]:
+        return (call for level in self.levels for call in level.skipped)
+
+    @property
+    def enclosing_paths(self) -> list[str]:
+        """The modules of the calls that enclose the cut."""
+        return ["", *(level.onward.path for level in self.levels if level.onward is not None)]
 
     @property
     def paths(self) -> list[str]:
-        """The modules of all steps and of the calls around them."""
-        return list(dict.fromkeys([*self.around, *(step.path for step in self.steps)]))
-
-    @property
-    def around(self) -> list[str]:
-        """The modules of the calls that contain the cut."""
-        return ["", *(onward.path for _, onward in self.levels if onward is not None)]
-
-    @property
-    def steps(self) -> Iterable[SkippedCall]:
-        return (step for steps, _ in self.levels for step in steps)
+        """The modules of all calls, skipped and enclosing."""
+        return list(dict.fromkeys([*self.enclosing_paths, *(call.path for call in self.skipped)]))
 
 
-def trail_to(analysis: Analysis, crossing: Crossing) -> Schedule:
-    """The trail of a cut."""
-    names: dict[Any, str] = {}
-    values = analysis.trace.values
+def build_schedule(analysis: Analysis, crossing: Crossing) -> Schedule:
+    """List the calls that lead to a cut, and what crosses of each."""
+    return _Builder(analysis, crossing).schedule()
 
-    def sent(place: ValueLocation) -> SentValue:
-        value = crossing.values[place]
-        copied = place in crossing.copied
-        name = names.setdefault(place if copied else value, location_name(analysis, place))
-        return SentValue(name, copied, not copied and values[value].memory in crossing.joined)
 
-    places: dict[int | None, list[ValueLocation]] = {}
-    for place in crossing.values:
-        places.setdefault(place.call, []).append(place)
+class _Builder:
+    def __init__(self, analysis: Analysis, crossing: Crossing) -> None:
+        self._analysis = analysis
+        self._crossing = crossing
+        self._names: dict[Any, str] = {}
+        self._locations: dict[int | None, list[ValueLocation]] = {}
+        for location in crossing.values:
+            self._locations.setdefault(location.call, []).append(location)
 
-    def step(call: TracedCall) -> SkippedCall:
-        structure = analysis.call_structures[call.index]
-        here = places.get(call.index, [])
-        first = {rank: structure.argument_ranks.index(rank) for rank in structure.argument_ranks}
-        outputs = {place.position: place for place in here if not place.is_argument}
-        arguments = {place.position: place for place in here if place.is_argument}
-        views = {place.position: of for place, of in crossing.views.items() if place.call == call.index}
-        given, returned = ([values[at].memory for at in listed] for listed in (call.inputs, call.outputs))
-        own = {at: memory for at, memory in enumerate(returned) if structure.output_aliases[at] is None}
-        later = {memory for memory in (*given, *returned) if analysis.writes(memory, call.ends)}
-        sent_apart = {own[place.position] for place in here if not place.is_argument and place.position in own}
-        writes = {at for at, memory in enumerate(given) if analysis.writes(memory, call.begins, call.ends)}
-        apart = {at for at, memory in own.items() if memory not in given and later & {memory, *given}}
-        shares = {at for at, memory in enumerate(given) if memory in sent_apart - later}
-        same = (structure.output_aliases[rank] for rank in structure.output_ranks)
-        return SkippedCall(
-            call.index,
-            call.path,
-            call.address,
-            call.depth,
-            structure.arguments,
-            analysis.dataflow.arguments(call.index),
-            structure.argument_ranks,
-            structure.output_ranks,
-            structure.output,
-            tuple(None if of is None else first[of] for of in same),
-            {at: sent(outputs[rank]) for at, rank in enumerate(structure.output_ranks) if rank in outputs},
-            {at: first[views[rank]] for at, rank in enumerate(structure.output_ranks) if rank in views},
-            {at: sent(arguments[rank]) for at, rank in enumerate(structure.argument_ranks) if rank in arguments},
-            structure.mutated_containers,
-            _places(structure.argument_ranks, writes),
-            _places(structure.output_ranks, apart),
-            _places(structure.argument_ranks, shares),
-            analysis.dataflow.outputs(call.index),
+    def schedule(self) -> Schedule:
+        analysis, crossing = self._analysis, self._crossing
+        levels = tuple(
+            ScheduleLevel(tuple(map(self._skipped, level.skipped)), self._enclosing(level.onward))
+            for level in crossing.levels
+        )
+        inputs = {where.position: self._sent(where) for where in self._locations.get(None, []) if where.is_input}
+        written_names = {self._sent(location).name for location in crossing.written}
+        replayed = {op for level in crossing.levels for op in level.call.ops if op < crossing.cut.ends}
+        return Schedule(
+            at=crossing.cut.address,
+            levels=levels,
+            sent_inputs=_by_occurrence(analysis.input_ranks, inputs),
+            input_ranks=analysis.input_ranks,
+            written=frozenset(where for where in crossing.values if self._sent(where).name in written_names),
+            draws=tuple(map(self._draw, sorted(replayed & analysis.draws.keys()))),
+            example=example_bytes(analysis.trace, crossing),
         )
 
-    def around(call: TracedCall) -> EnclosingCall:
-        return EnclosingCall(call.path, call.address, call.depth, analysis.dataflow.arguments(call.index))
+    def _sent(self, location: ValueLocation) -> SentValue:
+        value = self._crossing.values[location]
+        is_copied = location in self._crossing.copied
+        name = self._names.setdefault(location if is_copied else value, location_name(self._analysis, location))
+        is_storage = not is_copied and self._analysis.trace.values[value].memory in self._crossing.joined
+        return SentValue(name, is_copied, is_storage)
 
-    def draw(op: int) -> SkippedDraw:
-        traced = analysis.trace.ops[op]
-        outputs = {place.position: sent(place) for place in places.get(None, []) if place.draw == op}
-        path = analysis.trace.calls[traced.call or 0].path
-        return SkippedDraw(op, analysis.draws[op].name, path, len(traced.outputs), outputs)
+    def _skipped(self, call: TracedCall) -> SkippedCall:
+        analysis, values = self._analysis, self._analysis.trace.values
+        structure = analysis.call_structures[call.index]
+        argument_ranks, output_ranks = structure.argument_ranks, structure.output_ranks
+        first = {rank: argument_ranks.index(rank) for rank in argument_ranks}
+        locations = self._locations.get(call.index, [])
+        outputs = {where.position: self._sent(where) for where in locations if not where.is_argument}
+        arguments = {where.position: self._sent(where) for where in locations if where.is_argument}
+        crossing_views = self._crossing.views.items()
+        views = {where.position: first[argument] for where, argument in crossing_views if where.call == call.index}
+        # By rank: the memory of arguments, of outputs, and of outputs that are no arguments.
+        taken, returned = ([values[index].memory for index in indices] for indices in (call.inputs, call.outputs))
+        own = {rank: memory for rank, memory in enumerate(returned) if structure.output_aliases[rank] is None}
+        later = {memory for memory in (*taken, *returned) if analysis.writes(memory, call.ends)}
+        sent_memories = {memory for rank, memory in own.items() if rank in outputs}
+        aliases = (structure.output_aliases[rank] for rank in output_ranks)
+        return SkippedCall(
+            call=call.index,
+            path=call.path,
+            address=call.address,
+            depth=call.depth,
+            example_arguments=structure.arguments,
+            flow=analysis.dataflow.arguments(call.index),
+            argument_ranks=argument_ranks,
+            output_ranks=output_ranks,
+            output=structure.output,
+            aliased_arguments=tuple(None if rank is None else first[rank] for rank in aliases),
+            sent_outputs=_by_occurrence(output_ranks, outputs),
+            argument_views=_by_occurrence(output_ranks, views),
+            sent_arguments=_by_occurrence(argument_ranks, arguments),
+            mutated_containers=structure.mutated_containers,
+            mutated_arguments=_occurrences(
+                argument_ranks,
+                [rank for rank, memory in enumerate(taken) if analysis.writes(memory, call.begins, call.ends)],
+            ),
+            unaliased_outputs=_occurrences(
+                output_ranks,
+                [rank for rank, memory in own.items() if memory not in taken and later & {memory, *taken}],
+            ),
+            shared_arguments=_occurrences(
+                argument_ranks, [rank for rank, memory in enumerate(taken) if memory in sent_memories - later]
+            ),
+            output_flow=analysis.dataflow.outputs(call.index),
+        )
 
-    crossed = {place.position: sent(place) for place in places.get(None, []) if place.is_input}
-    inputs = {at: crossed[rank] for at, rank in enumerate(analysis.input_ranks) if rank in crossed}
-    levels = tuple(
-        (tuple(map(step, level.skipped)), None if level.onward is None else around(level.onward))
-        for level in crossing.levels
-    )
-    names_written = {sent(place).name for place in crossing.written}
-    written = frozenset(place for place in crossing.values if sent(place).name in names_written)
-    glue = {op for level in crossing.levels for op in level.call.ops if op < crossing.cut.ends}
-    draws = tuple(draw(op) for op in sorted(glue & analysis.draws.keys()))
-    example = volume_of(analysis.trace, crossing)
-    return Schedule(crossing.cut.address, levels, inputs, analysis.input_ranks, written, draws, example)
+    def _enclosing(self, call: TracedCall | None) -> EnclosingCall | None:
+        if call is None:
+            return None
+        return EnclosingCall(call.path, call.address, call.depth, self._analysis.dataflow.arguments(call.index))
+
+    def _draw(self, op: int) -> SkippedDraw:
+        trace = self._analysis.trace
+        outputs = {where.position: self._sent(where) for where in self._locations.get(None, []) if where.draw == op}
+        path = trace.calls[trace.ops[op].call or 0].path
+        return SkippedDraw(op, self._analysis.draws[op].name, path, len(trace.ops[op].outputs), outputs)
 
 
-def _places(ranks: tuple[int, ...], among: set[int]) -> frozenset[int]:
-    return frozenset(at for at, rank in enumerate(ranks) if rank in among)
+def _by_occurrence(ranks: tuple[int, ...], by_rank: dict[int, _T]) -> dict[int, _T]:
+    return {index: by_rank[rank] for index, rank in enumerate(ranks) if rank in by_rank}
+
+
+def _occurrences(ranks: tuple[int, ...], chosen: Iterable[int]) -> frozenset[int]:
+    return frozenset(index for index, rank in enumerate(ranks) if rank in chosen)
 
 
 class ScheduleFollower:
-    """Knows, while a model runs, which calls are the steps of a trail: by their place under the call around them.
+    """Matches the calls and random operators of a run with those of a schedule, by the call that encloses them.
 
     Attributes:
-        is_there: Whether the cut has been reached.
+        is_complete: Whether the cut has been reached.
     """
 
-    def __init__(self, trail: Schedule) -> None:
-        self._trail = trail
-        self._around: list[Call] = []
-        self._left: list[list[SkippedCall]] = []
-        self.is_there = False
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._enclosing: list[Call] = []
+        self._remaining: list[list[SkippedCall]] = []
+        self._num_draws = 0
+        self.is_complete = False
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SkippedCall | EnclosingCall | None:
-        """The step that a call is, or the call around the cut; None: it is the model, inside a step, or later."""
-        if self.is_there:
+        """The call of the schedule that begins; None: the model itself, inside a skipped call, or after the cut."""
+        if self.is_complete:
             return None
         if call.parent is None:
-            self._go_into(call)
+            self._descend(call)
             return None
-        if call.parent is not self._around[-1]:
+        if call.parent is not self._enclosing[-1]:
             return None
-        onward = self._trail.levels[len(self._around) - 1][1]
-        left = self._left[-1]
-        expected = left[0] if left else onward
-        if expected is None or call.path != expected.path:
-            raise Unsupported(
-                f"the model takes another way than on the example: {call.path!r} runs where "
-                f"{None if expected is None else expected.path!r} did, before the cut at {self._trail.at!r}. Split it "
-                "on an example that takes this way"
-            )
+        path, remaining = call.path, self._remaining[-1]
+        expected = remaining[0] if remaining else self._schedule.levels[len(self._enclosing) - 1].onward
+        if expected is None or path != expected.path:
+            raise self._differs("no further call" if expected is None else repr(expected.path), repr(path))
         if isinstance(expected, EnclosingCall):
-            self._go_into(call)
+            self._descend(call)
             return expected
-        alike = [step for step in left if step.path == call.path]
-        if len(alike) > 1:  # as many plain arguments as possible are those of the example
+        candidates = [skipped for skipped in remaining if skipped.path == path]
+        if len(candidates) > 1:  # by their plain arguments: the order may differ from the example
             plain = describe(args, kwargs).plain
-            expected = max(alike, key=lambda step: _count_same(step, plain))
-        left.remove(expected)
+            expected = max(candidates, key=lambda candidate: _count_equal(candidate, plain))
+        remaining.remove(expected)
         return expected
 
-    def is_between(self, call: Call | None) -> bool:
-        """Whether the code that runs now in a call is between steps, before the cut."""
-        return not self.is_there and bool(self._around) and call is self._around[-1]
-
-    def _go_into(self, call: Call) -> None:
-        self._left.append(list(self._trail.levels[len(self._around)][0]))
-        self._around.append(call)
-
     def exit(self) -> None:
-        """A step ended."""
-        if len(self._around) == len(self._trail.levels) and not self._left[-1]:
-            self.is_there = True
+        """Note that a skipped call ended."""
+        if len(self._enclosing) == len(self._schedule.levels) and not self._remaining[-1]:
+            self.is_complete = True
+
+    def match_draw(
+        self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, SkippedDraw] | None:
+        """The number and the draw of the schedule that an operator is; None: it is none, or not before the cut."""
+        is_between_calls = bool(self._enclosing) and where.call is self._enclosing[-1] and not self.is_complete
+        if where.phase != "forward" or not is_between_calls or not is_random(func, args, kwargs):
+            return None
+        number, draws = self._num_draws, self._schedule.draws
+        path = "" if where.call is None else where.call.path
+        expected = draws[number] if number < len(draws) else None
+        if expected is None or (expected.name, expected.path) != (op_name(func), path):
+            raise self._differs(str(expected or "no further draw"), f"{op_name(func)} in {path or 'the model'!r}")
+        self._num_draws += 1
+        return number, expected
+
+    def check_draws(self) -> None:
+        """Raise if the run drew less often before the cut than the example."""
+        if self._num_draws != len(self._schedule.draws):
+            raise self._differs(f"{len(self._schedule.draws)} draws of random numbers", str(self._num_draws))
+
+    def _descend(self, call: Call) -> None:
+        self._remaining.append(list(self._schedule.levels[len(self._enclosing)].skipped))
+        self._enclosing.append(call)
+
+    def _differs(self, expected: str, got: str) -> Unsupported:
+        return differs_from_example(f"expected {expected} before the cut at {self._schedule.at!r}, got {got}")
 
 
-def _count_same(step: SkippedCall, plain: list[Any]) -> int:
-    known = [] if step.called is None else step.called.plain
-    return sum(repr(one) == repr(other) for one, other in zip(known, plain, strict=False))
+def differs_from_example(difference: str) -> Unsupported:
+    """The error of a run that the schedule does not describe."""
+    return Unsupported(
+        f"the run differs from the example: {difference}. Split the model on an example that does the same"
+    )
+
+
+def _count_equal(call: SkippedCall, plain: list[Any]) -> int:
+    expected = [] if call.example_arguments is None else call.example_arguments.plain
+    return sum(repr(one) == repr(other) for one, other in zip(expected, plain, strict=False))

@@ -8,6 +8,7 @@ computed. The tail looks up its own calls there. What cannot be compared between
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -151,18 +152,27 @@ def _to_json(value: Any) -> Any:
 # -- signatures --------------------------------------------------------------------------------------------------------
 
 
-def sign(key: str, arguments: Arguments, flow: Flow | None, returns: Flow = ()) -> dict[str, Any]:
-    """Make the signature of a call, for a boundary.
+class CallSignature(NamedTuple):
+    """A call as another process recognizes it.
 
-    Args:
-        key: Identifies the module and the structure of its output.
-        flow: How its arguments were computed.
-        returns: How its outputs were computed.
+    Attributes:
+        key: A digest of the module, and of the structures of its arguments and outputs.
+        plain: The plain arguments.
+        tensors: The dtype and the shape of each tensor among the arguments.
+        flow: How the arguments were computed; None: its module runs once in the enclosing call.
+        output_flow: How the outputs were computed; empty for a call that encloses the cut.
     """
-    signature: dict[str, Any] = {"k": _hash(key, arguments), "w": arguments.plain, "g": arguments.tensors}
-    if flow is not None:
-        signature["d"] = list(flow)
-    return {**signature, "o": list(returns)} if returns else signature
+
+    key: str
+    plain: list[bool | int | float | str | None]
+    tensors: list[list[Any]]
+    flow: Flow | None
+    output_flow: Flow
+
+
+def sign(key: str, arguments: Arguments, flow: Flow | None, output_flow: Flow = ()) -> CallSignature:
+    """Make the signature of a call; the key identifies the module and the structure of its output."""
+    return CallSignature(_hash(key, arguments), arguments.plain, arguments.tensors, flow, output_flow)
 
 
 def _hash(key: str, arguments: Arguments) -> str:
@@ -170,7 +180,7 @@ def _hash(key: str, arguments: Arguments) -> str:
 
 
 def find_call(
-    signatures: list[dict[str, Any]],
+    signatures: Sequence[CallSignature],
     used: set[int],
     call: SkippedCall,
     arguments: Arguments,
@@ -187,7 +197,7 @@ def find_call(
         Unsupported: There is none, or several that may be of different calls.
     """
     key = _hash(call.key, arguments)
-    candidates = [index for index, signature in enumerate(signatures) if signature.get("k") == key]
+    candidates = [index for index, signature in enumerate(signatures) if signature.key == key]
     matches = [index for index in candidates if _has_arguments(signatures[index], arguments)]
     if not matches:
         free = [signatures[index] for index in candidates if index not in used]
@@ -201,7 +211,7 @@ def find_call(
             "the same way",
             is_ordered,
         )
-    same = [index for index in matches if _has_outputs(signatures[index].get("o"), call.returns)]
+    same = [index for index in matches if _has_outputs(signatures[index].output_flow, call.output_flow)]
     free_indices = [index for index in (matches if is_ordered and not same else same) if index not in used]
     if not free_indices:
         raise _mismatch_error(
@@ -216,9 +226,11 @@ def find_call(
     return free_indices[0]
 
 
-def check_same_call(signature: Any, call: EnclosingCall, arguments: Arguments, *, is_ordered: bool = False) -> None:
+def check_same_call(
+    signature: CallSignature | None, call: EnclosingCall, arguments: Arguments, *, is_ordered: bool = False
+) -> None:
     """Raise if a call that encloses the cut is not the one that enclosed it in the head."""
-    if not isinstance(signature, dict) or signature.get("k") != _hash(call.key, arguments):
+    if signature is None or signature.key != _hash(call.key, arguments):
         raise _mismatch_error(
             f"{call.address!r} is called with other arguments than in the head, or is another call", is_ordered
         )
@@ -236,49 +248,49 @@ def check_same_call(signature: Any, call: EnclosingCall, arguments: Arguments, *
         )
 
 
-def _has_arguments(signature: dict[str, Any], arguments: Arguments) -> bool:
-    return signature.get("g") == arguments.tensors and repr(signature.get("w")) == repr(arguments.plain)
+def _has_arguments(signature: CallSignature, arguments: Arguments) -> bool:
+    return signature.tensors == arguments.tensors and repr(signature.plain) == repr(arguments.plain)
 
 
-def _match_flow(signatures: list[dict[str, Any]], indices: list[int], flow: Flow) -> list[int]:
+def _match_flow(signatures: Sequence[CallSignature], indices: list[int], flow: Flow) -> list[int]:
     """The signatures whose arguments were computed in the same way, by the most detailed digest that any matches."""
-    sent = {index: signatures[index].get("d") for index in indices}
-    if any(not isinstance(digests, list) or len(digests) != len(flow) for digests in sent.values()):
+    sent = {index: signatures[index].flow or () for index in indices}
+    if any(len(digests) != len(flow) for digests in sent.values()):
         return []
     for detail, digest in enumerate(flow):
-        matches = [index for index in indices if digest and signatures[index]["d"][detail] == digest]
+        matches = [index for index, digests in sent.items() if digest and digests[detail] == digest]
         if matches:
             return matches
     return []
 
 
-def _is_certain(signature: dict[str, Any], flow: Flow, arguments: Arguments) -> bool:
+def _is_certain(signature: CallSignature, flow: Flow, arguments: Arguments) -> bool:
     """Whether all arguments are known to be equal, or distinguish the call from all others of its module."""
-    full, *partial = zip(flow, signature["d"], strict=True)
+    full, *partial = zip(flow, signature.flow or (), strict=True)
     is_comparable = INCOMPARABLE not in flow[0] and INCOMPARABLE not in arguments.structure
     return (is_comparable and full[0] == full[1]) or any(digest and digest == sent for digest, sent in partial)
 
 
-def _has_outputs(sent: Any, returns: Flow) -> bool:
-    if not isinstance(sent, list) or len(sent) != len(returns):
+def _has_outputs(sent: Flow, expected: Flow) -> bool:
+    if len(sent) != len(expected):
         return False
-    full, example, unsized = returns
+    full, example, unsized = expected
     return bool(sent[0] == full or (sent[1] != example and unsized and sent[2] == unsized))
 
 
-def _is_certain_by_output(signature: dict[str, Any], call: SkippedCall) -> bool:
+def _is_certain_by_output(signature: CallSignature, call: SkippedCall) -> bool:
     """Whether all that a call returns or does is known to be equal, whatever its arguments are."""
-    is_equal = signature["o"][0] == call.returns[0] and INCOMPARABLE not in call.returns[0]
+    is_equal = signature.output_flow[0] == call.output_flow[0] and INCOMPARABLE not in call.output_flow[0]
     return is_equal and not call.output.num_plain and not call.uses_arguments
 
 
-def _describe_mismatch(signatures: list[dict[str, Any]], arguments: Arguments) -> str:
+def _describe_mismatch(signatures: Sequence[CallSignature], arguments: Arguments) -> str:
     if not signatures:
         return "arguments that match no call in the head"
-    tensors, plain = signatures[0].get("g"), signatures[0].get("w")
-    if tensors != arguments.tensors:
-        return f"tensors of {arguments.tensors} on this side, expected {tensors} as in the head"
-    return f"{arguments.plain} on this side, expected {plain} as in the head"
+    expected = signatures[0]
+    if expected.tensors != arguments.tensors:
+        return f"tensors of {arguments.tensors} on this side, expected {expected.tensors} as in the head"
+    return f"{arguments.plain} on this side, expected {expected.plain} as in the head"
 
 
 def _mismatch_error(problem: str, is_ordered: bool) -> Unsupported:

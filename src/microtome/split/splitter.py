@@ -25,7 +25,7 @@ from microtome.split.cuts import list_cuts
 from microtome.split.liveness import Liveness
 from microtome.split.placeholder import PlaceholderRead
 from microtome.split.random_ops import save_random_state
-from microtome.split.schedule import trail_to
+from microtome.split.schedule import build_schedule
 from microtome.split.stage import Stage
 from microtome.split.stages import BIT_EQUAL, Stages
 from microtome.split.structure_spec import Example, ModelSpec, TensorSpec, flatten
@@ -118,7 +118,7 @@ class Splitter:
             model: The model to run; None: the one that was analyzed.
         """
         crossings = [None, *self._crossings(chosen, extra), None]
-        schedules = [None if crossing is None else trail_to(self._analysis, crossing) for crossing in crossings]
+        schedules = [None if crossing is None else build_schedule(self._analysis, crossing) for crossing in crossings]
         return [
             Stage(
                 self.model if model is None else model,
@@ -211,7 +211,7 @@ class Splitter:
                     outputs.append(_detach(value, requests))
                 break
             except PlaceholderRead as error:  # the model's code reads values that the trace had none of
-                location = error.ghost.source
+                location = error.placeholder.location
                 if location is None or stage.index == 0 or location in extra[stage.index - 1]:
                     raise
                 extra[stage.index - 1].add(location)

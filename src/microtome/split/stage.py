@@ -1,4 +1,4 @@
-"""A part of a model that runs by itself."""
+"""A stage of a split model."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from microtome.errors import BadBoundary, BadInputs, MicrotomeError, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
 from microtome.split.placeholder import Placeholder
-from microtome.split.random_replay import DrawingRun
-from microtome.split.replay import StageRun
 from microtome.split.schedule import Schedule
+from microtome.split.stage_run import DrawingStageRun, StageRun
 from microtome.split.structure_spec import ModelSpec, check_structure, flatten
 from microtome.split.weights import tensor_at
 
 
 class Stage:
-    """A part of a split model: from a cut, or the beginning, to the next cut, or the end.
+    """The part of a model between two cuts; the first stage begins with the inputs, the last ends with the output.
 
-    The first stage is called as the model is and gives a `Boundary`; the others take one. The last gives what the model
-    gives. Nothing of the other parts runs.
+    The first stage takes the model's arguments and returns a `Boundary`; the others take a boundary. The last returns
+    the model's output. Modules of other stages do not run.
 
     Attributes:
-        index: Which of the stages it is.
-        model: The model that it is a part of.
-        fingerprint: Of the model; stages of another one refuse its boundaries.
-        spec: The structure of what the model takes and returns.
-        state: What the model reads that earlier runs of it wrote, in words; None: nothing.
+        index: The number of the stage, from 0.
+        model: The whole model.
+        fingerprint: The fingerprint of the model; boundaries with another one are refused.
+        spec: The structures of the model's arguments and output.
+        state: A description of the state that the model carries between runs; None: it has none.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Stage:
         begins: Schedule | None,
         ends: Schedule | None,
         spec: ModelSpec,
-        needed: Iterable[str],
+        parameters: Iterable[str],
         fingerprint: str,
         state: str | None = None,
     ) -> None:
@@ -57,34 +56,36 @@ class Stage:
         self._ends = ends
         self.spec = spec
         self.state = state
-        self._needed = tuple(needed)
-        self._free: list[tuple[Session, StageRun]] = []
+        self._parameters = tuple(parameters)
+        self._idle: list[tuple[Session, StageRun]] = []
         modules = dict(named_modules(model))
-        self._seen = [modules[path] for trail in (begins, ends) if trail is not None for path in trail.paths]
-        self._skipped = (
-            [] if begins is None else list({step.path: modules[step.path] for step in begins.steps}.values())
-        )
-        self._around = [] if begins is None else [modules[path] for path in begins.around]
-        self._cut = None if ends is None else modules[ends.levels[-1][0][-1].path]
+        schedules = [schedule for schedule in (begins, ends) if schedule is not None]
+        self._observed_modules = [modules[path] for schedule in schedules for path in schedule.paths]
+        self._skipped_modules: list[nn.Module] = []
+        self._enclosing_modules: list[nn.Module] = []
+        if begins is not None:
+            self._skipped_modules = [modules[path] for path in dict.fromkeys(call.path for call in begins.skipped)]
+            self._enclosing_modules = [modules[path] for path in begins.enclosing_paths]
+        self._cut_module = None if ends is None else modules[ends.levels[-1].skipped[-1].path]
 
     @property
     def begins_at(self) -> str | None:
-        """The address of the cut that it goes on from; None: it is the first."""
+        """The address of the cut where the stage begins; None for the first stage."""
         return None if self._begins is None else self._begins.at
 
     @property
     def ends_at(self) -> str | None:
-        """The address of the cut where it ends; None: it is the last."""
+        """The address of the cut where the stage ends; None for the last stage."""
         return None if self._ends is None else self._ends.at
 
     def parameters_needed(self) -> list[str]:
-        """The names of the parameters and buffers that it reads."""
-        return list(self._needed)
+        """The names of the parameters and buffers that the stage reads."""
+        return list(self._parameters)
 
     @property
     def device(self) -> torch.device | None:
-        """The device of its first weight, or of the model's if it has none; None: unknown."""
-        own = (tensor_at(self.model, name) for name in self._needed)
+        """The device of the stage's first weight, or else of the model's; None: unknown."""
+        own = (tensor_at(self.model, name) for name in self._parameters)
         for tensor in chain(own, self.model.parameters(), self.model.buffers()):
             if tensor is not None and not tensor.is_meta:
                 return tensor.device
@@ -96,46 +97,46 @@ class Stage:
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], probes: Iterable[Probe] = (), *, release: bool = False
     ) -> Any:
-        """Run the part on what it is called with; the probes look on.
+        """Run the stage, observed by probes.
 
         Args:
-            release: Whether the boundary lets go of each tensor when it has been used: memory is free for the rest of
-                the run as early as in a run of the whole model, and the boundary is empty afterwards.
+            release: Drop each tensor from the boundary after its last use, so that memory is free as early as in a run
+                of the whole model; the boundary is empty afterwards.
         """
-        boundary = None
-        if self._begins is not None:
-            boundary = self._boundary(args, kwargs)
-        # A session takes longer to make than to open, so it is kept; several threads may run the stage at once.
+        boundary = None if self._begins is None else self._check_boundary(args, kwargs)
+        # A session takes longer to make than to open, so it is reused; several threads may run the stage at once.
         probes = tuple(probes)
-        session, run = (None if probes else self._kept()) or self._session(probes)
-        with self._as_found(session, run, kept=not probes):
+        session, run = (None if probes else self._idle_session()) or self._make_session(probes)
+        with self._cleanup(session, run, reuse=not probes):
             run.begin(boundary, None if boundary is None else self.device, release=release)
-            given = Inputs(*args, **kwargs) if boundary is None else run.inputs(boundary)
             if boundary is None:
-                got = flatten((given.args, given.kwargs), arrays=[])[0]
+                inputs = Inputs(*args, **kwargs)
+                got = flatten((inputs.args, inputs.kwargs), arrays=[])[0]
                 check_structure("what the head is given, positional and by name,", self.spec.inputs, got)
-            run.take_inputs(given)
+            else:
+                inputs = run.make_inputs(self.spec.inputs)
+            run.record_inputs(inputs)
             with session:
-                return self._run(run, given)
+                return self._run(run, inputs)
 
     @signal_safe
-    def _as_found(self, session: Session, run: StageRun, *, kept: bool) -> Iterator[None]:
-        """Afterwards, have the run hold nothing and the modules around the cut no ghosts, and keep the session."""
-        had = [(module, copy_attributes(module)) for module in self._around]
+    def _cleanup(self, session: Session, run: StageRun, *, reuse: bool) -> Iterator[None]:
+        """Afterwards, remove placeholders from the modules that enclose the cut, and keep the session for reuse."""
+        attributes_before = [(module, copy_attributes(module)) for module in self._enclosing_modules]
         try:
             yield
         finally:
-            run.begin()
-            for module, attributes in had:
-                restore_attributes(module, attributes, where=_holds_ghosts)
-            if kept:
-                self._free.append((session, run))
+            run.reset()
+            for module, attributes in attributes_before:
+                restore_attributes(module, attributes, where=_has_placeholders)
+            if reuse:
+                self._idle.append((session, run))
 
-    def _run(self, run: StageRun, given: Inputs) -> Any:
+    def _run(self, run: StageRun, inputs: Inputs) -> Any:
         try:
-            output = given.run(self.model)
+            output = inputs.run(self.model)
         except Stopped as stopped:
-            if self._ends is None or not run.is_over(stopped.call):
+            if self._ends is None or not run.is_complete(stopped.call):
                 raise
             return run.boundary(self.fingerprint)
         except (RuntimeError, NotImplementedError) as error:
@@ -148,48 +149,46 @@ class Stage:
             raise
         if self._ends is not None:
             raise Unsupported(
-                f"the model ended before the cut at {self._ends.at!r}: its way depends on what it is given"
+                f"the model returned before the cut at {self._ends.at!r}: its control flow depends on its inputs"
             )
-        return run.finished(output)
+        return run.check_output(output)
 
-    def _kept(self) -> tuple[Session, StageRun] | None:
+    def _idle_session(self) -> tuple[Session, StageRun] | None:
         try:
-            return self._free.pop()
+            return self._idle.pop()
         except IndexError:
             return None
 
-    def _session(self, probes: tuple[Probe, ...] = ()) -> tuple[Session, StageRun]:
+    def _make_session(self, probes: tuple[Probe, ...] = ()) -> tuple[Session, StageRun]:
         interventions: list[Any] = []
-        run = StageRun(self._begins, self._ends, self.spec.inputs)
-        if any(trail is not None and trail.draws for trail in (self._begins, self._ends)):
-            run = drawing = DrawingRun(self._begins, self._ends, self.spec.inputs)
+        run = StageRun(self._begins, self._ends)
+        if any(schedule is not None and schedule.draws for schedule in (self._begins, self._ends)):
+            run = drawing = DrawingStageRun(self._begins, self._ends)
             interventions.append(ReplaceOp(drawing.draw))
-        if self._skipped:
-            interventions.append(Skip(self._skipped, run.output, when=run.is_skipped))
-        if self._cut is not None:
-            interventions.append(Stop(self._cut, when=run.is_over))
+        if self._skipped_modules:
+            interventions.append(Skip(self._skipped_modules, run.output, when=run.is_skipped))
+        if self._cut_module is not None:
+            interventions.append(Stop(self._cut_module, when=run.is_complete))
         # In one session with the run, or the probes would not see the exit of the call at which it stops.
-        at = None if probes else self._seen
+        at = None if probes else self._observed_modules
         session = Session(self.model, [run, *probes], interventions, at=at, fast_paths=True, other_threads="ignore")
         return session, run
 
     def _missing(self) -> list[str]:
-        held = {name: tensor_at(self.model, name) for name in self._needed}
-        return [name for name, tensor in held.items() if tensor is None or tensor.is_meta]
+        tensors = {name: tensor_at(self.model, name) for name in self._parameters}
+        return [name for name, tensor in tensors.items() if tensor is None or tensor.is_meta]
 
-    def _boundary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundary:
+    def _check_boundary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundary:
         assert self._begins is not None
         if len(args) != 1 or kwargs or not isinstance(args[0], Boundary):
-            raise BadInputs(f"stage {self.index} takes what the stage before it gives: one Boundary")
+            raise BadInputs(f"stage {self.index} takes the output of the stage before it: expected one Boundary")
         boundary = args[0]
         if boundary.at != self._begins.at:
-            raise BadBoundary(
-                f"the boundary is of a cut at {boundary.at!r}, and this stage goes on at {self._begins.at!r}"
-            )
+            raise BadBoundary(f"expected a boundary of the cut at {self._begins.at!r}, got one of {boundary.at!r}")
         if boundary.fingerprint != self.fingerprint:
             raise BadBoundary(
-                f"the boundary is of another model: its fingerprint is {boundary.fingerprint}, and this stage's is "
-                f"{self.fingerprint}. Split the same model, with the same weights, on both sides"
+                f"the boundary is of another model: expected fingerprint {self.fingerprint}, got "
+                f"{boundary.fingerprint}. Split the same model, with the same weights, on both sides"
             )
         return boundary
 
@@ -199,5 +198,5 @@ class Stage:
         return f"<Stage {self.index} of {type(self.model).__name__}, from {start} to {end}>"
 
 
-def _holds_ghosts(value: Any) -> bool:
+def _has_placeholders(value: Any) -> bool:
     return any(isinstance(tensor, Placeholder) for tensor in tensors_in(value))

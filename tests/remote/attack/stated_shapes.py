@@ -54,23 +54,24 @@ def attack(target: Target) -> Tally:
 def _views(boundary: Boundary) -> Iterator[tuple[Boundary, str]]:
     """Each tensor that crosses as a view of itself with many rows."""
     for at, call in enumerate(boundary.facts["calls"]):
-        for place, name in enumerate(call["t"]):
-            if isinstance(name, str):
+        for place, item in enumerate(call["outputs"]):
+            if item["kind"] == "sent":
                 facts = copy.deepcopy(boundary.facts)
-                shape = [ROWS, *boundary.tensors[name].shape[1:]]
-                facts["calls"][at]["t"][place] = [name, shape, [0] * len(shape), 0]
+                shape = [ROWS, *boundary.tensors[item["name"]].shape[1:]]
+                view = {"kind": "storage_view", "shape": shape, "strides": [0] * len(shape), "offset": 0}
+                facts["calls"][at]["outputs"][place] = {**view, "name": item["name"]}
                 yield replace(boundary, facts=facts), "raw"
 
 
 def _placeholders(boundary: Boundary, rows: int = ROWS) -> Iterator[tuple[Boundary, str]]:
     """Inputs and outputs that were not sent, with many rows; what the calls were given says the same."""
     facts = copy.deepcopy(boundary.facts)
-    for entry in (facts["inputs"], *facts["calls"]):
-        for item in entry["t"]:
-            if isinstance(item, dict):
-                item["shape"][0] = rows
-        for given in entry.get("g", ()):
-            given[1] = rows
+    for item in (*facts["inputs"]["tensors"], *(item for call in facts["calls"] for item in call["outputs"])):
+        if item["kind"] == "placeholder":
+            item["shape"][0] = rows
+    for call in facts["calls"]:
+        for argument in call["signature"]["tensors"]:
+            argument[1] = rows
     yield replace(boundary, facts=facts), "raw"
 
 

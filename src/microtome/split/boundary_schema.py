@@ -1,0 +1,246 @@
+"""The schema of a boundary's facts: what the tail needs beside tensors, as typed records.
+
+A stage stores a `BoundaryRecord` as JSON in `Boundary.facts`, and the next stage parses it with `from_facts`, which
+checks all of it at once, since it may come from another machine. The sizes of tensors that it states are bounded later,
+by `size_bounds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Self
+
+from torch import Tensor
+
+from microtome.errors import BadBoundary
+from microtome.files.types import find_mismatch, from_plain, to_plain
+from microtome.split.decoder import are_sizes
+from microtome.split.serialization import DTYPE_NAMES, DTYPES
+from microtome.split.signature import CallSignature
+from microtome.split.structure_spec import Plain
+
+#: Increases with every change that older versions cannot read.
+SCHEMA = 1
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+class SentTensor(NamedTuple):
+    """A tensor of the boundary, by name."""
+
+    name: str
+    kind: Literal["sent"] = "sent"
+
+
+class StorageView(NamedTuple):
+    """A view of a tensor of the boundary that holds a whole storage: views that share memory share it again."""
+
+    name: str
+    shape: list[int]
+    strides: list[int]
+    offset: int
+    kind: Literal["storage_view"] = "storage_view"
+
+
+class PlaceholderSpec(NamedTuple):
+    """A tensor that does not cross; without strides it is contiguous."""
+
+    shape: list[int]
+    strides: list[int] | None
+    dtype: str
+    requires_grad: bool
+    kind: Literal["placeholder"] = "placeholder"
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, requires_grad: bool) -> Self:
+        strides = None if tensor.is_contiguous() else list(tensor.stride())
+        return cls(list(tensor.shape), strides, DTYPE_NAMES[tensor.dtype], requires_grad)
+
+
+class RepeatedTensor(NamedTuple):
+    """The tensor at an earlier position of the same list."""
+
+    position: int
+    kind: Literal["repeat"] = "repeat"
+
+
+class ArgumentAlias(NamedTuple):
+    """The tensor at a position of the call's arguments."""
+
+    position: int
+    kind: Literal["argument"] = "argument"
+
+
+class ArgumentView(NamedTuple):
+    """A view of an argument with these strides; the offset is relative to the argument's own."""
+
+    argument_strides: list[int]
+    shape: list[int]
+    strides: list[int]
+    offset: int
+    kind: Literal["argument_view"] = "argument_view"
+
+
+class OutputAlias(NamedTuple):
+    """The tensor at a position of the call's outputs."""
+
+    position: int
+    kind: Literal["output"] = "output"
+
+
+class PlainItem(NamedTuple):
+    """A bool, number, string or None."""
+
+    value: Plain
+    kind: Literal["value"] = "value"
+
+
+SentItem = SentTensor | StorageView
+TensorItem = SentTensor | StorageView | PlaceholderSpec
+InputItem = SentTensor | StorageView | PlaceholderSpec | RepeatedTensor
+OutputItem = SentTensor | StorageView | PlaceholderSpec | RepeatedTensor | ArgumentAlias | ArgumentView
+ContainerItem = PlainItem | OutputAlias | ArgumentAlias | PlaceholderSpec
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+class InputsRecord(NamedTuple):
+    """The arguments of the model: tensors, plain values, and a digest of their structure."""
+
+    tensors: tuple[InputItem, ...]
+    plain: list[Plain]
+    structure: str
+
+
+class WrittenArgument(NamedTuple):
+    """A tensor after a call wrote to it, and its position among the arguments."""
+
+    position: int
+    tensor: SentItem
+
+
+class ContainerRecord(NamedTuple):
+    """The items of a list, or of a dict with these keys, after a call mutated it."""
+
+    keys: list[Plain] | None
+    items: tuple[ContainerItem, ...]
+
+
+class SkippedCallRecord(NamedTuple):
+    """The results of a call before the cut.
+
+    Attributes:
+        outputs: The tensors in its output.
+        plain: The plain values in its output.
+        written: The arguments that it wrote to and that cross.
+        containers: The lists and dicts among its arguments that it mutated.
+    """
+
+    signature: CallSignature
+    outputs: tuple[OutputItem, ...]
+    plain: list[Plain]
+    written: tuple[WrittenArgument, ...]
+    containers: tuple[ContainerRecord, ...]
+
+
+class DrawRecord(NamedTuple):
+    """The outputs of a random operator before the cut."""
+
+    operator: str
+    outputs: tuple[TensorItem, ...]
+
+
+class BoundaryRecord(NamedTuple):
+    """The facts of a boundary.
+
+    Attributes:
+        calls: The calls before the cut, in the order of the head.
+        enclosing: The signatures of the calls that enclose the cut, from the outermost inwards.
+        draws: The random operators between the calls, in order.
+        overlapping: The names of tensors that may share memory with another: a write to one may change the other.
+        requires_grad: The names of tensors that required a gradient in the head.
+        hash_seed: Equal in two processes if they iterate over sets of strings in the same order.
+    """
+
+    inputs: InputsRecord
+    calls: tuple[SkippedCallRecord, ...]
+    enclosing: tuple[CallSignature, ...]
+    draws: tuple[DrawRecord, ...]
+    overlapping: tuple[str, ...]
+    requires_grad: tuple[str, ...]
+    hash_seed: str
+    schema: int = SCHEMA
+
+    def to_facts(self) -> dict[str, Any]:
+        """Convert the record to JSON for `Boundary.facts`."""
+        facts: dict[str, Any] = to_plain(self)
+        return facts
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any]) -> Self:
+        """Parse and check `Boundary.facts`; other keys are ignored.
+
+        Raises:
+            BadBoundary: If something is missing or invalid, with its path and value.
+        """
+        if facts.get("schema") != SCHEMA:
+            raise BadBoundary(
+                f"expected boundary facts of schema {SCHEMA}, got {facts.get('schema')!r:.80}: send the boundary of a "
+                "stage, and install the same version of microtome on both sides"
+            )
+        try:
+            record: Self = from_plain(facts, cls)
+        except ValueError as error:  # a field is missing
+            raise BadBoundary(f"invalid boundary facts: {error}") from error
+        mismatch = find_mismatch(record, cls, finite=False)
+        if mismatch is None:
+            mismatch = next(_invalid_items(record), None)
+        if mismatch is not None:
+            raise BadBoundary(f"invalid boundary facts: facts{mismatch}")
+        return record
+
+    def sent_names(self) -> Iterator[str]:
+        """The name of a tensor for each time that the tail takes it from the boundary."""
+        for _, items in _item_lists(self):
+            yield from (item.name for item in items if isinstance(item, SentTensor | StorageView))
+
+
+def _item_lists(record: BoundaryRecord) -> Iterator[tuple[str, Sequence[OutputItem | ContainerItem]]]:
+    """All lists of items, with their paths."""
+    yield ".inputs.tensors", record.inputs.tensors
+    for number, call in enumerate(record.calls):
+        yield f".calls[{number}].outputs", call.outputs
+        if call.written:
+            yield f".calls[{number}].written", [written.tensor for written in call.written]
+        for index, container in enumerate(call.containers):
+            yield f".calls[{number}].containers[{index}].items", container.items
+    for number, draw in enumerate(record.draws):
+        yield f".draws[{number}].outputs", draw.outputs
+
+
+def _invalid_items(record: BoundaryRecord) -> Iterator[str]:
+    """Describe what has the right types and impossible values."""
+    for path, items in _item_lists(record):
+        for position, item in enumerate(items):
+            if not _is_possible(item, position):
+                yield f"{path}[{position}]: no tensor is {item!r:.200}"
+    for number, call in enumerate(record.calls):
+        for index, (keys, items) in enumerate(call.containers):
+            if keys is not None and len(keys) != len(items):
+                yield f".calls[{number}].containers[{index}]: expected {len(items)} keys, got {len(keys)}"
+
+
+def _is_possible(item: OutputItem | ContainerItem, position: int) -> bool:
+    if isinstance(item, SentTensor | PlainItem):
+        return True
+    if isinstance(item, PlaceholderSpec):
+        return item.dtype in DTYPES and _is_layout(item.shape, item.strides)
+    if isinstance(item, StorageView | ArgumentView):
+        return abs(item.offset) < 2**62 and _is_layout(item.shape, item.strides)  # torch checks the rest
+    return 0 <= item.position < (position if isinstance(item, RepeatedTensor) else 2**31)
+
+
+def _is_layout(shape: list[int], strides: list[int] | None) -> bool:
+    return are_sizes(shape) and (strides is None or (are_sizes(strides) and len(strides) == len(shape)))

@@ -1,0 +1,163 @@
+"""The tensors of a boundary, as a tail takes them out of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from microtome.engine.arguments import as_non_leaf
+from microtome.engine.torch_internals import version_of
+from microtome.errors import BadBoundary, Unsupported, describe_error
+from microtome.split.boundary import Boundary
+from microtome.split.boundary_schema import (
+    ArgumentView,
+    BoundaryRecord,
+    PlaceholderSpec,
+    SentTensor,
+    StorageView,
+    TensorItem,
+)
+from microtome.split.crossing import ValueLocation
+from microtome.split.placeholder import Placeholder, unwrap
+from microtome.split.schedule import Schedule
+from microtome.split.serialization import DTYPES
+from microtome.split.size_bounds import SizeBudget
+from microtome.split.tensor_bytes import duplicate, moved
+
+
+class ReceivedTensors:
+    """Restores tensors from a boundary: those that were sent, views of them, and placeholders for the others.
+
+    Args:
+        device: The device to move tensors to; None: they stay.
+        release: Drop each tensor from the boundary after its last use.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        boundary: Boundary,
+        record: BoundaryRecord,
+        device: torch.device | None,
+        *,
+        release: bool,
+    ) -> None:
+        self._tensors = boundary.tensors
+        self._device = device
+        self._written = schedule.written
+        self._overlapping = frozenset(record.overlapping)
+        self._requires_grad = frozenset(record.requires_grad)
+        self._budget = SizeBudget(boundary, schedule.example)
+        self._remaining_uses = Counter(record.sent_names()) if release else None
+        self._restored: dict[str, Tensor] = {}
+        self._unmodified: list[tuple[str, Tensor, int]] = []
+
+    def restore(self, item: TensorItem, owner: str, location: ValueLocation | None) -> Tensor:
+        """The tensor that an item describes.
+
+        Args:
+            owner: The call or operator that returned it, for messages.
+            location: Where the value is located in a run.
+        """
+        if isinstance(item, SentTensor):
+            return self._take(item.name, location)
+        if isinstance(item, StorageView):
+            storage = self._take(item.name, location)
+            self._budget.charge(owner, item.shape, item.strides, storage.dtype)
+            return _as_strided(storage, item, item.offset, owner)
+        return self._placeholder(item, owner, location)
+
+    def restore_view(self, item: ArgumentView, argument: Tensor, owner: str) -> Tensor:
+        """The view of an argument that a skipped call returned."""
+        argument = unwrap(argument)
+        self._budget.charge(owner, item.shape, item.strides, argument.dtype)
+        if isinstance(argument, Placeholder):
+            meta = torch.empty_strided(item.shape, item.strides, dtype=argument.dtype, device="meta")
+            return Placeholder(meta, argument.device, argument.owner, argument.location)
+        if list(argument.stride()) != item.argument_strides:
+            raise Unsupported(
+                f"{owner!r} returns a view of an argument with strides {item.argument_strides} in the head, got "
+                f"{list(argument.stride())} on this side"
+            )
+        return _as_strided(argument, item, int(argument.storage_offset()) + item.offset, owner)
+
+    def array(self, name: str) -> Tensor:
+        """The tensor of a numpy array, which the caller copies."""
+        self._check_present(name)
+        return self._tensors[name] if self._remaining_uses is None else self._tensors.pop(name)
+
+    def expect_unmodified(self, name: str, tensor: Tensor) -> None:
+        """Have `check_unmodified` raise if the tensor is written to."""
+        self._unmodified.append((name, tensor, version_of(tensor)))
+
+    def check_unmodified(self) -> None:
+        """Raise if the tail wrote to a tensor that shares memory which it does not share in the whole model."""
+        for name, tensor, version in self._unmodified:
+            if version_of(tensor) != version:
+                raise Unsupported(
+                    f"{name!r} or its argument was modified in place after the cut, and not on the example. Split the "
+                    "model on an example where it is"
+                )
+
+    def _take(self, name: str, location: ValueLocation | None) -> Tensor:
+        if name not in self._restored:
+            self._restored[name] = self._prepare(name, is_written=location in self._written)
+        tensor = self._restored[name]
+        if self._remaining_uses is not None:
+            self._remaining_uses[name] -= 1
+            if not self._remaining_uses[name]:
+                del self._restored[name], self._tensors[name]
+        return tensor
+
+    def _prepare(self, name: str, *, is_written: bool) -> Tensor:
+        """The tensor on this device; a copy if the model writes to it, as the boundary may be used again."""
+        self._check_present(name)
+        sent = self._tensors[name]
+        if is_written and name in self._overlapping:
+            raise Unsupported(
+                f"expected {name!r} to have memory of its own, got a tensor that overlaps another in memory, and the "
+                "model modifies it in place. Pass tensors that do not overlap, or split the model on an example where "
+                "they overlap"
+            )
+        tensor = sent if self._device is None else moved(sent, self._device)
+        if tensor is sent and (is_written or (sent.is_inference() and not torch.is_inference_mode_enabled())):
+            tensor = duplicate(tensor)
+        if name in self._requires_grad:
+            tensor = _require_grad(tensor)
+        if not is_written and (self._remaining_uses is None or name in self._overlapping):
+            self.expect_unmodified(name, tensor)
+        return tensor
+
+    def _check_present(self, name: str) -> None:
+        if name not in self._tensors:
+            raise BadBoundary(f"the boundary lacks tensor {name!r}: send it again")
+
+    def _placeholder(self, spec: PlaceholderSpec, owner: str, location: ValueLocation | None) -> Tensor:
+        dtype = DTYPES[spec.dtype]
+        self._budget.charge(owner, spec.shape, spec.strides, dtype)
+        try:
+            meta = torch.empty(spec.shape, dtype=dtype, device="meta")
+            if spec.strides is not None:
+                meta = torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device="meta")
+        except RuntimeError as error:
+            raise BadBoundary(f"{owner!r}: no tensor has shape {spec.shape!r:.80}: {describe_error(error)}") from error
+        placeholder = Placeholder(meta, self._device or torch.device("cpu"), owner, location)
+        return _require_grad(placeholder) if spec.requires_grad else placeholder
+
+
+def _as_strided(tensor: Tensor, item: StorageView | ArgumentView, offset: int, owner: str) -> Tensor:
+    try:
+        return tensor.as_strided(item.shape, item.strides, offset)
+    except RuntimeError as error:
+        raise BadBoundary(f"{owner!r}: {item!r:.200} is out of bounds: {describe_error(error)}") from error
+
+
+def _require_grad(tensor: Tensor) -> Tensor:
+    """A tensor that requires a gradient, as it did in the head.
+
+    No gradient reaches the head. But kernels are chosen by `requires_grad`, and the code of a model may read it.
+    """
+    can_require_grad = tensor.is_floating_point() or tensor.is_complex()
+    return as_non_leaf(tensor.detach()) if can_require_grad and torch.is_grad_enabled() else tensor

@@ -1,0 +1,280 @@
+"""Record what crosses a cut while a stage runs up to it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_hexdigest
+
+from microtome.engine import Call
+from microtome.engine.probes import AnyOp, Where
+from microtome.engine.pytree import tensors_in
+from microtome.engine.torch_internals import storage_id, version_of
+from microtome.errors import Unsupported
+from microtome.inputs import Inputs
+from microtome.split.arrays import array_name, to_tensor
+from microtome.split.boundary import Boundary
+from microtome.split.boundary_schema import (
+    ArgumentAlias,
+    ArgumentView,
+    BoundaryRecord,
+    ContainerItem,
+    ContainerRecord,
+    DrawRecord,
+    InputItem,
+    InputsRecord,
+    OutputAlias,
+    OutputItem,
+    PlaceholderSpec,
+    PlainItem,
+    RepeatedTensor,
+    SentItem,
+    SentTensor,
+    SkippedCallRecord,
+    StorageView,
+    WrittenArgument,
+)
+from microtome.split.call_arguments import CallArguments, record_arguments
+from microtome.split.effects import (
+    check_effects,
+    find_alias,
+    first_occurrences,
+    is_same_view,
+    overlapping_names,
+)
+from microtome.split.placeholder import Placeholder, PlaceholderRead, unwrap
+from microtome.split.schedule import Schedule, ScheduleFollower, SentValue, SkippedCall
+from microtome.split.signature import HASH_SEED, CallSignature, describe, sign
+from microtome.split.structure_spec import check_structure, flatten
+from microtome.split.tensor_bytes import duplicate
+
+
+class _OpenCall(NamedTuple):
+    """A call before the cut that has not returned yet."""
+
+    scheduled: SkippedCall
+    arguments: CallArguments
+    signature: CallSignature
+
+
+class Recorder:
+    """Records the inputs, calls and random operators before a cut, and the tensors that cross it."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._follower = ScheduleFollower(schedule)
+        self._open: dict[Call, _OpenCall] = {}
+        self._inputs: InputsRecord | None = None
+        self._calls: list[SkippedCallRecord] = []
+        self._enclosing: list[CallSignature] = []
+        self._draws: list[DrawRecord] = []
+        self._tensors: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+        self._requires_grad: dict[str, None] = {}
+        self._overlapping_inputs: list[str] = []  # their copies do not overlap
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the cut has been reached."""
+        return self._follower.is_complete
+
+    def record_inputs(self, inputs: Inputs) -> None:
+        """Record the model's arguments."""
+        arrays: list[Any] = []
+        spec, tensors, plain = flatten((inputs.args, inputs.kwargs), arrays=arrays)
+        if spec.unsupported is not None:
+            raise Unsupported(
+                f"cannot send an input of the model: expected plain data, got a {spec.unsupported}. Pass a copy"
+            )
+        items: list[InputItem] = []
+        distinct: dict[str, Tensor] = {}
+        firsts = first_occurrences(tensors)
+        for index, tensor in enumerate(tensors):
+            if firsts[index] != index:
+                items.append(RepeatedTensor(firsts[index]))
+                continue
+            sent = _choose_sent(self._schedule.sent_inputs, firsts, index, "an input")
+            items.append(_placeholder_spec(tensor) if sent is None else self._send(sent, tensor))
+            tensor = unwrap(tensor)
+            if not isinstance(tensor, Placeholder) and tensor.layout is torch.strided and not tensor.is_nested:
+                distinct[str(index)] = tensor
+        overlapping = [items[int(index)] for index in overlapping_names(distinct)]
+        self._overlapping_inputs = [item.name for item in overlapping if isinstance(item, SentTensor)]
+        self._inputs = InputsRecord(tuple(items), plain, xxh3_64_hexdigest(spec.text.encode()))
+        self._tensors.update((array_name(index), to_tensor(array)) for index, array in enumerate(arrays))
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the arguments of a call before the cut."""
+        scheduled = self._follower.enter(call, args, kwargs)
+        if isinstance(scheduled, SkippedCall):
+            arguments = describe(args, kwargs, in_order=scheduled.uses_arguments, model=call.stack[0].module)
+            signature = sign(scheduled.key, arguments, scheduled.flow, scheduled.output_flow)
+            self._open[call] = _OpenCall(scheduled, record_arguments(args, kwargs), signature)
+        elif scheduled is not None:
+            arguments = describe(args, kwargs, model=call.stack[0].module)
+            self._enclosing.append(sign(scheduled.key, arguments, scheduled.flow))
+
+    def exit(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, is_replayed: bool
+    ) -> None:
+        """Record the results of a call before the cut.
+
+        Args:
+            is_replayed: Whether it was skipped in this run, too, since it lies before the stage.
+        """
+        opened = self._open.pop(call, None)
+        if opened is None:
+            return
+        scheduled, arguments, signature = opened
+        spec, outputs, plain = flatten(output, (args, kwargs))
+        check_structure(f"what {scheduled.address!r} returns", scheduled.output, spec)
+        if not is_replayed:
+            check_effects(scheduled, arguments, outputs)
+        tensors = arguments.tensors  # as they were passed, whatever the containers among the arguments hold now
+        self._calls.append(
+            SkippedCallRecord(
+                signature,
+                self._describe_outputs(scheduled, outputs, tensors),
+                plain,
+                tuple(
+                    WrittenArgument(at, self._send(sent, tensors[at])) for at, sent in scheduled.sent_arguments.items()
+                ),
+                tuple(
+                    _describe_container(scheduled, arguments.containers[index], outputs, tensors)
+                    for index in scheduled.mutated_containers
+                ),
+            )
+        )
+        self._follower.exit()
+
+    def record_draw(
+        self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Record the output of an operator, if it draws random numbers between calls before the cut."""
+        matched = self._follower.match_draw(where, func, args, kwargs)
+        if matched is None:
+            return
+        sent = matched[1].sent_outputs
+        outputs = [
+            self._send(sent[index], tensor) if index in sent else _placeholder_spec(tensor)
+            for index, tensor in enumerate(tensors_in(output))
+        ]
+        self._draws.append(DrawRecord(matched[1].name, tuple(outputs)))
+
+    def boundary(self, fingerprint: str) -> Boundary:
+        """The boundary at the cut, once it has been reached."""
+        assert self._inputs is not None
+        self._follower.check_draws()
+        for name, version in self._versions.items():
+            if version_of(self._tensors[name]) != version:
+                raise Unsupported(
+                    f"{name!r} was modified in place before the cut, and not on the example. Split the model on an "
+                    "example where it is"
+                )
+        record = BoundaryRecord(
+            self._inputs,
+            tuple(self._calls),
+            tuple(self._enclosing),
+            tuple(self._draws),
+            (*overlapping_names(self._tensors), *self._overlapping_inputs),
+            tuple(self._requires_grad),
+            HASH_SEED,
+        )
+        return Boundary(self._schedule.at, fingerprint, self._tensors, record.to_facts())
+
+    def _describe_outputs(
+        self, call: SkippedCall, outputs: list[Tensor], arguments: list[Tensor]
+    ) -> tuple[OutputItem, ...]:
+        firsts = first_occurrences(outputs)
+        return tuple(
+            self._describe_output(call, index, tensor, arguments, firsts)
+            if firsts[index] == index
+            else RepeatedTensor(firsts[index])
+            for index, tensor in enumerate(outputs)
+        )
+
+    def _describe_output(
+        self, call: SkippedCall, index: int, tensor: Tensor, arguments: list[Tensor], firsts: list[int]
+    ) -> OutputItem:
+        sent = _choose_sent(call.sent_outputs, firsts, index, call.address)
+        if index in call.argument_views:
+            argument = arguments[call.argument_views[index]]
+            offset = int(tensor.storage_offset() - argument.storage_offset())
+            return ArgumentView(list(argument.stride()), list(tensor.shape), list(tensor.stride()), offset)
+        if sent is not None:
+            return self._send(sent, tensor)
+        alias = find_alias(call, index, tensor, arguments)
+        return _placeholder_spec(tensor) if alias is None else ArgumentAlias(alias)
+
+    def _send(self, sent: SentValue, tensor: Tensor) -> SentItem:
+        """Add a tensor to the boundary."""
+        tensor = unwrap(tensor)
+        if isinstance(tensor, Placeholder):
+            raise PlaceholderRead(f"{sent.name!r} crosses this cut and did not cross the one before", tensor)
+        requires_grad, tensor = tensor.requires_grad, tensor.detach()
+        if sent.is_storage:
+            return self._send_storage(sent.name, tensor)
+        name = sent.name
+        while (known := self._tensors.get(name)) is not None and (sent.is_copied or not is_same_view(known, tensor)):
+            name += "'"
+        if known is None:
+            self._tensors[name] = tensor = duplicate(tensor) if sent.is_copied else tensor
+            self._versions[name] = version_of(tensor)
+        if requires_grad and torch.is_grad_enabled():
+            self._requires_grad[name] = None
+        return SentTensor(name)
+
+    def _send_storage(self, name: str, tensor: Tensor) -> StorageView:
+        """Add the whole storage of a tensor to the boundary, once, so that views that share it share it again."""
+        whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+        for other_name, other in self._tensors.items():
+            if storage_id(other) == storage_id(tensor) and other.dim() == 1 and is_same_view(other, whole):
+                name = other_name
+                break
+        else:
+            self._tensors[name] = whole
+        return StorageView(name, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()))
+
+
+def _choose_sent(sent: dict[int, SentValue], firsts: list[int], index: int, owner: str) -> SentValue | None:
+    """How a tensor crosses that occurs several times, perhaps not so on the example; None: it does not cross."""
+    chosen = [sent[other] for other, first in enumerate(firsts) if first == firsts[index] and other in sent]
+    if len({(value.is_copied, value.is_storage) for value in chosen}) > 1:
+        names = " and ".join(dict.fromkeys(repr(value.name) for value in chosen))
+        raise Unsupported(
+            f"expected {names} to be different tensors, as on the example, got one tensor ({owner}), which the model "
+            "modifies in place. Split it on an example where they are one"
+        )
+    return chosen[0] if chosen else None
+
+
+def _placeholder_spec(tensor: Tensor) -> PlaceholderSpec:
+    return PlaceholderSpec.of(tensor, requires_grad=tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _describe_container(
+    call: SkippedCall, container: Any, outputs: list[Tensor], arguments: list[Tensor]
+) -> ContainerRecord:
+    """The contents of a list or dict after a call: plain values, outputs or arguments of the call, placeholders."""
+
+    def describe_item(item: Any) -> ContainerItem:
+        if isinstance(item, Tensor):
+            for index, tensor in enumerate(outputs):
+                if tensor is item:
+                    return OutputAlias(index)
+            for index, tensor in enumerate(arguments):
+                if tensor is item:
+                    return ArgumentAlias(index)
+            return _placeholder_spec(item)
+        if not isinstance(item, bool | int | float | str | None):
+            raise Unsupported(
+                f"expected tensors and plain values in a list or dict that {call.address!r} mutates, as on the "
+                f"example, got a {type(item).__name__}"
+            )
+        return PlainItem(item)
+
+    is_dict = isinstance(container, dict)
+    items = tuple(map(describe_item, container.values() if is_dict else container))
+    return ContainerRecord(list(container) if is_dict else None, items)
