@@ -252,7 +252,7 @@ class TestCompiled:
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
         )
-        assert "calls of modules inside it were not seen. Call torch.compile before" in done.stderr
+        assert "calls of modules inside it were not observed. Call torch.compile before" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")

@@ -1,4 +1,4 @@
-"""One run of autograd's engine, watched node by node."""
+"""Observe a backward by hooks on its autograd nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from microtome.errors import ProbeError, Unsupported
 
 @dataclass(frozen=True)
 class BackwardProbes:
-    """The probes that are notified of a backward while the session is open."""
+    """The callbacks of a session's probes for a backward."""
 
     enter: Callable[[Call], None]
     leave: Callable[[Call], None]
@@ -29,10 +29,10 @@ class BackwardProbes:
 
 
 class Backward:
-    """A backward that must be followed as it goes: probes are to be told, or it makes a graph of its own.
+    """A backward that is observed node by node, for probes or since it creates a graph (`create_graph=True`).
 
-    Every node below the roots carries a pre-hook for the time of the run. It tells which calls' backwards are entered
-    and left, and whose the nodes are that are made.
+    During the backward, every node below the roots has a pre-hook, which notifies probes of the calls that the backward
+    enters and leaves, and attributes the nodes that it creates.
     """
 
     def __init__(self, owners: AutogradOwners, threads: Threads, probes: BackwardProbes, *, create_graph: bool) -> None:
@@ -41,9 +41,9 @@ class Backward:
         self._probes = probes
         self._create_graph = create_graph
         self._thread = threads.current()
-        # A reentrant checkpoint runs a backward inside a node of another: what is open there is not entered again.
+        # A reentrant checkpoint runs a backward inside a node of another: calls open there are not entered again.
         self._outer = self._thread.in_backward if current_graph_task() != -1 else ()
-        # By thread, for on a GPU the nodes run in another one: the calls whose backward is open, outermost first.
+        # The calls whose backward is open, outermost first, by thread: on a GPU, nodes run in another one.
         self._open: dict[Thread, list[Call]] = {}
         self._handles: list[Any] = []
 
@@ -57,7 +57,7 @@ class Backward:
         except BaseException as error:
             try:
                 self._end()
-            except ProbeError as second:  # what the backward raised goes first
+            except ProbeError as second:  # the error of the backward takes precedence
                 error.add_note(str(second))
             raise
         self._end()
@@ -73,7 +73,7 @@ class Backward:
         node = current_node()
         call = self._owners.owner(node)
         if call is None and type(node) is AccumulateGrad:
-            return  # the gradient of an input: it comes amid the nodes of the call that read it
+            return  # the gradient of an input, amid the nodes of the call that reads it
         thread = self._threads.current()
         stack = () if call is None or not self._probes.are_open() else call.stack
         self._move(thread, self._open.setdefault(thread, []), tuple(c for c in stack if c not in self._outer))
@@ -81,9 +81,9 @@ class Backward:
             self._tag_after(node, call)
 
     def _move(self, thread: Thread, calls: list[Call], target: tuple[Call, ...]) -> None:
-        """Leave the open calls that do not run any more, innermost first, and enter those that do."""
+        """Leave the calls that are not in the target, innermost first, and enter those that are."""
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(calls, target, strict=False)))
-        here = self._threads.current()  # another one, when the calls of autograd's threads are left at the end
+        here = self._threads.current()  # not `thread`, when calls of autograd's threads are left at the end
         try:
             while len(calls) > shared:
                 here.notified_call = calls.pop()
@@ -101,17 +101,17 @@ class Backward:
 
         def after(outputs: Sequence[Tensor | None], _: Any) -> None:
             handle.remove()
-            self._owners.tag_backward_nodes(call, range(start, next_sequence_number()), outputs)
+            self._owners.tag_graph(call, range(start, next_sequence_number()), outputs)
 
         handle = node.register_hook(after)
 
 
 @signal_safe
 def watch_moves(owners: AutogradOwners, roots: list[Node], notify: Callable[[Call | None], None]) -> Iterator[None]:
-    """Tell when the backward goes over from one call to another, and when it has ended.
+    """Notify when the backward moves from one call to another, and when it has ended.
 
-    Autograd runs the nodes of a thread in the order in which they were made, the last first, so it is known beforehand
-    where that happens, and only those nodes get a hook. Accumulations of gradients come right after what they add.
+    Autograd runs the nodes of a thread in reverse order of creation, so the places where it moves are known beforehand,
+    and only those nodes get a hook. `AccumulateGrad` nodes run right after the node whose gradient they add.
     """
     handles: list[Any] = []
     last: Call | None = None
@@ -120,7 +120,7 @@ def watch_moves(owners: AutogradOwners, roots: list[Node], notify: Callable[[Cal
         for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
             call = owners.owner(node)
             if call is not last or not handles:
-                handles.append(node.register_prehook(_make_hook(notify, call)))
+                handles.append(node.register_prehook(lambda _, call=call: notify(call)))
             last = call
         yield
     finally:
@@ -131,7 +131,7 @@ def watch_moves(owners: AutogradOwners, roots: list[Node], notify: Callable[[Cal
 
 @signal_safe
 def preserve_gradients(roots: Iterable[Tensor]) -> Iterator[None]:
-    """Restore, after the block, the gradient of every leaf that a backward from these adds to. Meanwhile it is None."""
+    """Set the gradient of every leaf below these tensors to None in the block, and restore it afterwards."""
     before = [(leaf, leaf.grad) for leaf in leaves_below(roots)]
     for leaf, _ in before:
         leaf.grad = None
@@ -142,35 +142,31 @@ def preserve_gradients(roots: Iterable[Tensor]) -> Iterator[None]:
             leaf.grad = grad
 
 
-def watch_gradient(tensor: Tensor, note: Callable[[Tensor], None], *, owner: object) -> None:
-    """Call a function with each gradient of a tensor, in any backward, as long as the owner lives."""
-    weakref.finalize(owner, tensor.register_hook(note).remove)
+def watch_gradient(tensor: Tensor, callback: Callable[[Tensor], None], *, owner: object) -> None:
+    """Call a function with each gradient of a tensor, in any backward, as long as the owner is alive."""
+    weakref.finalize(owner, tensor.register_hook(callback).remove)
 
 
 def leaves_below(roots: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors whose gradients a backward from these adds to: a model may reach some that no module holds."""
-    found: list[Tensor] = []
+    """The leaves that a backward from these tensors accumulates gradients in, also those that no module holds."""
+    leaves: list[Tensor] = []
     pending = nodes_of(list(roots))
-    seen = set(pending)
+    visited = set(pending)
     while pending:
         node = pending.pop()
         if type(node) is AccumulateGrad:
-            found.append(node.variable)
-        below = {below for below, _ in node.next_functions if below is not None} - seen
-        seen |= below
+            leaves.append(node.variable)
+        below = {below for below, _ in node.next_functions if below is not None} - visited
+        visited |= below
         pending.extend(below)
-    return [*found, *(root for root in roots if root.is_leaf and root.requires_grad)]
-
-
-def _make_hook(notify: Callable[[Call | None], None], call: Call | None) -> Callable[[Any], None]:
-    return lambda _: notify(call)
+    return [*leaves, *(root for root in roots if root.is_leaf and root.requires_grad)]
 
 
 def _nodes_below(roots: list[Node]) -> Iterator[Node]:
-    """Every node of the graph below the roots; an error where it is too deep to be safe."""
+    """Every node of the graph below the roots; raise if it is too deep to be safe."""
     depths = dict.fromkeys(roots, 1)
-    # The latest made first: whatever leads to a node has then been seen before it, and its depth is known.
-    pending = [(-node._sequence_nr(), at, node) for at, node in enumerate(roots)]
+    # Latest first: all nodes that lead to a node are visited before it, and its depth is final.
+    pending = [(-node._sequence_nr(), index, node) for index, node in enumerate(roots)]
     heapq.heapify(pending)
     while pending:
         _, _, node = heapq.heappop(pending)
