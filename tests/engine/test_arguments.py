@@ -304,7 +304,7 @@ def test_a_copy_has_strides_and_takes_only_the_memory_that_its_original_spans(vi
 def test_arguments_that_hold_themselves_are_refused() -> None:
     held: list[Any] = []
     held.append(held)
-    with pytest.raises(Unsupported, match=r"expected arguments that end, got a list in args\[0\] that holds itself"):
+    with pytest.raises(Unsupported, match=r"expected finite arguments, got a list in args\[0\] that contains itself"):
         mt.trace(nn.Identity(), Inputs(held))
 
 

@@ -254,7 +254,9 @@ def test_a_module_that_outlives_its_root_becomes_one() -> None:
         del model
         kept(X)
         assert session.paths_of(kept) == ("ReLU",)
-        with pytest.raises(LookupError, match="the Tanh has not run in this session, nor has a module that holds it"):
+        with pytest.raises(
+            LookupError, match="the Tanh has not run in this session, nor has a module that"
+        ):
             session.paths_of(nn.Tanh())
     assert log.addresses == ["Sequential", "Sequential.0", "ReLU"]
 
@@ -288,5 +290,5 @@ def test_an_address_will_do_as_a_path() -> None:
         model(X)
         assert t.module_of("inner#2") is everything.module_of("Repeat.inner#1") is model.inner
         for wrong in (None, 0):
-            with pytest.raises(TypeError, match=f"a path is a text such as 'layer1.0', got {wrong}"):
+            with pytest.raises(TypeError, match=f"expected a path such as 'layer1.0', got {wrong}"):
                 t.module_of(wrong)  # type: ignore[arg-type]

@@ -259,7 +259,7 @@ class TestCompiled:
 class TestScripted:
     def test_a_script_module_is_refused(self) -> None:
         scripted = torch.jit.script(nn.ReLU())
-        with pytest.raises(Unsupported, match=r"the model is a RecursiveScriptModule.*Give the original nn.Module"):
+        with pytest.raises(Unsupported, match=r"the model is a RecursiveScriptModule.*Pass the original nn.Module"):
             mt.Session(scripted)
         with pytest.raises(Unsupported, match="the module at '0' is a RecursiveScriptModule"):
             mt.Session(nn.Sequential(scripted))

@@ -697,5 +697,5 @@ def test_a_collection_that_a_run_put_off_is_made_up_for_before_its_tensors_die()
         mt.trace(model, x)
     finally:
         gc.callbacks.remove(note)
-    assert "_enable_collector" in collected_in
+    assert "_enable_garbage_collection" in collected_in
     assert gc.isenabled()

@@ -1,4 +1,4 @@
-"""Copy the arguments of a run, so that the run changes nothing that the caller passed."""
+"""Copy the arguments of a run, so that it cannot change the caller's."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from microtome.engine.torch_internals import disable_current_modes
 from microtome.errors import Unsupported, describe_error
 from microtome.inputs import Inputs
 
-#: Types whose instances a run cannot change, so that they are passed on.
+#: Types whose instances are immutable, and are not copied.
 _IMMUTABLE = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device))
-#: Handles of something outside Python's heap: they cannot be copied, and using them does not change them.
+#: Handles of objects outside Python's heap: they cannot be copied, and using them does not change them.
 _HANDLES = (nn.Module, ModuleType, torch.Stream, torch.Event)
 
 
 class CannotSubstitute(Exception):
-    """These stand-ins will not do for this model; others may."""
+    """The model cannot run on substitute tensors of this kind; other kinds may do."""
 
 
 def copy_arguments(
     inputs: Inputs, copy_tensor: Callable[[Tensor], Tensor], modules: Iterable[nn.Module] = ()
 ) -> Inputs:
-    """Copy arguments deeply, with each tensor copied by `copy_tensor`, those inside objects included.
+    """Copy arguments deeply, and each tensor, also inside objects, by `copy_tensor`.
 
     Args:
-        modules: Modules of the model, which an object may refer to: they are not copied. Nor are modules that are
-            arguments themselves.
+        modules: Modules of the model, to which objects may refer. Neither these nor modules among the arguments are
+            copied.
 
     Raises:
         Unsupported: An argument cannot be copied.
     """
-    kept = [*modules, *modules_in(inputs)]
-    copier = _ArgumentCopier(copy_tensor, {id(module): module for module in kept})
-    args = [copier.copy(value, f"args[{at}]") for at, value in enumerate(inputs.args)]
+    shared = [*modules, *modules_in(inputs)]
+    copier = _ArgumentCopier(copy_tensor, {id(module): module for module in shared})
+    args = [copier.copy(value, f"args[{index}]") for index, value in enumerate(inputs.args)]
     return Inputs(*args, **{name: copier.copy(value, name) for name, value in inputs.kwargs.items()})
 
 
 def modules_in(inputs: Inputs) -> list[nn.Module]:
-    """Every module among arguments, and the modules inside those."""
+    """Every module among the arguments, and the modules inside those."""
     found: dict[int, nn.Module] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     pending: list[Any] = [inputs.args, inputs.kwargs]
     while pending:
         value = pending.pop()
         if isinstance(value, nn.Module):
             found.update((id(module), module) for _, module in named_modules(value))
-        elif (parts := children_of(value)) and id(value) not in seen:
-            seen.add(id(value))
+        elif (parts := children_of(value)) and id(value) not in visited:
+            visited.add(id(value))
             pending.extend(parts)
     return list(found.values())
 
@@ -67,7 +67,7 @@ class _ArgumentCopier:
         self._open: set[int] = set()
 
     def copy(self, value: Any, place: str) -> Any:
-        """Copy one argument. Builtin containers are copied here, and all else by `copy.deepcopy`."""
+        """Copy one argument: built-in containers here, all other objects by `copy.deepcopy`."""
         kind = value.__class__
         if isinstance(value, Tensor):
             return self._copy_tensor(value)
@@ -79,22 +79,22 @@ class _ArgumentCopier:
         if kind not in (list, tuple, dict, set, frozenset) and not is_named_tuple:
             return self._copy_object(value, place)
         if id(value) in self._open:
-            raise Unsupported(f"expected arguments that end, got a {kind.__name__} in {place} that holds itself")
+            raise Unsupported(f"expected finite arguments, got a {kind.__name__} in {place} that contains itself")
         if id(value) not in self._memo:
             self._open.add(id(value))
             if kind is dict:
-                made = {self.copy(key, place): self.copy(item, place) for key, item in value.items()}
+                result = {self.copy(key, place): self.copy(item, place) for key, item in value.items()}
             else:
                 parts = [self.copy(item, place) for item in value]
-                # A named tuple not by its `__new__`, which may check its arguments: that of a PackedSequence does.
-                made = value._make(parts) if is_named_tuple else kind(parts)
+                # A named tuple without its `__new__`, which may check its arguments, as that of a PackedSequence does.
+                result = value._make(parts) if is_named_tuple else kind(parts)
             self._open.remove(id(value))
-            self._memo[id(value)] = made
+            self._memo[id(value)] = result
         return self._memo[id(value)]
 
     def _copy_object(self, value: Any, place: str) -> Any:
         try:
-            # No mode may see it: a FakeTensorMode would take the copies of real tensors for its own.
+            # Without modes: a FakeTensorMode would treat the copies of real tensors as its own.
             with disable_current_modes(), _CopyTensors(self._copy_tensor):
                 return copy.deepcopy(value, self._memo)
         except (CannotSubstitute, Unsupported):
@@ -109,7 +109,7 @@ class _ArgumentCopier:
 
 
 class _CopyTensors(TorchFunctionMode):
-    """Have `copy.deepcopy` copy tensors by a function of ours, those that autograd made included."""
+    """Makes `copy.deepcopy` copy tensors by a function of ours, also those that are not leaves."""
 
     def __init__(self, copy_tensor: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -120,23 +120,23 @@ class _CopyTensors(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.__deepcopy__:
             tensor, memo = args
-            memo[id(tensor)] = made = self._copy_tensor(tensor)
-            return made
+            memo[id(tensor)] = copied = self._copy_tensor(tensor)
+            return copied
         return func(*args, **(kwargs or {}))
 
 
 def as_non_leaf(tensor: Tensor) -> Tensor:
-    """Make a tensor the result of an autograd function with nothing behind it, as a non-leaf argument is to a model."""
+    """Make a tensor the output of an autograd function without inputs, as a non-leaf argument is to a model."""
     with torch.inference_mode(False), torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
-        made: Tensor = _NonLeaf.apply(anchor, [tensor])
-        return made
+        output: Tensor = _NonLeaf.apply(anchor, [tensor])
+        return output
 
 
 class _NonLeaf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, made: list[Tensor]) -> Tensor:
-        return made[0]
+    def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor]) -> Tensor:
+        return tensors[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

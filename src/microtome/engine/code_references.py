@@ -1,4 +1,4 @@
-"""Globals, closures and function caches that the code of a model refers to."""
+"""Find the globals, closures and function caches that the code of a model refers to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from microtome.engine.pytree import read_attribute
 
 
 class Global(NamedTuple):
-    """A name in the namespace of a Python module."""
+    """A global variable of a Python module."""
 
     namespace: dict[str, Any]
     name: str
@@ -23,31 +23,34 @@ class Global(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """A place that holds a function: a name in a namespace, an attribute of a class, or a cell of a closure."""
+    """A variable that refers to a function: a global, an attribute of a class, or a cell of a closure."""
 
-    place: dict[str, Any] | type | CellType
+    owner: dict[str, Any] | type | CellType
     name: str = ""
 
     def get(self) -> Any:
-        if isinstance(self.place, CellType):
-            return _content(self.place)
-        return (self.place if isinstance(self.place, dict) else vars(self.place)).get(self.name)
+        if isinstance(self.owner, CellType):
+            try:
+                return self.owner.cell_contents
+            except ValueError:  # the cell is empty
+                return None
+        return (self.owner if isinstance(self.owner, dict) else vars(self.owner)).get(self.name)
 
     def set(self, value: Any) -> None:
-        if isinstance(self.place, CellType):
-            self.place.cell_contents = value
-        elif isinstance(self.place, dict):
-            self.place[self.name] = value
+        if isinstance(self.owner, CellType):
+            self.owner.cell_contents = value
+        elif isinstance(self.owner, dict):
+            self.owner[self.name] = value
         else:
-            setattr(self.place, self.name, value)
+            setattr(self.owner, self.name, value)
 
 
 class References(NamedTuple):
-    """Globals, closures and caches that the code of some classes refers to.
+    """The globals, functions and caches that the code of some classes refers to.
 
     Attributes:
-        functions: The functions that it may call; they may keep state in closures, defaults and attributes.
-        caches: The holders of `functools.lru_cache` functions that it may call.
+        functions: The functions that it may call, which may keep state in closures, defaults and attributes.
+        caches: The variables that refer to `functools.lru_cache` functions.
     """
 
     globals: list[Global]
@@ -55,50 +58,43 @@ class References(NamedTuple):
     caches: list[Holder]
 
 
-Cached = type(lru_cache(int))
-_known: weakref.WeakKeyDictionary[type, tuple[Any, References]] = weakref.WeakKeyDictionary()
+CachedFunction = type(lru_cache(int))
+#: The references of each class, with the `forward` that was searched.
+_cache: weakref.WeakKeyDictionary[type, tuple[Any, References]] = weakref.WeakKeyDictionary()
 
 
 def references_of(classes: Iterable[type]) -> References:
-    """Find what `forward` of these classes refers to, itself and in what it calls of the same package.
+    """Find what `forward` of these classes, and what it calls in the same package, refers to.
 
-    Read from compiled code: what is reached by `getattr` with a computed name, or through another package, is missed.
+    The search reads bytecode. It misses what is reached by `getattr` with a computed name, or through another package.
     """
-    found: dict[tuple[int, str], Global] = {}
+    variables: dict[tuple[int, str], Global] = {}
     functions: dict[int, FunctionType] = {}
     caches: dict[tuple[int, str], Holder] = {}
     for cls in classes:
         forward = getattr(cls, "forward", None)
-        known = _known.get(cls)
-        if known is None or known[0] is not forward:
+        cached = _cache.get(cls)
+        if cached is None or cached[0] is not forward:
             search = _Search(cls)
-            known = _known[cls] = forward, References(list(search.run()), search.functions, search.caches)
-        for one in known[1].globals:
-            key = id(one.namespace), one.name
-            if key not in found or one.is_assigned:
-                found[key] = one
-        functions.update((id(function), function) for function in known[1].functions)
-        caches.update(((id(holder.place), holder.name), holder) for holder in known[1].caches)
-    return References(list(found.values()), list(functions.values()), list(caches.values()))
-
-
-def globals_of(classes: Iterable[type]) -> list[Global]:
-    """The globals among what these classes refer to."""
-    return references_of(classes).globals
+            cached = _cache[cls] = forward, References(list(search.run()), search.functions, search.caches)
+        for variable in cached[1].globals:
+            key = id(variable.namespace), variable.name
+            if key not in variables or variable.is_assigned:
+                variables[key] = variable
+        functions.update((id(function), function) for function in cached[1].functions)
+        caches.update(((id(holder.owner), holder.name), holder) for holder in cached[1].caches)
+    return References(list(variables.values()), list(functions.values()), list(caches.values()))
 
 
 class _Search:
-    """A search through the code that a class runs, from its `forward` on."""
+    """A search of the code that a class runs, beginning with its `forward`."""
 
     def __init__(self, cls: type) -> None:
         self.functions: list[FunctionType] = []
         self.caches: list[Holder] = []
         self._methods: dict[str, list[Holder]] = {}
-        self._add_methods(cls)
         self._pending: list[FunctionType] = []
-        self._seen: set[int] = set()
-
-    def _add_methods(self, cls: type) -> None:
+        self._visited: set[int] = set()
         for base in cls.__mro__:
             if base is not object and not base.__module__.startswith("torch."):
                 for name in vars(base):
@@ -108,29 +104,29 @@ class _Search:
         self._call_methods(("forward", "__call__"))
         while self._pending:
             function = self._pending.pop()
-            if id(function) in self._seen:
+            if id(function) in self._visited:
                 continue
-            self._seen.add(id(function))
+            self._visited.add(id(function))
             self.functions.append(function)
             for cell in function.__closure__ or ():
                 self._call(Holder(cell), function)
             names, assigned = _names_in(function.__code__)
             self._call_methods(names)
             namespace, package = function.__globals__, _package(function.__module__)
-            spaces = [namespace]
+            namespaces = [namespace]
             for name in names:
                 value = namespace.get(name)
                 if isinstance(value, ModuleType) and _package(value.__name__) == package:
-                    spaces.append(vars(value))
+                    namespaces.append(vars(value))
                 elif isinstance(value, type) and _package(value.__module__) == package:
                     for base in value.__mro__[:-1]:
                         for method in names & vars(base).keys():
                             self._call(Holder(base, method), function)
-            for space in spaces:
+            for place in namespaces:
                 for name in names:
-                    is_own = self._call(Holder(space, name), function)
-                    if not is_own and (name in space or name in assigned):
-                        yield Global(space, name, space is namespace and name in assigned)
+                    is_own = self._call(Holder(place, name), function)
+                    if not is_own and (name in place or name in assigned):
+                        yield Global(place, name, place is namespace and name in assigned)
 
     def _call_methods(self, names: Iterable[str]) -> None:
         for name in names:
@@ -138,7 +134,7 @@ class _Search:
                 self._call(holder)
 
     def _call(self, holder: Holder, caller: FunctionType | None = None) -> bool:
-        """Follow a call of what a holder holds; return whether it is a function of the caller's package."""
+        """Follow a call of a holder's function; return whether it is a function of the caller's package."""
         value = holder.get()
         if cached_in(value) is not None:
             self.caches.append(holder)
@@ -150,24 +146,16 @@ class _Search:
 
 
 def cached_in(value: Any) -> Any:
-    """The `lru_cache` function that a value is, or that it makes a method or property of; None for anything else."""
-    inside = value
+    """The `lru_cache` function that a value is, or that it wraps as a method or property; None for anything else."""
     if isinstance(value, staticmethod | classmethod):
-        inside = value.__func__
+        value = value.__func__
     elif isinstance(value, property):
-        inside = value.fget
-    return inside if isinstance(inside, Cached) else None
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
+        value = value.fget
+    return value if isinstance(value, CachedFunction) else None
 
 
 def _function_of(value: Any) -> FunctionType | None:
-    """A function, or the one in a property, a method or a cache; one that decorates it holds it in its closure."""
+    """A function, or the one inside a property, a method or a cache. A decorator has it in its closure."""
     if isinstance(value, ModuleType | nn.Module):
         return None
     for name in ("fget", "__func__", "__wrapped__"):
@@ -182,13 +170,13 @@ def _package(module: str | None) -> str:
 
 @lru_cache(maxsize=4096)
 def _names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that code refers to, with those of functions inside it; and the globals that it assigns or deletes."""
-    instructions = dis.get_instructions(code)
-    assigned = {one.argval for one in instructions if one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+    """The names that code and functions inside it refer to, and the globals that they assign or delete."""
+    assigning = ("STORE_GLOBAL", "DELETE_GLOBAL")
+    assigned = {step.argval for step in dis.get_instructions(code) if step.opname in assigning}
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            inside, also = _names_in(constant)
-            names |= inside
-            assigned |= also
+            inner_names, inner_assigned = _names_in(constant)
+            names |= inner_names
+            assigned |= inner_assigned
     return frozenset(names), frozenset(assigned)

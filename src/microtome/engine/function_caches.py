@@ -1,8 +1,8 @@
-"""Keep stand-ins out of what the functions that a model calls remember: `functools.lru_cache`, closures, defaults.
+"""Keep substitute tensors out of `functools.lru_cache`s, closures and defaults of the functions that a model calls.
 
-A function that remembers what it returned would return a stand-in to the next real run. So, for the time of a run on
-stand-ins, a function with an empty cache of its own takes the place of each that holds tensors or nothing. A cache that
-holds other results stays: nothing would be gained by computing them again.
+A function that cached a substitute would return it to the next real run. So, during a run on substitutes, each function
+whose cache has tensors or is empty is replaced by one with an empty cache of its own. A cache of other results stays:
+computing them again would be of no use.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from microtome.engine.pytree import children_of, tensors_in
 from microtome.engine.signals import complete_step
 from microtome.engine.snapshot import CONTAINERS, copy_container, restore_containers
 
-#: Caches that were empty and then held no tensors: they are not replaced again.
+#: Caches that were empty, and then had no tensors: they are not replaced again.
 _without_tensors: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def replace_caches(holders: Iterable[Holder], stack: ExitStack) -> None:
-    """Replace cached functions for the time of a run on stand-ins, in the thread that calls this.
+    """Replace cached functions, in calls of this thread, until the exit stack closes.
 
-    Where another thread, or a holder that is not known, fills a cache with stand-ins, it is cleared.
+    A cache that gets substitutes nevertheless, through another thread or an unknown reference, is cleared.
     """
     replaced: dict[int, tuple[Any, Any]] = {}
-    found: dict[int, tuple[Any, int]] = {}
+    misses: dict[int, tuple[Any, int]] = {}
     before: list[tuple[Holder, Any]] = []
     stack.callback(_remember_caches_without_tensors, replaced)
-    stack.callback(complete_step, _clear_substitutes, found)
+    stack.callback(complete_step, _clear_substitutes, misses)
     stack.callback(complete_step, _restore_holders, before)
     for holder in holders:
         value = holder.get()
         cached = cached_in(value)
         if cached is None:
             continue
-        found[id(cached)] = cached, cached.cache_info().misses
+        misses[id(cached)] = cached, cached.cache_info().misses
         if not _may_hold_tensors(cached):
             continue
         if id(cached) not in replaced:
@@ -55,7 +55,7 @@ def replace_caches(holders: Iterable[Holder], stack: ExitStack) -> None:
 
 
 def preserve_closures(functions: Iterable[FunctionType], stack: ExitStack) -> None:
-    """Put back, afterwards, what closures, defaults and attributes of functions hold if it then has stand-ins in it."""
+    """Restore closures, defaults and attributes of functions that contain substitutes when the exit stack closes."""
     holders = [Holder(cell) for function in functions for cell in function.__closure__ or ()]
     pending: list[Any] = [holder.get() for holder in holders]
     for function in functions:
@@ -78,8 +78,8 @@ def _restore_cells(before: list[tuple[Holder, Any]]) -> None:
             holder.set(value)
 
 
-def _restore_containers(before: list[tuple[Any, Any]]) -> None:
-    restore_containers([(item, held) for item, held in before if any(map(is_meta_or_fake, tensors_in(item)))])
+def _restore_containers(states: list[tuple[Any, Any]]) -> None:
+    restore_containers([(item, before) for item, before in states if any(map(is_meta_or_fake, tensors_in(item)))])
 
 
 def _use_in_this_thread(cached: Any, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,10 +105,10 @@ def _remember_caches_without_tensors(replaced: dict[int, tuple[Any, Any]]) -> No
             _without_tensors.add(cached)
 
 
-def _clear_substitutes(found: dict[int, tuple[Any, int]]) -> None:
-    for cached, misses in found.values():
-        held = cached.cache_info().misses != misses and tensors_in(list(_entries(cached)))
-        if held and any(map(is_meta_or_fake, held)):
+def _clear_substitutes(misses: dict[int, tuple[Any, int]]) -> None:
+    for cached, before in misses.values():
+        has_grown = cached.cache_info().misses != before
+        if has_grown and any(map(is_meta_or_fake, tensors_in(list(_entries(cached))))):
             cached.cache_clear()
 
 
@@ -119,18 +119,18 @@ def _may_hold_tensors(cached: Any) -> bool:
 
 
 def _entries(cached: Any) -> Iterator[Any]:
-    """The arguments and results that a cache holds; only the garbage collector has access to them."""
-    for held in gc.get_referents(cached):
-        if isinstance(held, dict):
-            if held is not vars(cached):
-                yield from held
-                yield from (result for result in held.values() if type(result).__name__ != "_lru_list_elem")
-        elif held is not cached.__wrapped__ and not isinstance(held, type):
-            yield held
+    """The arguments and results in a cache, which only the garbage collector has access to."""
+    for item in gc.get_referents(cached):
+        if isinstance(item, dict):
+            if item is not vars(cached):
+                yield from item
+                yield from (result for result in item.values() if type(result).__name__ != "_lru_list_elem")
+        elif item is not cached.__wrapped__ and not isinstance(item, type):
+            yield item
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a value is neither a tensor nor anything that might hold one."""
+    """Whether a value is neither a tensor nor anything that might contain one."""
     if isinstance(value, tuple | list | set | frozenset):
         return all(map(_is_data, value))
     if isinstance(value, dict):
@@ -138,5 +138,5 @@ def _is_data(value: Any) -> bool:
     return type(value) in _DATA or isinstance(value, type)
 
 
-#: `object` is the type of what separates positional from keyword arguments in the key of an entry.
+#: `object` is the type of the separator of positional and keyword arguments in the key of an entry.
 _DATA = (type(None), bool, int, float, complex, str, bytes, object, dtype, device, ModuleType, FunctionType)

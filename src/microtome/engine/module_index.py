@@ -18,18 +18,18 @@ from microtome.engine.selectors import Selector, check_model, named_modules, sel
 from microtome.engine.torch_internals import MODULE_CALL
 from microtome.errors import BadSelector, NoMatch, Unsupported
 
-_Children = tuple[tuple[str, ...], tuple[int, ...]]
-_KnownChildren = tuple[weakref.ref[nn.Module], _Children]
+#: A module, and the names and ids of its children when it was last scanned.
+_ScannedModule = tuple[weakref.ref[nn.Module], tuple[tuple[str, ...], tuple[int, ...]]]
 
 
 class ModuleIndex(ABC):
     """The modules of a session, also those added, moved or removed while it is open.
 
-    `by_id` knows most of them. `find` is asked about the others, and `begin` before each run.
+    `by_id` has most of them. Call `find` for the others, and `begin` before each run.
 
     Attributes:
-        ignored: Modules that were found not to be of the session, by id.
-        version: How often the modules were looked through because they had changed.
+        ignored: Modules that the session does not observe, by id.
+        version: The number of scans of the modules.
     """
 
     def __init__(self) -> None:
@@ -37,23 +37,23 @@ class ModuleIndex(ABC):
         self.version = 0
         self._lock = threading.RLock()
         self._is_stale = False
-        # The children of each module when last looked at; and for modules that began a run, of all from it down.
-        self._children_of: dict[int, _KnownChildren] = {}
-        self._subtrees: dict[int, list[_KnownChildren]] = {}
-        # Like the sites, these are forgotten when they are gone: an id may come again.
+        # The scanned modules and, for modules that began a run, those at and below it that have children.
+        self._scanned: dict[int, _ScannedModule] = {}
+        self._subtrees: dict[int, list[_ScannedModule]] = {}
+        # Entries are removed when their module is freed, since its id may be reused.
         self.ignored: dict[int, weakref.ref[nn.Module]] = {}
-        # Which sites hold which parameter, as of one graph task.
+        # The entries of the modules that hold each parameter, computed once per graph task.
         self._holders: dict[int, list[ModuleEntry]] = {}
         self._holders_task: int | None = None
 
     def on_registration(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Told by torch whenever a module gets a child."""
-        if id(parent) in self._children_of:
+        """Called by torch whenever a module gets a child."""
+        if id(parent) in self._scanned:
             self._is_stale = True
             self.ignored.clear()
 
     def find(self, module: nn.Module, caller: nn.Module | None) -> ModuleEntry | None:
-        """The site of a module that `by_id` does not know, called by another or by nobody; None if it is not ours."""
+        """The entry of a module that is not in `by_id`; None if the session does not observe it."""
         with self._lock:
             if _is_replica(module):
                 return next((entry for entry in list(self.by_id.values()) if _same_hooks(entry, module)), None)
@@ -63,42 +63,35 @@ class ModuleIndex(ABC):
             return entry
 
     def begin(self, module: nn.Module, entry: ModuleEntry) -> ModuleEntry | None:
-        """The site of a module that begins a run, after a look at what is below it."""
-        if _is_replica(module) or (
-            not self._is_stale and self._is_at_path(module, entry) and not self._changed(module)
-        ):
+        """The entry of a module that begins a run, after a scan if modules below it have changed."""
+        is_current = not self._is_stale and self._is_at_path(module, entry) and not self._has_changed(module)
+        if is_current or _is_replica(module):
             return entry
         with self._lock:
             self._scan(module)
             return self.by_id.get(id(module))
 
-    def _changed(self, module: nn.Module) -> bool:
-        """Whether any module from this one down has gained, lost or moved a child since the last look."""
-        shape = self._subtrees.get(id(module))
-        if shape is None:
-            below = [id(module)]
-            reached = set(below)
-            for key in below:
-                fresh = [
-                    child
-                    for child in self._children_of[key][1][1]
-                    if child in self._children_of and child not in reached
-                ]
-                below.extend(fresh)
-                reached.update(fresh)
-            # One that had no children can get one only through torch's own functions, which tell us.
-            shape = self._subtrees[id(module)] = [
-                self._children_of[key] for key in below if self._children_of[key][1][0]
-            ]
-        return any((parent := ref()) is None or _children(parent) != before for ref, before in shape)
+    def _has_changed(self, module: nn.Module) -> bool:
+        """Whether this module or one below it has gained, lost or moved a child since the last scan."""
+        subtree = self._subtrees.get(id(module))
+        if subtree is None:
+            keys = {id(module): None}  # an ordered set
+            pending = [id(module)]
+            while pending:
+                _, (_, children) = self._scanned[pending.pop()]
+                fresh = [child for child in children if child in self._scanned and child not in keys]
+                keys.update(dict.fromkeys(fresh))
+                pending.extend(fresh)
+            # A module without children can get one only through torch's own functions, which call `on_registration`.
+            subtree = self._subtrees[id(module)] = [self._scanned[key] for key in keys if self._scanned[key][1][0]]
+        return any((parent := ref()) is None or _children(parent) != before for ref, before in subtree)
 
     def _add(self, path: str, module: nn.Module) -> None:
-        self.by_id[id(module)] = ModuleEntry(
-            path, module, _remover(id(module), self.by_id, self._children_of, self._subtrees)
-        )
+        remove = _remover(id(module), self.by_id, self._scanned, self._subtrees)
+        self.by_id[id(module)] = ModuleEntry(path, module, remove)
 
     def _mark_scanned(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self._children_of.update((id(module), (weakref.ref(module), _children(module))) for _, module in modules)
+        self._scanned.update((id(module), (weakref.ref(module), _children(module))) for _, module in modules)
         self.version += 1
         self._is_stale = False
         self._subtrees.clear()
@@ -106,13 +99,13 @@ class ModuleIndex(ABC):
         self._holders_task = None
 
     def paths_holding(self, parameter: Tensor, task: int) -> list[str]:
-        """The paths of the modules that hold a parameter as their own: several, where it is tied."""
+        """The paths of the modules whose own parameter this is: several, if it is tied."""
         if self._holders_task != task:
             self._holders_task, self._holders = task, {}
             for entry in list(self.by_id.values()):
                 module = entry.ref()
-                for held in () if module is None else module._parameters.values():
-                    self._holders.setdefault(id(held), []).append(entry)
+                for own in () if module is None else module._parameters.values():
+                    self._holders.setdefault(id(own), []).append(entry)
         return [entry.path for entry in self._holders.get(id(parameter), ())]
 
     @abstractmethod
@@ -128,7 +121,7 @@ class ModuleIndex(ABC):
 
 
 class ModelIndex(ModuleIndex):
-    """The modules of one model, or those that a selector names, and the root."""
+    """The modules of one model, or the selected ones and the root."""
 
     def __init__(self, model: nn.Module, at: Selector | None = None) -> None:
         super().__init__()
@@ -139,19 +132,19 @@ class ModelIndex(ModuleIndex):
     def _scan(self, module: nn.Module) -> None:
         modules = dict(named_modules(self._model))
         reject_script(modules.items())
-        chosen = modules if self._at is None else {"": self._model, **self._select()}
-        gone = self.by_id.keys() - {id(module) for module in chosen.values()}
-        for path, module in chosen.items():
+        selected = modules if self._at is None else {"": self._model, **self._select()}
+        removed = self.by_id.keys() - {id(module) for module in selected.values()}
+        for path, module in selected.items():
             if id(module) in self.by_id:
                 self.by_id[id(module)].path = path
             else:
                 self._add(path, module)
-        for key in gone:
+        for key in removed:
             self.by_id.pop(key, None)
         self._mark_scanned(modules.items())
-        for path in modules.keys() - chosen.keys():
+        for path in modules.keys() - selected.keys():
             key = id(modules[path])
-            self.ignored[key] = weakref.ref(modules[path], _remover(key, self.ignored, self._children_of))
+            self.ignored[key] = weakref.ref(modules[path], _remover(key, self.ignored, self._scanned))
 
     def _select(self) -> dict[str, nn.Module]:
         try:
@@ -159,11 +152,11 @@ class ModelIndex(ModuleIndex):
         except NoMatch:
             if not self.version:
                 raise
-            return {}  # they have left the model
+            return {}  # they were removed from the model
 
     def _find(self, module: nn.Module, caller: nn.Module | None) -> ModuleEntry | None:
-        ours = self._model if self._is_stale else caller
-        if ours is not None and any(module is other for _, other in named_modules(ours)):
+        ancestor = self._model if self._is_stale else caller
+        if ancestor is not None and any(module is other for _, other in named_modules(ancestor)):
             self._scan(module)
         return self.by_id.get(id(module))
 
@@ -182,10 +175,10 @@ class ModelIndex(ModuleIndex):
 
 
 class ProcessIndex(ModuleIndex):
-    """Every module that runs in the process. A path begins with the class name of the outermost module that holds it.
+    """Every module that runs in the process. A path begins with the class name of the outermost module around it.
 
-    A second root of the same class is called `Net@2`, a third `Net@3`. A module that first ran alone and later inside
-    another takes its name from the larger one.
+    A second root of the same class is named `Net@2`, a third `Net@3`. A module that first ran alone and later inside
+    another is renamed by its path there.
     """
 
     def __init__(self) -> None:
@@ -216,7 +209,7 @@ class ProcessIndex(ModuleIndex):
         self._name(name)
 
     def _name(self, root: str) -> None:
-        """Give their path to the modules below the root, but for those that another root had before."""
+        """Set the paths of the modules below a root, except for those that belong to another root."""
         top = self._roots[root]
         modules = [(f"{root}.{path}" if path else root, module) for path, module in named_modules(top)]
         reject_script(modules)
@@ -252,36 +245,36 @@ class ProcessIndex(ModuleIndex):
             if other is module
         )
         if not paths:
-            raise NoMatch(f"the {type(module).__name__} has not run in this session, nor has a module that holds it")
+            raise NoMatch(f"the {type(module).__name__} has not run in this session, nor has a module that contains it")
         return paths
 
 
-def _remover(key: int, *places: dict[int, Any]) -> Callable[[object], None]:
-    """Return a callback for when a module is freed: its id may be reused."""
+def _remover(key: int, *dicts: dict[int, Any]) -> Callable[[object], None]:
+    """A callback that removes the entries of a module that is freed, since its id may be reused."""
 
-    def forget(_: object) -> None:
-        for place in places:
-            place.pop(key, None)
+    def remove(_: object) -> None:
+        for entries in dicts:
+            entries.pop(key, None)
 
-    return forget
+    return remove
 
 
 def _root(path: str) -> str:
     return path.partition(".")[0]
 
 
-def _children(module: nn.Module) -> _Children:
+def _children(module: nn.Module) -> tuple[tuple[str, ...], tuple[int, ...]]:
     modules = module._modules
     return tuple(modules), tuple(map(id, modules.values()))
 
 
 def _is_replica(module: nn.Module) -> bool:
-    """Whether DataParallel made it, as a copy of another."""
+    """Whether a module is a replica that DataParallel created."""
     return bool(module.__dict__.get("_is_replica"))
 
 
 def _same_hooks(entry: ModuleEntry, replica: nn.Module) -> bool:
-    """Whether the replica is one of this module: they share the dict of hooks."""
+    """Whether this is the original of a replica, with which it shares the dict of hooks."""
     original = entry.ref()
     return original is not None and original._forward_hooks is replica._forward_hooks
 
@@ -293,22 +286,22 @@ def _module_below(top: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
-def _module_at(top: nn.Module, path: str, given: str) -> nn.Module:
-    if not isinstance(given, str):
-        raise BadSelector(f"a path is a text such as 'layer1.0', got {given!r}")
-    module = _module_below(top, path) or _module_below(top, path.partition("#")[0])  # an address will do
+def _module_at(top: nn.Module, path: str, full_path: str) -> nn.Module:
+    if not isinstance(full_path, str):
+        raise BadSelector(f"expected a path such as 'layer1.0', got {full_path!r}")
+    module = _module_below(top, path) or _module_below(top, path.partition("#")[0])  # or an address
     if module is None:
-        raise path_not_found(given, [name for name, _ in named_modules(top, remove_duplicate=False)])
+        raise path_not_found(full_path, [name for name, _ in named_modules(top, remove_duplicate=False)])
     return module
 
 
-def untraced_root_error(kind: type[nn.Module]) -> Unsupported:
-    """The error for a model of a class whose calls no session sees."""
-    overrides = "__call__" if kind.__call__ is not nn.Module.__call__ else MODULE_CALL
+def untraced_root_error(cls: type[nn.Module]) -> Unsupported:
+    """The error for a model of a class whose calls no session can observe."""
+    overrides = "__call__" if cls.__call__ is not nn.Module.__call__ else MODULE_CALL
     return Unsupported(
-        f"expected a model that runs through nn.Module.__call__, got {kind.__name__}, which overrides {overrides} and "
-        "does not call that of nn.Module: its run is not seen. Call it there, or give a module that holds the model "
-        "and calls it, such as nn.Sequential(model)"
+        f"expected a model that runs through nn.Module.__call__, got {cls.__name__}, which overrides {overrides} and "
+        "does not call that of nn.Module: its run cannot be observed. Call it there, or pass a module that contains "
+        "the model and calls it, such as nn.Sequential(model)"
     )
 
 
@@ -317,6 +310,6 @@ def reject_script(modules: Iterable[tuple[str, nn.Module]]) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             where = f"the module at {path!r}" if path else "the model"
             raise Unsupported(
-                f"{where} is a {type(module).__name__}: TorchScript runs outside Python and cannot be watched. "
-                "Give the original nn.Module, before torch.jit.script or torch.jit.trace."
+                f"{where} is a {type(module).__name__}: TorchScript runs outside Python and cannot be observed. "
+                "Pass the original nn.Module, before torch.jit.script or torch.jit.trace."
             )

@@ -1,4 +1,4 @@
-"""Read and write what modules hold, past their `__setattr__`, and run the hooks that users registered on them."""
+"""Read and write the state of modules without their `__setattr__`, and run the hooks that users registered on them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from microtome.engine.signals import signal_safe
 from microtome.engine.snapshot import CONTAINERS, copy_container, restore_containers, restore_dict
 
-#: The names that torch itself keeps in the `__dict__` of every module.
+#: The names that torch itself stores in the `__dict__` of every module.
 TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
-#: What a module holds under a name, with a copy of it if it is a container.
+#: The attributes of a module by name, with a copy of each that is a container.
 Attributes = dict[str, tuple[Any, Any]]
 
 
@@ -22,13 +22,13 @@ Attributes = dict[str, tuple[Any, Any]]
 
 
 def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter and buffer of a model; a tied one is replaced everywhere it is held."""
+    """Replace each parameter and buffer of a model, tied ones in every module that holds them."""
     for module in model.modules():
-        spaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for space in spaces:
-            for name, tensor in space.items():
+        namespaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for namespace in namespaces:
+            for name, tensor in namespace.items():
                 if tensor is not None:
-                    space[name] = replacement(tensor)
+                    namespace[name] = replacement(tensor)
 
 
 def set_buffer(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -40,12 +40,12 @@ def set_buffer(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute of a module that is neither parameter nor buffer, whatever it is set to."""
+    """Set an attribute of a module that is neither a parameter nor a buffer, whatever its value."""
     module.__dict__[name] = value
 
 
 def copy_attributes(module: nn.Module) -> Attributes:
-    """The attributes of a module, but for those of torch, with copies of those that are containers."""
+    """The attributes of a module except torch's own, with copies of those that are containers."""
     return {
         name: (value, copy_container(value) if isinstance(value, CONTAINERS) else None)
         for name, value in module.__dict__.items()
@@ -54,48 +54,49 @@ def copy_attributes(module: nn.Module) -> Attributes:
 
 
 def restore_attributes(module: nn.Module, before: Attributes, *, where: Callable[[Any], bool]) -> None:
-    """Restore the attributes whose values now are such; delete those that the module did not have."""
+    """Restore the attributes whose values now satisfy a predicate; delete those that are new."""
     for name, value in list(module.__dict__.items()):
         if name in TORCH_ATTRIBUTES or not where(value):
             continue
         if name not in before:
             del module.__dict__[name]
             continue
-        held, contents = before[name]
-        module.__dict__[name] = held
+        original, contents = before[name]
+        module.__dict__[name] = original
         if contents is not None:
-            restore_containers([(held, contents)])
+            restore_containers([(original, contents)])
 
 
 @signal_safe
 def without_attributes(modules: Iterable[tuple[nn.Module, Iterable[str]]]) -> Iterator[None]:
-    """Have modules lack these attributes in the block; one that is set meanwhile keeps its new value."""
+    """Remove these attributes of modules in the block; one that is set meanwhile keeps its new value."""
     modules = list(modules)
-    had = [(module.__dict__, dict(module.__dict__)) for module, _ in modules]
+    states = [(module.__dict__, dict(module.__dict__)) for module, _ in modules]
     try:
         for module, names in modules:
             for name in names:
                 module.__dict__.pop(name, None)
         yield
     finally:
-        for attributes, before in had:
-            restore_dict(attributes, {**before, **attributes})  # in the order in which they were
+        for attributes, before in states:
+            restore_dict(attributes, {**before, **attributes})  # in their original order
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether somebody registered forward hooks on a module."""
+    """Whether a module has forward hooks."""
     return bool(module._forward_hooks)
 
 
 def run_forward_hooks(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, ignore: type[BaseException]
 ) -> None:
-    """Run a module's forward hooks for their side effects, where its call is skipped; a hook may raise what is ignored.
+    """Run a module's forward hooks for their side effects, where its call is skipped; return values are dropped.
 
-    What they return is dropped.
+    Args:
+        ignore: An exception that hooks may raise.
     """
     for key, hook in list(module._forward_hooks.items()):
         with suppress(ignore):

@@ -1,4 +1,4 @@
-"""Restore the random states that a run drew from, and no others: another thread may be drawing from them."""
+"""Restore the random states that a run drew from, and no others, which another thread may be using."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from microtome.devices.base import default_generators
-from microtome.engine.code_references import globals_of
+from microtome.engine.code_references import references_of
 from microtome.engine.pytree import read_attribute
 
 
 class RandomUse:
-    """The generators that the run of a thread drew from, as far as operators tell.
+    """The default generators that the run of a thread drew from.
 
     Attributes:
-        operators_observed: Whether operators of the thread were shown to us since this began.
+        operators_observed: Whether an `OpMode` has observed operators of the thread.
         devices: The devices whose default generators were drawn from.
     """
 
@@ -35,76 +35,71 @@ _open: list[RandomUse] = []
 
 
 def mark_operators_observed() -> None:
-    """Note that from here on operators of this thread are shown to us."""
+    """Record that operators of this thread are observed from now on."""
     for use in _open:
         use.operators_observed |= use.thread == threading.get_ident()
 
 
 def record_draw(output: Any, arguments: Iterable[Any]) -> None:
-    """Note that an operator drew from a default generator, unless it was given another or computed nothing."""
-    if not _open or any(isinstance(one, torch.Generator) for one in arguments):
+    """Record that an operator drew from a default generator, unless it has its own or its outputs have no values."""
+    if not _open or any(isinstance(argument, torch.Generator) for argument in arguments):
         return
-    made = [one for one in (output if isinstance(output, tuple | list) else (output,)) if isinstance(one, Tensor)]
-    real = {one.device for one in made if not one.is_meta and type(one).__name__ != "FakeTensor"}
+    outputs = output if isinstance(output, tuple | list) else (output,)
+    tensors = [item for item in outputs if isinstance(item, Tensor)]
+    devices = {tensor.device for tensor in tensors if not tensor.is_meta and type(tensor).__name__ != "FakeTensor"}
     for use in _open:
         if use.thread == threading.get_ident():
-            use.devices |= real
+            use.devices |= devices
 
 
 @contextmanager
 def preserve_random_states(classes: Iterable[type], devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restore, after the block, the states of torch, `random` and numpy that the run in the block drew from.
+    """Restore, after the block, the states of torch, `random` and numpy that a run in the block drew from.
 
-    Without other threads, every state that changed is restored. With others, a state of torch is restored if an
-    operator of this thread drew from it, or nobody saw the operators; those of `random` and numpy if they changed and
-    the model's code refers to them.
+    Without other threads, every state that changed is restored. Otherwise a state of torch is restored if an operator
+    of this thread drew from it, or if operators were not observed; those of `random` and numpy if they changed and the
+    model's code refers to them.
     """
     generators = default_generators(devices)
     before = [(generator, generator.get_state(), generator.initial_seed()) for generator in generators]
     python = random.getstate()
     numpy = sys.modules.get("numpy")
-    of_numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+    numpy_state = None if numpy is None else numpy.random.get_state(legacy=False)
     use = RandomUse()
     _open.append(use)
     try:
         yield
     finally:
         _open.remove(use)
-        alone = threading.active_count() == 1
+        is_alone = threading.active_count() == 1
+        may_have_drawn = is_alone or not use.operators_observed
         for generator, state, seed in before:
-            drew = (
-                alone
-                or not use.operators_observed
-                or generator.device in use.devices
-                or generator.initial_seed() != seed
-            )
+            drew = may_have_drawn or generator.device in use.devices or generator.initial_seed() != seed
             if drew and not generator.get_state().equal(state):
                 generator.set_state(state)
-        if random.getstate() != python and (alone or code_refers_to(classes, "random")):
+        if random.getstate() != python and (is_alone or code_refers_to(classes, "random")):
             random.setstate(python)
-        changed = numpy is not None and _text(numpy.random.get_state(legacy=False)) != _text(of_numpy)
-        if numpy is not None and changed and (alone or code_refers_to(classes, "numpy")):
-            numpy.random.set_state(of_numpy)
+        has_changed = numpy is not None and _plain(numpy.random.get_state(legacy=False)) != _plain(numpy_state)
+        if numpy is not None and has_changed and (is_alone or code_refers_to(classes, "numpy")):
+            numpy.random.set_state(numpy_state)
 
 
-def _text(state: Any) -> str:
-    """The state of a bit generator of numpy, as something to compare: arrays of any length are written whole."""
-    return str({name: _text(part) if isinstance(part, dict) else _plain(part) for name, part in state.items()})
-
-
-def _plain(part: Any) -> Any:
-    return part.tolist() if hasattr(part, "tolist") else part
+def _plain(state: Any) -> Any:
+    """The state of a numpy bit generator with lists in place of arrays, which can be compared."""
+    if isinstance(state, dict):
+        return {name: _plain(part) for name, part in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
 
 
 def code_refers_to(classes: Iterable[type], package: str) -> bool:
-    """Whether the code of a model refers to a package, one of its functions, or a method of an object of it."""
-    for one in globals_of(classes):
-        value = one.namespace.get(one.name)
-        places = (
+    """Whether the code of a model refers to a package, one of its functions, or a method of one of its objects."""
+    for name in references_of(classes).globals:
+        value = name.namespace.get(name.name)
+        modules = (
             read_attribute(value, "__name__"),
             read_attribute(value, "__module__"),
             type(read_attribute(value, "__self__")).__module__,
         )
-        if any(isinstance(place, str) and place.partition(".")[0] == package for place in places):
+        if any(isinstance(module, str) and module.partition(".")[0] == package for module in modules):
             return True
     return False

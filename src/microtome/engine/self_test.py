@@ -1,9 +1,9 @@
-"""Check, once in a process, that the private symbols of torch do what `torch_internals` says of them.
+"""Check, once per process, that the private symbols of torch behave as `torch_internals` states.
 
-A symbol that torch no longer reads fails silently: no call would be seen, and results would be wrong. So each group of
-checks is run before it is first relied on: `CALLS` when a session is opened, `BACKWARD` when one follows a backward,
-`SHAPES` and `FAKE` when a model runs without values. They run on tiny tensors in a thread of their own, where no mode,
-autocast or grad mode of the user's is active, and draw no random numbers.
+A symbol that torch no longer uses fails silently: no call would be observed, and results would be wrong. So each group
+of checks runs before it is first relied on: `CALLS` when a session opens, `BACKWARD` when one attributes a backward,
+`SHAPES` and `FAKE` when a model runs without values. They use tiny tensors, in a thread of their own, where no mode,
+autocast or grad mode of the user is active, and draw no random numbers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _local = threading.local()
 
 
 class SelfTest:
-    """Checks that are made once in a process.
+    """Checks that run once per process.
 
     Args:
-        checks: By the name of the symbol, a function that returns whether it does what is relied on.
+        checks: Functions that return whether a symbol behaves as expected, by its name.
     """
 
     def __init__(self, checks: Mapping[str, Callable[[], bool]]) -> None:
@@ -48,21 +48,21 @@ class SelfTest:
             raise internals.unsupported_torch(*self._problem)
 
     def _run_in_thread(self) -> None:
-        refused: list[MicrotomeError] = []
+        errors: list[MicrotomeError] = []
 
         def run() -> None:
             _local.is_checking = True
             try:
                 self._problem = self._find_problem()
                 self._passed = self._problem is None
-            except MicrotomeError as error:  # of a session that cannot be opened now: it says nothing of torch
-                refused.append(error)
+            except MicrotomeError as error:  # a session cannot be opened now, whatever the version of torch
+                errors.append(error)
 
         thread = threading.Thread(target=run, name="microtome-self-test", daemon=True)
         thread.start()
         thread.join()
-        if refused:
-            raise refused[0]
+        if errors:
+            raise errors[0]
 
     def _find_problem(self) -> tuple[str, str] | None:
         for symbol, check in self.checks.items():
@@ -97,7 +97,7 @@ class _Outer(nn.Module):
 
 
 class _RecordingSession:
-    """Notes the calls and backwards of this thread as a session would, and runs no backward of it."""
+    """Records the calls and backwards of this thread, and does not run its backwards."""
 
     changes_runs = replaces_inputs = False
     fast_paths = True
@@ -128,7 +128,7 @@ class _RecordingSession:
         return run
 
 
-def _sees_calls() -> bool:
+def _observes_calls() -> bool:
     session, model, x = _RecordingSession(), _Outer(), torch.ones(1)
     chain.add(session)
     try:
@@ -140,32 +140,32 @@ def _sees_calls() -> bool:
 
 
 def _runs_calls() -> bool:
-    told: list[Any] = []
+    hook_calls: list[Any] = []
     model = _Outer()
-    handle = model.register_forward_hook(lambda *given: told.append(given))
+    handle = model.register_forward_hook(lambda *args: hook_calls.append(args))
     hooks = list(model._forward_hooks)
     output = model._call_impl(torch.ones(1))
     handle.remove()
-    return output.item() == 2 and len(told) == 1 and hooks == [handle.id] and not model._forward_hooks
+    return output.item() == 2 and len(hook_calls) == 1 and hooks == [handle.id] and not model._forward_hooks
 
 
-def _knows_hooks_with_kwargs() -> bool:
+def _distinguishes_hooks_with_kwargs() -> bool:
     model = _Inner()
     plain = model.register_forward_hook(lambda *_: None)
     with_kwargs = model.register_forward_hook(lambda *_: None, with_kwargs=True)
-    known = model._forward_hooks_with_kwargs
-    return with_kwargs.id in known and plain.id not in known
+    ids = model._forward_hooks_with_kwargs
+    return with_kwargs.id in ids and plain.id not in ids
 
 
-def _holds(space: str, name: str) -> Callable[[], bool]:
-    """Whether a module finds what its dict of parameters, buffers or children holds."""
+def _is_namespace(attribute: str, name: str) -> Callable[[], bool]:
+    """Check that a module looks up an attribute in its dict of parameters, buffers or children."""
 
     def check() -> bool:
-        model = _Outer()
-        held, other = vars(model)[space], _Outer()
-        was = held[name] is getattr(model, name)
-        held[name] = getattr(other, name)
-        return was and list(held) == [name] and getattr(model, name) is getattr(other, name)
+        model, other = _Outer(), _Outer()
+        namespace = vars(model)[attribute]
+        is_found = namespace[name] is getattr(model, name)
+        namespace[name] = getattr(other, name)
+        return is_found and list(namespace) == [name] and getattr(model, name) is getattr(other, name)
 
     return check
 
@@ -173,8 +173,8 @@ def _holds(space: str, name: str) -> Callable[[], bool]:
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 
-def _sees_backward() -> bool:
-    """Without running one: the first in a process starts autograd's threads."""
+def _observes_backward() -> bool:
+    """Check without running a backward: the first in a process starts autograd's threads."""
     session = _RecordingSession()
     x = torch.ones(1, requires_grad=True)
     y = x * 2
@@ -198,66 +198,66 @@ def _numbers_nodes() -> bool:
     return start <= first._sequence_nr() < between <= second._sequence_nr() < end
 
 
-def _knows_leaves() -> bool:
+def _reaches_leaves() -> bool:
     x = torch.ones(1, requires_grad=True)
-    made: Any = (x * 2).grad_fn
-    below = made.next_functions[0][0]
+    node: Any = (x * 2).grad_fn
+    below = node.next_functions[0][0]
     return type(below) is internals.AccumulateGrad and below.variable is x
 
 
-def _in_backward(ask: Callable[[], Any]) -> tuple[Any, Any, Any]:
-    """Ask before, in and after a backward through one node; past open sessions, which would see it."""
+def _in_backward(query: Callable[[], Any]) -> tuple[Any, Any, Any]:
+    """Call a function before, in and after a backward through one node, unobserved by open sessions."""
     x = torch.ones(1, requires_grad=True)
     y = x * 2
     node: Any = y.grad_fn
     node.metadata["microtome"] = True
-    answers: list[Any] = []
-    node.register_prehook(lambda _: answers.append(ask()))
-    before = ask()
+    results: list[Any] = []
+    node.register_prehook(lambda _: results.append(query()))
+    before = query()
     chain.run_untracked_backward((y,), (torch.ones(1),), False, False, (), allow_unreachable=True, accumulate_grad=True)
-    return before, answers[0], ask()
+    return before, results[0], query()
 
 
-def _knows_node() -> bool:
+def _identifies_node() -> bool:
     before, node, after = _in_backward(lambda: (node := internals.current_node()) and node.metadata.get("microtome"))
     return (before, node, after) == (None, True, None)
 
 
-def _knows_task() -> bool:
+def _identifies_task() -> bool:
     before, task, after = _in_backward(internals.current_graph_task)
     return bool(before == after == -1 and task >= 0)
 
 
-#: In such an order that a check relies only on those before it.
+#: Ordered so that a check relies only on those before it.
 CALLS = SelfTest(
     {
         "torch.nn.Module._call_impl or torch.nn.Module._forward_hooks": _runs_calls,
-        "torch.nn.Module._compiled_call_impl": _sees_calls,
-        "torch.nn.Module._forward_hooks_with_kwargs": _knows_hooks_with_kwargs,
-        "torch.nn.Module._parameters": _holds("_parameters", "weight"),
-        "torch.nn.Module._buffers": _holds("_buffers", "count"),
-        "torch.nn.Module._modules": _holds("_modules", "inner"),
-        "torch.autograd._engine_run_backward": _sees_backward,
+        "torch.nn.Module._compiled_call_impl": _observes_calls,
+        "torch.nn.Module._forward_hooks_with_kwargs": _distinguishes_hooks_with_kwargs,
+        "torch.nn.Module._parameters": _is_namespace("_parameters", "weight"),
+        "torch.nn.Module._buffers": _is_namespace("_buffers", "count"),
+        "torch.nn.Module._modules": _is_namespace("_modules", "inner"),
+        "torch.autograd._engine_run_backward": _observes_backward,
         "torch._C._autograd._get_sequence_nr or Node._sequence_nr": _numbers_nodes,
-        "torch._C._functions.AccumulateGrad": _knows_leaves,
-        "OpOverload._schema": self_test_ops.knows_schemas,
-        "torch._C._dispatch_has_kernel_for_dispatch_key or OpOverload._can_decompose": self_test_ops.knows_kernels,
-        "torch.utils._python_dispatch.TorchDispatchMode": self_test_ops.sees_operators,
+        "torch._C._functions.AccumulateGrad": _reaches_leaves,
+        "OpOverload._schema": self_test_ops.reads_schemas,
+        "torch._C._dispatch_has_kernel_for_dispatch_key or OpOverload._can_decompose": self_test_ops.finds_kernels,
+        "torch.utils._python_dispatch.TorchDispatchMode": self_test_ops.observes_operators,
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack": self_test_ops.stacks_dispatch_modes,
         "torch._C._len_torch_dispatch_stack": self_test_ops.counts_dispatch_modes,
         "torch.utils._python_dispatch._disable_current_modes": self_test_ops.hides_operators,
         "torch.overrides._get_current_function_mode_stack": self_test_ops.stacks_function_modes,
         "torch._C.DisableTorchFunction": self_test_ops.hides_functions,
-        "torch._VF._pack_padded_sequence": self_test_ops.sees_reads,
-        "torch._C._is_any_autocast_enabled": self_test_ops.knows_autocast,
-        "torch._safe_softmax": self_test_ops.takes_masked_rows,
-        "UntypedStorage._cdata": self_test_ops.knows_storages,
-        "Tensor._version": self_test_ops.counts_writes,
-        "Tensor._make_wrapper_subclass": self_test_ops.wraps,
+        "torch._VF._pack_padded_sequence": self_test_ops.observes_reads,
+        "torch._C._is_any_autocast_enabled": self_test_ops.detects_autocast,
+        "torch._safe_softmax": self_test_ops.masks_whole_rows,
+        "UntypedStorage._cdata": self_test_ops.identifies_storages,
+        "Tensor._version": self_test_ops.counts_mutations,
+        "Tensor._make_wrapper_subclass": self_test_ops.wraps_tensors,
     }
 )
 BACKWARD = SelfTest(
-    {"torch._C._current_autograd_node": _knows_node, "torch._C._current_graph_task_id": _knows_task},
+    {"torch._C._current_autograd_node": _identifies_node, "torch._C._current_graph_task_id": _identifies_task}
 )
 SHAPES = SelfTest({"the device 'meta'": self_test_ops.computes_shapes})
 FAKE = SelfTest({"torch._subclasses.fake_tensor.FakeTensorMode": self_test_ops.computes_fake_shapes})

@@ -1,4 +1,4 @@
-"""Checks of what is relied on in torch's operators, modes and tensors; `self_test.py` says when they run."""
+"""Checks of torch's operators, modes and tensors; see `self_test.py`."""
 
 from __future__ import annotations
 
@@ -15,29 +15,25 @@ from microtome.engine.op_mode import OpMode
 # -- operators and modes -----------------------------------------------------------------------------------------------
 
 
-def _nobody(*_: Any) -> None:
-    return None
+def _op_mode(observed: list[str]) -> OpMode:
+    return OpMode(lambda: None, [], [lambda _, func, *__: observed.append(internals.schema_of(func).name)])
 
 
-def _op_mode(seen: list[str]) -> OpMode:
-    return OpMode(_nobody, [], [lambda _, func, *__: seen.append(internals.schema_of(func).name)])
-
-
-def sees_operators() -> bool:
-    seen: list[str] = []
+def observes_operators() -> bool:
+    observed: list[str] = []
     x = torch.ones(1)
-    with _op_mode(seen):
+    with _op_mode(observed):
         x.mul(2)
     x.mul(2)
-    return seen == ["aten::mul"]
+    return observed == ["aten::mul"]
 
 
 def hides_operators() -> bool:
-    seen: list[str] = []
+    observed: list[str] = []
     x = torch.ones(1)
-    with _op_mode(seen), internals.disable_current_modes():
+    with _op_mode(observed), internals.disable_current_modes():
         x.mul(2)
-    return not seen and not internals.dispatch_modes()
+    return not observed and not internals.dispatch_modes()
 
 
 def stacks_dispatch_modes() -> bool:
@@ -54,9 +50,9 @@ def counts_dispatch_modes() -> bool:
     return (during, internals.count_dispatch_modes()) == (1, 0)
 
 
-def _function_mode(seen: list[Any], reads: list[Tensor]) -> FunctionMode:
+def _function_mode(observed: list[Any], reads: list[Tensor]) -> FunctionMode:
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        seen.append(func)
+        observed.append(func)
         return func(*args, **kwargs)
 
     return FunctionMode([nn.functional.softmax], run, reads.append)
@@ -71,18 +67,18 @@ def stacks_function_modes() -> bool:
 
 
 def hides_functions() -> bool:
-    seen: list[Any] = []
+    observed: list[Any] = []
     x = torch.ones(1)
-    with _function_mode(seen, []):
+    with _function_mode(observed, []):
         nn.functional.softmax(x, 0)
         enabled = internals.is_torch_function_enabled()
         with internals.DisableTorchFunction():
             nn.functional.softmax(x, 0)
             disabled = not internals.is_torch_function_enabled()
-    return len(seen) == 1 and enabled and disabled
+    return len(observed) == 1 and enabled and disabled
 
 
-def sees_reads() -> bool:
+def observes_reads() -> bool:
     reads: list[Tensor] = []
     x, lengths = torch.ones(1, 1, 1), torch.tensor([1])
     with _function_mode([], reads):
@@ -90,43 +86,43 @@ def sees_reads() -> bool:
     return len(reads) == 1
 
 
-def knows_autocast() -> bool:
+def detects_autocast() -> bool:
     before = internals.is_autocast_enabled()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return internals.is_autocast_enabled() and not before
 
 
-def knows_kernels() -> bool:
-    composed = "CompositeImplicitAutograd"
+def finds_kernels() -> bool:
+    composite = "CompositeImplicitAutograd"
     matmul: Any = torch.ops.aten.matmul.default
     has, has_for_key = internals.has_kernel, internals.has_kernel_for_key
     return (
         has("aten::mm")
-        and has_for_key("aten::matmul", composed)
-        and not has_for_key("aten::mm", composed)
+        and has_for_key("aten::matmul", composite)
+        and not has_for_key("aten::mm", composite)
         and bool(matmul._can_decompose())
     )
 
 
-def knows_schemas() -> bool:
+def reads_schemas() -> bool:
     schema = internals.schema_of(torch.ops.aten.add_.Tensor)
     first, second = schema.arguments[:2]
     return schema.name == "aten::add_" and first.alias_info.is_write and second.alias_info is None
 
 
-def takes_masked_rows() -> bool:
+def masks_whole_rows() -> bool:
     return not internals.safe_softmax(torch.full((1, 2), -torch.inf), -1).any()
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def knows_storages() -> bool:
+def identifies_storages() -> bool:
     x, other = torch.ones(2), torch.ones(2)
     return internals.storage_id(x) == internals.storage_id(x[1:]) != internals.storage_id(other)
 
 
-def counts_writes() -> bool:
+def counts_mutations() -> bool:
     x = torch.ones(2)
     before = internals.version_of(x)
     x[1:].add_(1)
@@ -139,16 +135,16 @@ class _TensorWrapper(Tensor):
         raise NotImplementedError(func)
 
 
-def wraps() -> bool:
-    """Without an operator on it: the first that a subclass handles has torch import its compiler."""
-    made = internals.make_wrapper_subclass(_TensorWrapper, torch.ones(2, 3).t(), torch.device("cpu"))
-    return type(made) is _TensorWrapper and made.shape == (3, 2) and made.stride() == (1, 3)
+def wraps_tensors() -> bool:
+    """Check without running an operator on it: the first that a subclass handles makes torch import its compiler."""
+    wrapper = internals.make_wrapper_subclass(_TensorWrapper, torch.ones(2, 3).t(), torch.device("cpu"))
+    return type(wrapper) is _TensorWrapper and wrapper.shape == (3, 2) and wrapper.stride() == (1, 3)
 
 
 def computes_shapes() -> bool:
-    """This imports what computes the shapes of meta tensors.
+    """Check meta tensors, and so import the code that computes their shapes.
 
-    Torch does so at the first operator that needs it, and the frames that run then are kept by a cycle, with all
+    Torch imports it at the first operator that needs it, and a cycle then keeps all running frames alive, with the
     tensors in them: those of the model, if it were running.
     """
     x = torch.empty(2, 3, device="meta")

@@ -1,18 +1,19 @@
-"""Signals that wait until a model or the process is whole again.
+"""Defer signals while a model or the process is being changed or restored.
 
-Python runs the handler of a signal in the main thread, between any two bytecodes, and most handlers raise: that of
-Ctrl-C raises KeyboardInterrupt. Raised while a session is opened or closed, or while weights are put back, it would
-leave the rest undone. So, while anything of the engine is open, a handler of its own is installed in front of the
-user's. It calls the user's at once, unless the main thread is inside the `__enter__` or `__exit__` of an
-`SignalSafe`; then the signal waits for their end. The block inside, such as a forward, is interrupted as ever.
+Python runs signal handlers in the main thread, between any two bytecodes, and most of them raise: that of Ctrl-C raises
+KeyboardInterrupt. Raised while a session opens or closes, or while weights are restored, it would leave the rest
+undone. So, while anything of the engine is open, a handler of its own is installed in front of the user's. It calls the
+user's at once, unless the main thread is inside the `__enter__` or `__exit__` of a `SignalSafe`; then the signal is
+deferred to their end. The block inside, such as a forward, can be interrupted as ever.
 
-Inside an operator that Python implements (a dispatch mode, a fake or meta tensor) a signal waits too: torch's C++ code
-cannot always pass on an exception from there, and the process would end. So it does where torch pushes and pops modes:
-left in the midst of it, generators of torch's push a mode when they are freed. The next call of a module delivers it.
+Signals are deferred, too, inside operators that are implemented in Python (a dispatch mode, a fake or meta tensor):
+torch's C++ code cannot always propagate an exception from there, and the process would abort. The same holds where
+torch pushes and pops modes: interrupted generators of torch would push a mode when they are freed. The next module call
+delivers the signal.
 
-The handler goes by the frames on the stack and not by a flag, because a signal may come after Python has called
-`__exit__` and before the first line of it runs. CPython looks for signals when a function begins, after calls, and when
-a loop goes back: so nothing is called between the last look at what waits and the end of `__enter__`.
+The handler inspects the frames on the stack instead of a flag, because a signal may arrive after Python has called
+`__exit__` and before its first line runs. CPython checks for signals at the start of a function, after calls, and at
+backward jumps: so nothing is called between the last check of pending signals and the end of `__enter__`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from microtome.engine.torch_internals import (
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Those whose handlers may raise; the last is restored last, since it is the likeliest to come.
+#: Signals whose handlers may raise. The most likely one is last, and so restored last.
 _NUMBERS = [
     getattr(signal, name)
     for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGTERM", "SIGBREAK", "SIGINT")
@@ -54,15 +55,15 @@ _NUMBERS = [
 
 
 class _Signals:
-    """The handlers of the user, while those of the engine are in front of them."""
+    """The user's handlers, while those of the engine are installed in front of them."""
 
     def __init__(self) -> None:
-        self._found: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._uses = 0
         self.pending: list[int] = []
 
     def acquire(self) -> bool:
-        """Install the handler; False in other threads than the main one, where no signals are handled."""
+        """Install the handler; False in threads other than the main one, which handle no signals."""
         if threading.get_ident() != threading.main_thread().ident:
             return False
         if not self._uses:
@@ -70,7 +71,7 @@ class _Signals:
                 for number in _NUMBERS:
                     handler = signal.getsignal(number)
                     if callable(handler) and handler != self.handle:
-                        self._found[number] = handler
+                        self._handlers[number] = handler
                         signal.signal(number, self.handle)
             except BaseException:
                 self._restore()
@@ -86,38 +87,39 @@ class _Signals:
     def _restore(self) -> None:
         try:
             for number in _NUMBERS:
-                if number in self._found and signal.getsignal(number) == self.handle:
-                    signal.signal(number, self._found[number])
-        except BaseException:  # raised by a handler that is back already
+                if number in self._handlers and signal.getsignal(number) == self.handle:
+                    signal.signal(number, self._handlers[number])
+        except BaseException:  # raised by a handler that is restored already
             self._restore()
             raise
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if _is_deferred(frame):
-            if number not in self.pending:  # the system, too, keeps one of each
+            if number not in self.pending:  # the operating system, too, queues one of each
                 self.pending.append(number)
             return
-        self._found[number](number, frame)
+        self._handlers[number](number, frame)
         self.deliver(frame)
 
     def deliver(self, frame: FrameType | None) -> None:
-        """Call the handlers of the signals that wait, all of them, whatever they raise."""
+        """Call the handlers of all pending signals, whatever they raise."""
         if not self.pending:
             return
         number = self.pending.pop(0)
         try:
-            self._found[number](number, frame)
+            self._handlers[number](number, frame)
         finally:
             self.deliver(frame)
 
 
 _signals = _Signals()
+_MAX_REPEATS = 1000
 
 
 class SignalSafe(Generic[T]):
-    """A context manager that is entered and exited whole: signals that come meanwhile wait.
+    """A context manager whose entry and exit are not interrupted: signals are deferred to their end.
 
-    Subclasses define `_set_up` and `_tear_down` in the place of `__enter__` and `__exit__`.
+    Subclasses define `_set_up` and `_tear_down` instead of `__enter__` and `__exit__`.
     """
 
     _acquired = False
@@ -169,10 +171,8 @@ class SignalSafe(Generic[T]):
 
 
 _DEFERRING = {SignalSafe.__enter__.__code__, SignalSafe.__exit__.__code__}
-
-
 _TORCH = os.path.dirname(torch.__file__)
-#: Where torch implements operators in Python, and pushes and pops modes.
+#: Files and folders of torch that implement operators in Python, and push and pop modes.
 _OPERATORS = tuple(os.path.join(_TORCH, *name.split("/")) for name in OPERATOR_FILES)
 
 
@@ -185,12 +185,12 @@ def _is_deferred(frame: FrameType | None) -> bool:
     )
 
 
-#: The signals that wait; empty nearly always.
+#: Deferred signals; nearly always empty.
 pending_signals = _signals.pending
 
 
 def deliver_signals() -> None:
-    """Call the handlers of the signals that wait, unless the main thread is still in the midst of something."""
+    """Call the handlers of pending signals, unless signals are still deferred."""
     caller = sys._getframe(1)
     if threading.get_ident() == threading.main_thread().ident and not _is_deferred(caller):
         _signals.deliver(caller)
@@ -210,7 +210,7 @@ class _Block(SignalSafe[T]):
 
 
 def signal_safe(function: Callable[P, Iterator[T]]) -> Callable[P, SignalSafe[T]]:
-    """Make an `SignalSafe` of a generator, as `contextlib.contextmanager` makes a context manager."""
+    """Make a generator function return a `SignalSafe`, as `contextlib.contextmanager` makes it a context manager."""
     make = contextmanager(function)
 
     @wraps(function)
@@ -222,36 +222,33 @@ def signal_safe(function: Callable[P, Iterator[T]]) -> Callable[P, SignalSafe[T]
 
 @signal_safe
 def grad_mode(enabled: bool) -> Iterator[None]:
-    """Set whether gradients are recorded for the time of the block."""
+    """Enable or disable gradients in the block."""
     with torch.set_grad_enabled(enabled):
         yield
 
 
 def complete_step(step: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Repeat a step that puts something back until it ends, then raise what interrupted it.
+    """Repeat a step that restores something until it is complete, then raise the exception that interrupted it.
 
-    C code may send an exception to any thread. The step must be one that can be repeated.
+    C code may raise an asynchronous exception in any thread. The step must be idempotent.
     """
     interrupt: BaseException | None = None
-    for _ in range(_MOST_REPEATS):
+    for _ in range(_MAX_REPEATS):
         try:
             step(*args, **kwargs)
             break
         except Exception:
             raise
-        except BaseException as error:  # noqa: BLE001  raised when it is done
+        except BaseException as error:  # noqa: BLE001  raised at the end
             interrupt = error
     if interrupt is not None:
         raise interrupt
 
 
-_MOST_REPEATS = 1000
-
-
 class Modes:
-    """The stacks of function and dispatch modes as found when this is made, to be restored after an interrupt.
+    """The current stacks of function and dispatch modes, to be restored after an interrupt.
 
-    A signal that comes while torch pushes or pops a mode, as its own Python code often does for an operator on fake
+    A signal that arrives while torch pushes or pops a mode, as its own Python code often does for operators on fake
     tensors, leaves the stack as it is at that moment.
     """
 
@@ -261,7 +258,7 @@ class Modes:
         self._flags = mode_flags()
 
     def restore_after(self, _: object, error: BaseException | None, __: object) -> None:
-        """As the callback of an exit stack: restore them if the block was left by an interrupt."""
+        """Restore the stacks if the block was interrupted. For `ExitStack.push`."""
         if error is not None and not isinstance(error, Exception):
             self.restore()
 

@@ -1,4 +1,4 @@
-"""Copy the state of containers, tensors and models, and restore it after a run."""
+"""Save the state of containers, tensors and models, and restore it after a run."""
 
 from __future__ import annotations
 
@@ -27,50 +27,50 @@ CONTAINERS = (dict, list, set, deque)
 _MISSING = object()
 
 
-def copy_container(held: Any) -> Any:
-    """Copy the contents of a container, past methods that a subclass overrides."""
-    if isinstance(held, dict):
-        return dict(OrderedDict.items(held) if isinstance(held, OrderedDict) else dict.items(held))
-    return held.copy()
+def copy_container(container: Any) -> Any:
+    """Copy the contents of a container without methods that a subclass overrides."""
+    if isinstance(container, dict):
+        return dict(OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container))
+    return container.copy()
 
 
 def restore_containers(states: list[tuple[Any, Any]]) -> None:
-    """Put back what was kept without emptying anything on the way, since other threads may read it."""
-    for held, before in states:
-        if isinstance(held, dict):
-            restore_dict(held, before or {})
-        elif isinstance(held, list):
-            held[:] = before
-        elif isinstance(held, set):
-            if held != set(before):  # or its order would change, and with it that of a loop over it
-                held.intersection_update(before)
-                held.update(before)
-        elif len(held) != len(before) or any(one is not other for one, other in zip(held, before, strict=True)):
-            held.clear()
-            held.extend(before)
+    """Restore containers without emptying any on the way, since other threads may read it."""
+    for container, before in states:
+        if isinstance(container, dict):
+            restore_dict(container, before or {})
+        elif isinstance(container, list):
+            container[:] = before
+        elif isinstance(container, set):
+            if container != set(before):  # else its iteration order would change
+                container.intersection_update(before)
+                container.update(before)
+        elif len(container) != len(before) or any(a is not b for a, b in zip(container, before, strict=True)):
+            container.clear()
+            container.extend(before)
 
 
-def restore_dict(held: dict[Any, Any], before: dict[Any, Any]) -> None:
+def restore_dict(target: dict[Any, Any], before: dict[Any, Any]) -> None:
     """Give a dict the items of another, in their order, without emptying it on the way."""
-    if not held and not before:
+    if not target and not before:
         return
     for key, value in before.items():
-        if dict.get(held, key, _MISSING) is not value:
-            held[key] = value
-    if len(held) > len(before):
-        for key in [key for key in held if key not in before]:
-            del held[key]
-    if list(held) != list(before):
+        if dict.get(target, key, _MISSING) is not value:
+            target[key] = value
+    if len(target) > len(before):
+        for key in [key for key in target if key not in before]:
+            del target[key]
+    if list(target) != list(before):
         for key, value in before.items():
-            held.pop(key, None)
-            held[key] = value
+            target.pop(key, None)
+            target[key] = value
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
 class WriteBackups:
-    """The tensors that a real run may write to. Each is put back if it was copied before that."""
+    """Tensors that a real run may mutate, each copied before the first write, and restored from that copy."""
 
     def __init__(self) -> None:
         self._by_storage: dict[int, list[Tensor]] = {}
@@ -81,12 +81,12 @@ class WriteBackups:
         self._by_storage.setdefault(id(tensor.untyped_storage()), []).append(tensor)
 
     def before_write(self, tensor: Tensor) -> None:
-        """Copy what lies in the memory of this tensor, if it is watched."""
+        """Copy the watched tensors that share the storage of this one."""
         for original in self._by_storage.pop(id(tensor.untyped_storage()), ()):
-            self._copies.append((original, original.detach().to("cpu", copy=True)))  # a GPU may have no room for it
+            self._copies.append((original, original.detach().to("cpu", copy=True)))  # a GPU may lack the memory
 
     def before_write_outside(self, tensor: Tensor) -> None:
-        """Copy the whole memory of a tensor that was there before the run, and that no module holds."""
+        """Copy the whole storage of a tensor that existed before the run and that no module holds."""
         storage = tensor.untyped_storage()
         if id(storage) not in self._outside:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -106,13 +106,13 @@ class WriteBackups:
 
 
 def user_classes(modules: Iterable[nn.Module]) -> set[type]:
-    """Return the classes of these modules, and their bases, other than torch's and Python's own."""
+    """The classes of these modules and their bases, without torch's and Python's own."""
     classes = {cls for module in modules for cls in type(module).__mro__}
     return {cls for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))}
 
 
 class _TensorState(NamedTuple):
-    """A tensor as it was: another tensor in its memory, a copy of its values, and its gradient."""
+    """The state of a tensor: an alias of its storage, a copy of its values, and its gradient."""
 
     tensor: Tensor
     alias: Tensor
@@ -121,66 +121,67 @@ class _TensorState(NamedTuple):
 
 
 class Snapshot:
-    """The state that the modules of a model hold: attributes, containers and objects with their items, and tensors.
+    """The state of a model's modules: attributes, containers and objects with their contents, and tensors.
 
-    Values of parameters are kept by name only, where a run is known to write into them: they take the most memory.
+    Args:
+        written: The names of the parameters whose values are copied, since a run mutates them. Those of all others are
+            not, since they take the most memory.
     """
 
     def __init__(self, model: nn.Module, written: Collection[str] = ()) -> None:
-        wanted = {id(parameter) for name, parameter in model.named_parameters() if name in written}
-        self._holders: list[tuple[Any, Any]] = []
+        copied = {id(parameter) for name, parameter in model.named_parameters() if name in written}
+        self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[_TensorState] = []
         modules = list(model.modules())
         self._classes = [(cls, dict(vars(cls))) for cls in user_classes(modules)]
         pending: list[Any] = [vars(module) for module in modules]
-        seen: set[int] = set()
+        visited: set[int] = set()
         while pending:
             item = pending.pop()
-            if isinstance(item, _SCALARS) or id(item) in seen:
+            if isinstance(item, _SCALARS) or id(item) in visited:
                 continue
-            seen.add(id(item))
+            visited.add(id(item))
             if isinstance(item, Tensor):
-                self._add_tensor(item, copies=not isinstance(item, nn.Parameter) or id(item) in wanted)
+                self._add_tensor(item, copy_values=not isinstance(item, nn.Parameter) or id(item) in copied)
             elif isinstance(item, CONTAINERS):
                 before = copy_container(item)
-                self._holders.append((item, before))
+                self._containers.append((item, before))
                 pending += before.values() if isinstance(before, dict) else before
             elif isinstance(item, tuple):
                 pending += item
             elif isinstance(item, nn.Module) or is_dataclass(item):
                 pending.append(dict_of(item))
 
-    def _add_tensor(self, tensor: Tensor, *, copies: bool) -> None:
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+    def _add_tensor(self, tensor: Tensor, *, copy_values: bool) -> None:
+        if not _is_strided(tensor):
             return
-        values = tensor.detach().clone() if copies else None
+        values = tensor.detach().clone() if copy_values else None
         grad = tensor.grad if tensor.is_leaf else None
         self._tensors.append(_TensorState(tensor, tensor.detach(), values, grad))
 
     def restore(self) -> None:
-        """Have the model hold what it held; again, if it was interrupted."""
-        restore_containers(self._holders)
+        """Restore the model. It may be repeated if it was interrupted."""
+        restore_containers(self._containers)
         _restore_classes(self._classes)
-        for states in self._tensors:
-            _restore_tensor(states)
+        for state in self._tensors:
+            _restore_tensor(state)
 
 
-def _restore_tensor(states: _TensorState) -> None:
-    tensor = states.tensor
-    if tensor.data_ptr() != states.alias.data_ptr():  # another was set as its `data`
-        tensor.data = states.alias
-    if states.values is not None and not torch.equal(
-        tensor, states.values
-    ):  # batch norms write without torch counting it
+def _restore_tensor(state: _TensorState) -> None:
+    tensor = state.tensor
+    if tensor.data_ptr() != state.alias.data_ptr():  # its `data` was set
+        tensor.data = state.alias
+    # Not by its version, which batch norms do not increment.
+    if state.values is not None and not torch.equal(tensor, state.values):
         with torch.inference_mode(tensor.is_inference()):
-            tensor.detach().copy_(states.values)
-    if tensor.is_leaf and tensor.grad is not states.grad:
-        tensor.grad = states.grad
+            tensor.detach().copy_(state.values)
+    if tensor.is_leaf and tensor.grad is not state.grad:
+        tensor.grad = state.grad
 
 
 @signal_safe
 def restore_afterwards(model: nn.Module, written: Collection[str] = ()) -> Iterator[Snapshot]:
-    """Have the model hold after the block what it held before, also if the block raises."""
+    """Restore the model after the block, also if the block raises."""
     snapshot = Snapshot(model, written)
     try:
         yield snapshot
@@ -188,36 +189,36 @@ def restore_afterwards(model: nn.Module, written: Collection[str] = ()) -> Itera
         snapshot.restore()
 
 
-# -- runs on other tensors ---------------------------------------------------------------------------------------------
+# -- runs on substitute tensors ----------------------------------------------------------------------------------------
 
 
 def preserve_state(modules: list[nn.Module], classes: set[type], stack: ExitStack) -> list[Tensor]:
-    """Put back, afterwards, what modules, parameters, classes and globals hold; return the tensors among it.
+    """Restore modules, parameters, classes and globals when the exit stack closes; return the tensors in them.
 
-    Dicts, lists, sets, tuples and objects of classes written in Python are looked into, but those of torch and of
-    Python's own library.
+    Dicts, lists, sets, tuples and objects of Python classes are traversed, except for those of torch and of Python's
+    standard library.
     """
-    own = [(cls, dict(vars(cls))) for cls in classes]
-    found = [(one, one.namespace.get(one.name, _MISSING)) for one in references_of(classes).globals]
+    class_states = [(cls, dict(vars(cls))) for cls in classes]
+    variables = [(one, one.namespace.get(one.name, _MISSING)) for one in references_of(classes).globals]
     pending: list[Any] = [module.__dict__ for module in modules]
     pending += [tensor.__dict__ for module in modules for tensor in module._parameters.values() if tensor is not None]
-    pending += [value for _, attributes in own for value in attributes.values()]
-    pending += [value for _, value in found]
-    seen: set[int] = set()
-    states: list[tuple[Any, Any]] = []
+    pending += [value for _, attributes in class_states for value in attributes.values()]
+    pending += [value for _, value in variables]
+    visited: set[int] = set()
+    containers: list[tuple[Any, Any]] = []
     slotted: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = []
     tensors: list[Tensor] = []
     while pending:
-        # Most of what modules hold are the empty dicts of hooks, and there are many: so this is a flat pass.
+        # Most items are the many empty dicts of hooks: so this is a flat pass.
         level, pending = pending, []
         for item in [item for item in level if item.__class__ not in _ATOMS]:
-            if id(item) in seen:
+            if id(item) in visited:
                 continue
-            seen.add(id(item))
-            kind: Any = type(item)
+            visited.add(id(item))
+            cls: Any = type(item)
             if isinstance(item, CONTAINERS):
                 before = copy_container(item) if item else ()
-                states.append((item, before))
+                containers.append((item, before))
                 if before:
                     pending.extend(before.values() if isinstance(before, dict) else before)
             elif isinstance(item, Tensor):
@@ -226,17 +227,17 @@ def preserve_state(modules: list[nn.Module], classes: set[type], stack: ExitStac
                 pending.extend(item)
             elif isinstance(item, torch.Generator):
                 stack.callback(item.set_state, item.get_state())
-            elif isinstance(item, nn.Module) or _has_own_state(kind):  # in a list: a hidden part of the model
+            elif isinstance(item, nn.Module) or _has_own_state(cls):  # a module in a list is a hidden part of the model
                 pending.append(dict_of(item))
-                if slots := _slots_of(kind):
-                    held = attributes_of(item)
-                    before = [(name, held[name]) for name in slots if name in held]
-                    slotted.append((item, slots, dict(before)))
-                    pending.extend(value for _, value in before)
-    stack.callback(complete_step, restore_containers, states)
+                if slots := _slots_of(cls):
+                    attributes = attributes_of(item)
+                    before = {name: attributes[name] for name in slots if name in attributes}
+                    slotted.append((item, slots, before))
+                    pending.extend(before.values())
+    stack.callback(complete_step, restore_containers, containers)
     stack.callback(complete_step, _restore_slots, slotted)
-    stack.callback(complete_step, _restore_classes, own)
-    stack.callback(complete_step, _restore_globals, [(one, value) for one, value in found if one.is_assigned])
+    stack.callback(complete_step, _restore_classes, class_states)
+    stack.callback(complete_step, _restore_globals, [(one, value) for one, value in variables if one.is_assigned])
     return tensors
 
 
@@ -244,26 +245,28 @@ _ATOMS = frozenset((str, int, float, bool, type(None), type, FunctionType, prope
 
 
 @cache
-def _has_own_state(kind: Any) -> bool:
-    """Whether instances are objects of a class written in Python, by somebody who may keep state in them."""
-    top = kind.__module__.partition(".")[0]
-    written_in_python = bool(kind.__flags__ & 1 << 9)  # Py_TPFLAGS_HEAPTYPE
-    is_object = not issubclass(kind, type | Enum | Tensor | BaseException)
-    return written_in_python and is_object and top not in ("torch", "numpy") and top not in sys.stdlib_module_names
+def _has_own_state(cls: Any) -> bool:
+    """Whether a class is written in Python, outside torch and the standard library, and may keep state in instances."""
+    top = cls.__module__.partition(".")[0]
+    is_python = bool(cls.__flags__ & 1 << 9)  # Py_TPFLAGS_HEAPTYPE
+    is_object = not issubclass(cls, type | Enum | Tensor | BaseException)
+    return is_python and is_object and top not in ("torch", "numpy") and top not in sys.stdlib_module_names
 
 
 @cache
-def _slots_of(kind: Any) -> tuple[str, ...]:
-    return tuple(name for cls in kind.__mro__ for name, slot in vars(cls).items() if type(slot) is MemberDescriptorType)
+def _slots_of(cls: Any) -> tuple[str, ...]:
+    return tuple(
+        name for base in cls.__mro__ for name, slot in vars(base).items() if type(slot) is MemberDescriptorType
+    )
 
 
 def _restore_slots(states: list[tuple[Any, tuple[str, ...], dict[str, Any]]]) -> None:
     for item, slots, before in states:
-        held = attributes_of(item)
+        attributes = attributes_of(item)
         for name in slots:
             if name in before:
                 object.__setattr__(item, name, before[name])
-            elif name in held:
+            elif name in attributes:
                 object.__delattr__(item, name)
 
 
@@ -277,37 +280,47 @@ def _restore_classes(states: list[tuple[type, dict[str, Any]]]) -> None:
 
 
 def _restore_globals(states: list[tuple[Global, Any]]) -> None:
-    for one, before in states:
+    for variable, before in states:
         if before is _MISSING:
-            one.namespace.pop(one.name, None)
+            variable.namespace.pop(variable.name, None)
         else:
-            one.namespace[one.name] = before
+            variable.namespace[variable.name] = before
 
 
 def preserve_tensors(tensors: list[Tensor], stack: ExitStack, backups: WriteBackups | None) -> None:
-    """Put back the values of tensors that a real run may write to, and gradients, which start as None."""
-    found = [t for t in tensors if t.layout is torch.strided and not t.is_nested and not t.is_meta]
-    before = [(t, t.detach(), t.grad if t.is_leaf else None, t.requires_grad) for t in found]
+    """Restore the values and gradients of tensors when the exit stack closes; in the run, gradients start as None.
+
+    Args:
+        backups: Notified before a tensor is mutated; None: all tensors are copied first.
+    """
+    strided = [tensor for tensor in tensors if _is_strided(tensor)]
+    gradients = [(tensor, tensor.grad if tensor.is_leaf else None, tensor.requires_grad) for tensor in strided]
+    aliases = [(tensor, tensor.detach()) for tensor in strided]
     watched = WriteBackups() if backups is None else backups
-    for tensor in found:
+    for tensor in strided:
         watched.watch(tensor)
         if tensor.is_leaf:
             tensor.grad = None
     if backups is None:
         watched.copy_all()
     stack.callback(complete_step, watched.restore)
-    stack.callback(complete_step, _restore_storages, before)
+    stack.callback(complete_step, restore_gradients, gradients)
+    stack.callback(complete_step, _restore_storages, aliases)
 
 
-def _restore_storages(before: list[tuple[Tensor, Tensor, Tensor | None, bool]]) -> None:
-    for tensor, as_found, _, _ in before:
-        if tensor.untyped_storage() is not as_found.untyped_storage():  # another was set as its `data`
-            tensor.data = as_found
-    restore_gradients([(tensor, grad, requires_grad) for tensor, _, grad, requires_grad in before])
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
-def restore_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> None:
-    for tensor, grad, requires_grad in before:
+def _restore_storages(aliases: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, alias in aliases:
+        if tensor.untyped_storage() is not alias.untyped_storage():  # its `data` was set
+            tensor.data = alias
+
+
+def restore_gradients(states: list[tuple[Tensor, Tensor | None, bool]]) -> None:
+    """Restore `grad` and `requires_grad` of tensors."""
+    for tensor, grad, requires_grad in states:
         if tensor.is_leaf:
             if tensor.grad is not grad:
                 tensor.grad = grad

@@ -16,10 +16,10 @@ _lock = threading.RLock()
 
 
 def thread_frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread; of this one, the caller's.
+    """The innermost frame of each thread, by thread id; for this thread, the caller's.
 
-    `sys._current_frames` allocates while it holds a lock of the interpreter. A garbage collection that this starts may
-    run Python code, and switch to a thread that waits for that lock: before 3.11.9 and 3.12.3, CPython hangs then.
+    `sys._current_frames` allocates while it holds a lock of the interpreter. If this triggers garbage collection,
+    Python code may run and switch to a thread that waits for the lock: CPython before 3.11.9 and 3.12.3 deadlocks.
     """
     with _lock:
         enabled = gc.isenabled()
@@ -29,24 +29,26 @@ def thread_frames() -> dict[int, FrameType]:
         finally:
             if enabled:
                 gc.enable()
-    frames[threading.get_ident()] = sys._getframe(1)  # a frame that refers to itself would outlive its call
+    frames[threading.get_ident()] = sys._getframe(
+        1
+    )  # this frame would refer to itself, and outlive the call
     return frames
 
 
 def outer_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those outside it."""
+    """A frame and its callers."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def is_in_module_call(frame: FrameType) -> bool:
-    """Whether a stack is inside the call of a module."""
+    """Whether a frame is inside the call of a module."""
     return any(outer.f_code is CALL for outer in outer_frames(frame))
 
 
 def runs_in_other_thread(modules: Iterable[nn.Module]) -> bool:
     """Whether another thread is inside a call of one of these modules."""
-    wanted, here = set(map(id, modules)), threading.get_ident()
-    outside = [frame for thread, top in thread_frames().items() if thread != here for frame in outer_frames(top)]
-    return any(frame.f_code is CALL and id(frame.f_locals["self"]) in wanted for frame in outside)
+    ids, here = set(map(id, modules)), threading.get_ident()
+    frames = [frame for thread, top in thread_frames().items() if thread != here for frame in outer_frames(top)]
+    return any(frame.f_code is CALL and id(frame.f_locals["self"]) in ids for frame in frames)
