@@ -1,4 +1,4 @@
-"""Python code of a user's, imported for the models in it."""
+"""Import the user's Python code for the models in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from microtome.errors import BuildFailed, NoMatch, describe_error
 
 @contextmanager
 def on_path(folder: Path, *, first: bool) -> Iterator[None]:
-    """A folder where imports look, first for the neighbours of a file, last for the folder one happens to be in."""
+    """Add a folder to `sys.path` in the block: first for the neighbours of a file, last for the working directory."""
     before = sys.path.copy()
     sys.path.insert(0 if first else len(sys.path), str(folder))
     try:
@@ -25,7 +25,7 @@ def on_path(folder: Path, *, first: bool) -> Iterator[None]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """The module that a file makes, under a name of its own."""
+    """Import a file under a unique module name."""
     if not path.is_file():
         raise NoMatch(f"there is no file {path}")
     file = str(path.resolve())
@@ -34,7 +34,7 @@ def import_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise BuildFailed(f"{path} cannot be imported: its name does not end in .py")
     module = module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses and torch.jit look for what the file defines
+    sys.modules[name] = module  # dataclasses and torch.jit look up definitions there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -44,7 +44,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def line_of(error: BaseException, file: str | None) -> str:
-    """Name the line of a file in which an exception arose; empty where it did not arise there."""
+    """Describe the line of a file that raised an exception; empty if it raised elsewhere."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if isinstance(error, SyntaxError) and error.filename == file:
         lines.append(error.lineno)

@@ -92,7 +92,7 @@ def labels(function: Function) -> Tensor:
         for at, row in enumerate(x):
             dependence.mark(row, 1 << at)
         output = function(x)
-    return dependence.of(output)
+    return dependence.labels(output)
 
 
 @pytest.mark.parametrize("name", APART)

@@ -29,9 +29,7 @@ def thread_frames() -> dict[int, FrameType]:
         finally:
             if enabled:
                 gc.enable()
-    frames[threading.get_ident()] = sys._getframe(
-        1
-    )  # this frame would refer to itself, and outlive the call
+    frames[threading.get_ident()] = sys._getframe(1)  # this frame would refer to itself, and outlive the call
     return frames
 
 

@@ -73,7 +73,7 @@ def _check_dependence(batcher: Batcher, tail: Tail, requests: Sequence[Boundary]
                     dependence.mark(part, label)
             output = tail(batch)
         for index, tensor in enumerate(flatten(output)[1]):
-            found = dependence.of(tensor)
+            found = dependence.labels(tensor)
             if index not in batcher.batched_outputs:
                 if found.any():
                     raise CannotBatch(f"output {index} does not grow with the batch, and depends on it")

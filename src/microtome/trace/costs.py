@@ -36,25 +36,25 @@ class TraceCosts:
                 self.counts.setdefault(name, {})[index] = number
 
     def add_call(self, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Keep the shapes of a call's arguments and output."""
+        """Record the shapes and dtypes of a call's arguments and output."""
         self.calls[index] = module, tuple([_spec(value) for value in args]), _output_spec(output)
 
     def price_ops(self, trace: Trace, convention: Convention) -> list[ConventionCost | None]:
-        """Price each operator; None where no formula is known, or the convention has none for a backward."""
+        """Price each operator; None if there is no formula, or the convention has none for a backward."""
         counts = self.counts.get(convention.name, {})
         free = convention.price(NOTHING, 0)
         priced: list[ConventionCost | None] = []
         for op, cost in zip(trace.ops, self.ops, strict=True):
             if cost is None or (op.phase != "forward" and not convention.has_backward):
                 priced.append(None)
-            elif cost is NOTHING and op.index not in counts:  # as views are
+            elif cost is NOTHING and op.index not in counts:  # such as a view
                 priced.append(free)
             else:
                 priced.append(convention.price(cost, counts.get(op.index, 0)))
         return priced
 
     def price_calls(self, convention: Convention) -> dict[int, ConventionCost]:
-        """Price the modules themselves, by the index of the call, if the convention does."""
+        """Price the modules themselves, by the index of the call, if the convention prices modules."""
         price = convention.price_module
         if price is None:
             return {}

@@ -1,4 +1,4 @@
-"""The tracker: which module runs now, in the forward and in the backward."""
+"""Track which module runs now, in the forward and in the backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Callback = Callable[[Call, Phase], object]
 
 
 class Tracker(SignalSafe[Any]):
-    """Knows, at any moment inside its `with` block, which modules run. Made by `track`."""
+    """The modules that run now, at any moment inside its `with` block. Returned by `track`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -57,24 +57,24 @@ class Tracker(SignalSafe[Any]):
         return self._session.is_backward
 
     def module_of(self, path: str) -> nn.Module:
-        """The module at a path or address; a shared module answers to all its names."""
+        """The module at a path or address; a shared module has several paths."""
         return self._session.module_of(path)
 
     def paths_of(self, module: nn.Module) -> tuple[str, ...]:
-        """All names of a module; its calls carry the first."""
+        """All paths of a module; its calls carry the first."""
         return self._session.paths_of(module)
 
 
 def track(
     model: nn.Module | None = None, *, on_enter: Callback | None = None, on_exit: Callback | None = None
 ) -> Tracker:
-    """Know which module of a model runs; without a model, which module of the process.
+    """Track which module of a model, or of the whole process, runs.
 
     Args:
         model: The model. None tracks every module, named by the class of its root: `Net.layer1.0`.
         on_enter: Called as `on_enter(call, phase)` when a call begins. The phase is `"forward"`, `"backward"`, or
             `"recompute"` (a forward inside a backward, as checkpointing does).
-        on_exit: The same when it ends, also by an exception.
+        on_exit: Likewise when it ends, also by an exception.
 
     >>> import torch, microtome as mt
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
