@@ -254,9 +254,7 @@ def test_a_module_that_outlives_its_root_becomes_one() -> None:
         del model
         kept(X)
         assert session.paths_of(kept) == ("ReLU",)
-        with pytest.raises(
-            LookupError, match="the Tanh has not run in this session, nor has a module that"
-        ):
+        with pytest.raises(LookupError, match="the Tanh has not run in this session, nor has a module that"):
             session.paths_of(nn.Tanh())
     assert log.addresses == ["Sequential", "Sequential.0", "ReLU"]
 
