@@ -77,16 +77,16 @@ class Several:
 @pytest.mark.parametrize(
     ("value", "options", "words"),
     [
-        (Several.pair, {}, "'x' gave 2 tensors: say which to draw, with part=0 to part=1"),
-        (Several.pair, {"part": 2}, "'x' gave 2 tensors, and none is part 2"),
-        ("text", {}, "'x' gave no tensor"),
-        (torch.zeros(3), {}, "'x' is of shape 3: what can be drawn is"),
-        (torch.zeros(1, 2, 3, 4, 5), {}, "'x' is of shape 1x2x3x4x5"),
-        (torch.zeros(2, 3), {"sample": 2}, "there is no sample 2: 'x' has 2"),
-        (torch.zeros(2, 3), {"channels": 0}, "channels are 1 or more, got 0"),
-        (torch.zeros(2, 3), {"scale": "log"}, "'each' by itself or 'all' together, got 'log'"),
-        (torch.zeros(1, 5, 3), {"grid": (3, 2)}, "a grid of 3 x 2 patches cannot be made of the 5 tokens of 'x'"),
-        (torch.zeros(1, 5, 3), {"grid": 4}, "a grid is (patches in height, in width), got 4"),
+        (Several.pair, {}, "'x' returned 2 tensors: choose one with part=0 to part=1"),
+        (Several.pair, {"part": 2}, "expected one of 2 parts, got part 2"),
+        ("text", {}, "'x' returned no tensor"),
+        (torch.zeros(3), {}, "expected 'x' to be (batch, channels, height, width), "),
+        (torch.zeros(1, 2, 3, 4, 5), {}, "got 1x2x3x4x5"),
+        (torch.zeros(2, 3), {"sample": 2}, "expected one of 2 samples, got sample 2"),
+        (torch.zeros(2, 3), {"channels": 0}, "expected channels of 1 or more, got 0"),
+        (torch.zeros(2, 3), {"scale": "log"}, "expected scale to be 'each' or 'all', got 'log'"),
+        (torch.zeros(1, 5, 3), {"grid": (3, 2)}, "expected a grid of at most 5 patches, one a token, got 3 x 2"),
+        (torch.zeros(1, 5, 3), {"grid": 4}, "expected grid to be the patches in height and in width, got 4"),
     ],
 )
 def test_wrong_words_are_told(value: Any, options: dict[str, Any], words: str) -> None:

@@ -163,7 +163,7 @@ def _totals(before: Profile, after: Profile) -> Iterator[MetricChange]:
         if metric.name == "peak_bytes" and _has_backward(before) and _has_backward(after):
             old, new = before.peak_bytes, after.peak_bytes
         if old is not None or new is not None:
-            yield MetricChange(name, old, new, _is_noise(before.total, after.total, metric.name))
+            yield MetricChange(name, old, new, is_noise(before.total, after.total, metric.name))
 
 
 def _layer(before: Profile, after: Profile, old: Row | None, new: Row | None) -> LayerChange:
@@ -179,7 +179,7 @@ def _layer(before: Profile, after: Profile, old: Row | None, new: Row | None) ->
         else:  # a metric that was not measured on one side shows no change; one that was not counted does
             differs = one != two and (_is_counted(metric) or None not in (one, two))
         if differs:
-            noise = None if old is None or new is None else _is_noise(old, new, metric.name)
+            noise = None if old is None or new is None else is_noise(old, new, metric.name)
             changes.append(MetricChange(metric.diff, one, two, noise))
     what: What = "added" if old is None else "removed" if new is None else "changed"
     note = "" if old is None or new is None else "; ".join(_differences(old, new))
@@ -200,7 +200,7 @@ def _own(profile: Profile, row: Row | None, metric: Metric) -> float | None:
     return None if any(metric.of(child) is not None for child in profile.children(row)) else metric.of(row)
 
 
-def _is_noise(old: Row, new: Row, name: str) -> bool | None:
+def is_noise(old: Row, new: Row, name: str) -> bool | None:
     """Whether the passes of both overlap, without the outer quarters."""
     if name not in old.spreads or name not in new.spreads:
         return None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from html import escape
+from math import isinf
 from typing import Any
 
 from microtome.report.html.data import numbers
 from microtome.report.html.table import small_table
-from microtome.results.diff import diff
+from microtome.results.diff import MetricChange, diff, is_noise
 from microtome.results.metrics import Metric, compared_metrics, page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.units import UNKNOWN, write
@@ -29,72 +30,58 @@ def compare_data(profile: Profile, other: Profile) -> dict[str, Any]:
 
 def _noise(profile: Profile, other: Profile) -> dict[str, list[int]]:
     """Return, by metric, the indices of the layers whose passes overlap with those of the other run."""
-    compared = compared_metrics()
-    real = {
-        (layer.address, compared[change.quantity].name)
-        for layer in diff(profile, other).layers
-        for change in layer.changes
-        if not change.is_noise
-    }
-    there = {(row.address, name) for row in other if not other.children(row) for name in row.spreads}
-    here = [(at, row) for at, row in enumerate(profile) if not profile.children(row)]
-    return {
-        name: [
-            at
-            for at, row in here
-            if name in row.spreads and (row.address, name) in there and (row.address, name) not in real
-        ]
-        for name in (metric.name for metric in compared.values())
-    }
+    layers = {row.address: row for row in other if not other.children(row)}
+    both = [
+        (index, row, layers[row.address])
+        for index, row in enumerate(profile)
+        if row.address in layers and not profile.children(row)
+    ]
+    names = [metric.name for metric in compared_metrics().values()]
+    return {name: [index for index, here, there in both if is_noise(here, there, name)] for name in names}
 
 
 def compare_table(profile: Profile, other: Profile) -> str:
     """Render the totals of both."""
     found = diff(profile, other)
-    compared = compared_metrics()
-    noise = {compared[one.quantity].name for one in found.totals if one.is_noise}
-    known = [metric for metric in page_metrics() if not all(why_missing(one, metric) for one in (profile, other))]
-    whole = {compared[one.quantity].name: (one.before, one.after) for one in found.totals}
-    rows = "".join(
-        _row(metric, profile, other, whole.get(metric.name), is_noise=metric.name in noise) for metric in known
-    )
+    totals = {compared_metrics()[change.quantity].name: change for change in found.totals}
+    rows = ""
+    for metric in page_metrics():
+        if not all(why_missing(run, metric) for run in (profile, other)):
+            default = MetricChange(metric.name, metric.of(profile.total), metric.of(other.total))
+            rows += _row(metric, profile, other, totals.get(metric.name, default))
     notes = "".join(f"<li>{escape(note)}</li>" for note in found.notes)
-    machines = [
-        one.environment.get("gpu") or one.environment.get("cpu") or "nothing measured" for one in (profile, other)
-    ]
+    here, there = (
+        f"{escape(run.model)} on {escape(run.inputs)} ({escape(_machine(run.environment))})" for run in (profile, other)
+    )
     return (
-        f"<p>This run, before: {escape(profile.model)} on {escape(profile.inputs)} ({escape(machines[0])}). "
-        f"The other, after: {escape(other.model)} on {escape(other.inputs)} ({escape(machines[1])}).</p>"
+        f"<p>This run, before: {here}. The other, after: {there}.</p>"
         + small_table(("the whole model", "this run", "the other", "change"), rows)
         + (f'<ul class="caveats">{notes}</ul>' if notes else "")
     )
 
 
-def _row(
-    metric: Metric,
-    profile: Profile,
-    other: Profile,
-    whole: tuple[float | None, float | None] | None,
-    *,
-    is_noise: bool,
-) -> str:
-    here, there = whole or (metric.of(profile.total), metric.of(other.total))
+def _machine(environment: dict[str, str]) -> str:
+    return environment.get("gpu") or environment.get("cpu") or "nothing measured"
+
+
+def _row(metric: Metric, profile: Profile, other: Profile, change: MetricChange) -> str:
     cells = "".join(
-        f'<td class="n" title="{escape(why_missing(one, metric) or "")}">{write(value, metric.unit)}'
-        for value, one in ((here, profile), (there, other))
+        f'<td class="n" title="{escape(why_missing(run, metric) or "")}">{write(value, metric.unit)}'
+        for value, run in ((change.before, profile), (change.after, other))
     )
-    grown = change(here, there)
-    if is_noise and here != there:
-        grown = f'<span class="dim" title="{grown}: the middle halves of the passes of both meet">noise</span>'
-    return f'<tr><th scope="row">{escape(metric.label)}{cells}<td class="n">{grown}'
+    growth = _growth(change)
+    if change.is_noise and change.growth:
+        growth = f'<span class="dim" title="{growth}: the middle halves of the passes of both meet">noise</span>'
+    return f'<tr><th scope="row">{escape(metric.label)}{cells}<td class="n">{growth}'
 
 
-def change(here: float | None, there: float | None) -> str:
-    """Format the change from this run to the other.
-
-    >>> change(2.0, 3.0), change(2, 2), change(None, 1) == change(0, 1) == UNKNOWN
-    ('+50.0 %', '=', True)
+def _growth(change: MetricChange) -> str:
     """
-    if here is None or there is None or (not here and there):
+    >>> _growth(MetricChange("macs", 2.0, 3.0)), _growth(MetricChange("macs", 2, 2))
+    ('+50.0 %', '=')
+    >>> _growth(MetricChange("macs", None, 1)) == _growth(MetricChange("macs", 0, 1)) == UNKNOWN
+    True
+    """
+    if change.growth is None or isinf(change.growth):
         return UNKNOWN
-    return "=" if here == there else f"{100 * (there - here) / here:+.1f} %"
+    return "=" if change.growth == 0 else f"{100 * change.growth:+.1f} %"

@@ -1,9 +1,8 @@
-"""Attention as a picture: the weights of one query over the image."""
+"""Draw attention: the weights of one query over the image."""
 
 from __future__ import annotations
 
 import math
-from operator import index
 from typing import Any, Literal, SupportsFloat
 
 import torch
@@ -12,7 +11,16 @@ from torch.nn import functional as F  # noqa: N812
 
 from microtome.capture.attention.attention import Attention
 from microtome.errors import BadQuery
-from microtome.report.pictures.pixels import Picture, as_bytes, colour, scale_values, tile
+from microtome.report.pictures.pixels import (
+    Picture,
+    arrange_patches,
+    as_bytes,
+    colour,
+    draw_map,
+    pick,
+    scale_values,
+    tile,
+)
 
 #: The height or width of a map without an image in pixels, about.
 _SIZE = 224
@@ -30,70 +38,42 @@ def plot(
     alpha: float = 0.6,
 ) -> Picture:
     """Draw the weights of one query. `Attention.plot` describes the options."""
-    chosen = attention[layer] if isinstance(layer, str) else _pick(attention.by_layer, layer, "layer")
-    weights = _pick(chosen, sample, "sample")
-    under = _of_sample(image, sample)
+    chosen = attention[layer] if isinstance(layer, str) else pick(attention.by_layer, layer, "layer")
+    weights = pick(chosen, sample, "sample")
+    under = None if image is None else _pixels(image)
+    if under is not None and under.dim() == 4:
+        under = pick(under, sample, "image")
     if head == "all":
-        return tile([picture(_pick(one, row, "row"), under, grid=grid, alpha=alpha).pixels for one in weights])
-    heads = weights.mean(0) if head is None else _pick(weights, head, "head")
-    return picture(_pick(heads, row, "row"), under, grid=grid, alpha=alpha)
+        return tile([picture(pick(one, row, "row"), under, grid=grid, alpha=alpha).pixels for one in weights])
+    heads = weights.mean(0) if head is None else pick(weights, head, "head")
+    return picture(pick(heads, row, "row"), under, grid=grid, alpha=alpha)
 
 
 def picture(values: Tensor, image: Any = None, *, grid: tuple[int, int] | None = None, alpha: float = 0.6) -> Picture:
-    """One value for each token, such as a row of weights or of a rollout, as a picture.
-
-    Tokens before those of the patches, such as the class token, are left out.
-    """
-    heat = scale_values(_on_grid(values.detach().float().cpu(), grid))
+    """Draw one value for each token, such as a row of weights or of a rollout; by default on a square of patches."""
+    side = math.isqrt(len(values))
+    heat = scale_values(arrange_patches(values.detach().float().cpu(), grid or (side, side)))
     if image is None:
-        times = max(1, _SIZE // max(heat.shape))
-        return Picture(as_bytes(colour(heat.repeat_interleave(times, 0).repeat_interleave(times, 1))))
+        zoom = max(1, _SIZE // max(heat.shape))
+        return Picture(draw_map(heat, zoom, zoom))
     if not isinstance(alpha, SupportsFloat) or not 0 <= alpha <= 1:
-        raise BadQuery(f"alpha is from 0 (the image alone) to 1 (the map alone), got {alpha!r}")
+        raise BadQuery(f"expected alpha from 0 (the image alone) to 1 (the map alone), got {alpha!r}")
     under = _as_image(image)
     size = under.shape[0], under.shape[1]
     heat = F.interpolate(heat[None, None], size=size, mode="bilinear", align_corners=False)[0, 0]
     return Picture(as_bytes(torch.lerp(under, colour(heat), alpha)))
 
 
-def _pick(several: Any, at: Any, what: str) -> Tensor:
-    try:
-        position = index(at)
-    except TypeError as error:
-        raise BadQuery(f"a {what} is named by its position, got {at!r}") from error
-    if not -len(several) <= position < len(several):
-        raise BadQuery(f"there is no {what} {position}: {len(several)} were kept")
-    return several[position]
-
-
-def _of_sample(image: Any, sample: int) -> Any:
-    if image is None:
-        return None
-    pixels = _pixels(image)
-    return pixels if pixels.dim() != 4 else _pick(pixels, sample, "image")
-
-
 def _pixels(image: Any) -> Tensor:
-    """An image, or several, as a tensor."""
-    if hasattr(image, "convert") and hasattr(image, "tobytes"):  # one of PIL, of whatever mode
+    """Convert an image, or several, to a tensor."""
+    if hasattr(image, "convert") and hasattr(image, "tobytes"):  # a PIL image of any mode
         width, height = image.size
         return torch.frombuffer(bytearray(image.convert("RGB").tobytes()), dtype=torch.uint8).view(height, width, 3)
     try:
         return torch.as_tensor(image)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(image).__name__
-        raise BadQuery(f"an image is a tensor, an array or an image of PIL, got a {kind}") from error
-
-
-def _on_grid(values: Tensor, grid: tuple[int, int] | None) -> Tensor:
-    side = math.isqrt(len(values))
-    try:
-        height, width = grid or (side, side)
-    except (TypeError, ValueError) as error:
-        raise BadQuery(f"a grid is (patches in height, in width), got {grid!r}") from error
-    if height < 1 or width < 1 or height * width > len(values):
-        raise BadQuery(f"a grid of {height} x {width} patches cannot be made of {len(values)} tokens")
-    return values[len(values) - height * width :].view(height, width)
+        raise BadQuery(f"expected the image as a tensor, an array or a PIL image, got a {kind}") from error
 
 
 def _as_image(image: Any) -> Tensor:
@@ -104,7 +84,7 @@ def _as_image(image: Any) -> Tensor:
     elif pixels.dim() == 3 and pixels.shape[0] in (1, 3):
         pixels = pixels.permute(1, 2, 0)
     if pixels.dim() != 3 or pixels.shape[2] not in (1, 3):
-        raise BadQuery(f"an image is (3, H, W), (H, W, 3) or (H, W), got {tuple(pixels.shape)}")
+        raise BadQuery(f"expected an image of (3, H, W), (H, W, 3) or (H, W), got {tuple(pixels.shape)}")
     light = pixels / 255 if _are_bytes(pixels) else scale_values(pixels.float())
     return light.expand(*light.shape[:2], 3)
 

@@ -7,12 +7,15 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from microtome.errors import BadQuery
 from microtome.files.reading import File
 from microtome.files.writing import translate_write_errors
 
@@ -88,3 +91,34 @@ def colour(values: Tensor) -> Tensor:
 
 def as_bytes(pixels: Tensor) -> Tensor:
     return (pixels * 255).round().to(torch.uint8)
+
+
+def draw_map(values: Tensor, height: int, width: int) -> Tensor:
+    """Draw values between 0 and 1 as pixels, each as a rectangle of this size."""
+    return as_bytes(colour(values.repeat_interleave(height, 0).repeat_interleave(width, 1)))
+
+
+def arrange_patches(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Arrange tokens, (n, ...), in a grid of patches, (height, width, ...).
+
+    Tokens before those of the patches, such as the class token, are left out.
+    """
+    try:
+        height, width = map(index, grid)
+    except (TypeError, ValueError) as error:
+        raise BadQuery(f"expected grid to be the patches in height and in width, got {grid!r}") from error
+    if height < 1 or width < 1 or height * width > len(tokens):
+        raise BadQuery(f"expected a grid of at most {len(tokens)} patches, one a token, got {height} x {width}")
+    return tokens[len(tokens) - height * width :].unflatten(0, (height, width))
+
+
+def pick(values: Any, position: Any, noun: str) -> Tensor:
+    """Return one of several layers, heads, rows or samples by its position."""
+    try:
+        position = index(position)
+    except TypeError as error:
+        raise BadQuery(f"expected the position of a {noun}, got {position!r}") from error
+    if not -len(values) <= position < len(values):
+        raise BadQuery(f"expected one of {len(values)} {noun}s, got {noun} {position}")
+    tensor: Tensor = values[position]
+    return tensor
