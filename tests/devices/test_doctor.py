@@ -8,7 +8,7 @@ import time
 from click.testing import CliRunner
 
 from microtome.cli import main
-from microtome.devices.machine import check_clock, check_sources
+from microtome.devices.machine import check_clock, check_meters
 from microtome.devices.meters import Meter, MeterReading, Missing
 from microtome.errors import SensorFailed
 
@@ -44,7 +44,7 @@ def test_the_clock_moves_and_is_read() -> None:
 
 def test_a_source_that_works_is_tried_and_closed() -> None:
     source = Steps()
-    (checkup,), missing = check_sources([source], [])
+    (checkup,), missing = check_meters([source], [])
     assert (checkup.name, checkup.what, missing) == ("steps", "a counter (counter)", [])
     assert checkup.period_s is not None
     assert source.closed
@@ -52,7 +52,7 @@ def test_a_source_that_works_is_tried_and_closed() -> None:
 
 def test_a_source_that_fails_is_missing_with_its_reason() -> None:
     source, other = Steps(fails=True), Missing("rapl", "no folder", "load the module")
-    works, missing = check_sources([source], [other])
+    works, missing = check_meters([source], [other])
     assert works == []
     assert [(item.name, item.reason) for item in missing] == [("rapl", "no folder"), ("steps", "it is broken")]
     assert source.closed

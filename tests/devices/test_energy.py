@@ -725,7 +725,7 @@ def test_a_counter_that_goes_backwards_gives_no_joules() -> None:
 def test_a_counter_that_stands_still_gives_no_joules_rather_than_zero() -> None:
     energy = measured(Scripted("counter", lambda n: MeterReading(0.002 * n, joules=5.0)))
     assert energy.joules is None
-    assert energy.reason.startswith("the counter did not change within 0.002 s: the block is too short for it")
+    assert energy.reason.startswith("the counter did not change within 0.002 s: the block is too short")
 
 
 @pytest.mark.parametrize(

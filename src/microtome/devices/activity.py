@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -84,6 +85,11 @@ def watch(device_type: str, *, launch_prefix: str, memory: bool = False) -> Iter
     _fill(activity, results.events(), device_type, launch_prefix)
 
 
+def _is_launch(event: Any, launch_prefix: str) -> bool:
+    name = event.name()
+    return name.startswith(launch_prefix) and "::" not in name and not event.is_user_annotation()
+
+
 def _fill(activity: Activity, events: list[Any], device_type: str, launch_prefix: str) -> None:
     marks: list[tuple[int, str]] = []
     launch_times: dict[int, int] = {}  # by the correlation id of a launch and its kernel
@@ -99,16 +105,11 @@ def _fill(activity: Activity, events: list[Any], device_type: str, launch_prefix
                 kernels.append(event)
         elif event_type == "cpu" and event.is_user_annotation() and name.startswith(_PREFIX):
             marks.append((event.start_ns(), name.removeprefix(_PREFIX)))
-        elif (
-            event_type == "cpu"
-            and name.startswith(launch_prefix)
-            and "::" not in name
-            and not event.is_user_annotation()
-        ):
+        elif event_type == "cpu" and _is_launch(event, launch_prefix):
             launch_times[event.correlation_id()] = event.start_ns()
         elif event.correlation_id():
             op_times[event.correlation_id()] = event.start_ns()
-    marks.sort(key=lambda one: one[0])
+    marks.sort(key=itemgetter(0))
     mark_times = [time for time, _ in marks]
     activity.labels = [label for _, label in marks]
 
@@ -120,7 +121,7 @@ def _fill(activity: Activity, events: list[Any], device_type: str, launch_prefix
         time = launch_times.get(kernel.correlation_id(), op_times.get(kernel.linked_correlation_id()))
         return kernel.start_ns() if time is None else time
 
-    timed = sorted(((launch_time(kernel), kernel) for kernel in kernels), key=lambda one: one[0])
+    timed = sorted(((launch_time(kernel), kernel) for kernel in kernels), key=itemgetter(0))
     activity.launches = [Launch(mark_at(time), kernel.name(), kernel.duration_ns() / 1e9) for time, kernel in timed]
     allocations.sort(key=lambda event: event.start_ns())
     activity.allocations = [Allocation(mark_at(event.start_ns()), event.nbytes()) for event in allocations]

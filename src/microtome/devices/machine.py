@@ -72,30 +72,31 @@ class Checkup:
     period_s: float | None
 
 
-def check_clock() -> Checkup:
-    """Check the clock that times are measured with."""
-    return Checkup("perf_counter", "time", *_try(time.perf_counter, 0.01))
-
-
-def check_sources(found: list[Meter], missing: list[Missing]) -> tuple[list[Checkup], list[Missing]]:
-    """Check each energy source; those that fail are added to the missing ones."""
-    checked, failed = [], list(missing)
-    for source in found:
-        try:
-            read = _joules_or_watts(source)
-            checked.append(Checkup(source.name, f"{source.what} ({source.kind})", *_try(read, _WATCH_S)))
-        except Exception as error:  # noqa: BLE001  a user's meter may raise anything
-            reason = str(error) if isinstance(error, SensorFailed) else describe_error(error)
-            failed.append(Missing(source.name, reason, "see whether another program can read it"))
-        finally:
-            source.close()
-    return checked, failed
-
-
 def checkup() -> tuple[list[Checkup], list[Missing]]:
     """Check all clocks and sensors of this machine; return those that work, and those that are missing."""
-    sources, missing = check_sources(*find())
-    return [check_clock(), *sources], missing
+    meters, missing = check_meters(*find())
+    return [check_clock(), *meters], missing
+
+
+def check_clock() -> Checkup:
+    """Check the clock that times are measured with."""
+    return Checkup("perf_counter", "time", *_time_readings(time.perf_counter, 0.01))
+
+
+def check_meters(meters: list[Meter], missing: list[Missing]) -> tuple[list[Checkup], list[Missing]]:
+    """Check each energy meter; those that fail are added to the missing ones."""
+    checked, failed = [], list(missing)
+    for meter in meters:
+        try:
+            checked.append(
+                Checkup(meter.name, f"{meter.what} ({meter.kind})", *_time_readings(_reader(meter), _WATCH_S))
+            )
+        except Exception as error:  # noqa: BLE001  a user's meter may raise anything
+            reason = str(error) if isinstance(error, SensorFailed) else describe_error(error)
+            failed.append(Missing(meter.name, reason, "see whether another program can read it"))
+        finally:
+            meter.close()
+    return checked, failed
 
 
 def describe_device_time(device: torch.device) -> str:
@@ -106,28 +107,28 @@ def describe_device_time(device: torch.device) -> str:
     except (Unsupported, RuntimeError) as error:
         return f"not from kernels: {describe_error(error)}"
     if not activity.launches:
-        return "not from kernels: torch's profiler sees none; measure with --device-time graph"
+        return "not from kernels: torch's profiler reports none; measure with --device-time graph"
     return "durations of kernels, from torch's profiler"
 
 
-def _joules_or_watts(source: Meter) -> Callable[[], Any]:
+def _reader(meter: Meter) -> Callable[[], Any]:
     def read() -> Any:
-        reading = source.read()
+        reading = meter.read()
         return reading.watts if reading.joules is None else reading.joules
 
     return read
 
 
-def _try(read: Callable[[], Any], watch_s: float) -> tuple[float, float | None]:
-    """Return the duration of a reading, and the time between two changes."""
-    costs: list[float] = []
-    steps: list[float] = []
+def _time_readings(read: Callable[[], Any], watch_s: float) -> tuple[float, float | None]:
+    """Return the median duration of a reading, and the median time between two changes."""
+    durations: list[float] = []
+    changes: list[float] = []
     last, began = read(), time.perf_counter()
-    while (now := time.perf_counter()) - began < watch_s and len(steps) < 100:
+    while (now := time.perf_counter()) - began < watch_s and len(changes) < 100:
         value = read()
-        costs.append(time.perf_counter() - now)
+        durations.append(time.perf_counter() - now)
         if value != last:
             last = value
-            steps.append(time.perf_counter())
-    gaps = [after - before for before, after in pairwise(steps)]
-    return median(costs), median(gaps) if gaps else None
+            changes.append(time.perf_counter())
+    periods = [after - before for before, after in pairwise(changes)]
+    return median(durations), median(periods) if periods else None

@@ -38,7 +38,7 @@ class Window:
     A meter that must be read periodically is read by a background thread.
 
     Args:
-        source: An open meter.
+        meter: An open meter.
         every_s: The reading period, instead of the meter's own `every_s`.
 
     Attributes:
@@ -46,15 +46,15 @@ class Window:
         reason: Why reading stopped; empty otherwise.
 
     >>> from microtome.devices.meters import find
-    >>> for source in find()[0]:
-    ...     with source, Window(source) as window:
+    >>> for meter in find()[0]:
+    ...     with meter, Window(meter) as window:
     ...         _ = sum(range(1000))
     ...     energy = window.energy()
     """
 
-    def __init__(self, source: Meter, every_s: float | None = None) -> None:
-        self._source = source
-        self._every_s = source.every_s if every_s is None else every_s
+    def __init__(self, meter: Meter, every_s: float | None = None) -> None:
+        self._meter = meter
+        self._every_s = meter.every_s if every_s is None else every_s
         self._thread: threading.Thread | None = None
         self._open = self._ended = False
 
@@ -88,26 +88,24 @@ class Window:
         self._open, self._ended = False, True
 
     def energy(self) -> Energy:
-        """Return the energy of the block; a log that has grown meanwhile may cover more."""
-        method = METHOD[self._source.kind]
+        """Return the energy of the block; a log may cover more of it later."""
+        method = METHOD[self._meter.kind]
         if not self._ended:
             return Energy(None, 0.0, method, 0, "the block has not ended")
-        if isinstance(self._source, Log):
-            return self._logged(self._source, method)
+        if isinstance(self._meter, Log):
+            return self._logged_energy(self._meter, method)
         if self.reason or self._first is None or self._last is None:
             return Energy(None, self._end_s - self._start_s, method, self._samples, self.reason)
         seconds = self._last.time_s - self._first.time_s
-        if self._source.kind == "counter" and self._joules == 0:
-            reason = (
-                f"the counter did not change within {seconds:.3g} s: the block is too short for it, or it has stopped"
-            )
+        if self._meter.kind == "counter" and self._joules == 0:
+            reason = f"the counter did not change within {seconds:.3g} s: the block is too short, or it has stopped"
             return Energy(None, seconds, method, self._samples, reason)
         return Energy(self._joules, seconds, method, self._samples)
 
-    def _logged(self, source: Log, method: str) -> Energy:
+    def _logged_energy(self, meter: Log, method: str) -> Energy:
         seconds = self._end_s - self._start_s
         try:
-            return Energy(source.between(self._start_s, self._end_s), seconds, method, 0)
+            return Energy(meter.between(self._start_s, self._end_s), seconds, method, 0)
         except SensorFailed as error:
             return Energy(None, seconds, method, 0, str(error))
 
@@ -117,41 +115,41 @@ class Window:
 
     def _sample(self) -> None:
         """Add a reading; the first failure ends the readings and becomes the reason."""
-        if self.reason or isinstance(self._source, Log):
+        if self.reason or isinstance(self._meter, Log):
             return
         try:
-            self._add(self._source.read())
+            self._add(self._meter.read())
         except SensorFailed as error:
             self.reason = str(error)
         except Exception as error:  # noqa: BLE001  in a thread it would be lost, and the sum would be a guess
-            self.reason = f"reading {self._source.what} failed: {describe_error(error)}"
+            self.reason = f"reading {self._meter.what} failed: {describe_error(error)}"
 
     def _add(self, now: MeterReading) -> None:
         step = 0.0
         if self._last is not None:
-            step = _step(self._last, now, self._source)
+            step = _step(self._last, now, self._meter)
             self._joules += step
         else:
             self._first = now
-        if step or self._source.kind == "power":
+        if step or self._meter.kind == "power":
             self.points.append((now.time_s, self._joules))
         self._last = now
         self._samples += 1
 
 
-def _step(last: MeterReading, now: MeterReading, source: Meter) -> float:
+def _step(last: MeterReading, now: MeterReading, meter: Meter) -> float:
     """Return the joules between two readings."""
     if not now.time_s >= last.time_s:
-        raise SensorFailed(f"the time of {source.what} went backwards, from {last.time_s} to {now.time_s}")
-    if source.kind == "power":
-        return (_check(last.watts, source) + _check(now.watts, source)) / 2 * (now.time_s - last.time_s)
-    step = _check(now.joules, source) - _check(last.joules, source)
+        raise SensorFailed(f"the time of {meter.what} went backwards, from {last.time_s} to {now.time_s}")
+    if meter.kind == "power":
+        return (_check(last.watts, meter) + _check(now.watts, meter)) / 2 * (now.time_s - last.time_s)
+    step = _check(now.joules, meter) - _check(last.joules, meter)
     if step < 0:
-        raise SensorFailed(f"the counter of {source.what} went backwards, from {last.joules} to {now.joules} J")
+        raise SensorFailed(f"the counter of {meter.what} went backwards, from {last.joules} to {now.joules} J")
     return step
 
 
-def _check(number: float | None, source: Meter) -> float:
+def _check(number: float | None, meter: Meter) -> float:
     if number is None:
-        raise SensorFailed(f"{source.what}: expected a reading with {source.kind}, got none")
-    return finite(number, f"a reading of {source.what}")
+        raise SensorFailed(f"{meter.what}: expected a reading with {meter.kind}, got none")
+    return finite(number, f"a reading of {meter.what}")
