@@ -26,7 +26,7 @@ from microtome.devices.base import (
 )
 from microtome.devices.cuda import Cuda
 from microtome.errors import SensorFailed, Unsupported
-from microtome.profile import device, repeats
+from microtome.profile import device, passes
 from microtome.report.formats import text
 
 ROOT = Path(microtome.__file__).parent
@@ -121,7 +121,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Backend], No
 
     def register(backend: Backend) -> None:
         monkeypatch.setitem(base.BACKENDS, "xpu", lambda: backend)
-        monkeypatch.setattr(repeats, "accelerators_of", lambda _: [torch.device("xpu", 0)])
+        monkeypatch.setattr(passes, "accelerators_of", lambda _: [torch.device("xpu", 0)])
         base._backend.cache_clear()
 
     yield register

@@ -18,6 +18,7 @@ EVERY_S = 0.05
 
 T = TypeVar("T")
 
+#: The fields of `Sample` and, in this order, of `Load`.
 QUANTITIES = ("cpu", "gpu", "memory", "gpu_memory", "watts")
 
 

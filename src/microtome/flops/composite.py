@@ -95,7 +95,7 @@ class _Recurrence(NamedTuple):
         every = [weight for weight in self.weights if weight.dim() == 2]
         rows, columns = every[1].shape
         each = 3 if self.kind == "lstm" and columns * _GATES["lstm"] != rows else 2
-        return [every[at : at + each] for at in range(0, len(every), each)]
+        return [every[index : index + each] for index in range(0, len(every), each)]
 
 
 #: Operations on each element of the state at each step. LSTM: 4 gates added up (4) and bounded (4), the cell (3), its

@@ -24,7 +24,7 @@ class CallTree:
 
     Attributes:
         rows: The rows of the calls, in the order they begin.
-        at: The index of each in all rows of the profile.
+        row_indices: The index of each in all rows of the profile.
         paths: The paths of their modules.
         parents: The index of the nearest measured call that contains each; None for the root.
         addresses: The index of the call at each `Call.address`, or of the nearest measured call that contains it.
@@ -32,8 +32,8 @@ class CallTree:
 
     def __init__(self, rows: Sequence[Row], depth: int | None = None) -> None:
         self.paths = {row.path for row in rows if depth is None or row.depth <= depth}
-        self.at = [index for index, row in enumerate(rows) if row.path in self.paths]
-        self.rows = [rows[index] for index in self.at]
+        self.row_indices = [index for index, row in enumerate(rows) if row.path in self.paths]
+        self.rows = [rows[index] for index in self.row_indices]
         self.addresses: dict[str, int] = {}
         self.parents: list[int | None] = []
         for row in rows:

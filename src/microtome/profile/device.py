@@ -13,7 +13,7 @@ from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.errors import Unsupported
 from microtome.profile.call_tree import CallTree
-from microtome.profile.repeats import Passes, PassSchedule
+from microtome.profile.passes import Passes, PassSchedule
 
 DeviceTimeMethod = Literal["kernels", "graph"]
 METHODS: dict[DeviceTimeMethod, str] = {
@@ -165,7 +165,7 @@ def _elapsed_times(activity: Activity, passes: int, calls: int) -> torch.Tensor:
     table = torch.zeros(passes, calls, dtype=torch.float64)
     begun, total = 0, 0.0
     open_: list[int] = []
-    for at, (label, owner) in enumerate(zip(activity.labels, _owners(activity), strict=True)):
+    for index, (label, owner) in enumerate(zip(activity.labels, _owners(activity), strict=True)):
         if label == "forward":
             begun, total, open_ = 0, 0.0, []
         if owner.phase != "forward":
@@ -175,7 +175,7 @@ def _elapsed_times(activity: Activity, passes: int, calls: int) -> torch.Tensor:
             begun += 1
         elif open_:  # the call ended and its parent continues
             table[owner.at_pass, open_.pop()] = total
-        total += launched.get(at, 0.0)
+        total += launched.get(index, 0.0)
     return table
 
 
@@ -249,7 +249,7 @@ def graph_times(runs: Passes, tree: CallTree, schedule: PassSchedule) -> DeviceT
                 own[owner] += backend.elapsed_s(event, after)
             own_times.append(own)
             first = probe.events[0][0]
-            ends = (probe.events[probe.ended[at]][0] for at in range(len(tree)))
+            ends = (probe.events[probe.ended[index]][0] for index in range(len(tree)))
             elapsed_times.append([backend.elapsed_s(first, end) for end in ends])
             begin = backend.timestamp(device)
             plain.replay()

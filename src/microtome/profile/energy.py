@@ -21,7 +21,7 @@ from microtome.engine.pytree import clone_tensors
 from microtome.errors import BadQuery, SensorFailed, Unsupported, describe_error
 from microtome.inputs import Inputs
 from microtome.profile.call_tree import CallTree
-from microtome.profile.repeats import Passes, PassSchedule
+from microtome.profile.passes import Passes, PassSchedule
 from microtome.results.measurements import EnergyUse, Spread
 from microtome.results.rows import Row
 
@@ -131,12 +131,12 @@ def estimate(tree: CallTree, model: EnergyModel, own_s: Sequence[float | None], 
     backward_flops = tree.own_known([row.backward_flops if backward else 0 for row in tree.rows])
     moved = tree.own_known([row.moved_bytes for row in tree.rows])
     own: list[float | None] = []
-    for at in range(len(tree)):
+    for index in range(len(tree)):
         terms = [
-            (model.joules_per_flop, flops[at]),
-            (model.joules_per_flop, backward_flops[at]),
-            (model.joules_per_byte, moved[at]),
-            (model.watts, own_s[at]),
+            (model.joules_per_flop, flops[index]),
+            (model.joules_per_flop, backward_flops[index]),
+            (model.joules_per_byte, moved[index]),
+            (model.watts, own_s[index]),
         ]
         is_known = all(amount is not None for coefficient, amount in terms if coefficient)
         own.append(sum(c * a for c, a in terms if c and a is not None) if is_known else None)
@@ -171,8 +171,8 @@ def replay(runs: Passes, tree: CallTree, meter: Meter, schedule: PassSchedule, o
         raise Unsupported("layers are replayed in the forward only: leave out backward, or energy='replay'")
     began = perf_counter()
     whole = _measure_model(runs, meter, schedule)
-    leaves = {strip_first_index(tree.rows[at].address): at for at in tree.leaves()}
-    kinds = {address: _kind(tree.rows[at], runs.model) for address, at in leaves.items()}
+    leaves = {strip_first_index(tree.rows[index].address): index for index in tree.leaves()}
+    kinds = {address: _kind(tree.rows[index], runs.model) for address, index in leaves.items()}
     capture = _ReplayInputs(kinds)
     with runs.session(capture, tree):
         runs.once()
@@ -188,7 +188,7 @@ def replay(runs: Passes, tree: CallTree, meter: Meter, schedule: PassSchedule, o
             results[kind] = f"the budget of {schedule.budget_s:g} s was spent before it"
             continue
         results[kind] = _measure_layer(runs, capture.layers[kind], meter, seconds, whole.idle_w)
-    return _collect_layers(tree, meter, whole, {at: results[kinds[address]] for address, at in leaves.items()})
+    return _collect_layers(tree, meter, whole, {index: results[kinds[address]] for address, index in leaves.items()})
 
 
 def _kind(row: Row, model: nn.Module) -> Any:
@@ -226,12 +226,12 @@ def _collect_layers(
     net: list[float | None] = [None] * len(tree)
     call_spreads: list[Spread | None] = [None] * len(tree)
     reasons: dict[str, str] = {}
-    for at, result in results.items():
+    for index, result in results.items():
         if isinstance(result, str):
-            reasons[tree.rows[at].address] = result
+            reasons[tree.rows[index].address] = result
             continue
-        spread = call_spreads[at] = result.spread(METHODS["replay"])
-        own[at], net[at] = spread.median, result.net()
+        spread = call_spreads[index] = result.spread(METHODS["replay"])
+        own[index], net[index] = spread.median, result.net()
     return Energies(own, net, call_spreads, _use("replay", meter, whole, own, net, reasons))
 
 

@@ -13,7 +13,7 @@ from microtome.devices.meters import Log, Meter, pick
 from microtome.devices.meters.base import finite
 from microtome.errors import SensorFailed, describe_error
 from microtome.profile.call_tree import CallTree
-from microtome.profile.repeats import Passes, PassSchedule
+from microtome.profile.passes import Passes, PassSchedule
 from microtome.profile.timing import Stopwatch
 from microtome.results.measurements import Load, Sampling
 
@@ -49,9 +49,8 @@ def sample_load(
             times.append(torch.tensor([watch.begins, watch.ends], dtype=torch.float64) / 1e9)
     samples = sampler.samples
     begins, ends = (part.contiguous() for part in torch.stack(times).unbind(1))
-    columns = {name: _mean(samples, name, begins, ends) for name in QUANTITIES}
-    overlaps = _overlapping(samples, begins, ends)
-    loads = [Load(**{name: columns[name][at] for name in QUANTITIES}, samples=overlaps[at]) for at in range(len(tree))]
+    columns = [_mean(samples, name, begins, ends) for name in QUANTITIES]
+    loads = [Load(*values) for values in zip(*columns, _overlapping(samples, begins, ends), strict=True)]
     every_s = median(sample.end_s - sample.begin_s for sample in samples) if samples else 0.0
     return loads, Sampling(every_s, len(samples), len(times), sampler.missing)
 
@@ -98,9 +97,9 @@ def _mean(samples: list[Sample], name: str, begins: torch.Tensor, ends: torch.Te
 
     def integral(times: torch.Tensor) -> torch.Tensor:
         """Integrate from the first edge to each time."""
-        at = times.clamp(edges[0], edges[-1])
-        after = torch.searchsorted(edges, at).clamp(1, len(edges) - 1)
-        part = (at - edges[after - 1]) / (edges[after] - edges[after - 1])
+        clamped = times.clamp(edges[0], edges[-1])
+        after = torch.searchsorted(edges, clamped).clamp(1, len(edges) - 1)
+        part = (clamped - edges[after - 1]) / (edges[after] - edges[after - 1])
         return sums[after - 1] + part * steps[after - 1]
 
     sampled = (ends.clamp(edges[0], edges[-1]) - begins.clamp(edges[0], edges[-1])).sum(0)
@@ -116,4 +115,4 @@ def _overlapping(samples: list[Sample], begins: torch.Tensor, ends: torch.Tensor
     stops = torch.tensor([sample.end_s for sample in samples], dtype=torch.float64)
     first, last = torch.searchsorted(stops, begins), torch.searchsorted(starts, ends)
     spans = zip(first.T.tolist(), last.T.tolist(), strict=True)
-    return [len({at for a, b in zip(*span, strict=True) for at in range(a, b)}) for span in spans]
+    return [len({index for a, b in zip(*span, strict=True) for index in range(a, b)}) for span in spans]

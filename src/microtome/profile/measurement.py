@@ -22,7 +22,7 @@ from microtome.profile import device, energy, timing
 from microtome.profile.call_tree import CallTree
 from microtome.profile.energy import Energies, EnergyModel
 from microtome.profile.load import sample_load
-from microtome.profile.repeats import Passes, PassSchedule, check_calls, passes, to_integer
+from microtome.profile.passes import Passes, PassSchedule, check_calls, open_passes, to_integer
 from microtome.profile.static import ProfileBuilder
 from microtome.results.measurements import MemoryUse, Spread, Timing
 from microtome.results.profile import Profile
@@ -104,7 +104,7 @@ class _Measurer:
         if quantities == {"energy"} and not spec.energy_needs_time:
             self._estimate_energy([None] * len(self._tree))
         else:
-            with passes(self._model, self._inputs, backward=spec.backward) as runs:
+            with open_passes(self._model, self._inputs, backward=spec.backward) as runs:
                 runs.choose_fast_paths(self._tree)
                 if "time" in quantities or ("energy" in quantities and spec.energy_needs_time):
                     self._measure_time(runs)
@@ -124,19 +124,19 @@ class _Measurer:
 
     def _set(self, name: str, values: Iterable[Any]) -> None:
         """Set a field of the rows of measured calls."""
-        for at, value in zip(self._tree.at, values, strict=True):
-            self._rows[at] = replace(self._rows[at], **{name: value})
+        for index, value in zip(self._tree.row_indices, values, strict=True):
+            self._rows[index] = replace(self._rows[index], **{name: value})
 
     def _set_amounts(self, name: str, inclusive: Sequence[float | None], own: Sequence[float | None]) -> None:
         """Set a quantity of calls, and of their own part."""
         self._set(name, inclusive)
-        owns = [self._rows[at].own for at in self._tree.at]
+        owns = [self._rows[index].own for index in self._tree.row_indices]
         self._set("own", [replace(amounts, **{name: value}) for amounts, value in zip(owns, own, strict=True)])  # type: ignore[arg-type]
 
     def _set_spreads(self, name: str, call_spreads: Sequence[Spread | None]) -> None:
-        for at, spread in zip(self._tree.at, call_spreads, strict=True):
+        for index, spread in zip(self._tree.row_indices, call_spreads, strict=True):
             if spread is not None:
-                self._rows[at] = replace(self._rows[at], spreads=self._rows[at].spreads | {name: spread})
+                self._rows[index] = replace(self._rows[index], spreads=self._rows[index].spreads | {name: spread})
 
     def _set_times(self, name: str, times: Tensor, method: str) -> None:
         """Set inclusive times, which have a row for each pass; a call's own excludes the calls inside it."""
@@ -191,7 +191,7 @@ class _Measurer:
             convention = find_convention(self._profile.convention)
             rows = ProfileBuilder(trace, costs, self._model, convention, backward=backward).rows()
         check_calls([row.address for row in rows], [row.address for row in self._rows])
-        self._set("measured_peak_bytes", [rows[at].peak_bytes for at in self._tree.at])
+        self._set("measured_peak_bytes", [rows[index].peak_bytes for index in self._tree.row_indices])
 
     @contextmanager
     def _watch_rss(self, method: str) -> Iterator[None]:
@@ -204,7 +204,7 @@ class _Measurer:
 
     def _measure_energy(self, runs: Passes) -> None:
         spec = self._spec
-        own_s = [_own_seconds(self._rows[at]) for at in self._tree.at]
+        own_s = [_own_seconds(self._rows[index]) for index in self._tree.row_indices]
         if isinstance(spec.energy, EnergyModel):
             self._estimate_energy(own_s)
             return

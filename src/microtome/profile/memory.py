@@ -32,7 +32,7 @@ def live_bytes(trace: Trace) -> tuple[list[int], list[int]]:
 def timeline(trace: Trace, live: Sequence[int]) -> Timeline:
     """Build the timeline of a trace, from the bytes alive while each of its operators runs."""
     forward = [call for call in trace.calls if call.phase == "forward"]
-    rows = {call.address: at for at, call in enumerate(forward)}
+    rows = {call.address: index for index, call in enumerate(forward)}
     owners = [rows.get(call.address, 0) for call in trace.calls]
     count = len(trace.ops)
     without_tensors = Timeline(
@@ -46,7 +46,7 @@ def timeline(trace: Trace, live: Sequence[int]) -> Timeline:
     return replace(without_tensors, alive=tuple(_alive(trace, without_tensors.peak)))
 
 
-def _alive(trace: Trace, at: int) -> Iterator[Alive]:
+def _alive(trace: Trace, index: int) -> Iterator[Alive]:
     """Yield the tensors alive while an operator runs, the largest first."""
     first: dict[int, Value] = {}
     for value in trace.values:
@@ -54,7 +54,7 @@ def _alive(trace: Trace, at: int) -> Iterator[Alive]:
     sums: dict[Kind, list[int]] = {}
     single: list[Alive] = []
     for memory, (nbytes, begins, ends) in enumerate(trace.memories):
-        if begins > at or (ends is not None and ends <= at) or memory not in first:
+        if begins > index or (ends is not None and ends <= index) or memory not in first:
             continue
         value = first[memory]
         if value.origin in ("parameter", "buffer"):

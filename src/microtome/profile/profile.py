@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from microtome.profile.device import DeviceTimeMethod
     from microtome.profile.energy import EnergyModel
     from microtome.profile.measurement import MeasurementSpec
-    from microtome.profile.repeats import Progress
+    from microtome.profile.passes import Progress
     from microtome.results.profile import Coverage, Profile
     from microtome.results.trace import Trace
     from microtome.trace.costs import TraceCosts
@@ -80,7 +80,7 @@ def profile(
     spec: MeasurementSpec | None = None
     if not isinstance(measure, tuple) or measure:
         from microtome.profile.measurement import MeasurementSpec
-        from microtome.profile.repeats import PassSchedule
+        from microtome.profile.passes import PassSchedule
 
         spec = MeasurementSpec.parse(
             measure,

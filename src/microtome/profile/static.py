@@ -71,8 +71,8 @@ class ProfileBuilder:
     def _ops(self, call: TracedCall) -> list[Group]:
         """Group the operators that the call's own code ran, and add the convention's price of the module itself."""
         by_name: dict[str, list[Op]] = {}
-        for at in call.ops:
-            if (op := self._trace.ops[at]).phase == "forward":
+        for index in call.ops:
+            if (op := self._trace.ops[index]).phase == "forward":
                 by_name.setdefault(op.name, []).append(op)
         cost = self._module_costs.get(call.index)
         moves = cost is None or cost.read_bytes is None
@@ -129,10 +129,10 @@ class ProfileBuilder:
             depth=call.depth,
             height=1 + max((row.height for row in inside), default=0),
             parent=None if call.parent is None else self._trace.calls[call.parent].address,
-            inputs=tuple(_tensor(values[at].shape, values[at].dtype) for at in call.inputs),
-            outputs=tuple(_tensor(values[at].shape, values[at].dtype) for at in call.outputs),
+            inputs=tuple(_tensor(values[index].shape, values[index].dtype) for index in call.inputs),
+            outputs=tuple(_tensor(values[index].shape, values[index].dtype) for index in call.outputs),
             shared_params=self._parameter_owners.shared(call),
-            output_bytes=sum(values[at].nbytes for at in dict.fromkeys(call.outputs)),
+            output_bytes=sum(values[index].nbytes for index in dict.fromkeys(call.outputs)),
             peak_bytes=self._peak(call, inside),
             own=own,
             ops=tuple(groups),
@@ -140,7 +140,7 @@ class ProfileBuilder:
 
     def _peak(self, call: TracedCall, inside: list[Row]) -> int:
         """Return the peak of live bytes while a call runs; if it runs no operator, those alive at that moment."""
-        own = [self._live[at] for at in call.ops if self._trace.ops[at].phase == "forward"]
+        own = [self._live[index] for index in call.ops if self._trace.ops[index].phase == "forward"]
         return max([*own, *(row.peak_bytes for row in inside)], default=self._between[call.begins])
 
     # -- the backward --------------------------------------------------------------------------------------------------

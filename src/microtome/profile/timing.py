@@ -16,7 +16,7 @@ from microtome.devices.statistics import spreads
 from microtome.engine import Call, Probe, Session
 from microtome.inputs import Inputs
 from microtome.profile.call_tree import CallTree
-from microtome.profile.repeats import Passes, PassSchedule, check_calls
+from microtome.profile.passes import Passes, PassSchedule, check_calls
 from microtome.results.measurements import Timing
 
 METHOD = "two time stamps per call; the minimum cost of the stamps is subtracted"
@@ -40,18 +40,18 @@ class Stopwatch(Probe):
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if call.phase != "forward":
             return
-        at = len(self._calls)
+        index = len(self._calls)
         self._calls.append(call)
-        self._open.append(at)
-        if at < len(self.begins):
-            self.begins[at] = perf_counter_ns()
+        self._open.append(index)
+        if index < len(self.begins):
+            self.begins[index] = perf_counter_ns()
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if call.phase != "forward":
             return
-        at = self._open.pop()
-        if at < len(self.ends):
-            self.ends[at] = perf_counter_ns()
+        index = self._open.pop()
+        if index < len(self.ends):
+            self.ends[index] = perf_counter_ns()
 
     def fail(self, call: Call, error: BaseException) -> None:  # which the model may catch
         self.exit(call, (), {}, None)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from operator import index
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ _MIN_PASSES = 3
 
 def to_integer(value: Any, name: str) -> int:
     try:
-        return index(value)
+        return operator.index(value)
     except TypeError as error:
         raise BadQuery(f"expected {name} to be an integer, got {value!r}") from error
 
@@ -112,8 +112,8 @@ def check_calls(calls: Sequence[str], expected: Sequence[str]) -> None:
     """Raise if a pass made other calls than expected: measurements would be attributed to the wrong ones."""
     if list(calls) == list(expected):
         return
-    at = next((at for at, pair in enumerate(zip(calls, expected, strict=False)) if len({*pair}) > 1), None)
-    where = "" if at is None else f", the first difference at {calls[at]!r} in place of {expected[at]!r}"
+    differing = ((got, call) for got, call in zip(calls, expected, strict=False) if got != call)
+    where = next((f", the first difference at {got!r} in place of {call!r}" for got, call in differing), "")
     raise Unsupported(
         f"calls differ between passes, so their times cannot be aligned: expected {len(expected)} calls, got "
         f"{len(calls)}{where}"
@@ -136,7 +136,7 @@ class Passes:
     def __init__(self, model: nn.Module, inputs: Inputs, *, backward: bool) -> None:
         self.fast_paths = True
         self.model = model
-        self.inputs = self._given = inputs
+        self.inputs = self._original_inputs = inputs
         self.backward = backward
         self._tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs.args, inputs.kwargs)))
         self.devices = accelerators_of(self._tensors)
@@ -205,12 +205,12 @@ class Passes:
 
     def restore_inputs(self) -> None:
         """Restore the inputs: the last pass may have written to them, or to objects among them."""
-        for at, (tensor, version, before) in enumerate(self._versions):
+        for index, (tensor, version, before) in enumerate(self._versions):
             if version_of(tensor) != version:
                 with torch.no_grad():
                     tensor.copy_(before)
-                self._versions[at] = tensor, version_of(tensor), before
-        self.inputs = copy_inputs(self._given, self.model, shared=[tensor for tensor, _, _ in self._versions])
+                self._versions[index] = tensor, version_of(tensor), before
+        self.inputs = copy_inputs(self._original_inputs, self.model, shared=[tensor for tensor, _, _ in self._versions])
 
     def once_async(self) -> None:
         """Run one pass without synchronizing devices."""
@@ -255,7 +255,7 @@ class Passes:
 
 
 @signal_safe
-def passes(model: nn.Module, inputs: Inputs, *, backward: bool) -> Iterator[Passes]:
+def open_passes(model: nn.Module, inputs: Inputs, *, backward: bool) -> Iterator[Passes]:
     """Yield the passes of a model, without garbage collection; the model is restored afterwards."""
     _check_devices(model, inputs)
     gc.collect()
