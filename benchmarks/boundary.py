@@ -1,15 +1,14 @@
-"""What it costs to make bytes of a boundary and to read them, over plain copies of the same bytes.
+"""Serializing and reading a boundary, compared with plain copies of the same bytes.
 
-A plain copy is `bytes()` of the tensor's memory, or of the encoded bytes: one thread, new memory, nothing looked at.
-`Tensor.clone()` is the same where it is one thread; from 131 KB on it uses all cores, and waits for those that others
-have. Contestants take turns on tensors that together are larger than the core's own cache, and what they make is kept
-for a while, as in a program that does something else in between. In a loop over one tensor, which stays in the cache,
-a copy of 1 MB costs a quarter of it.
+A plain copy is `bytes()` of the tensor's memory, or of the encoded bytes: one thread, new memory, no checks.
+`Tensor.clone()` is the same with one thread; from 131 KB on it uses all cores, and waits for those that are busy.
+Contestants take turns on tensors that together exceed the core's cache, and their results are kept for a while, as in
+a program that does other work in between. In a loop over one tensor, which stays in the cache, a copy of 1 MB costs a
+quarter of that.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,6 @@ from time import perf_counter
 
 import torch
 
-from benchmarks import report
 from benchmarks.report import Target
 from microtome.files.tensors import memory_of
 from microtome.split.boundary import Boundary
@@ -30,9 +28,9 @@ CODECS = ("raw", "lz4", "zstd", "fp16", "bf16", "int8", "int8_tensor", "int8+zst
 
 
 def in_turns(contestants: dict[str, list[Callable[[], object]]], rounds: int) -> dict[str, float]:
-    """Seconds of each, which goes through its own list of the same work on other data.
+    """Time contestants in turns, each cycling through a list of the same work on different data.
 
-    The lower quartile: some turns are slow because somebody else has the core.
+    Returns the lower quartile of each, in seconds: some turns are slow because the core is busy.
     """
     queues = {name: cycle(runs) for name, runs in contestants.items()}
     kept: deque[object] = deque(maxlen=len(contestants) * min(map(len, contestants.values())))
@@ -50,7 +48,7 @@ def in_turns(contestants: dict[str, list[Callable[[], object]]], rounds: int) ->
 
 
 def boundaries(megabytes: float) -> list[Boundary]:
-    """Different ones, 16 MB together or two."""
+    """Create different boundaries, 16 MB in total, but at least two."""
     count = max(2, round(16 / megabytes))
     elements = int(megabytes * MB) // 4
     return [
@@ -65,7 +63,7 @@ def copies() -> list[Target]:
         made = boundaries(megabytes)
         encoded = [one.to_bytes() for one in made]
         views = [memory_of(one.tensors["layer2.0.conv1"]) for one in made]
-        half = len(made) // 2  # nobody finds in the cache what the one before has read
+        half = len(made) // 2  # so that no contestant finds its data in the cache
         contestants: dict[str, list[Callable[[], object]]] = {
             "copy": [partial(bytes, view) for view in views],
             "encode": [one.to_bytes for one in made[half:] + made[:half]],
@@ -84,7 +82,7 @@ def copies() -> list[Target]:
 
 
 def codecs() -> str:
-    """What each codec costs and saves on 10 MB, half of it zeros: figures, not targets."""
+    """Describe the ratio and speed of each codec on 10 MB, half of it zeros."""
     made = Boundary("layer1", "", {"layer1": torch.randn(4, 64, 98, 100).relu_()}, {})
     lines = []
     for codec in CODECS:
@@ -99,10 +97,3 @@ def run() -> list[Target]:
     first, *others = copies()
     last = others.pop()
     return [first, *others, Target(last.name, last.value, last.most, note=codecs())]
-
-
-if __name__ == "__main__":
-    text = report.markdown(run())
-    print(f"{report.machine()}\n\n{text}")
-    if "--save" in sys.argv:
-        print("\nwritten to", report.save("boundary", text, "python -m benchmarks.boundary --save"))

@@ -1,4 +1,4 @@
-"""What looking and recording cost, over a plain forward and over plain copies and writes of the same tensors."""
+"""Extracting and recording, compared with a plain forward and with plain copies and writes of the same tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import rmtree
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import psutil
@@ -20,27 +19,22 @@ from torch import Tensor, nn
 
 import microtome as mt
 from benchmarks.report import Target
+from benchmarks.timing import take_turns
 from benchmarks.trace import torchvision_model
 
 MIB = 2**20
 
 
 def seconds(*runs: Callable[[], object], rounds: int = 9, after: Callable[[], object] = lambda: None) -> list[float]:
-    """The median of each, run in turns; what is done after each is not timed."""
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds + 1):
-        for run, taken in zip(runs, times, strict=True):
-            began = perf_counter()
-            run()
-            taken.append(perf_counter() - began)
-            after()
-    return [median(taken[1:]) for taken in times]
+    """Run functions in turns and return the median time of each."""
+    contestants = {str(index): run for index, run in enumerate(runs)}
+    return list(take_turns(contestants, rounds, median, after).values())
 
 
 @torch.no_grad()
 def extracting() -> list[Target]:
-    """The third block of twelve, in models whose blocks are all alike."""
-    vit = torchvision_model("vit_b_16")  # torchvision first: transformers imports it too, and could not
+    """Extract the third block of twelve, in models of identical blocks."""
+    vit = torchvision_model("vit_b_16")  # before transformers, whose import of torchvision might fail
     from transformers import GPT2Config, GPT2Model
 
     cases: dict[str, tuple[nn.Module, Any, str]] = {
@@ -117,8 +111,8 @@ def writing() -> list[Target]:
                 for tensor in tensors:
                     model(tensor)
 
-        # Removed each time, so that both write to memory that the system has at hand: getting more of it can take
-        # several times as long as all that is measured here.
+        # Removed each time, so that both write to memory that the page cache has at hand: allocating more can take
+        # several times as long as everything that is measured here.
         theirs, ours = seconds(plain, record, rounds=15, after=lambda: rmtree(place))
     rates = f"{whole / theirs / MIB:.0f} MiB/s plain, {whole / ours / MIB:.0f} MiB/s recorded"
     note = f"{whole / MIB:.0f} MiB in shards of 64 MiB: {rates}"
@@ -141,4 +135,10 @@ def bounded() -> list[Target]:
 
 
 def run() -> list[Target]:
-    return [*bounded(), *extracting(), *recording(), *attention(), *writing()]  # before others leave memory to reuse
+    return [
+        *bounded(),
+        *extracting(),
+        *recording(),
+        *attention(),
+        *writing(),
+    ]  # first, before others leave memory to reuse

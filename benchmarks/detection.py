@@ -1,4 +1,4 @@
-"""Running torchvision's detectors where its compiled operators are missing."""
+"""Run torchvision's detectors without its compiled operators."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from microtome import zoo
 
 @contextmanager
 def detection_runs() -> Iterator[None]:
-    """Detection needs one compiled operator that the installed torchvision may lack; here it is in Python."""
+    """Replace the one compiled operator that detectors need, and the installed torchvision may lack, by Python code."""
     ops = zoo.import_torchvision().ops
     with patch.object(ops.boxes, "nms", _suppress), patch.object(ops, "nms", _suppress):
         yield
 
 
 def _suppress(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """The best boxes that do not overlap a better one by more than the threshold."""
+    """Return the best boxes that do not overlap a better one by more than the threshold."""
     box_iou = zoo.import_torchvision().ops.box_iou
     left = scores.argsort(descending=True)
     kept = []

@@ -1,4 +1,4 @@
-"""What `import microtome` adds to `import torch`."""
+"""The time that `import microtome` adds to `import torch`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def run() -> list[Target]:
     def once() -> float:
         return float(subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout)
 
-    once()  # the files are read and compiled
+    once()  # reads and compiles the files
     added = statistics.median(once() for _ in range(7)) * 1e3
     return [Target("import microtome after import torch, ms", added, 60, {})]

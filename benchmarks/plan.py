@@ -1,4 +1,4 @@
-"""How long planning takes, and how near planned times of heads are to those of runs that stop there."""
+"""The time of planning, and the accuracy of planned times of heads, compared with runs that stop there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run() -> list[Target]:
 
 
 def planning() -> list[Target]:
-    """A model of 500 calls, on two devices and on three."""
+    """Plan a model of 500 calls on two devices and on three."""
     model, x = torchvision_model("resnet152"), torch.randn(1, 3, 224, 224)
     cuts = find_cuts(model, x)
     profile = mt.profile(model, x, measure="time", repeat=3, budget_s=1)
@@ -60,9 +60,9 @@ class _Reached(BaseException):
 
 
 def heads() -> list[Target]:
-    """Of every 30th call: the part of the run that is over when it ends, as planned and as runs that stop there say.
+    """Compare the planned fraction of the run up to every 30th call with that of runs that stop there.
 
-    Runs that stop and whole ones take turns, so that the machine's own ups and downs fall on both.
+    Runs that stop and complete runs take turns, so that drift of the machine affects both.
     """
     targets = []
     for name in ("resnet50", "vit_b_16"):
@@ -84,7 +84,7 @@ def heads() -> list[Target]:
 
 
 def stopped(model: nn.Module, x: torch.Tensor, address: str) -> float:
-    """Seconds of a run to the end of a call, with one hook of torch and nothing of microtome."""
+    """Time a run up to the end of a call, with one hook of torch and without microtome."""
     path, _, index = address.partition("#")
     left = [int(index or 0)]
 
@@ -105,5 +105,5 @@ def stopped(model: nn.Module, x: torch.Tensor, address: str) -> float:
 
 
 def sum_until(profile: mt.Profile, end: float) -> float:
-    """What the layers that have ended until then take, added up."""
+    """Add up the times of the layers that have ended by then."""
     return sum(row.time_s or 0.0 for row in profile if row.height == 1 and (row.elapsed_s or 0.0) <= end)

@@ -1,4 +1,4 @@
-"""What a profile costs, beside a plain forward and every peer that is installed; a large model on meta tensors."""
+"""The cost of a profile, compared with a plain forward and installed tools; a large model on meta tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from benchmarks.trace import torchvision_model
 
 
 def peers(model: nn.Module, x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """What counts the same model, of what is installed."""
+    """Return functions that count the model with each installed tool."""
 
     def flop_counter() -> None:
         with FlopCounterMode(display=False):
@@ -72,7 +72,7 @@ def quietly(run: Callable[[], object]) -> None:
 
 @torch.no_grad()
 def static() -> list[Target]:
-    """A profile over a plain forward, batch 1, one thread, warm."""
+    """Compare a profile with a plain forward, batch 1, one thread, warm."""
     torch.set_num_threads(1)
     logging.getLogger("fvcore.nn.jit_analysis").setLevel(logging.ERROR)
     x = torch.randn(1, 3, 224, 224)
@@ -100,7 +100,7 @@ class Chain(nn.Module):
 
 @torch.no_grad()
 def real() -> list[Target]:
-    """What a trace of real tensors adds for each operator, over what FlopCounterMode adds."""
+    """Compare the overhead per operator of a trace on real tensors with that of FlopCounterMode."""
     torch.set_num_threads(1)
     image = torch.randn(1, 3, 64, 64)
     cases: dict[str, tuple[nn.Module, torch.Tensor]] = {

@@ -1,4 +1,4 @@
-"""What torchvision publishes of its models: parameters and operations, and how those were counted."""
+"""The published parameters and operations of torchvision's models, and the inputs that they were counted with."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torchvision import models  # noqa: E402
 
 from benchmarks.detection import detection_runs  # noqa: E402
 
-#: The table was made with trained weights on noise. Detectors look again at what they find, and most of them found
-#: nothing there. For these two the number of objects is chosen so that the count is the published one: each adds what
-#: their last head costs. They are no evidence that the count is right, and results say so.
+#: The table was computed with trained weights on noise, in which most detectors find nothing. For these two, the number
+#: of detected objects, each of which adds the cost of the last head, is chosen so that the count matches. They are no
+#: evidence that the count is correct, and the results say so.
 FOUND = {
     "KeypointRCNN_ResNet50_FPN_Weights.COCO_V1": 1,
     "MaskRCNN_ResNet50_FPN_V2_Weights.COCO_V1": 100,
@@ -31,7 +31,7 @@ FOUND = {
 
 @dataclass(frozen=True)
 class Published:
-    """One entry of the table: a set of weights of a model."""
+    """An entry of the table: a set of weights of a model."""
 
     name: str
     weights: Any
@@ -53,24 +53,24 @@ class Published:
         return float(self.weights.meta["_ops"])
 
     def build(self, device: str = "meta") -> nn.Module:
-        """The model as it is made for the weights, with random ones; on meta tensors where it can be made there."""
+        """Build the model for these weights, with random ones; on the meta device if possible."""
         if self.kind == "detection" or self.name.startswith("regnet"):
             device = "cpu"
         weights, options = self.weights, {}
-        if self.kind == "quantization":  # before it is quantised: the same layers
+        if self.kind == "quantization":  # before quantization: the same layers
             weights, options = None, {"quantize": False}
             if "googlenet" in self.name:
                 options["aux_logits"] = False
         with warnings.catch_warnings(), torch.device(device), _without_loading(), torch.random.fork_rng():
             torch.manual_seed(0)
-            warnings.simplefilter("ignore")  # initialisations that will change, quantisation that will go
+            warnings.simplefilter("ignore")  # deprecated initialization and quantization
             model: nn.Module = models.get_model_builder(self.name)(weights=weights, **options).eval()
         if self.kind == "detection":
             _find(model, FOUND.get(str(self.weights), 0))
         return model
 
     def inputs(self) -> Any:
-        """What torchvision counts with: an image of 512 x 512, for a video 16, through the weights' transforms."""
+        """Return torchvision's inputs: an image of 512 x 512, or 16 for a video, through the weights' transforms."""
         shape = {"detection": (3, 512, 512), "video": (1, 16, 3, 512, 512)}.get(self.kind, (1, 3, 512, 512))
         image = torch.rand(shape, generator=torch.Generator().manual_seed(0))
         transform = self.weights.transforms()
@@ -90,14 +90,14 @@ class Published:
 
 
 def table() -> list[Published]:
-    """Every entry that torchvision has."""
+    """List every entry of torchvision."""
     names = models.list_models()
     return [Published(name, weights) for name in names for weights in models.get_model_weights(name)]
 
 
 @contextmanager
 def _without_loading() -> Iterator[None]:
-    """Weights that are asked for are not fetched, and those that were not are not loaded."""
+    """Neither download nor load weights."""
     with (
         patch.object(models.WeightsEnum, "get_state_dict", lambda *_, **__: {}),
         patch.object(nn.Module, "load_state_dict", lambda *_, **__: None),
@@ -106,7 +106,7 @@ def _without_loading() -> Iterator[None]:
 
 
 def _find(model: nn.Module, count: int) -> None:
-    """Have a detector find so many things in noise: what it finds, it looks at again."""
+    """Make a detector find this many objects in noise; its last head runs on each."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias") and ("cls_logits" in name or "classification_head" in name):
             nn.init.constant_(parameter, -20.0)
@@ -116,4 +116,4 @@ def _find(model: nn.Module, count: int) -> None:
     if count:
         model.roi_heads.detections_per_img = count  # type: ignore[union-attr]
     if hasattr(model, "rpn"):
-        model.rpn.nms_thresh = 1.0  # type: ignore[union-attr]  # as many places to look at as it takes, as a trained one finds
+        model.rpn.nms_thresh = 1.0  # type: ignore[union-attr]  # as many proposals as a trained model has

@@ -1,4 +1,4 @@
-"""A target of speed, met or not, and how a run of all of them is written down."""
+"""Performance targets, and the results files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and the most it may be.
+    """A figure and its maximum.
 
     Attributes:
-        parts: What it was computed from: added microseconds per module call.
-        note: What else was measured in the same run.
+        parts: The values that it was computed from: added microseconds per module call.
+        note: Other measurements of the same run.
     """
 
     name: str

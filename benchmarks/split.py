@@ -1,8 +1,7 @@
-"""What splitting costs: head and tail together over the plain forward, and all cuts over a trace."""
+"""Overhead of splitting: head and tail compared with the plain forward, and listing cuts compared with a trace."""
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from statistics import median
 
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 import microtome as mt
-from benchmarks import report
 from benchmarks.report import Target
 from benchmarks.timing import take_turns
 from microtome import zoo
@@ -26,7 +24,7 @@ def build(name: str) -> nn.Module:
 
 
 class Counter:
-    """Counts the forwards of modules, by plain hooks."""
+    """Counts the forwards of modules with plain hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: list[str] = []
@@ -66,7 +64,7 @@ def stages(name: str) -> list[Target]:
 
 
 def _run_later(splitter: Splitter, index: int) -> set[str]:
-    """The paths of modules that run again after a cut."""
+    """Return the paths of modules that run again after a cut."""
     return {cut.at.partition("#")[0] for cut in splitter.cuts if cut.index > index}
 
 
@@ -80,10 +78,3 @@ def listing() -> list[Target]:
 def run() -> list[Target]:
     torch.set_num_threads(2)
     return [*listing(), *(target for name in MODELS for target in stages(name))]
-
-
-if __name__ == "__main__":
-    text = report.markdown(run())
-    print(text)
-    if "--save" in sys.argv:
-        report.save("split", text)

@@ -1,4 +1,4 @@
-"""How right the times of calls are, and how little measuring them costs, on a CPU."""
+"""Accuracy and overhead of measured times on a CPU."""
 
 from __future__ import annotations
 

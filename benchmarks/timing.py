@@ -1,4 +1,4 @@
-"""Timing for comparisons: contestants take turns, so that a slow moment of the machine falls on all of them."""
+"""Timing for comparisons: contestants take turns, so that a slow phase of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager
 def interleave(
     work: Callable[[], object], contestants: Mapping[str, Callable[[], AbstractContextManager[object]]], rounds: int
 ) -> dict[str, float]:
-    """Seconds that the work takes inside each contestant's context: the median over the rounds, after a warm-up."""
+    """Return the median time of the work inside each contestant's context, in seconds, after a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for round_ in range(rounds + 1):
         for name, context in contestants.items():
             with context():
-                work()  # the first pass in a fresh context is not what is compared
+                work()  # the first pass in a fresh context is not measured
                 start = time.perf_counter()
                 work()
                 if round_:
@@ -32,17 +32,21 @@ def take_turns(
     contestants: Mapping[str, Callable[[], object]],
     rounds: int,
     of: Callable[[list[float]], float] = lower_quartile,
+    after: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Seconds of each over the rounds, after a warm-up.
+    """Run contestants in turns and return the time of each in seconds, after a warm-up.
 
     Args:
-        of: What is taken of the rounds: low, since noise only adds and others may have the machine.
+        of: The statistic over the rounds; low by default, since noise only adds.
+        after: Called after each run, untimed.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for round_ in range(rounds + 1):
         for name, run in contestants.items():
             start = time.perf_counter()
             run()
+            seconds = time.perf_counter() - start
+            after()
             if round_:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(seconds)
     return {name: of(taken) for name, taken in times.items()}

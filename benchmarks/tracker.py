@@ -1,4 +1,4 @@
-"""What tracking costs per module call, beside torch's ModuleTracker and an empty pair of hooks."""
+"""The cost of tracking per module call, compared with torch's ModuleTracker and an empty pair of hooks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def empty_hooks(model: nn.Sequential) -> Iterator[None]:
 
 
 def microseconds(work: Any, contestants: Any, rounds: int) -> dict[str, float]:
-    """Added time per module call."""
+    """Return the added time per module call."""
     times = interleave(work, {"plain": nullcontext, **contestants}, rounds)
     return {name: (value - times["plain"]) / MODULES * 1e6 for name, value in times.items()}
 
@@ -91,7 +91,7 @@ def run() -> list[Target]:
 
 
 def flatness() -> float:
-    """The time of the last of 10,000 steps over that of the first, after a warm-up."""
+    """Return the time of the last of 10,000 steps divided by that of the first, after a warm-up."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4)))
     x = torch.ones(1, 4)
     blocks = []

@@ -1,4 +1,4 @@
-"""Count every torchvision model and lay it beside what is published: `python -m benchmarks.zoo [--save] [NAME …]`."""
+"""Compare counts of torchvision models with the published ones: `python -m benchmarks.zoo [--save] [NAME …]`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from benchmarks.published import FOUND, table
 from benchmarks.report import save
 
 
-class Found(NamedTuple):
-    """A set of weights: what is published, and what was counted.
+class Comparison(NamedTuple):
+    """Published and counted figures of a set of weights.
 
     Attributes:
-        objects: How many objects the detector is made to find, where that was chosen to agree; None where it was not.
+        objects: The number of objects that a detector finds, if it was chosen to match; None otherwise.
     """
 
     name: str
@@ -35,17 +35,17 @@ class Found(NamedTuple):
         return f"| {self.name} | {params:,} | {own_params:,} | {macs:.3f} | {own} | {'yes' if self.agrees else 'NO'} |"
 
 
-def count(index: int) -> Found:
+def count(index: int) -> Comparison:
     torch.set_num_threads(1)
     entry = table()[index]
     profile = entry.profile()
     flops = profile.total.flops
     counted = profile.total.params or 0, None if flops is None else flops / 1e9
     agrees = flops is not None and entry.agrees(profile)
-    return Found(str(entry), (entry.params, entry.giga_macs), counted, agrees, FOUND.get(str(entry.weights)))
+    return Comparison(str(entry), (entry.params, entry.giga_macs), counted, agrees, FOUND.get(str(entry.weights)))
 
 
-def report(found: Iterable[Found]) -> Iterator[str]:
+def report(found: Iterable[Comparison]) -> Iterator[str]:
     several = sorted(found)
     exact = sum(one.counted[1] is not None and round(one.counted[1], 3) == one.published[1] for one in several)
     agree = sum(one.agrees for one in several)

@@ -1,4 +1,4 @@
-"""`make demo`: what microtome does, on models that it brings along, in less than a minute."""
+"""`make demo`: every feature of microtome on built-in models, in less than a minute."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from microtome.cli import main as microtome
 
 RESNET, VIT = "zoo:tiny-resnet", "zoo:tiny-vit"
 INPUT = "8x3x64x64"  # larger than the built-in example, so that there is something to measure
-PLACES = ("stem", "layer1.0.conv1", "layer2", "pool")
+CUTS = ("stem", "layer1.0.conv1", "layer2", "pool")
 console = Console(highlight=False)
 
 
 def main(folder: Path) -> int:
-    """Show everything; 1 if a server's answer is not the model's own."""
+    """Run the demo; return 1 if a server's output differs from the model's."""
     folder.mkdir(parents=True, exist_ok=True)
     report, picture, profile = (str(folder / name) for name in ("report.html", "attention.png", "profile.json"))
     larger = ("--input", INPUT)
 
-    title("What each layer costs, without running it")
+    title("Profile: the cost of each layer, without running the model")
     command("profile", RESNET)
     command("profile", VIT, "--depth", "2", "--backward")
 
-    title("Which module runs when, in the forward and in the backward")
+    title("Track: the order of calls, forward and backward")
     command("track", RESNET)
 
-    title("What the class token of a vision transformer looks at")
+    title("Capture: the attention of the class token in a vision transformer")
     draw_attention(picture)
 
-    title("What each layer takes, as a page too")
+    title("Measure: the time of each layer, also as an HTML page")
     shown = ("--sort", "time", "--top", "10")
     command("profile", RESNET, *larger, "--time", "--repeat", "10", *shown, "--json", profile, "--html", report)
 
-    title("Where it can be cut, and where to cut it for two machines that work at once")
+    title("Cut: every cut of the model, and the best one for a pipeline of two machines")
     command("cuts", RESNET, *larger, "--all")
     link = ("--bandwidth", "10Gbps", "--rtt", "1ms", "--objective", "throughput")
     command("plan", RESNET, *larger, "--edge", profile, "--cloud", profile, *link)
 
-    title("Two processes: the head runs here, the rest in a server")
-    if not is_answered_alike():
-        console.print("The server's answer is not the model's own.", style="bold red")
+    title("Serve: the head in this process, the tail in a server")
+    if not is_server_exact():
+        console.print("The server's output differs from the model's.", style="bold red")
         return 1
-    console.print(f"\nNow open {report} in a browser, and {picture}.", style="bold", soft_wrap=True)
+    console.print(f"\nOpen {report} in a browser, and {picture}.", style="bold", soft_wrap=True)
     return 0
 
 
@@ -76,12 +76,12 @@ def command(*words: str) -> None:
 
 
 def draw_attention(file: str) -> None:
-    """Each head of the last layer, over an image. The weights are untrained: what they look at means nothing."""
-    found = zoo.resolve(VIT, inputs="1x3x128x128", args={"size": 128, "patch": 8})
+    """Draw the attention of each head of the last layer over an image; the weights are untrained."""
+    resolved = zoo.resolve(VIT, inputs="1x3x128x128", args={"size": 128, "patch": 8})
     image = scene(128)
-    seen = mt.attention(found.model, image[None])
-    seen.to_png(file, image, head="all")
-    console.print(f"{file}: each head of {seen.layers[-1]}, over the image", soft_wrap=True)
+    attention = mt.attention(resolved.model, image[None])
+    attention.to_png(file, image, head="all")
+    console.print(f"{file}: each head of {attention.layers[-1]}, over the image", soft_wrap=True)
 
 
 def scene(size: int) -> torch.Tensor:
@@ -94,17 +94,17 @@ def scene(size: int) -> torch.Tensor:
     return torch.where(sun, torch.tensor([1.0, 0.85, 0.3]).view(3, 1, 1), image)
 
 
-def is_answered_alike() -> bool:
-    """Whether a server in a process of its own and the model here agree to the last bit, for cuts at some places."""
+def is_server_exact() -> bool:
+    """Return whether a server in another process and the model agree bit for bit, for several cuts."""
     model, x = zoo.build("tiny-resnet")
     with torch.no_grad(), serving(RESNET) as address:
         expected = model(x)
-        for place in PLACES:
-            with mt.connect(model, x, address, at=place) as remote:
+        for cut in CUTS:
+            with mt.connect(model, x, address, at=cut) as remote:
                 is_equal = torch.equal(remote(x), expected)
                 sent = remote.requests[-1]
-            told = "the same, bit for bit" if is_equal else "DIFFERENT"
-            console.print(f"cut at {place:15}{sent.sent_bytes:8,} bytes to the {sent.where}: {told}")
+            outcome = "bit-equal" if is_equal else "DIFFERENT"
+            console.print(f"cut at {cut:15}{sent.sent_bytes:8,} bytes to the {sent.where}: {outcome}")
             if not is_equal or sent.where != "cloud":
                 return False
     return True
@@ -112,7 +112,7 @@ def is_answered_alike() -> bool:
 
 @contextmanager
 def serving(model: str) -> Iterator[str]:
-    """The address of a server, which ends with the block however that ends."""
+    """Start a server, yield its address, and stop it at the end of the block."""
     words = ["serve", model, "--listen", "127.0.0.1:0"]
     console.print(f"$ microtome {' '.join(words)} &", style="bold cyan")
     server = subprocess.Popen(
@@ -123,7 +123,7 @@ def serving(model: str) -> Iterator[str]:
         line = server.stdout.readline()
         found = re.search(r"is served at (\S+),", line)
         if found is None:
-            raise RuntimeError(f"the server did not begin: {line!r}")
+            raise RuntimeError(f"the server did not start: {line!r}")
         console.print(line.strip())
         yield found[1]
     finally:
@@ -136,5 +136,5 @@ def serving(model: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped too
     sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "demo")))

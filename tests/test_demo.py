@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from demo.__main__ import PLACES, main, serving
+from demo.__main__ import CUTS, main, serving
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,8 +28,8 @@ def test_the_demo_shows_everything_and_leaves_a_page_and_a_picture(tmp_path: Pat
     assert ran.returncode == 0, ran.stderr
     assert "ResNet on Inputs(2x3x32x32:float32)" in ran.stdout
     assert "ViT on Inputs(2x3x32x32:float32)" in ran.stdout
-    assert ran.stdout.count("the same, bit for bit") == len(PLACES)
-    assert ran.stdout.strip().endswith(f"Now open {tmp_path}/report.html in a browser, and {tmp_path}/attention.png.")
+    assert ran.stdout.count("bit-equal") == len(CUTS)
+    assert ran.stdout.strip().endswith(f"Open {tmp_path}/report.html in a browser, and {tmp_path}/attention.png.")
     own = [line for line in ran.stdout.splitlines() if str(tmp_path) not in line]  # which may be of any length
     assert max(map(len, own)) <= 80
     assert " --edge " in ran.stdout
@@ -39,7 +39,7 @@ def test_the_demo_shows_everything_and_leaves_a_page_and_a_picture(tmp_path: Pat
 
 def test_the_demo_fails_where_answers_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("demo.__main__.command", lambda *words: None)
-    monkeypatch.setattr("demo.__main__.is_answered_alike", lambda: False)
+    monkeypatch.setattr("demo.__main__.is_server_exact", lambda: False)
     assert main(tmp_path) == 1
 
 

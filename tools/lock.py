@@ -1,7 +1,7 @@
 """Write the lock file of the development environment from a report of `pip install --report`.
 
-torch and torchvision are left out: their builds, and so their digests, depend on where they come from. constraints.txt
-pins their versions.
+torch and torchvision are omitted: their builds, and so their digests, depend on the source. constraints.txt pins their
+versions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 LOCK = Path(__file__).parents[1] / "requirements-dev.lock"
 
-#: Without a digest: what is built here, and builds that differ by their source.
+#: Packages without a digest: built locally, or with builds that depend on the source.
 UNHASHED = {"microtome", "torch", "torchvision"}
 
 _HEADER = """\
@@ -24,7 +24,7 @@ _HEADER = """\
 
 
 def locked(report: dict[str, object]) -> str:
-    """The text of the lock file."""
+    """Format the lock file."""
     found = {}
     for item in report["install"]:  # type: ignore[attr-defined]
         name = re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower()

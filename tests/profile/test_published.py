@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.published import FOUND, Published, table
-from benchmarks.zoo import Found, report
+from benchmarks.zoo import Comparison, report
 from tests.marks import slow
 
 TABLE = table()
@@ -46,7 +46,7 @@ def test_a_spread_of_torchvision_models_costs_what_is_published(entry: Published
 def test_results_name_the_detectors_whose_findings_are_chosen_to_agree() -> None:
     chosen = [entry for entry in TABLE if str(entry.weights) in FOUND]
     assert len(chosen) == len(FOUND)
-    found = [Found(str(entry), (1, 1.0), (1, 1.0), True, FOUND.get(str(entry.weights))) for entry in TABLE]
+    found = [Comparison(str(entry), (1, 1.0), (1, 1.0), True, FOUND.get(str(entry.weights))) for entry in TABLE]
     told = "\n".join(report(found)).partition("|")[0]
     saved = Path("benchmarks/results/zoo.md").read_text().partition("|")[0]
     readme = " ".join(Path("README.md").read_text().split())
