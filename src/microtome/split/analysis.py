@@ -1,4 +1,4 @@
-"""Trace one run of a model, and record the structures, side effects and random draws of its calls."""
+"""Analyze one traced run of a model: what a split has to know of its calls, operators and state."""
 
 from __future__ import annotations
 
@@ -8,56 +8,23 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from xxhash import xxh3_64_hexdigest
 
-from microtome.engine import Call, Probe
-from microtome.engine.module_state import has_forward_hooks
-from microtome.engine.probes import AnyOp, Where
-from microtome.engine.pytree import reachable_tensors, tensors_in
+from microtome.engine import Probe
 from microtome.inputs import Inputs, device_of
 from microtome.results.trace import Trace, TracedCall
-from microtome.split.call_arguments import CallArguments, containers_in, record_arguments
-from microtome.split.dataflow import Dataflow, Scalars, describe_scalars
-from microtome.split.python_randomness import CallOrderProbe, PythonDraw, PythonDrawProbe, find_varying
-from microtome.split.random_ops import Draw, is_random
+from microtome.split.call_structure import CallRecorder, CallStructure, ranks
+from microtome.split.dataflow import Dataflow, Scalars
+from microtome.split.randomness import CallOrderProbe, Draw, PythonDraw, PythonDrawProbe, find_varying_calls
 from microtome.split.serialization import DTYPES
-from microtome.split.signature import Arguments, describe
-from microtome.split.state import TORCH_ATTRIBUTES, State, StateProbe, analyze_state, changed_attributes, module_state
+from microtome.split.signature import describe
+from microtome.split.state import State, StateProbe, analyze_state
 from microtome.split.structure_spec import StructureSpec, TensorSpec, flatten
 from microtome.trace.trace import record
 
 if TYPE_CHECKING:
     from microtome.trace.recorder import TraceRecorder
-
-
-@dataclass(frozen=True, slots=True)
-class CallStructure:
-    """The structure of the arguments and the output of a call, and its side effects.
-
-    A rank numbers the distinct tensors of a structure by first appearance: `(x, y, x)` has the ranks 0, 1, 0.
-
-    Attributes:
-        output: The structure of its output.
-        output_aliases: For each distinct tensor of the output, the rank of the argument that it is; None: a new one.
-        side_effect: Why the call cannot be skipped and replayed; None: it can.
-        mutated_attributes: The attributes of its module that it set.
-        mutated_containers: The lists and dicts among its arguments that it changed, as indices.
-        argument_ranks: The rank of each tensor among its arguments.
-        output_ranks: The rank of each tensor of its output.
-        arguments: Its arguments, as far as they can be compared between processes.
-        hook_mutations: The attributes that its module's forward hooks set on enclosing modules, by path.
-    """
-
-    output: StructureSpec
-    output_aliases: tuple[int | None, ...] = ()
-    side_effect: str | None = None
-    mutated_attributes: tuple[str, ...] = ()
-    mutated_containers: tuple[int, ...] = ()
-    argument_ranks: tuple[int, ...] = ()
-    output_ranks: tuple[int, ...] = ()
-    arguments: Arguments | None = None
-    hook_mutations: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -232,133 +199,10 @@ class Analysis:
         return any(begin <= op and (end is None or op < end) for op in self.writers.get(memory, ()))
 
 
-class _CallStart(NamedTuple):
-    """What is recorded when a call begins, to be compared when it ends.
-
-    Attributes:
-        enclosing: The state of the modules that enclose one with forward hooks.
-    """
-
-    arguments: CallArguments
-    description: Arguments
-    state: dict[str, Any]
-    enclosing: dict[Call, dict[str, Any]]
-
-
-class _AnalysisProbe(Probe):
-    """Records the structures and side effects of calls; holds no tensors but those of running calls."""
-
-    def __init__(self, recorder: TraceRecorder) -> None:
-        self._recorder = recorder
-        self._running: dict[Call, _CallStart] = {}
-        self.call_structures: dict[Call, CallStructure] = {}
-        self.fused_calls: set[int] = set()
-        self.draws: dict[int, Draw] = {}
-        self.generators: dict[int, torch.Generator] = {}
-        self.scalars: list[Scalars] = []
-        self.opaque_output_values: tuple[int, ...] = ()
-
-    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_fused(call.module, args, kwargs):
-            self.fused_calls.add(len(self.call_structures))
-        self.call_structures[call] = CallStructure(StructureSpec(None, 0, 0))  # in the order in which calls begin
-        enclosing = call.stack[:-1] if call.module is not None and has_forward_hooks(call.module) else ()
-        self._running[call] = _CallStart(
-            record_arguments(args, kwargs),
-            describe(args, kwargs, model=call.stack[0].module),
-            module_state(call.module),
-            {other: module_state(other.module) for other in enclosing},
-        )
-
-    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        start = self._running.pop(call)
-        spec, tensors, _ = flatten(output, (args, kwargs))
-        arguments = start.arguments.tensors
-        rank_of = {id(tensor): rank for tensor, rank in zip(arguments, ranks(arguments), strict=True)}
-        self.call_structures[call] = CallStructure(
-            output=spec,
-            output_aliases=tuple(rank_of.get(tensor) for tensor in dict.fromkeys(map(id, tensors))),
-            side_effect=_find_side_effect(call, start.arguments, output, spec),
-            mutated_attributes=changed_attributes(start.state, module_state(call.module)),
-            mutated_containers=tuple(start.arguments.mutated_containers()),
-            argument_ranks=ranks(arguments),
-            output_ranks=ranks(tensors),
-            arguments=start.description,
-            hook_mutations=tuple(
-                (outer.path, changed_attributes(before, module_state(outer.module)))
-                for outer, before in start.enclosing.items()
-            ),
-        )
-        if call.parent is None and spec.unsupported is not None:
-            values = map(self._recorder.value_of, reachable_tensors(output))
-            self.opaque_output_values = tuple(dict.fromkeys(value for value in values if value is not None))
-
-    def fail(self, call: Call, error: BaseException) -> None:  # which the model may catch
-        self._running.pop(call, None)
-        failed = CallStructure(StructureSpec(None, 0, 0), side_effect=f"it raises a {type(error).__name__}")
-        self.call_structures[call] = failed
-
-    def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if is_random(func, args, kwargs):
-            self.draws[len(self.scalars)] = Draw.of(where, func)
-            if isinstance(generator := kwargs.get("generator"), torch.Generator):
-                self.generators[id(generator)] = generator
-        self.scalars.append(describe_scalars(args, kwargs))
-
-
-def ranks(tensors: list[Tensor]) -> tuple[int, ...]:
-    """Number the distinct tensors by first appearance."""
-    numbers: dict[int, int] = {}
-    return tuple(numbers.setdefault(id(tensor), len(numbers)) for tensor in tensors)
-
-
-def _is_fused(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if isinstance(module, nn.TransformerEncoder):  # it passes nested tensors to its layers
-        mask = args[2] if len(args) > 2 else kwargs.get("src_key_padding_mask")
-        return not module.training and mask is not None
-    return isinstance(module, nn.TransformerEncoderLayer) and not module.training
-
-
-def _find_side_effect(call: Call, arguments: CallArguments, output: Any, spec: StructureSpec) -> str | None:
-    """Return the side effect of a call that a boundary cannot describe; None: there is none."""
-    side_effect = None
-    containers = [arguments.containers[index] for index in arguments.mutated_containers()]
-    if containers and not _is_replayable(containers, call, output):
-        other = [type(container).__name__ for container in containers if not isinstance(container, list | dict)]
-        side_effect = f"it changes a {other[0] if other else 'list or a dict'} that it is given"
-    for item in arguments.mutated_objects():
-        side_effect = f"it changes a {type(item).__name__} that it is given"
-    if side_effect is None and spec.unsupported is not None:
-        side_effect = f"it returns a {spec.unsupported}, which is no tensor, number, text or structure of these"
-    if side_effect is not None and "Cache" in side_effect:
-        side_effect += ": call the model with use_cache=False"
-    return side_effect
-
-
-def _is_replayable(containers: list[Any], call: Call, output: Any) -> bool:
-    """Whether the tail can replay the mutation of containers: flat lists and dicts that only the caller refers to."""
-    retained = {id(container) for container in containers_in(output)}
-    model = call.stack[0].module
-    for module in () if model is None else model.modules():
-        attributes = tuple(value for name, value in vars(module).items() if name not in TORCH_ATTRIBUTES)
-        retained |= {id(container) for container in containers_in(attributes)}
-    return all(id(container) not in retained and _is_flat(container) for container in containers)
-
-
-def _is_flat(container: Any) -> bool:
-    if type(container) is dict and all(isinstance(key, str) for key in container):
-        items = list(container.values())
-    elif type(container) is list:
-        items = container
-    else:
-        return False
-    return all(isinstance(item, Tensor | bool | int | float | str | None) for item in items)
-
-
 class _Attempt(NamedTuple):
     """The probes of one traced run: a model is traced on meta tensors, then on real ones if that fails."""
 
-    analysis: _AnalysisProbe
+    analysis: CallRecorder
     state: StateProbe
     python_draws: PythonDrawProbe
     call_order: CallOrderProbe
@@ -371,7 +215,7 @@ def analyze(model: nn.Module, inputs: Any) -> Analysis:
     state = State()
 
     def make_probes(recorder: TraceRecorder) -> _Attempt:
-        probes = _Attempt(_AnalysisProbe(recorder), StateProbe(), PythonDrawProbe(model), CallOrderProbe())
+        probes = _Attempt(CallRecorder(recorder), StateProbe(), PythonDrawProbe(model), CallOrderProbe())
         attempts.append((probes, recorder))
         return probes
 
@@ -382,7 +226,8 @@ def analyze(model: nn.Module, inputs: Any) -> Analysis:
 
     trace, _ = record(model, example, make_probes=make_probes, after_run=after_run, values=True)
     probe, _, python_draws, call_order = attempts[-1][0]
-    may_vary = bool(python_draws.found or (probe.draws and call_order.reads))
+    may_vary = bool(python_draws.draws or (probe.draws and call_order.reads_values))
+    generators = tuple(probe.generators.values())
     arrays: list[Any] = []
     input_spec, tensors, _ = flatten((example.args, example.kwargs), arrays=arrays)
     return Analysis(
@@ -396,24 +241,9 @@ def analyze(model: nn.Module, inputs: Any) -> Analysis:
         scalars=probe.scalars,
         fuses_dropout=trace.how.tensor_mode == "meta" and torch.device(device_of(model)).type not in ("cpu", "meta"),
         is_training=any(module.training for module in model.modules()),
-        generators=tuple(probe.generators.values()),
+        generators=generators,
         opaque_output_values=probe.opaque_output_values,
         state=state,
-        python_draws=python_draws.found,
-        varying_calls=_find_varying(model, example, call_order, probe) if may_vary else frozenset(),
+        python_draws=python_draws.draws,
+        varying_calls=find_varying_calls(model, example, call_order, generators) if may_vary else frozenset(),
     )
-
-
-def _find_varying(model: nn.Module, example: Inputs, first: CallOrderProbe, probe: _AnalysisProbe) -> frozenset[str]:
-    def run() -> CallOrderProbe:
-        attempts: list[CallOrderProbe] = []
-
-        def make_probes(_: TraceRecorder) -> list[Probe]:
-            attempts.append(CallOrderProbe())
-            return [attempts[-1]]
-
-        record(model, example, make_probes=make_probes, values=True)
-        return attempts[-1]
-
-    tensors = (*model.parameters(), *model.buffers(), *tensors_in((example.args, example.kwargs)))
-    return find_varying(first, run, {tensor.device for tensor in tensors}, probe.generators.values())

@@ -14,7 +14,7 @@ from microtome.results.trace import TracedCall
 from microtome.split.analysis import Analysis
 from microtome.split.crossing import Crossing, ValueLocation
 from microtome.split.cuts import location_name
-from microtome.split.random_ops import is_random, op_name
+from microtome.split.randomness import is_random, op_name
 from microtome.split.signature import Arguments, Flow, describe
 from microtome.split.size_bounds import ExampleBytes, example_bytes
 from microtome.split.structure_spec import StructureSpec

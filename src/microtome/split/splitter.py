@@ -11,7 +11,7 @@ from torch import nn
 
 from microtome.engine.fingerprint import model_fingerprint
 from microtome.engine.meta_run import SUBSTITUTION_LOCK, copy_inputs
-from microtome.engine.pytree import map_tensors, tensors_in
+from microtome.engine.pytree import map_tensors
 from microtome.engine.selectors import check_model
 from microtome.engine.snapshot import restore_afterwards
 from microtome.errors import BadQuery, Unsupported
@@ -24,7 +24,7 @@ from microtome.split.crossing import Crossing, ValueLocation
 from microtome.split.cuts import list_cuts
 from microtome.split.liveness import Liveness
 from microtome.split.placeholder import PlaceholderRead
-from microtome.split.random_ops import save_random_state
+from microtome.split.randomness import devices_of, save_random_state
 from microtome.split.schedule import build_schedule
 from microtome.split.stage import Stage
 from microtome.split.stages import BIT_EQUAL, Stages
@@ -174,9 +174,8 @@ class Splitter:
         The whole model and the head draw from the same random state, and the tail from the state that the head leaves.
         A stateful model is compared over several requests, from the same state.
         """
-        inputs = tensors_in((self.example.args, self.example.kwargs))
         reset_random = save_random_state(
-            {tensor.device for tensor in (*self.model.parameters(), *self.model.buffers(), *inputs)},
+            devices_of(self.model, self.example),
             self._analysis.generators,
             draws=bool(self._analysis.draws),
             packages={draw.package for draw in self._analysis.python_draws},

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,51 +24,24 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Slot(int):
-    """Stands for a leaf in a `StructureSpec`: the n-th of its kind."""
+    """Stands for a leaf in a `StructureSpec`: the n-th of its kind.
 
-    letter: ClassVar[str]
+    Attributes:
+        kind: `T` for a tensor, `S` for a plain value, `N` for a numpy array; `Z` for a `torch.Size` of `count` plain
+            values from the n-th on; `A` for an opaque object that is also among the arguments: the n-th of
+            `opaque_objects_in` these.
+    """
 
-    def __repr__(self) -> str:
-        return f"{self.letter}{int(self)}"
+    kind: str
+    count: int | None
 
-
-class TensorSlot(Slot):
-    """Stands for a tensor."""
-
-    letter = "T"
-
-
-class PlainSlot(Slot):
-    """Stands for a number, a string or None."""
-
-    letter = "S"
-
-
-class ArraySlot(Slot):
-    """Stands for a numpy array."""
-
-    letter = "N"
-
-
-class AliasSlot(Slot):
-    """Stands for an opaque object that is also among the arguments: the n-th of `opaque_objects_in` these."""
-
-    letter = "A"
-
-
-class SizeSlot(Slot):
-    """Stands for a `torch.Size`: `count` numbers, from the n-th plain value on."""
-
-    letter = "Z"
-    count: int
-
-    def __new__(cls, start: int, count: int) -> Self:
-        slot = super().__new__(cls, start)
-        slot.count = count
+    def __new__(cls, kind: str, index: int, count: int | None = None) -> Self:
+        slot = super().__new__(cls, index)
+        slot.kind, slot.count = kind, count
         return slot
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()}:{self.count}"
+        return f"{self.kind}{int(self)}" if self.count is None else f"{self.kind}{int(self)}:{self.count}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,24 +66,21 @@ class StructureSpec:
 
     def unflatten(self, tensors: list[Any], plain: list[Any], arguments: Any = (), arrays: Sequence[Any] = ()) -> Any:
         """Rebuild a value of this structure."""
-        if type(self.template) is TensorSlot:
-            return tensors[self.template]
+        if self is _TENSOR:
+            return tensors[0]
+        leaves = {"T": tensors, "S": plain, "N": arrays}
 
         def fill(leaf: Any) -> Any:
-            if type(leaf) is TensorSlot:
-                return tensors[leaf]
-            if type(leaf) is PlainSlot:
-                return plain[leaf]
-            if type(leaf) is ArraySlot:
-                return arrays[leaf]
-            if type(leaf) is SizeSlot:
+            if type(leaf) is not Slot:
+                return leaf
+            if leaf.count is not None:
                 return torch.Size(plain[leaf : leaf + leaf.count])
-            return list(opaque_objects_in(arguments))[leaf] if type(leaf) is AliasSlot else leaf
+            return list(opaque_objects_in(arguments))[leaf] if leaf.kind == "A" else leaves[leaf.kind][leaf]
 
         return map_tensors(_refuse_tensor, self.template, fill)
 
 
-_TENSOR = StructureSpec(TensorSlot(0), num_tensors=1, num_plain=0)
+_TENSOR = StructureSpec(Slot("T", 0), num_tensors=1, num_plain=0)
 
 
 class TensorSpec(NamedTuple):
@@ -154,7 +124,7 @@ def flatten(
     """Return the structure of a value, its tensors, once for each occurrence, and its plain values, in order.
 
     Args:
-        arguments: The arguments of the call that returned the value: opaque objects among these become `AliasSlot`s.
+        arguments: The arguments of the call that returned the value: opaque objects among these become slots.
         arrays: Numpy arrays are appended here, each once; None: they are unsupported.
     """
     if isinstance(value, Tensor):  # by far the most frequent
@@ -163,25 +133,25 @@ def flatten(
     plain: list[Plain] = []
     unsupported: list[str] = []
 
-    def add_tensor(tensor: Tensor) -> TensorSlot:
+    def add_tensor(tensor: Tensor) -> Slot:
         tensors.append(tensor)
-        return TensorSlot(len(tensors) - 1)
+        return Slot("T", len(tensors) - 1)
 
     def add_leaf(leaf: Any) -> Any:
         if type(leaf) in _PLAIN:  # subclasses would lose their type
             plain.append(leaf)
-            return PlainSlot(len(plain) - 1)
+            return Slot("S", len(plain) - 1)
         if isinstance(leaf, torch.Size):
             plain.extend(leaf)
-            return SizeSlot(len(plain) - len(leaf), len(leaf))
+            return Slot("Z", len(plain) - len(leaf), len(leaf))
         if qualified_name(leaf) is not None:
             return leaf
         if arrays is not None and is_array(leaf):
             if (index := _index_of(leaf, arrays)) is None:
                 arrays.append(leaf)
-            return ArraySlot(len(arrays) - 1 if index is None else index)
+            return Slot("N", len(arrays) - 1 if index is None else index)
         if (index := _index_of(leaf, opaque_objects_in(arguments))) is not None:
-            return AliasSlot(index)
+            return Slot("A", index)
         unsupported.append(_describe_type(leaf))
         return None
 
