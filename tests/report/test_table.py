@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from microtome.report.notebook import page
-from microtome.report.table import Bar, Column, Line, Names, Note, Report, Segments, Styled, Table, shorten, text
+from microtome.report.table import Bar, Column, Line, Names, Note, Report, Segments, Styled, Table, text
+from microtome.report.text import shorten
 from microtome.results.base import Result
 from tests.report.test_foreign_text import COLOURS, RESULTS
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from microtome.report.notes import interval
-from microtome.report.table import some
+from microtome.report.text import some
 from microtome.results.metrics import METRICS, Metric
 from microtome.results.profile import Profile
 from microtome.units import UNKNOWN, shape, share, write

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from microtome.report.row_selection import fitting_depth
-from microtome.report.table import Bar, Cell, Column, Line, Medium, Names, Note, Report, Table, plural, some, text
+from microtome.report.table import Bar, Cell, Column, Line, Medium, Names, Note, Report, Table, text
+from microtome.report.text import plural, some
 from microtome.results.cuts import Cut, Cuts, Live
 from microtome.results.profile import group
 from microtome.units import count, shape, size

@@ -13,7 +13,8 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from microtome.report.row_selection import fitting_depth
-from microtome.report.table import Bar, Cell, Column, Line, Report, Segments, Table, plain, some
+from microtome.report.table import Bar, Cell, Column, Line, Report, Segments, Table, plain
+from microtome.report.text import some
 from microtome.units import UNKNOWN, count, seconds, shape, size
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from microtome.report.table import some
+from microtome.report.text import some
 from microtome.results.measurements import EnergyUse, Spread, Timing
 from microtome.results.profile import Coverage, Profile, group
 from microtome.units import UNKNOWN, joules, seconds, size, watts
@@ -64,8 +64,8 @@ def _measured(profile: Profile) -> Iterator[str]:
     if profile.timing is not None:
         yield from _timing(profile, profile.timing)
     if (memory := profile.memory) is not None:
-        held = f"the process held {size(memory.rss_before_bytes)} before and {size(memory.rss_peak_bytes)} at most"
-        yield f"measured peak: {memory.method}; {held}"
+        process = f"the process held {size(memory.rss_before_bytes)} before and {size(memory.rss_peak_bytes)} at most"
+        yield f"measured peak: {memory.method}; {process}"
     if profile.energy is not None:
         yield from _energy(profile, profile.energy)
     if (sampling := profile.sampling) is not None:

@@ -7,8 +7,8 @@ from itertools import cycle
 from math import isinf
 from typing import Any
 
-from microtome.report.chart import StackedBar, sample, stacked_bars
 from microtome.report.table import Column, Medium, Report, Segments, Table
+from microtome.report.text import StackedBar, sample, stacked_bars
 from microtome.results.plan import Candidate, Plan
 from microtome.units import UNKNOWN, count, joules, rate, ratio, seconds, size
 
@@ -140,10 +140,10 @@ def _chart(plan: Plan, width: int) -> str:
 def _over_cuts(plan: Plan) -> list[Candidate]:
     """Return each cut with its best codec, and the whole model on one device; of many, an even sample."""
     first = next(iter(plan.devices))
-    found: dict[tuple[str | None, ...], Candidate] = {}
+    best: dict[tuple[str | None, ...], Candidate] = {}
     for candidate in plan:
-        found.setdefault(candidate.at, candidate)
-    ordered = sorted(found.values(), key=lambda one: (one.seconds("run", where=first), not one.at))
+        best.setdefault(candidate.at, candidate)
+    ordered = sorted(best.values(), key=lambda one: (one.seconds("run", where=first), not one.at))
     if plan.winner not in ordered:  # a strategy may choose another codec
         ordered = [plan.winner if one.at == plan.winner.at else one for one in ordered]
     return sample(ordered, _BARS, lambda one: one is plan.winner)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from microtome.report.table import Column, Medium, Report, Table, plural
+from microtome.report.table import Column, Medium, Report, Table
+from microtome.report.text import plural
 from microtome.results.requests import CutMove, Percentiles, RequestLog, record
 from microtome.units import UNKNOWN, joules, ratio, seconds, size
 

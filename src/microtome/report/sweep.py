@@ -7,9 +7,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from microtome.report.chart import StackedBar, sample, stacked_bars
 from microtome.report.requests import short
-from microtome.report.table import Column, Medium, Report, Table, some
+from microtome.report.table import Column, Medium, Report, Table
+from microtome.report.text import StackedBar, sample, some, stacked_bars
 from microtome.results.sweep import CutTiming, Sweep
 from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
 
@@ -46,8 +46,9 @@ def records(sweep: Sweep) -> list[dict[str, Any]]:
 def _shown(sweep: Sweep) -> list[CutTiming]:
     """Return the best, the plan's, and the whole model on one side, in the order of the run."""
     best = {id(row) for row in sorted(sweep.measured, key=lambda row: row.total_s)[:_ROWS]}
-    kept = [row for row in sweep if id(row) in best or not row.at or row is sweep.planned]
-    return kept if len(sweep) > _ROWS + 3 else list(sweep)
+    if len(sweep) <= _ROWS + 3:
+        return list(sweep)
+    return [row for row in sweep if id(row) in best or not row.at or row is sweep.planned]
 
 
 #: The cells of a cut, by the header of their column.

@@ -20,6 +20,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from microtome.errors import sanitize_text
+from microtome.report.text import plural, shorten
 
 #: The width of text that goes to a file or a pipe.
 _WIDTH = 140
@@ -335,23 +336,6 @@ def _fitting_names(names: Sequence[str], room: int) -> str:
     return plural(len(names), "value")[:room] if names else ""
 
 
-def plural(number: int, noun: str) -> str:
-    """
-    >>> plural(1, "cut"), plural(2, "cut")
-    ('1 cut', '2 cuts')
-    """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def some(names: Sequence[str], most: int, rest: str = ", …") -> str:
-    """Join the first names; `rest` stands for the others.
-
-    >>> some(["a", "b", "c"], 2), some(["a", "b", "c"], 1, " and {} more")
-    ('a, b, …', 'a and 2 more')
-    """
-    return ", ".join(names[:most]) + (rest.format(len(names) - most) if len(names) > most else "")
-
-
 def _bar(fraction: float, width: int) -> str:
     """
     >>> _bar(1 / 2, width=4) + "|", _bar(1 / 16, width=4) + "|", _bar(-1, width=4) + "|"
@@ -359,23 +343,3 @@ def _bar(fraction: float, width: int) -> str:
     """
     full, rest = divmod(round(8 * width * min(max(fraction, 0), 1)), 8)
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
-
-
-def shorten(name: str, most: int) -> str:
-    """Leave out the middle of a name that is too long, since addresses differ at their ends; its indent, too.
-
-    >>> shorten("encoder.layer.11.attention.output", 20)
-    'encode…ention.output'
-    >>> shorten("            attn", 10)
-    '     …attn'
-    """
-    if len(name) <= most:
-        return name
-    bare = name.lstrip(" ")
-    full_indent = len(name) - len(bare)
-    indent = min(full_indent, max(most - len(bare) - 1, most // 3))
-    begin = " " * indent + ("…" if indent < full_indent else "")
-    room = most - len(begin)
-    if len(bare) <= room:
-        return begin + bare
-    return f"{begin}{bare[: room // 3]}…{bare[len(bare) - (room - room // 3 - 1) :]}"

@@ -61,8 +61,8 @@ def as_json(profile: Profile, n: int = 10) -> str:
 
 def report(profile: Profile, n: int = 10) -> Report:
     """Describe the ranking: a section for each metric, with bars of the metric that orders it."""
-    known, found = metrics(profile), ranking(profile, n)
-    every = [row for rows in found.values() for row in rows]
+    known, ranked = metrics(profile), ranking(profile, n)
+    every = [row for rows in ranked.values() for row in rows]
     scales = {
         name: scale_of_largest([metric.own(row) for row in every], metric.unit or "count")
         for name, metric in known.items()
@@ -74,7 +74,7 @@ def report(profile: Profile, n: int = 10) -> Report:
         Column("share", align="left", bar_width=_BAR),
     ]
     lines = []
-    for name, rows in found.items():
+    for name, rows in ranked.items():
         if rows:
             lines.append(Line((f"by {known[name].label}",), style="bold", kind="section"))
         for row in rows:
@@ -84,7 +84,7 @@ def report(profile: Profile, n: int = 10) -> Report:
     return Report(
         f"{profile.model} on {profile.inputs}: the costliest layers",
         (Table(tuple(columns), tuple(lines), has_rules=False),),
-        (*_missing(profile, found), *_NOTES, *profile_notes(profile)),
+        (*_missing(profile, ranked), *_NOTES, *profile_notes(profile)),
     )
 
 
@@ -94,13 +94,13 @@ _NOTES = (
 )
 
 
-def _missing(profile: Profile, found: dict[str, tuple[Row, ...]]) -> Iterator[str]:
+def _missing(profile: Profile, ranked: dict[str, tuple[Row, ...]]) -> Iterator[str]:
     """Yield the reason why a metric has no section."""
     if profile.total.macs is None:
         unknown = ", ".join(op.name for op in profile.coverage.unknown)
         yield f"MACs: not known{f', no formula for {unknown}' if unknown else ''}"
     for name, metric in metrics(profile).items():
-        if not found[name]:
+        if not ranked[name]:
             yield f"{metric.label}: no layer has {'parameters' if name == 'params' else 'any'}"
 
 

@@ -47,7 +47,7 @@ class Candidate:
         slowest_s: Seconds of the slowest device or link: the interval between the results of a pipeline.
         late_s: Seconds that jitter adds to the latency at most.
         energy_j: Joules of the devices that count; None: not known.
-        is_baseline: Whether it is the whole model on one device, which is always listed.
+        is_baseline: Whether it is the whole model on one device, which every plan has.
         refused: The reason why it cannot be chosen; None: it can.
     """
 
@@ -70,9 +70,9 @@ class Candidate:
         """Passes per second of a pipeline."""
         return 1 / self.slowest_s if self.slowest_s else inf
 
-    def seconds(self, *what: What, where: str | None = None) -> float:
+    def seconds(self, *kinds: What, where: str | None = None) -> float:
         """Return the sum of the steps of these kinds, with `where` those of one device."""
-        return sum(step.seconds for step in self.steps if step.what in what and where in (None, step.where))
+        return sum(step.seconds for step in self.steps if step.what in kinds and where in (None, step.where))
 
     def score(self, objective: Objective) -> float | None:
         """Return the value that the objective minimizes."""

@@ -114,10 +114,10 @@ class Profile(Result, kind="profile", schema=2):
         if not isinstance(address, str) or not is_glob(address) or address in self._by_address:
             return self._by_address[find_address(address, self._by_address)]
         pattern = glob(address)
-        found = tuple(row for row in self.calls if pattern.fullmatch(row.path))
-        if not found:
+        rows = tuple(row for row in self.calls if pattern.fullmatch(row.path))
+        if not rows:
             raise path_not_found(address, self._by_address)
-        return found
+        return rows
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.calls)

@@ -45,7 +45,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Row(CallAmounts):
-    """One call, with all calls inside it; `microtome.results.metrics` says what each metric is.
+    """One call, with all calls inside it; `microtome.results.metrics` describes the metrics.
 
     Attributes:
         parent: The address of the call that contains it; None for the root.

@@ -9,7 +9,7 @@ from typing import Any
 
 from microtome.report.graph.graph import Edge, Graph, Node, build_graph
 from microtome.report.graph.layout import Layout, lay_out
-from microtome.report.table import shorten
+from microtome.report.text import shorten
 from microtome.results.trace import Trace
 
 _DOT_SHAPES = {"input": "ellipse", "output": "ellipse", "call": "box", "glue": "box"}

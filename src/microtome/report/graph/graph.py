@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from microtome.errors import BadQuery
-from microtome.report.table import some
+from microtome.report.text import some
 from microtome.results.cuts import Cut
 from microtome.results.trace import Trace, TracedCall, Value
 from microtome.units import shape, size
@@ -153,8 +153,8 @@ class _GraphBuilder:
             self._of_op[op.index] = node.index
             if is_glue:
                 names.append(op.name.removeprefix("aten.").partition(".")[0])
-                made = [shape(self._trace.values[index].shape) for index in op.outputs or op.mutates]
-                node.name, node.detail = some(names, 3, " +{}"), ", ".join(made[:2])
+                written = [shape(self._trace.values[index].shape) for index in op.outputs or op.mutates]
+                node.name, node.detail = some(names, 3, " +{}"), ", ".join(written[:2])
 
     def _owner(self, call: int | None) -> tuple[int | None, bool]:
         """Return the call that an operator is drawn in, and whether that call is expanded."""
@@ -190,10 +190,10 @@ class _GraphBuilder:
             return None
         writers = self._writers.get(value.memory, [])
         before = bisect_left(writers, reader)
-        last = max([writers[before - 1]] if before else [], default=-1)
-        made = -1 if value.producer is None else value.producer
-        if max(last, made) >= 0:
-            return self._of_op.get(max(last, made))
+        producer = -1 if value.producer is None else value.producer
+        last = max(producer, writers[before - 1] if before else -1)
+        if last >= 0:
+            return self._of_op.get(last)
         first = value.index if value.alias_of is None else value.alias_of
         return self._inputs.get(value.index, self._inputs.get(first))
 

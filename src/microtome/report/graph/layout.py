@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 #: The number of sweeps over the layers: for the order in them, and for the positions.
 _ORDERS, _PLACES = 8, 40
@@ -26,7 +27,7 @@ class Layout:
         ranks: The layer of each node.
         x: The middle of each node.
         bends: Of each edge, the middles at which it goes through the layers between its ends.
-        left: The least x that is taken; `right`: the greatest.
+        left: The least x of the drawing; `right`: the greatest.
     """
 
     ranks: list[int]
@@ -100,8 +101,8 @@ def _order(layers: list[list[int]], up: list[list[int]], down: list[list[int]]) 
     for sweep in range(_ORDERS):
         near = up if sweep % 2 == 0 else down
         for layer in layers if sweep % 2 == 0 else reversed(layers):
-            middles = {node: _middle([at[one] for one in near[node]], at[node]) for node in layer}
-            layer.sort(key=lambda node: middles[node])
+            barycenters = {node: fmean([at[one] for one in near[node]] or [at[node]]) for node in layer}
+            layer.sort(key=lambda node: barycenters[node])
             at |= {node: float(place) for place, node in enumerate(layer)}
 
 
@@ -129,10 +130,6 @@ def _pulled(node: int, x: list[float], near: list[int], real: int) -> float:
     pulls = [_SHORT if node < real and other < real else 1.0 for other in near]
     drawn = sum(pull * x[other] for pull, other in zip(pulls, near, strict=True))
     return drawn / sum(pulls) if near else x[node]
-
-
-def _middle(several: list[float], otherwise: float) -> float:
-    return sum(several) / len(several) if several else otherwise
 
 
 def spaced(wanted: Sequence[float], gaps: Sequence[float], weights: Sequence[float]) -> list[float]:

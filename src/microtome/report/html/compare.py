@@ -42,14 +42,14 @@ def _noise(profile: Profile, other: Profile) -> dict[str, list[int]]:
 
 def compare_table(profile: Profile, other: Profile) -> str:
     """Render the totals of both."""
-    found = diff(profile, other)
-    totals = {compared_metrics()[change.quantity].name: change for change in found.totals}
+    result = diff(profile, other)
+    totals = {compared_metrics()[change.quantity].name: change for change in result.totals}
     rows = ""
     for metric in page_metrics():
         if not all(why_missing(run, metric) for run in (profile, other)):
             default = MetricChange(metric.name, metric.of(profile.total), metric.of(other.total))
             rows += _row(metric, profile, other, totals.get(metric.name, default))
-    notes = "".join(f"<li>{escape(note)}</li>" for note in found.notes)
+    notes = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
     here, there = (
         f"{escape(run.model)} on {escape(run.inputs)} ({escape(_machine(run.environment))})" for run in (profile, other)
     )

@@ -30,8 +30,8 @@ def html(profile: Profile, cuts: Any = None, compare: Any = None) -> str:
         cuts: The cuts of the model, for the split explorer, or their file.
         compare: Another profile to show beside this one, or its file.
     """
-    places = _loaded(cuts, Cuts, "the cuts that microtome.cuts returns")
-    other = _loaded(compare, Profile, "a profile to compare with")
+    places = _load(cuts, Cuts, "the cuts that microtome.cuts returns")
+    other = _load(compare, Profile, "a profile to compare with")
     explored = explorer(profile, places, other)
     title = escape(f"{profile.model} on {profile.inputs}")
     lines = [
@@ -51,12 +51,12 @@ def html(profile: Profile, cuts: Any = None, compare: Any = None) -> str:
     return ("\n".join(lines) + "\n").encode("utf-8", "replace").decode()  # a name may hold a lone surrogate
 
 
-def _loaded(found: Any, kind: type[Any], expected: str) -> Any:
-    if isinstance(found, str | PathLike):
-        found = load_result(found)
-    if found is not None and not isinstance(found, kind):
-        raise BadQuery(f"expected {expected}, or the file that holds it, got {found!r:.200}")
-    return found
+def _load(result: Any, kind: type[Any], expected: str) -> Any:
+    if isinstance(result, str | PathLike):
+        result = load_result(result)
+    if result is not None and not isinstance(result, kind):
+        raise BadQuery(f"expected {expected}, or the file that holds it, got {result!r:.200}")
+    return result
 
 
 def _data(profile: Profile, explored: dict[str, Any], other: Profile | None) -> dict[str, Any]:
@@ -89,14 +89,14 @@ def _contents(other: Profile | None) -> str:
 def _sections(profile: Profile, explored: dict[str, Any], other: Profile | None) -> Iterator[str]:
     known = "".join(f"<li>{escape(caveat)}</li>" for caveat in caveats(profile))
     yield _section("overview", cards(profile) + (f'<ul class="caveats">{known}</ul>' if known else ""))
-    yield _section("tree", _drawn("The module tree, as wide as what each call costs"))
+    yield _section("tree", _view("The module tree, as wide as what each call costs"))
     yield _section("table", f'<div id="controls"></div>{layer_table(profile)}')
     yield _section("memory", _memory(profile))
     yield _section("roofline", _roofline(profile))
     missing = explored.get("missing")
-    yield _section("explorer", _reason(missing) if missing else _drawn("The split explorer"))
+    yield _section("explorer", _reason(missing) if missing else _view("The split explorer"))
     if other is not None:
-        yield _section("compare", compare_table(profile, other) + _drawn("The calls that changed the most"))
+        yield _section("compare", compare_table(profile, other) + _view("The calls that changed the most"))
     yield _section("about", about(profile))
 
 
@@ -107,12 +107,12 @@ def _memory(profile: Profile) -> str:
         )
     if profile.timeline.peak is None:
         return _reason("No operator ran.")
-    return _drawn("Live bytes at each operator") + alive_table(profile.timeline)
+    return _view("Live bytes at each operator") + alive_table(profile.timeline)
 
 
 def _roofline(profile: Profile) -> str:
     if profile.total.time_s is not None:
-        return _drawn("Achieved rate against intensity")
+        return _view("Achieved rate against intensity")
     return _reason(f"There are no times to compute rates from: {why_missing(profile, METRICS['time_s'])}.")
 
 
@@ -121,8 +121,9 @@ def _section(name: str, body: str) -> str:
     return f'<section id="section:{name}" aria-labelledby="title:{name}">{head}{body}</section>'
 
 
-def _drawn(what: str) -> str:
-    return f'<div class="view"></div><p class="dim nojs">{what}: drawn where JavaScript may run.</p>'
+def _view(title: str) -> str:
+    """Return the place of a chart that the script draws."""
+    return f'<div class="view"></div><p class="dim nojs">{title}: drawn where JavaScript may run.</p>'
 
 
 def _reason(why: str) -> str:
@@ -139,7 +140,7 @@ _VENDORED = ("d3-hierarchy.min.js", "uPlot.iife.min.js")
 @cache
 def style() -> str:
     steps = "".join(f".b{at}{{--b:{at}%}}" for at in range(101)) + "".join(f".d{at}{{--d:{at}}}" for at in range(33))
-    return "\n".join((_read("vendor/uPlot.min.css"), _read("page.css"), steps))
+    return "\n".join((read_asset("vendor/uPlot.min.css"), read_asset("page.css"), steps))
 
 
 @cache
@@ -147,9 +148,9 @@ def scripts() -> tuple[str, ...]:
     """Return the vendored libraries with their licences, and the page's own script."""
     vendored = []
     for name in _VENDORED:
-        licence = _read(f"vendor/{name.partition('.')[0]}.LICENSE").strip()
-        vendored.append(f"/*!\n{licence}\n*/\n{_read(f'vendor/{name}')}")
-    ours = "\n".join(_read(f"js/{name}.js") for name in _OURS)
+        licence = read_asset(f"vendor/{name.partition('.')[0]}.LICENSE").strip()
+        vendored.append(f"/*!\n{licence}\n*/\n{read_asset(f'vendor/{name}')}")
+    ours = "\n".join(read_asset(f"js/{name}.js") for name in _OURS)
     return (*vendored, f'(() => {{\n"use strict";\n{ours}\n}})();')
 
 
@@ -167,5 +168,5 @@ def _hash(text: str) -> str:
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
-def _read(name: str) -> str:
+def read_asset(name: str) -> str:
     return files("microtome.report.html").joinpath(name).read_text(encoding="utf-8")

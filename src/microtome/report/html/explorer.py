@@ -73,7 +73,7 @@ def _ordered(plans: Sequence[Plan], cuts: Cuts) -> list[Candidate]:
         return (1, order[at])
 
     whole = [candidate for candidate in plans[0] if candidate.is_baseline]
-    return sorted((*whole, *(one for found in plans for one in found if not one.is_baseline)), key=place)
+    return sorted((*whole, *(one for plan in plans for one in plan if not one.is_baseline)), key=place)
 
 
 def _notes(plans: Sequence[Plan], cuts: Cuts, candidates: Sequence[Candidate]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from microtome.report.columns import at_least, leaves_out
 from microtome.report.notes import FEW, interval, profile_notes
-from microtome.report.table import some
+from microtome.report.text import some
 from microtome.results.metrics import METRICS, Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.units import UNKNOWN, count, joules, seconds, share, size
@@ -98,22 +98,22 @@ def _why(profile: Profile, name: str) -> str:
 
 def caveats(profile: Profile) -> list[str]:
     """Return the caveats of the headline figures."""
-    coverage, found = profile.coverage, []
+    coverage, sentences = profile.coverage, []
     if coverage.unknown:
         names = some([op.name for op in coverage.unknown], 4)
-        found.append(f"Operators without a formula add nothing to MACs and FLOPs: {names}.")
+        sentences.append(f"Operators without a formula add nothing to MACs and FLOPs: {names}.")
     if coverage.never_ran:
-        found.append(f"{len(coverage.never_ran)} modules never ran; what they hold counts in the call above them.")
+        sentences.append(f"{len(coverage.never_ran)} modules never ran; what they hold counts in the call above them.")
     if profile.timing is not None and profile.timing.ratio > 1.05:
-        found.append("Time stamps cost more than 5 %: short calls look longer than they are.")
+        sentences.append("Time stamps cost more than 5 %: short calls look longer than they are.")
     if profile.timing is not None and profile.timing.bare.count < FEW:
-        found.append(
+        sentences.append(
             f"Times are medians of {profile.timing.bare.count} passes, which are few: parts may exceed the whole."
         )
     if profile.energy is not None and profile.energy.whole is None:
-        found.append("Energy is an estimate from given coefficients.")
-    found += [f"No {name}: {why}." for name, why in profile.unavailable.items()]
-    return found
+        sentences.append("Energy is an estimate from given coefficients.")
+    sentences += [f"No {name}: {why}." for name, why in profile.unavailable.items()]
+    return sentences
 
 
 def about(profile: Profile) -> str:

@@ -5,33 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from microtome.report.html.document import read_asset
 from microtome.report.requests import short
 from microtome.report.sweep import CELLS, LONGEST, cell, has_energy
-from microtome.report.table import shorten
+from microtome.report.text import shorten
 from microtome.results.sweep import CutTiming, Sweep
 from microtome.units import rate, ratio, seconds
 
 #: Pixels of the chart: of names, of bars, of the figures beside them, and of a row.
 _NAMES, _BARS, _FIGURES, _ROW = 250, 560, 90, 18
 _LONG_NAME = 36
-
-_STYLE = """
-:root{color-scheme:light dark;--ink:#1b1f24;--dim:#626b76;--line:#d8dde3;--paper:#fff;--mark:#e8f3ec;
---head:#2f6db5;--between:#c9a227;--tail:#7a4fa3;--best:#1a7f45}
-@media (prefers-color-scheme:dark){:root{--ink:#e4e8ec;--dim:#97a1ac;--line:#353c44;--paper:#14181c;--mark:#1b2c22;
---head:#6aa5ea;--between:#d9b84a;--tail:#b58be0;--best:#5fcf8d}}
-body{margin:2rem auto;max-width:60rem;padding:0 1rem;background:var(--paper);color:var(--ink);
-font:15px/1.5 system-ui,sans-serif}
-h1{font-size:1.4rem;margin:0 0 .3rem}p{margin:.3rem 0}.dim{color:var(--dim)}
-.chart,.table{overflow-x:auto;margin:1.2rem 0}
-svg{display:block;max-width:none;font:12px system-ui,sans-serif}svg text{fill:var(--ink)}svg .dim{fill:var(--dim)}
-.h{fill:var(--head)}.w{fill:var(--between)}.t{fill:var(--tail)}svg .best{fill:var(--best);font-weight:600}
-.key i{display:inline-block;width:.8em;height:.8em;margin:0 .35em 0 1em;border-radius:2px}
-table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;white-space:nowrap}
-th,td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid var(--line)}
-th:first-child,td:first-child{text-align:left}thead th{color:var(--dim);font-weight:600}
-tr.best{background:var(--mark)}tr.best td:first-child{color:var(--best);font-weight:600}
-"""
 
 _COLUMNS = ("sent", "received", "head", "encode", "wire", "queue", "tail", "codec there", "decode", "total", "planned")
 
@@ -42,7 +25,7 @@ def html(sweep: Sweep) -> str:
     lines = [
         '<!doctype html><html lang="en"><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
-        f"<title>{title}</title><style>{_STYLE}</style>",
+        f"<title>{title}</title><style>\n{read_asset('sweep.css')}</style>",
         f"<h1>{title}: {escape(sweep.best.name)} is the best, {seconds(sweep.best.total_s)}</h1>",
         *(f"<p>{escape(line)}</p>" for line in _summary(sweep)),
         '<p class="key dim"><i style="background:var(--head)"></i>head<i style="background:var(--between)"></i>'

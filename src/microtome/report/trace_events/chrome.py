@@ -48,11 +48,11 @@ class ChromeEvents:
         self._add("s", source, name, begin_ns, id=self._arrows, cat="transfer", order=1)
         self._add("f", target, name, end_ns, id=self._arrows, cat="transfer", bp="e", order=1)
 
-    def dump(self, **about: Any) -> str:
-        """Return the file, with `about` as its metadata."""
+    def dump(self, **metadata: Any) -> str:
+        """Return the file, with its metadata."""
         ordered = sorted(self._timed, key=lambda event: event[:2])  # of those that begin together, the longest first
         events = [*self._names, *(event for _, _, event in ordered)]
-        data = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+        data = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": metadata}
         text = json.dumps(data, ensure_ascii=False) + "\n"  # Perfetto refuses escaped surrogate pairs
         return text.encode("utf-8", "replace").decode()  # and a lone surrogate is invalid
 

@@ -136,17 +136,17 @@ def _live_bytes(profile: Profile, slices: Sequence[Slice]) -> Iterator[tuple[int
     timed = {one.row.address: one for one in slices}
     calls = (profile.calls[index] for index in profile.timeline.calls[: profile.timeline.forward])
     owners = [_timed_owner(profile, row, timed) for row in calls]
-    runs, seen = Counter(owners), Counter[str]()
+    runs, done = Counter(owners), Counter[str]()
     at_ns = 0
     for owner, nbytes in zip(owners, profile.timeline.live_bytes, strict=False):
         _, begin_ns, end_ns = timed[owner]
         if owner in leaves:  # what runs between calls runs when the one before has ended
-            at_ns = max(at_ns, begin_ns + (end_ns - begin_ns) * seen[owner] // runs[owner])
-            seen[owner] += 1
+            at_ns = max(at_ns, begin_ns + (end_ns - begin_ns) * done[owner] // runs[owner])
+            done[owner] += 1
         else:
             at_ns = max(at_ns, begin_ns)
         yield at_ns, nbytes
-        if owner in leaves and seen[owner] == runs[owner]:
+        if owner in leaves and done[owner] == runs[owner]:
             at_ns = max(at_ns, end_ns)
 
 
@@ -184,8 +184,8 @@ def _evented(name: str, slices: Sequence[Slice], frames: dict[str, int]) -> dict
     def close(until: str | None) -> None:
         """Close the open calls up to the one with this address."""
         while stack and stack[-1].row.address != until:
-            done = stack.pop()
-            events.append({"type": "C", "frame": frames[done.row.address], "at": done.end_ns})
+            closed = stack.pop()
+            events.append({"type": "C", "frame": frames[closed.row.address], "at": closed.end_ns})
 
     for one in slices:
         close(one.row.parent)

@@ -163,13 +163,13 @@ class _Lanes:
         return lane
 
 
-def _trace(devices: Sequence[str], requests: Iterable[Request], **about: Any) -> str:
+def _trace(devices: Sequence[str], requests: Iterable[Request], **metadata: Any) -> str:
     """Return Chrome trace JSON. Requests that overlap are drawn under each other."""
     events = ChromeEvents()
     lanes = [_Lanes(events, name) for name in devices]
     for request in requests:
         _add(events, lanes, request)
-    return events.dump(**about)
+    return events.dump(**metadata)
 
 
 def _add(events: ChromeEvents, lanes: Sequence[_Lanes], request: Request) -> None:

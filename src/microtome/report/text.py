@@ -1,4 +1,4 @@
-"""Stacked bars for terminals: the time of each cut in parts."""
+"""Text for terminals: shortened names, lists of names, and charts of stacked bars."""
 
 from __future__ import annotations
 
@@ -7,13 +7,52 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from microtome.errors import sanitize_text
-from microtome.report.table import shorten
 from microtome.units import seconds
 
 #: The most characters of a name.
 _NAME = 34
 _CUT_OFF = "→"
 Row = TypeVar("Row")
+
+
+def shorten(name: str, most: int) -> str:
+    """Leave out the middle of a name that is too long, since addresses differ at their ends; its indent, too.
+
+    >>> shorten("encoder.layer.11.attention.output", 20)
+    'encode…ention.output'
+    >>> shorten("            attn", 10)
+    '     …attn'
+    """
+    if len(name) <= most:
+        return name
+    bare = name.lstrip(" ")
+    full_indent = len(name) - len(bare)
+    indent = min(full_indent, max(most - len(bare) - 1, most // 3))
+    begin = " " * indent + ("…" if indent < full_indent else "")
+    room = most - len(begin)
+    if len(bare) <= room:
+        return begin + bare
+    return f"{begin}{bare[: room // 3]}…{bare[len(bare) - (room - room // 3 - 1) :]}"
+
+
+def plural(number: int, noun: str) -> str:
+    """
+    >>> plural(1, "cut"), plural(2, "cut")
+    ('1 cut', '2 cuts')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def some(names: Sequence[str], most: int, rest: str = ", …") -> str:
+    """Join the first names; `rest` stands for the others.
+
+    >>> some(["a", "b", "c"], 2), some(["a", "b", "c"], 1, " and {} more")
+    ('a, b, …', 'a and 2 more')
+    """
+    return ", ".join(names[:most]) + (rest.format(len(names) - most) if len(names) > most else "")
+
+
+# -- charts ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
