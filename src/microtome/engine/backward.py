@@ -5,40 +5,65 @@ from __future__ import annotations
 import heapq
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from itertools import takewhile
 from typing import Any
 
 from torch import Tensor
 
+from microtome.engine import self_test
 from microtome.engine.autograd_owners import MAX_GRAPH_DEPTH, AutogradOwners, Node, nodes_of
 from microtome.engine.call import Call
+from microtome.engine.dispatch import ProbeMethods, notify
+from microtome.engine.module_calls import AnyCall
 from microtome.engine.signals import signal_safe
 from microtome.engine.threads import Thread, Threads
 from microtome.engine.torch_internals import AccumulateGrad, current_graph_task, current_node, next_sequence_number
 from microtome.errors import ProbeError, Unsupported
 
 
-@dataclass(frozen=True)
-class BackwardProbes:
-    """The callbacks of a session's probes for a backward."""
+def observe_backward(
+    run: AnyCall, owners: AutogradOwners, threads: Threads, methods: ProbeMethods, is_open: Callable[[], bool]
+) -> AnyCall:
+    """Wrap the function that runs autograd's engine; nodes get hooks only for probes and `create_graph`."""
 
-    enter: Callable[[Call], None]
-    leave: Callable[[Call], None]
-    are_open: Callable[[], bool]
+    def run_backward(roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        self_test.BACKWARD.ensure()
+        create_graph = bool(args[2])  # roots, grad_tensors, retain_graph, create_graph, inputs, ...
+        roots = tuple(roots)
+        nodes = [node for root in roots for node in (nodes_of(root) if isinstance(root, Tensor) else [root.node])]
+        with ExitStack() as stack:
+            stack.enter_context(owners.attribute_backward(nodes))
+            if methods.enter_backward or methods.exit_backward or create_graph:
+                backward = _ObservedBackward(owners, threads, methods, is_open, create_graph=create_graph)
+                stack.enter_context(backward.watch(nodes))
+            if methods.backward_moves:
+                stack.enter_context(_watch_moves(owners, nodes, methods))
+            return run(roots, *args, **kwargs)
+
+    return run_backward
 
 
-class Backward:
+class _ObservedBackward:
     """A backward that is observed node by node, for probes or since it creates a graph (`create_graph=True`).
 
     During the backward, every node below the roots has a pre-hook, which notifies probes of the calls that the backward
     enters and leaves, and attributes the nodes that it creates.
     """
 
-    def __init__(self, owners: AutogradOwners, threads: Threads, probes: BackwardProbes, *, create_graph: bool) -> None:
+    def __init__(
+        self,
+        owners: AutogradOwners,
+        threads: Threads,
+        methods: ProbeMethods,
+        is_open: Callable[[], bool],
+        *,
+        create_graph: bool,
+    ) -> None:
         self._owners = owners
         self._threads = threads
-        self._probes = probes
+        self._methods = methods
+        self._is_open = is_open
         self._create_graph = create_graph
         self._thread = threads.current()
         # A reentrant checkpoint runs a backward inside a node of another: calls open there are not entered again.
@@ -75,7 +100,7 @@ class Backward:
         if call is None and type(node) is AccumulateGrad:
             return  # the gradient of an input, amid the nodes of the call that reads it
         thread = self._threads.current()
-        stack = () if call is None or not self._probes.are_open() else call.stack
+        stack = () if call is None or not self._is_open() else call.stack
         self._move(thread, self._open.setdefault(thread, []), tuple(c for c in stack if c not in self._outer))
         if self._create_graph and call is not None:
             self._tag_after(node, call)
@@ -87,11 +112,11 @@ class Backward:
         try:
             while len(calls) > shared:
                 here.notified_call = calls.pop()
-                self._probes.leave(here.notified_call)
+                notify(self._methods.exit_backward, "exit_backward", here.notified_call)
             for call in target[shared:]:
                 here.notified_call = call
                 calls.append(call)
-                self._probes.enter(call)
+                notify(self._methods.enter_backward, "enter_backward", call)
         finally:
             here.notified_call = None
             thread.in_backward = (*self._outer, *calls)
@@ -107,7 +132,7 @@ class Backward:
 
 
 @signal_safe
-def watch_moves(owners: AutogradOwners, roots: list[Node], notify: Callable[[Call | None], None]) -> Iterator[None]:
+def _watch_moves(owners: AutogradOwners, roots: list[Node], methods: ProbeMethods) -> Iterator[None]:
     """Notify when the backward moves from one call to another, and when it has ended.
 
     Autograd runs the nodes of a thread in reverse order of creation, so the places where it moves are known beforehand,
@@ -120,13 +145,13 @@ def watch_moves(owners: AutogradOwners, roots: list[Node], notify: Callable[[Cal
         for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
             call = owners.owner(node)
             if call is not last or not handles:
-                handles.append(node.register_prehook(lambda _, call=call: notify(call)))
+                handles.append(node.register_prehook(lambda _, call=call: methods.notify_move(call)))
             last = call
         yield
     finally:
         for handle in handles:
             handle.remove()
-    notify(None)
+    methods.notify_move(None)
 
 
 @signal_safe

@@ -58,6 +58,14 @@ class ProbeMethods(NamedTuple):
     def observe_backward(self) -> bool:
         return bool(self.enter_backward or self.exit_backward or self.backward_moves)
 
+    def notify_move(self, call: Call | None) -> None:
+        """Notify `backward_moves`."""
+        if call is not None:
+            notify(self.backward_moves, "the backward", call)
+            return
+        for method in self.backward_moves:
+            method(None)
+
 
 def _except_root(method: Callable[..., None]) -> Callable[..., None]:
     @wraps(method)
@@ -84,14 +92,6 @@ def notify(methods: Iterable[Callable[..., None]], event: str, call: Call, *args
             first = first or wrapped
     if first is not None:
         raise first
-
-
-def notify_backward_step(methods: Iterable[Callable[..., None]], call: Call | None) -> None:
-    if call is not None:
-        notify(methods, "the backward", call)
-        return
-    for method in methods:
-        method(None)
 
 
 class OpDispatcher:

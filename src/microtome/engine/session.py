@@ -6,19 +6,18 @@ import sys
 import threading
 from collections.abc import Collection, Container, Iterable
 from contextlib import ExitStack
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from microtome.engine import self_test
-from microtome.engine.autograd_owners import AutogradOwners, nodes_of
-from microtome.engine.backward import Backward, BackwardProbes, watch_moves
+from microtome.engine.autograd_owners import AutogradOwners
+from microtome.engine.backward import observe_backward
 from microtome.engine.call import Call, ModuleEntry, Run
 from microtome.engine.composite_ops import Function
-from microtome.engine.dispatch import OpDispatcher, ProbeMethods, notify, notify_backward_step
+from microtome.engine.dispatch import OpDispatcher, ProbeMethods, notify
 from microtome.engine.interventions import (
     Intervention,
     InterventionTable,
@@ -309,35 +308,12 @@ class Session(SignalSafe[Any]):
         return intervene
 
     def wrap_backward(self, inner: AnyCall) -> AnyCall:
-        """Wrap the function that runs autograd's engine; nodes get hooks only for probes and `create_graph`."""
-        owners, threads, probes = self._owners, self._threads, self._probes
+        """Wrap the function that runs autograd's engine."""
         if self._other_threads != "observe":
-            inner = threads.watch_backward(inner)
-        observe_ops = (lambda run: run) if self._ops is None else self._ops.wrap_backward
-        if owners is None:
-            return observe_ops(inner)
-        callbacks = BackwardProbes(
-            enter=partial(notify, probes.enter_backward, "enter_backward"),
-            leave=partial(notify, probes.exit_backward, "exit_backward"),
-            are_open=lambda: self.is_open,
-        )
-
-        def run_backward(roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-            self_test.BACKWARD.ensure()
-            create_graph = bool(args[2])  # roots, grad_tensors, retain_graph, create_graph, inputs, ...
-            roots = tuple(roots)
-            nodes = [node for root in roots for node in (nodes_of(root) if isinstance(root, Tensor) else [root.node])]
-            with ExitStack() as stack:
-                stack.enter_context(owners.attribute_backward(nodes))
-                if probes.enter_backward or probes.exit_backward or create_graph:
-                    backward = Backward(owners, threads, callbacks, create_graph=create_graph)
-                    stack.enter_context(backward.watch(nodes))
-                if probes.backward_moves:
-                    step = partial(notify_backward_step, probes.backward_moves)
-                    stack.enter_context(watch_moves(owners, nodes, step))
-                return inner(roots, *args, **kwargs)
-
-        return observe_ops(run_backward)
+            inner = self._threads.watch_backward(inner)
+        if self._owners is not None:
+            inner = observe_backward(inner, self._owners, self._threads, self._probes, lambda: self.is_open)
+        return inner if self._ops is None else self._ops.wrap_backward(inner)
 
     def _find_entry(self, module: nn.Module) -> ModuleEntry | None:
         chain.force_eager()  # the first call of a model that was compiled while the session was open

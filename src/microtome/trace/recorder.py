@@ -273,28 +273,12 @@ class TraceRecorder(Probe):
             record = self._calls[where.call]
             record.ops.append(index)
             call = record.index
-        macs = flops = madds = None
-        if cost is NOTHING:
-            macs = flops = madds = 0
-        elif cost is not None:
-            macs, flops, madds = cost.macs, cost.flops, cost.madds
+        if not moves_data:
+            read_bytes = write_bytes = 0
+        operands = _indices(read), _indices(outputs), _indices(written)
+        counts = (None, None, None) if cost is None else (cost.macs, cost.flops, cost.madds)
+        self._ops.append(Op(index, name, call, where.phase, *operands, read_bytes, write_bytes, *counts))
         self.costs.ops.append(cost)
-        self._ops.append(
-            Op(
-                index,
-                name,
-                call,
-                where.phase,
-                tuple([value.index for value in read]),
-                tuple([value.index for value in outputs]),
-                tuple([value.index for value in written]),
-                read_bytes if moves_data else 0,
-                write_bytes if moves_data else 0,
-                macs,
-                flops,
-                madds,
-            )
-        )
         self._values.clock = index + 1
 
     # -- backward of composite operators -------------------------------------------------------------------------------
@@ -361,6 +345,10 @@ class TraceRecorder(Probe):
             for record, address in zip(records, addresses, strict=True)
         ]
         return Trace(how, tuple(calls), tuple(self._ops), *self._values.to_data(), tuple(self._reads))
+
+
+def _indices(values: list[ValueRecord]) -> tuple[int, ...]:
+    return tuple([value.index for value in values])
 
 
 def _check_dtypes(schema: OpSchema, read: list[ValueRecord]) -> None:
