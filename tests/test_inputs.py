@@ -1,4 +1,4 @@
-"""The one rule for inputs."""
+"""Arguments of models, from all forms of inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Pair = namedtuple("Pair", "a b")
         (None, (None,), {}),
     ],
 )
-def test_what_users_give_becomes_arguments(given: Any, args: Any, kwargs: Any) -> None:
+def test_inputs_become_arguments(given: Any, args: Any, kwargs: Any) -> None:
     found = Inputs.of(given)
     assert (str(found.args), str(found.kwargs)) == (str(args), str(kwargs))
 
@@ -70,17 +70,17 @@ def test_integers_are_indices_that_every_embedding_has() -> None:
         ({1: T}, "names of arguments as keys"),
     ],
 )
-def test_what_cannot_be_read(given: Any, message: str) -> None:
+def test_invalid_inputs_raise(given: Any, message: str) -> None:
     with pytest.raises(BadInputs, match=message):
         Inputs.of(given)
 
 
-def test_a_text_that_asks_for_more_than_there_is_says_so() -> None:
+def test_a_string_of_shapes_beyond_the_memory_raises() -> None:
     with pytest.raises(BadInputs, match="not enough memory for an input of 1000000x1000000x1000: pass torch.empty"):
         Inputs.of("1000000x1000000x1000")
 
 
-def test_inputs_move_to_a_device_and_show_what_is_nested() -> None:
+def test_inputs_move_to_a_device_and_represent_nested_values() -> None:
     inputs = Inputs([torch.ones(2), None], mask={"a": torch.ones(3, dtype=torch.bool)}).to("meta")
     assert repr(inputs) == "Inputs([2:float32, None], mask={'a': 3:bool})"
     assert inputs.args[0][0].is_meta

@@ -1,4 +1,4 @@
-"""Kernels and their owners, from events as torch's profiler gives them."""
+"""Kernels and the marks they belong to, from fake events of torch's profiler."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ def test_durations_are_those_of_the_device_in_seconds() -> None:
     assert found.launches == [Launch(0, "one", 0.0025)]
 
 
-def test_what_is_launched_before_the_first_mark_belongs_to_none() -> None:
+def test_launches_before_the_first_mark_have_no_mark() -> None:
     found = filled(launch(5, 1), mark("a", 10), kernel("early", 100, 1))
     assert found.launches[0].mark == -1
 
 
-def test_what_is_launched_at_the_time_of_a_mark_belongs_to_it() -> None:
+def test_launches_at_the_time_of_a_mark_belong_to_it() -> None:
     assert owners(filled(mark("a", 10), mark("b", 20), launch(20, 1), kernel("one", 30, 1))) == {"one": "b"}
 
 
@@ -120,7 +120,7 @@ def test_the_numbers_of_operators_are_not_those_of_launches() -> None:
     assert owners(found) == {"one": "b"}
 
 
-def test_an_operator_does_not_take_the_place_of_a_launch_of_its_number_in_whatever_order_they_come() -> None:
+def test_a_launch_takes_precedence_over_an_operator_of_the_same_id_in_any_order() -> None:
     events = (mark("a", 10), launch(11, 4), mark("b", 20), op("aten::add", 21, 4), kernel("one", 100, 4, linked=9))
     assert {owners(filled(*some))["one"] for some in permutations(events)} == {"a"}
 
@@ -174,7 +174,7 @@ def test_the_ranges_of_others_are_no_marks() -> None:
     assert owners(found) == {"one": "a"}
 
 
-def test_moves_of_the_devices_memory_are_kept_with_their_sign_in_the_order_of_time() -> None:
+def test_allocations_are_signed_and_in_order_of_time() -> None:
     found = filled(
         memory(25, -512), mark("a", 10), memory(5, 64), memory(15, 512), mark("b", 20), memory(16, 99, DeviceType.CPU)
     )
@@ -182,7 +182,7 @@ def test_moves_of_the_devices_memory_are_kept_with_their_sign_in_the_order_of_ti
     assert found.launches == []
 
 
-def test_nothing_seen_is_nothing_filled() -> None:
+def test_no_events_give_an_empty_activity() -> None:
     assert filled() == Activity([], [], [])
 
 

@@ -1,4 +1,4 @@
-"""Choosing a meter, on machines laid out here."""
+"""Choosing a meter, on fake machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from microtome.devices.meters import CsvMeter, Meter, MeterReading, find, jetson, nvml, pi, pick, rapl, register_meter
 from microtome.devices.meters.discovery import unregister_meter
 from microtome.errors import BadQuery, SensorFailed
-from tests.devices.stand_in_nvml import NVMLError, StandIn, plug_in
+from tests.devices.fake_nvml import FakeNvml, NVMLError, install_fake_nvml
 
 OPEN: list[str] = []
 
@@ -76,7 +76,7 @@ def lay_jetson(machine: Path) -> None:
 # What is wanted
 
 
-def test_a_meter_is_taken_as_it_is_and_nothing_else_is_opened() -> None:
+def test_a_meter_is_used_as_it_is_and_no_other_is_opened() -> None:
     register_meter("second", Second)
     meter = Bench()
     assert pick(meter) is meter
@@ -92,7 +92,7 @@ def test_the_file_of_an_external_meter_is_named_after_csv(machine: Path) -> None
     assert meter.read().joules == pytest.approx(10)
 
 
-def test_the_file_of_an_external_meter_that_is_not_there_is_an_error(machine: Path) -> None:
+def test_a_missing_file_of_an_external_meter_raises(machine: Path) -> None:
     with pytest.raises(SensorFailed, match=r"no.csv does not exist"):
         pick(f"csv:{machine / 'no.csv'}")
 
@@ -125,7 +125,7 @@ def test_the_one_that_is_named_is_not_replaced_by_another(machine: Path) -> None
 # What is there
 
 
-def test_with_no_sensor_the_error_says_of_each_why_and_what_would_help() -> None:
+def test_without_sensors_the_error_lists_reasons_and_remedies() -> None:
     with pytest.raises(SensorFailed, match="^no sensor: ") as info:
         pick(None)
     _, missing = find()
@@ -135,15 +135,15 @@ def test_with_no_sensor_the_error_says_of_each_why_and_what_would_help() -> None
     assert all(one.reason in str(info.value) and one.fix in str(info.value) for one in seen)
 
 
-def test_on_the_cpu_the_first_that_is_there_is_taken(machine: Path) -> None:
+def test_on_the_cpu_the_first_available_meter_is_chosen(machine: Path) -> None:
     lay_jetson(machine)
     assert pick(None).name == "jetson"
     lay_rapl(machine)
     assert pick(None).name == "rapl"
 
 
-def test_a_counter_of_a_gpu_is_not_taken_for_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = plug_in(monkeypatch)
+def test_a_gpu_meter_is_not_chosen_for_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install_fake_nvml(monkeypatch)
     with pytest.raises(SensorFailed, match="no sensor: rapl: "):
         pick(None)
     with pytest.raises(SensorFailed, match="no sensor: the model does not run on a GPU"):
@@ -151,9 +151,9 @@ def test_a_counter_of_a_gpu_is_not_taken_for_a_model_on_the_cpu(monkeypatch: pyt
     assert gpu.opened == 0
 
 
-def test_a_counter_of_the_cpu_is_not_taken_for_a_model_on_a_gpu(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_meter_is_not_chosen_for_a_model_on_a_gpu(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lay_rapl(machine)
-    gpu = plug_in(monkeypatch)
+    gpu = install_fake_nvml(monkeypatch)
     gpu.answers |= dict.fromkeys(
         ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage"), NVMLError("Not Supported")
     )
@@ -163,10 +163,10 @@ def test_a_counter_of_the_cpu_is_not_taken_for_a_model_on_a_gpu(machine: Path, m
 
 
 @pytest.mark.parametrize("wanted", ["nvml", None])
-def test_of_many_gpus_the_one_that_the_model_runs_on_is_taken_and_the_others_are_closed(
+def test_the_gpu_of_the_model_is_chosen_and_the_others_are_closed(
     monkeypatch: pytest.MonkeyPatch, wanted: str | None
 ) -> None:
-    gpus = plug_in(monkeypatch, gpus=3)
+    gpus = install_fake_nvml(monkeypatch, gpus=3)
     gpus.uuids.reverse()  # NVML does not count as torch does
     meter = pick(wanted, [torch.device("cuda", 0)])
     assert isinstance(meter, nvml.Nvml)
@@ -178,7 +178,7 @@ def test_of_many_gpus_the_one_that_the_model_runs_on_is_taken_and_the_others_are
 
 
 def test_a_model_on_two_gpus_has_no_counter_that_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus: StandIn = plug_in(monkeypatch, gpus=2)
+    gpus: FakeNvml = install_fake_nvml(monkeypatch, gpus=2)
     with pytest.raises(SensorFailed, match="runs on 2 GPUs, and a counter covers one: measure its parts"):
         pick(None, [torch.device("cuda", 0), torch.device("cuda", 1)])
     assert gpus.opened == 0
@@ -189,7 +189,7 @@ def test_a_model_on_two_gpus_has_no_counter_that_sees_it(monkeypatch: pytest.Mon
 
 def test_a_registered_meter_goes_before_the_built_in_ones(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lay_rapl(machine)
-    gpu = plug_in(monkeypatch)
+    gpu = install_fake_nvml(monkeypatch)
     register_meter("bench", Bench)
     assert pick(None).what == "the bench supply"
     assert pick(None, [torch.device("cuda", 0)]).what == "the bench supply"
@@ -226,7 +226,7 @@ def test_all_meters_are_closed_when_none_is_chosen() -> None:
     assert OPEN == []
 
 
-def test_a_registered_meter_that_is_not_there_is_missing_with_its_reason() -> None:
+def test_an_unavailable_registered_meter_is_missing_with_its_reason() -> None:
     register_meter("bench", unplugged)
     fix = "see its documentation: it is registered, not built in"
     sources, missing = find()
@@ -238,7 +238,7 @@ def test_a_registered_meter_that_is_not_there_is_missing_with_its_reason() -> No
         pick("bench")
 
 
-def test_where_a_registered_meter_is_not_there_the_next_is_taken(machine: Path) -> None:
+def test_without_a_registered_meter_the_next_is_chosen(machine: Path) -> None:
     lay_rapl(machine)
     register_meter("bench", unplugged)
     assert pick(None).name == "rapl"

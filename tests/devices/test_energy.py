@@ -1,4 +1,4 @@
-"""The sources of energy, against trees of sysfs, answers and logs laid out here."""
+"""Energy meters, against fake trees of sysfs, drivers, commands and logs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from microtome.devices.meters import (
 )
 from microtome.devices.meters.base import Kind
 from microtome.errors import SensorFailed, SessionError
-from tests.devices.stand_in_nvml import NVMLError, StandIn, answer, plug_in
+from tests.devices.fake_nvml import FakeNvml, NVMLError, answer, install_fake_nvml
 
 RANGE_UJ = 262_143_328_850
 
@@ -125,7 +125,7 @@ def test_rapl_sums_packages_and_memory_once(tmp_path: Path) -> None:
     assert source.read().joules == pytest.approx(4.75)
 
 
-def test_rapl_takes_the_platform_where_there_is_no_package(tmp_path: Path) -> None:
+def test_rapl_reads_psys_without_a_package(tmp_path: Path) -> None:
     source = only(rapl.find(lay(tmp_path, domain("intel-rapl:0", "psys", 5))))
     assert source.what == "CPU psys"
 
@@ -134,7 +134,7 @@ def test_rapl_takes_the_platform_where_there_is_no_package(tmp_path: Path) -> No
     start=st.integers(0, 999),
     steps=st.lists(st.integers(0, 999), max_size=30),
 )
-def test_rapl_gives_the_true_sum_whatever_wraps_around(start: int, steps: list[int]) -> None:
+def test_rapl_unwraps_overflows(start: int, steps: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = lay(Path(folder), domain("intel-rapl:0", "package-0", start, range_uj=1000))
         counter = rapl.Domain(root / "intel-rapl:0", 0.0)
@@ -145,9 +145,7 @@ def test_rapl_gives_the_true_sum_whatever_wraps_around(start: int, steps: list[i
     assert totals == list(accumulate(steps))
 
 
-def test_a_real_wrap_around_is_undone_and_a_counter_set_back_is_not_taken_for_one(
-    tmp_path: Path, clock: list[float]
-) -> None:
+def test_an_overflow_is_unwrapped_and_a_reset_counter_raises(tmp_path: Path, clock: list[float]) -> None:
     root = lay(tmp_path, domain("intel-rapl:0", "package-0", RANGE_UJ - 1_000_000))
     source = only(rapl.find(root))
     clock[0] += 1
@@ -206,7 +204,7 @@ def test_a_rapl_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         source.read()
 
 
-def test_rapl_without_permission_says_why_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rapl_without_permission_reports_reason_and_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deny(monkeypatch, "energy_uj")
     missing = absent(rapl.find(server(tmp_path)))
     assert missing.reason.endswith("intel-rapl:0/energy_uj cannot be read: permission denied")
@@ -222,7 +220,7 @@ def test_rapl_that_loses_its_permission_is_an_error(tmp_path: Path, monkeypatch:
         source.read()
 
 
-def test_without_powercap_the_reason_is_said(tmp_path: Path) -> None:
+def test_rapl_without_powercap_reports_the_reason(tmp_path: Path) -> None:
     missing = absent(rapl.find(tmp_path / "powercap"))
     assert "powercap does not exist: the kernel has no powercap" in missing.reason
     assert "external meter" in missing.fix
@@ -279,7 +277,7 @@ def test_a_jetson_without_a_total_rail_sums_those_that_do_not_overlap(tmp_path: 
     assert source.read().watts == pytest.approx(3 + 1 + 4)  # without the 0.4 W that VIN_SYS_5V0 feeds
 
 
-def test_a_jetson_rail_a_little_below_zero_is_taken_and_a_sum_below_zero_is_not(tmp_path: Path) -> None:
+def test_a_jetson_rail_may_be_below_zero_and_the_sum_may_not(tmp_path: Path) -> None:
     source = only(jetson.find(agx_orin(tmp_path)))
     lay(tmp_path, {"1-0040/hwmon/hwmon3/curr2_input": -8})
     assert source.read().watts == pytest.approx(3 - 0.16 + 4)
@@ -288,7 +286,7 @@ def test_a_jetson_rail_a_little_below_zero_is_taken_and_a_sum_below_zero_is_not(
         source.read()
 
 
-def test_a_board_whose_rails_are_not_known_gives_no_number(tmp_path: Path) -> None:
+def test_an_unknown_jetson_board_is_not_read(tmp_path: Path) -> None:
     missing = absent(jetson.find(lay(tmp_path, chip("1-0040", 3, ("B", 1, 1), ("A", 1, 1)))))
     assert missing.reason == "which of the rails A, B feed which is not known"
     assert "external meter" in missing.fix
@@ -299,7 +297,7 @@ def test_two_rails_of_one_name_give_no_number(tmp_path: Path) -> None:
     assert "two rails are named VDD_IN" in absent(jetson.find(tmp_path)).reason
 
 
-def test_without_a_jetson_the_reason_is_said(tmp_path: Path) -> None:
+def test_jetson_on_other_machines_reports_the_reason(tmp_path: Path) -> None:
     missing = absent(jetson.find(tmp_path / "ina3221"))
     assert missing.reason.endswith("holds no sensor: this is no Jetson, or an older one")
     assert "driver ina3221" in missing.fix
@@ -316,7 +314,7 @@ def test_jetson_garbage_and_vanished_files_are_errors(tmp_path: Path) -> None:
     assert "see whether `tegrastats`" in absent(jetson.find(tmp_path)).fix
 
 
-def test_a_jetson_without_permission_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jetson_without_permission_reports_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deny(monkeypatch, "in1_input")
     missing = absent(jetson.find(orin_nano(tmp_path)))
     assert missing.reason.endswith("in1_input cannot be read: permission denied")
@@ -358,7 +356,7 @@ def test_the_power_chip_of_a_pi_is_summed_over_its_rails() -> None:
         ("VDD_CORE_A current(7)=-2A", "of the power chip to be finite and at least 0, got -2.0"),
     ],
 )
-def test_what_a_power_chip_cannot_say_is_an_error(text: str, says: str) -> None:
+def test_invalid_output_of_the_power_chip_raises(text: str, says: str) -> None:
     answers = iter([PMIC, text])
     source = pi.Pi(lambda: next(answers))
     with pytest.raises(SensorFailed, match=says):
@@ -367,7 +365,7 @@ def test_what_a_power_chip_cannot_say_is_an_error(text: str, says: str) -> None:
     assert "a Raspberry Pi 5" in missing.fix
 
 
-def test_without_the_command_of_a_pi_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pi_without_its_command_reports_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pi, "COMMAND", ("no-such-command-anywhere",))
     missing = absent(pi.find())
     assert missing.reason == "there is no command vcgencmd: this is no Raspberry Pi"
@@ -389,7 +387,7 @@ def test_the_command_of_a_pi_is_run(monkeypatch: pytest.MonkeyPatch, script: str
         assert only(pi.find()).read().watts == pytest.approx(2.53)
 
 
-def test_a_command_of_a_pi_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_command_of_a_pi_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(*args: Any, **more: Any) -> None:
         raise subprocess.TimeoutExpired("vcgencmd", more["timeout"])
 
@@ -404,11 +402,11 @@ ENERGY, POWER = "nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage"
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    return plug_in(monkeypatch)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    return install_fake_nvml(monkeypatch)
 
 
-def test_a_gpu_counts_from_where_it_was_opened_and_gives_nvml_back(gpu: StandIn) -> None:
+def test_a_gpu_counts_since_it_was_opened_and_shuts_nvml_down(gpu: FakeNvml) -> None:
     with only(nvml.find()) as source:
         assert gpu.opened == 1
         assert source.what == "GPU 0 NVIDIA H200"
@@ -422,7 +420,7 @@ def test_a_gpu_counts_from_where_it_was_opened_and_gives_nvml_back(gpu: StandIn)
         source.read()
 
 
-def test_a_gpu_without_a_counter_gives_power(gpu: StandIn) -> None:
+def test_a_gpu_without_a_counter_gives_power(gpu: FakeNvml) -> None:
     gpu.answers[ENERGY] = NVMLError("Not Supported")
     source = only(nvml.find())
     assert source.kind == "power"
@@ -430,7 +428,7 @@ def test_a_gpu_without_a_counter_gives_power(gpu: StandIn) -> None:
     assert source.read().watts == pytest.approx(70.5)
 
 
-def test_a_gpu_counter_that_goes_backwards_stays_failed(gpu: StandIn) -> None:
+def test_a_gpu_counter_that_goes_backwards_stays_failed(gpu: FakeNvml) -> None:
     source = only(nvml.find())
     gpu.answers[ENERGY] = 4000
     with pytest.raises(SensorFailed, match=r"counter of GPU 0 NVIDIA H200 went backwards, from 5000 to 4000 mJ"):
@@ -448,14 +446,14 @@ def test_a_gpu_counter_that_goes_backwards_stays_failed(gpu: StandIn) -> None:
         (-1, "to be finite and at least 0, got -1"),
     ],
 )
-def test_a_gpu_that_fails_or_says_garbage_is_an_error(gpu: StandIn, answer: Any, says: str) -> None:
+def test_a_gpu_that_fails_or_returns_garbage_raises(gpu: FakeNvml, answer: Any, says: str) -> None:
     source = only(nvml.find())
     gpu.answers[ENERGY] = answer
     with pytest.raises(SensorFailed, match=says):
         source.read()
 
 
-def test_a_gpu_without_any_sensor_says_so_and_gives_nvml_back(gpu: StandIn) -> None:
+def test_a_gpu_without_a_sensor_is_missing_and_nvml_is_shut_down(gpu: FakeNvml) -> None:
     gpu.answers[ENERGY] = gpu.answers[POWER] = NVMLError("Not Supported")
     missing = absent(nvml.find())
     assert missing.reason == "nvmlDeviceGetPowerUsage of GPU 0 NVIDIA H200: NVMLError: Not Supported"
@@ -463,7 +461,7 @@ def test_a_gpu_without_any_sensor_says_so_and_gives_nvml_back(gpu: StandIn) -> N
     assert gpu.opened == 0
 
 
-def test_a_gpu_that_cannot_be_opened_says_so(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_opened_is_missing(gpu: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "nvmlDeviceGetUUID", lambda handle: answer(NVMLError("No Permission")), raising=False)
     assert absent(nvml.find()).reason == "GPU 0: NVMLError: No Permission"
     assert gpu.opened == 0
@@ -473,20 +471,20 @@ def test_a_gpu_that_cannot_be_opened_says_so(gpu: StandIn, monkeypatch: pytest.M
     ("count", "reason"),
     [(0, "NVML sees no GPU"), (NVMLError("Unknown"), "NVML cannot count the GPUs: NVMLError: Unknown")],
 )
-def test_no_gpu_at_all_says_so(gpu: StandIn, count: Any, reason: str) -> None:
+def test_nvml_without_gpus_reports_the_reason(gpu: FakeNvml, count: Any, reason: str) -> None:
     gpu.count = count
     assert absent(nvml.find()).reason == reason
     assert gpu.opened == 0
 
 
-def test_without_a_driver_the_reason_is_said(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_without_a_driver_reports_the_reason(gpu: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "nvmlInit", lambda: answer(NVMLError("Shared Library Not Found")), raising=False)
     missing = absent(nvml.find())
     assert missing.reason == "NVML does not start: NVMLError: Shared Library Not Found"
     assert "nvidia-smi" in missing.fix
 
 
-def test_without_the_package_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_without_pynvml_reports_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     missing = absent(nvml.find())
     assert missing.reason.startswith("the package nvidia-ml-py is not installed")
@@ -512,7 +510,7 @@ def test_watts_of_a_csv_are_summed_between_any_two_times(tmp_path: Path) -> None
     assert meter.read() == MeterReading(14, joules=60)
 
 
-def test_joules_of_a_csv_are_taken_before_watts(tmp_path: Path) -> None:
+def test_joules_of_a_csv_take_precedence_over_watts(tmp_path: Path) -> None:
     meter = CsvMeter(table(tmp_path, " watts, joules, time_s", "1,100,10", "1,104,12"), clock="perf")
     assert meter.between(10.5, 11.5) == pytest.approx(2)
 
@@ -531,7 +529,7 @@ def test_a_line_that_is_still_being_written_is_left_for_later(tmp_path: Path) ->
     assert meter.between(11, 14) == pytest.approx(30)
 
 
-def test_a_hole_in_a_csv_matters_only_where_it_is_asked_about(tmp_path: Path) -> None:
+def test_a_gap_in_a_csv_matters_only_within_the_block(tmp_path: Path) -> None:
     meter = CsvMeter(table(tmp_path, "time_s,watts", "1,10", "2,10", "12,10", "13,10"), clock="perf")
     assert meter.between(1, 2) == pytest.approx(10)
     assert meter.between(12, 13) == pytest.approx(10)
@@ -555,12 +553,12 @@ def test_a_hole_in_a_csv_matters_only_where_it_is_asked_about(tmp_path: Path) ->
         ([""], "expected columns time_s .*, got"),
     ],
 )
-def test_a_csv_that_cannot_be_is_an_error_with_its_line(tmp_path: Path, lines: list[str], says: str) -> None:
+def test_an_invalid_csv_raises_with_the_line(tmp_path: Path, lines: list[str], says: str) -> None:
     with pytest.raises(SensorFailed, match=says):
         CsvMeter(table(tmp_path, *lines))
 
 
-def test_a_csv_that_is_not_there_or_no_text_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_or_binary_csv_raises(tmp_path: Path) -> None:
     with pytest.raises(SensorFailed, match=r"meter.csv does not exist"):
         CsvMeter(tmp_path / "meter.csv")
     (tmp_path / "meter.csv").write_bytes(b"\xff\xfe\x00")
@@ -571,7 +569,7 @@ def test_a_csv_that_is_not_there_or_no_text_is_an_error(tmp_path: Path) -> None:
 # Finding
 
 
-def test_a_machine_without_sensors_says_why_and_what_would_help(
+def test_a_machine_without_sensors_reports_reasons_and_remedies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -584,7 +582,7 @@ def test_a_machine_without_sensors_says_why_and_what_would_help(
     assert all(one.reason and one.fix for one in missing)
 
 
-def test_everything_that_is_there_is_found(tmp_path: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_available_meters_are_found(tmp_path: Path, gpu: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pi, "COMMAND", (sys.executable, "-c", f"print({PMIC!r})"))
     monkeypatch.setattr(rapl, "ROOT", server(tmp_path / "a"))
     monkeypatch.setattr(jetson, "ROOT", orin_nano(tmp_path / "b"))
@@ -594,7 +592,7 @@ def test_everything_that_is_there_is_found(tmp_path: Path, gpu: StandIn, monkeyp
     assert repr(sources[0]) == "<nvml: GPU 0 NVIDIA H200>"
 
 
-def test_finding_never_raises(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finding_never_raises(gpu: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "nvmlInit", lambda: answer(ZeroDivisionError("odd driver")), raising=False)
     _, missing = find()
     assert missing[0] == Missing(
@@ -672,7 +670,7 @@ def test_a_block_shorter_than_the_period_has_two_samples() -> None:
     assert measured(source) == Energy(20.0, 2.0, "power, sampled and integrated", 2)
 
 
-def test_how_often_can_be_told() -> None:
+def test_the_reading_period_can_be_set() -> None:
     source = Scripted("power", lambda n: MeterReading(float(n), watts=1.0), every_s=3600)
     with Window(source, every_s=0.0):
         assert source.third.wait(60)
@@ -767,7 +765,7 @@ def test_a_sensor_that_fails_in_the_thread_gives_the_reason() -> None:
     assert source.reads == 3
 
 
-def test_a_log_is_asked_afterwards_and_may_catch_up(tmp_path: Path, clock: list[float]) -> None:
+def test_a_log_is_read_afterwards_and_may_catch_up(tmp_path: Path, clock: list[float]) -> None:
     meter = CsvMeter(table(tmp_path, "time_s,watts", "999,10", "1000,10"), clock="perf")
     with Window(meter) as window:
         clock[0] += 2

@@ -1,4 +1,4 @@
-"""The sampler of how busy the machine is."""
+"""Sampling the load of the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from microtome.devices import load
 from microtome.devices.load import QUANTITIES, LoadSampler, Sample
 from microtome.errors import SensorFailed
-from tests.devices.stand_in_nvml import NVMLError, plug_in
+from tests.devices.fake_nvml import NVMLError, install_fake_nvml
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_the_cpu_and_the_memory_are_parts_of_one() -> None:
     assert all(one.memory is not None and 0 < one.memory <= 1 for one in samples)
 
 
-def test_no_samples_are_taken_outside_of_the_block() -> None:
+def test_nothing_is_sampled_outside_of_the_block() -> None:
     sampler = LoadSampler()
     assert sampler.samples == []
     assert threads() == []
@@ -76,7 +76,7 @@ def test_the_thread_ends_when_the_block_raises() -> None:
     assert threads() == []
 
 
-def test_the_most_memory_that_the_process_held_is_kept_when_it_is_given_back() -> None:
+def test_peak_resident_memory_survives_its_release() -> None:
     sampler = LoadSampler()
     before = sampler.rss_peak_bytes
     with sampler:
@@ -88,7 +88,7 @@ def test_the_most_memory_that_the_process_held_is_kept_when_it_is_given_back() -
     assert sampler.rss_peak_bytes > before + (32 << 20)
 
 
-def test_without_a_gpu_and_a_sensor_the_reasons_are_said_and_nothing_is_zero() -> None:
+def test_without_gpu_and_sensor_the_reasons_are_reported_and_nothing_is_zero() -> None:
     sampler = LoadSampler()
     samples = sampled(sampler)
     assert {(one.gpu, one.gpu_memory, one.watts) for one in samples} == {(None, None, None)}
@@ -112,7 +112,7 @@ def test_watts_are_those_of_the_reader() -> None:
         (ZeroDivisionError("odd driver\nin two lines"), "ZeroDivisionError: odd driver"),
     ],
 )
-def test_a_reader_that_fails_is_told_with_its_reason_and_the_others_go_on(error: Exception, reason: str) -> None:
+def test_a_failing_reader_is_reported_and_the_others_continue(error: Exception, reason: str) -> None:
     asked: list[bool] = []
 
     def watts() -> float:
@@ -129,8 +129,8 @@ def test_a_reader_that_fails_is_told_with_its_reason_and_the_others_go_on(error:
     assert all(one.cpu is not None and one.memory is not None for one in samples)
 
 
-def test_a_gpu_is_sampled_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = plug_in(monkeypatch)
+def test_a_gpu_is_sampled_and_its_driver_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = install_fake_nvml(monkeypatch)
     sampler = LoadSampler(torch.device("cuda", 0))
     assert nvml.opened == 1
     samples = sampled(sampler)
@@ -139,15 +139,15 @@ def test_a_gpu_is_sampled_and_given_back(monkeypatch: pytest.MonkeyPatch) -> Non
     assert nvml.opened == 0
 
 
-def test_a_gpu_is_given_back_when_the_block_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = plug_in(monkeypatch)
+def test_the_driver_is_closed_when_the_block_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = install_fake_nvml(monkeypatch)
     with pytest.raises(KeyError, match="mine"), LoadSampler(torch.device("cuda", 0)):
         raise KeyError("mine")
     assert nvml.opened == 0
 
 
-def test_a_gpu_that_ceases_to_say_how_busy_it_is_still_says_its_watts(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = plug_in(monkeypatch)
+def test_power_is_sampled_after_utilization_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = install_fake_nvml(monkeypatch)
     sampler = LoadSampler(torch.device("cuda", 0))
     with sampler:
         until(lambda: bool(sampler.samples))
@@ -161,7 +161,7 @@ def test_a_gpu_that_ceases_to_say_how_busy_it_is_still_says_its_watts(monkeypatc
     assert (sampler.samples[-1].gpu, sampler.samples[-1].gpu_memory, sampler.samples[-1].watts) == (None, None, 70.5)
 
 
-def test_a_gpu_that_cannot_be_asked_is_missing_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_a_driver_is_missing_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     sampler = LoadSampler(torch.device("cuda", 0))
     samples = sampled(sampler)

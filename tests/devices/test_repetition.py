@@ -1,4 +1,4 @@
-"""Work that is metered in parts, on a clock of its own: a run takes a millisecond, however long it takes."""
+"""The energy of repeated work, on a fake clock on which a run takes a millisecond."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_work_is_done_in_chunks_of_a_fiftieth_of_a_second_however_slow_a_run_is(
     assert [part.runs for part in parts] == pytest.approx([20 * part.seconds for part in parts])
 
 
-def test_a_slow_counter_is_given_more_time_than_was_wished(bench: Make) -> None:
+def test_a_slow_counter_extends_the_measurement(bench: Make) -> None:
     # Five parts need six moves, which take at least 150 ms; 40 are wished, and five times that is the end.
     meter = bench("counter", lambda ms: ms // 30 * 2.0)
     parts = metered(meter, meter.work, seconds=0.04)
@@ -226,7 +226,7 @@ def test_a_sensor_that_fails_at_once_ends_the_work_before_it_begins(bench: Make)
     assert threads() == []
 
 
-def test_what_the_work_raises_goes_through_and_the_thread_ends(bench: Make) -> None:
+def test_errors_of_the_work_propagate_and_the_thread_ends(bench: Make) -> None:
     alive: list[str] = []
     meter = bench("power", lambda ms: 40.0)
 
@@ -262,7 +262,7 @@ def test_the_thread_ends_with_the_work(bench: Make) -> None:
     assert len(meter.told) == read
 
 
-def test_a_log_is_asked_about_equal_parts_of_the_whole_time(bench: Make, tmp_path: Path) -> None:
+def test_a_log_is_read_for_equal_parts_of_the_time(bench: Make, tmp_path: Path) -> None:
     path = tmp_path / "meter.csv"
     path.write_text("time_s,watts\n0,10\n0.15,10\n0.150001,20\n2,20\n")  # twice as much from 0.15 s on
     clock = bench("power", fails)  # not read
@@ -302,7 +302,7 @@ def test_a_log_that_does_not_reach_to_the_end_is_an_error(bench: Make, tmp_path:
     assert 5000 < clock.ms < 6000  # five seconds after the work
 
 
-def test_a_part_says_runs_seconds_and_joules_and_cannot_be_changed() -> None:
+def test_a_part_is_immutable() -> None:
     part = RepeatedWork(runs=2.5, seconds=0.1, joules=4.0)
     with pytest.raises(AttributeError):
         part.joules = 0.0  # type: ignore[misc]

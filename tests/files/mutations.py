@@ -1,4 +1,4 @@
-"""Seeded damage to the bytes of files, and to the values of JSON documents."""
+"""Seeded mutations of the bytes of files, and of the values of JSON documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file of each kind that microtome reads, and code that reads all of it."""
+"""A file of each kind that microtome reads, with code that reads all of it."""
 
 from __future__ import annotations
 

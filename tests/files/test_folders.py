@@ -1,4 +1,4 @@
-"""Links, pipes and devices in place of files: nothing outside the folder is written, and nothing waits."""
+"""Links, pipes and devices in place of files: nothing outside the folder is written, and nothing blocks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ LINKS = [".lock", ".manifest.json.tmp", ".shard-00000.safetensors.tmp", ".shard-
 
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
 @pytest.mark.parametrize("name", LINKS)
-def test_recording_to_a_prepared_folder_leaves_what_its_links_point_to(
+def test_recording_to_a_hostile_folder_leaves_the_targets_of_links(
     tmp_path: Path, victim: Path, name: str, link: Any
 ) -> None:
     folder = tmp_path / "folder"
@@ -83,7 +83,7 @@ def test_recording_to_a_prepared_folder_leaves_what_its_links_point_to(
 
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
 @pytest.mark.parametrize("name", ["index.jsonl", "manifest.json", "shard-00003.safetensors"])
-def test_appending_to_a_recording_with_links_leaves_what_they_point_to(tmp_path: Path, name: str, link: Any) -> None:
+def test_appending_to_a_recording_with_links_leaves_their_targets(tmp_path: Path, name: str, link: Any) -> None:
     folder, outside = tmp_path / "folder", tmp_path / "outside"
     record(folder)
     if (folder / name).exists():
@@ -110,9 +110,7 @@ def test_a_lock_that_is_a_link_is_named(tmp_path: Path, victim: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["plan.json", "stage0.safetensors"])
-def test_saving_stages_to_a_prepared_folder_leaves_what_its_links_point_to(
-    tmp_path: Path, victim: Path, name: str
-) -> None:
+def test_saving_stages_to_a_hostile_folder_leaves_the_targets_of_links(tmp_path: Path, victim: Path, name: str) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / name).symlink_to(victim)
@@ -139,7 +137,7 @@ def test_saving_stages_leaves_files_of_others(tmp_path: Path) -> None:
     assert (tmp_path / "stage-notes.safetensors").read_text() == "mine"
 
 
-def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_write_errors_raise_bad_file(tmp_path: Path) -> None:
     (tmp_path / "plan.json").mkdir()
     with pytest.raises(BadFile, match="cannot write '.*': Is a directory"):
         save(tmp_path)
@@ -180,7 +178,7 @@ def _device(file: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [_pipe, _device, Path.mkdir])
-def test_what_is_no_regular_file_is_refused_at_once(known: dict[str, Sample], kind: str, make: Any) -> None:
+def test_files_that_are_not_regular_are_refused_at_once(known: dict[str, Sample], kind: str, make: Any) -> None:
     sample = known[kind]
     aside = sample.file.with_name("aside")
     sample.file.rename(aside)

@@ -1,4 +1,4 @@
-"""Files of tensors hold the values that tensors have, for every dtype that the format has."""
+"""Files of tensors preserve values, for every dtype of the format."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 4096), nn.Linear(4096, 4096)).eval()
 
 
-def test_a_device_that_is_not_there_is_no_damage_of_the_file(tmp_path: Path) -> None:
+def test_an_unavailable_device_does_not_make_a_file_corrupt(tmp_path: Path) -> None:
     saved(tmp_path)
     with pytest.raises(RuntimeError, match="Expected one of cpu, cuda"):
         mt.load_stage(wide, tmp_path, 1, device="nonsense")

@@ -32,7 +32,7 @@ class Pair(NamedTuple):
         (None, tuple[int, str] | None, None),
     ],
 )
-def test_tuples_are_compared_place_by_place(value: Any, hint: Any, words: str | None) -> None:
+def test_mismatches_are_located_inside_of_values(value: Any, hint: Any, words: str | None) -> None:
     assert find_mismatch(value, hint) == words
 
 
@@ -50,7 +50,7 @@ class Drawing(NamedTuple):
     shapes: tuple[Circle | Square, ...]
 
 
-def test_the_members_of_a_union_are_told_apart_by_their_kind() -> None:
+def test_the_members_of_a_union_are_distinguished_by_type() -> None:
     drawing = Drawing((Square(2), Circle(1.5)))
     assert to_plain(drawing) == {"shapes": [{"side": 2, "kind": "square"}, {"radius": 1.5, "kind": "circle"}]}
     assert from_plain(to_plain(drawing), Drawing) == drawing

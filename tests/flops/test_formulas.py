@@ -101,7 +101,7 @@ def test_the_backward_of_a_convolution_takes_the_forward_twice(groups: int, tran
     assert frozen.backward_macs == total.macs
 
 
-def test_attention_on_all_its_ways() -> None:
+def test_attention_on_all_kernels() -> None:
     # 2 batches of 3 heads, 5 queries, 7 keys of 4, values of 6: 5 * 7 scores of 4 products, 5 * 6 outputs of 7.
     macs = 2 * 3 * (5 * 7 * 4 + 5 * 6 * 7)
     q, k, v = (2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6)
@@ -129,7 +129,7 @@ def test_the_kernels_of_attention_count_as_the_function_does() -> None:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_multi_head_attention_and_encoder_layers_count_what_they_compute(fast: bool) -> None:
+def test_multi_head_attention_and_encoder_layers(fast: bool) -> None:
     # Batch 2, 5 tokens of 8, 2 heads: 4 projections of 8 by 8 for each token; in each head 5 x 5 scores of 4, and back.
     torch.backends.mha.set_fastpath_enabled(fast)
     try:
@@ -196,7 +196,7 @@ def test_recurrent_cells(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("asks", [False, True])
-def test_the_backward_of_recurrent_layers_is_what_torch_counts_where_it_decomposes_them(
+def test_the_backward_of_recurrent_layers_matches_torchs_decomposition(
     kind: Any, bidirectional: bool, asks: bool
 ) -> None:
     layer = kind(3, 5, num_layers=2, bidirectional=bidirectional, device="meta")
@@ -248,7 +248,7 @@ def test_an_rms_norm_takes_a_root_for_each_row() -> None:
     assert counts(nn.RMSNorm(4), (2, 3, 4)) == (0, 4 * 24 + 2 * 6, 4 * 24 + 2 * 6)
 
 
-def test_pooling_counts_what_is_in_the_windows() -> None:
+def test_pooling_counts_the_elements_of_windows() -> None:
     # 2 x 3 channels, 8 x 8 to 4 x 4 by windows of 2 x 2: 3 comparisons, or 3 additions and a division.
     assert counts(nn.MaxPool2d(2), (2, 3, 8, 8))[1] == 2 * 3 * 16 * 3
     assert counts(nn.AvgPool2d(2), (2, 3, 8, 8))[1] == 2 * 3 * 16 * 4
@@ -358,7 +358,7 @@ def test_an_operator_without_a_formula_is_listed_and_strict_raises() -> None:
 
 
 @pytest.mark.parametrize("name", ["packet", "overload", "text"])
-def test_users_say_what_their_operators_cost(name: str) -> None:
+def test_registered_formulas_are_used(name: str) -> None:
     packet = torch.ops.microtome_tests.scan
     op: Any = {"packet": packet, "overload": packet.default, "text": "microtome_tests::scan"}[name]
     register_formula(op, lambda x, *, out: mt.OpCost(macs=x.numel(), other=2))
@@ -406,12 +406,12 @@ def test_a_formula_that_is_wrong_names_its_operator(formula: Any, message: str) 
 
 
 @pytest.mark.parametrize("convention", ["torchvision", "fvcore", "ptflops", "torchstat"])
-def test_no_convention_leaves_out_what_nobody_knows(convention: str) -> None:
+def test_every_convention_reports_unknown_operators(convention: str) -> None:
     p = mt.profile(Function(scan), torch.rand(2, 3), convention=convention)
     assert [op.name for op in p.coverage.unknown] == ["microtome_tests.scan.default"]
 
 
-def test_operators_that_are_told_where_to_write_count_as_those_that_are_not() -> None:
+def test_out_overloads_count_as_those_without() -> None:
     assert counts(lambda a, b: torch.mm(a, b, out=a.new_empty(2, 5)), (2, 3), (3, 5)) == (30, 60, 50)
     largest = lambda a: torch.max(a, 1, out=(a.new_empty(2), a.new_empty(2, dtype=torch.int64)))[0]  # noqa: E731
     assert counts(largest, (2, 3))[1] == 6

@@ -1,4 +1,4 @@
-"""Grouped products, mixtures of experts, and the sweep: no product of torch is left out in silence."""
+"""Grouped products, mixtures of experts, and a sweep over torch: every product is counted or reported."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ _OTHERS = """
 """
 
 
-def test_every_product_of_torch_is_counted_or_known_to_be_listed() -> None:
+def test_every_product_of_torch_is_counted_or_reported_as_unknown() -> None:
     from microtome.flops.registry import _lookup
 
     missing = set()

@@ -1,4 +1,4 @@
-"""A clock that stands in for the real one: time passes where a model says so, so that what is measured is exact."""
+"""A fake clock that a model advances, so that measured times are exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each convention against the tool it is named after. What torchvision publishes has a file of its own."""
+"""Each convention against the tool it is named after; test_published.py has that of torchvision."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_torchvision_counts_products_alone() -> None:
     assert p["layer1.0.bn1"].flops == 0
 
 
-def test_what_a_convention_does_not_have_is_none() -> None:
+def test_quantities_that_a_convention_lacks_are_none() -> None:
     total = mt.profile(nn.Linear(2, 2), "1x2", convention="fvcore", backward=True).total
     assert (total.flops, total.madds, total.backward_flops) == (4, None, None)
 

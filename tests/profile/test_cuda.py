@@ -88,7 +88,7 @@ def test_norms_and_dropout_count_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "swin_t", "vit_b_32", "densenet121"])
-def test_peak_memory_is_what_cuda_allocates(name: str) -> None:
+def test_peak_memory_matches_cuda_allocations(name: str) -> None:
     zoo.import_torchvision()
     from torchvision import models
 
@@ -110,7 +110,7 @@ def test_peak_memory_is_what_cuda_allocates(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "swin_t", "vit_b_32"])
-def test_what_is_saved_for_a_backward_is_what_cuda_keeps(name: str) -> None:
+def test_saved_bytes_match_cuda_allocations(name: str) -> None:
     zoo.import_torchvision()
     from torchvision import models
 

@@ -1,4 +1,4 @@
-"""How far a run is when a call ends: what planning takes the time of a run of layers from."""
+"""The time from the beginning of a run to the end of each call, which planning reads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_calls_below_the_depth_have_none(clock: Clock) -> None:
     assert nanoseconds(p) == {"": 1130, "0": 130, "1": 1130}
 
 
-def test_what_time_stamps_cost_is_taken_off(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_time_stamps_is_subtracted(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_stamp_cost", lambda: 2e-9)
     p = mt.profile(
         nn.Sequential(Block(clock), Takes(clock, 1000)), torch.zeros(2), measure="time", repeat=3, fake=False
@@ -102,7 +102,7 @@ def test_files_hold_it_and_those_of_before_can_be_read(tmp_path: Path) -> None:
     assert old.total.time_s == p.total.time_s
 
 
-def test_without_measuring_there_is_none() -> None:
+def test_elapsed_times_are_none_unless_measured() -> None:
     assert mt.profile(*zoo.build("tiny-resnet")).total.elapsed_s is None
 
 
@@ -120,7 +120,7 @@ def test_device_work_is_summed_by_when_it_was_launched() -> None:
 @pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize("way", ["kernels", "graph"])
-def test_a_gpu_is_done_with_what_calls_before_launched(way: Any) -> None:
+def test_elapsed_device_time_includes_earlier_launches(way: Any) -> None:
     width = 2048
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8 * width)).cuda()
     p: Any = mt.profile(model, torch.randn(width, width, device="cuda"), measure="time", repeat=10, device_time=way)

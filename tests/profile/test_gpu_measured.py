@@ -1,4 +1,4 @@
-"""What is measured on a GPU, against torch's own tables and counters."""
+"""Measurements on a GPU, against torch's own tables and counters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def on_gpu(name: str) -> tuple[nn.Module, mt.Inputs]:
 
 
 @torch.no_grad()
-def test_a_cuda_graph_says_about_the_same() -> None:
+def test_a_cuda_graph_measures_about_the_same() -> None:
     model, x = chain(), torch.randn(2048, 2048, device="cuda")
     a = mt.profile(model, x, measure="time", repeat=10)
     b = mt.profile(model, x, measure="time", repeat=10, device_time="graph")
@@ -69,7 +69,7 @@ def test_a_cuda_graph_says_about_the_same() -> None:
 
 
 @torch.no_grad()
-def test_what_a_graph_cannot_hold_is_refused_and_nothing_is_broken() -> None:
+def test_a_failed_capture_raises_and_leaves_cuda_usable() -> None:
     class Reads(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * float(x.sum())
@@ -97,7 +97,7 @@ def test_the_backward_has_device_times_too() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_a_checkpoint_runs_again_is_its_layers_backward() -> None:
+def test_recomputed_layers_belong_to_the_backward() -> None:
     class Again(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -116,7 +116,7 @@ def test_what_a_checkpoint_runs_again_is_its_layers_backward() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["resnet18", "swin_t"])
-def test_the_measured_peak_of_each_call_is_what_torch_says(name: str) -> None:
+def test_the_measured_peak_of_each_call_matches_torch(name: str) -> None:
     model: Any = getattr(zoo.import_torchvision().models, name)().eval().cuda()
     x = torch.randn(8, 3, 224, 224, device="cuda")
     model(x)

@@ -289,7 +289,7 @@ def test_backward_flops_are_those_of_torch(layer: nn.Module, train: bool) -> Non
     assert 2 * total.backward_macs == counter.get_total_flops() - forward
 
 
-def test_resnet18_forward_and_backward_is_what_torch_tests_its_counter_with() -> None:
+def test_resnet18_matches_the_test_of_torchs_counter() -> None:
     zoo.import_torchvision()
     from torchvision.models import resnet18
 
@@ -300,5 +300,5 @@ def test_resnet18_forward_and_backward_is_what_torch_tests_its_counter_with() ->
     assert asks.backward_macs - total.backward_macs == 64 * 112 * 112 * 3 * 49
 
 
-def test_amounts_that_are_none_stay_none() -> None:
+def test_unknown_amounts_stay_none() -> None:
     assert Amounts().backward_flops is None

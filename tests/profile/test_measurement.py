@@ -1,4 +1,4 @@
-"""Memory, energy and load of calls, the backward's times, and what happens where they cannot be had."""
+"""Memory, energy and load of calls, times of the backward, and measurements that are unavailable."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_backward_times_are_those_of_the_clock_and_add_up(clock: Clock) -> None:
     assert x.grad is None
 
 
-def test_what_a_checkpoint_runs_again_is_the_backward_of_its_layers() -> None:
+def test_recomputed_layers_belong_to_the_backward() -> None:
     class Again(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -94,7 +94,7 @@ def test_what_a_checkpoint_runs_again_is_the_backward_of_its_layers() -> None:
     assert any(in_layers() > 0.8 for _ in range(5))
 
 
-def test_gradients_and_those_kept_before_are_as_found() -> None:
+def test_gradients_are_restored() -> None:
     model = nn.Linear(4, 4)
     model.weight.grad = before = torch.ones(4, 4)
     mt.profile(model, "2x4", measure=("time", "load"), backward=True, repeat=3)
@@ -178,7 +178,7 @@ def test_layers_for_which_no_time_is_left_have_no_energy_and_the_reason() -> Non
     assert "not replayed: 3 layers" in str(p)
 
 
-def test_an_estimate_is_what_its_coefficients_say() -> None:
+def test_an_estimate_is_linear_in_its_coefficients() -> None:
     model = nn.Linear(8, 8, bias=False)
     p = mt.profile(model, "2x8", measure="energy", energy=mt.EnergyModel(joules_per_flop=1.0, joules_per_byte=0.5))
     # 2 x 8 x 8 multiply-accumulates, two operations each; 2 x 8 and 8 x 8 floats read, 2 x 8 written.
@@ -187,7 +187,7 @@ def test_an_estimate_is_what_its_coefficients_say() -> None:
     assert "an estimate from given coefficients, not measured" in str(p)
 
 
-def test_without_a_sensor_there_is_the_reason_and_what_would_help() -> None:
+def test_without_a_sensor_the_reason_and_remedy_are_reported() -> None:
     p = mt.profile(nn.Linear(2, 2), "1x2", measure="energy", meter="jetson", repeat=3)
     assert (p.total.energy_j, p.energy) == (None, None)
     assert p.unavailable["energy"].startswith("no sensor: jetson: ")
@@ -266,7 +266,7 @@ def test_layer_metrics_go_down_to_a_depth() -> None:
 # -- by module ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_module_costs_what_all_its_runs_cost() -> None:
+def test_a_module_costs_the_sum_of_its_runs() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -301,7 +301,7 @@ def test_a_module_costs_what_all_its_runs_cost() -> None:
         ({"measure": "time", "budget_s": float("nan")}, "expected budget_s to be above 0 seconds, got nan"),
     ],
 )
-def test_what_makes_no_sense_is_said(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadQuery, match=message):
         mt.profile(nn.Linear(2, 2), "1x2", **options)
 
@@ -318,7 +318,7 @@ def test_a_replay_has_no_backward() -> None:
 
 
 @pytest.mark.parametrize("measure", ["time", "memory", "energy", "load"])
-def test_a_model_that_raises_in_the_third_pass_is_as_found(measure: str) -> None:
+def test_a_model_that_raises_in_the_third_pass_is_restored(measure: str) -> None:
     class Third(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -413,7 +413,7 @@ def test_a_call_that_fails_and_is_caught_has_its_time() -> None:
     assert 0 < p["b"].time_s < p.total.time_s
 
 
-def test_a_mean_lies_between_the_samples_whatever_is_rounded() -> None:
+def test_a_mean_lies_between_the_samples_despite_rounding() -> None:
     edges = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cumsum(0).tolist()
     samples = [Sample(begin, end, 1.0, None, None, None, None) for begin, end in pairwise(edges)]
     begins = torch.linspace(0.3, 50, 300, dtype=torch.float64).view(3, 100)
@@ -528,7 +528,7 @@ def test_a_row_of_its_own_has_no_spread_of_the_whole() -> None:
         ({"measure": ""}, "expected measure to be of"),
     ],
 )
-def test_options_of_another_type_are_said(options: dict[str, Any], message: str) -> None:
+def test_options_of_a_wrong_type_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadQuery, match=message):
         mt.profile(nn.Linear(2, 2), "1x2", **options)
 

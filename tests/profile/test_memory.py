@@ -29,7 +29,7 @@ def test_live_bytes_of_a_chain_are_those_of_its_values() -> None:
 
 @pytest.mark.parametrize("name", ["tiny-resnet", "tiny-vit", "tiny-decoder"])
 @pytest.mark.parametrize("backward", [False, True])
-def test_what_lives_at_the_peak_sums_up_to_it(name: str, backward: bool) -> None:
+def test_tensors_at_the_peak_sum_to_it(name: str, backward: bool) -> None:
     profile = mt.profile(*zoo.build(name), backward=backward)
     line = profile.timeline
     assert line is not None

@@ -112,7 +112,7 @@ def test_branches_on_integers_are_those_of_the_real_run(mask: list[list[int]]) -
     assert counts(Branches(), inputs, None) == counts(Branches(), inputs, False)
 
 
-def test_integers_that_come_from_unknown_values_are_not_known() -> None:
+def test_integers_from_unknown_values_are_unknown() -> None:
     class Chosen(nn.Module):
         def forward(self, x: Tensor, at: Tensor) -> Tensor:
             at = at.clone()
@@ -142,7 +142,7 @@ class Empty(nn.Module):
 
 
 @pytest.mark.parametrize("model", [OneHot(), Empty()], ids=["one_hot", "empty"])
-def test_memory_without_values_is_not_taken_for_known(model: nn.Module) -> None:
+def test_memory_without_values_is_unknown(model: nn.Module) -> None:
     inputs = torch.ones(4), torch.tensor([3, 1, 2])
     assert counts(model, inputs, None) == counts(model, inputs, False)
 

@@ -1,4 +1,4 @@
-"""What a profile says, on nets whose answers are known."""
+"""Profiles of nets with closed-form counts."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_peak_is_the_most_that_lives_at_once() -> None:
         assert mt.profile(nn.Identity(), "1000").total.peak_bytes == 4000
 
 
-def test_the_backward_and_what_is_kept_for_it() -> None:
+def test_the_backward_and_the_bytes_saved_for_it() -> None:
     # 6 x 5 by 5 x 4, ReLU, by 4 x 3. Backward: the second layer's input and weight 72 each, the first's weight 120.
     model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
     p = mt.profile(model, "6x5", backward=True)
@@ -189,7 +189,7 @@ def test_transforms_of_functions_are_refused() -> None:
 # -- questions ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_address_a_glob_and_what_matches_neither(p: mt.Profile) -> None:
+def test_rows_by_address_by_glob_and_without_a_match(p: mt.Profile) -> None:
     assert p["block.1#1"].type == "ReLU"
     assert [row.address for row in p["block.*"]] == ["block.0#0", "block.1#0", "block.0#1", "block.1#1"]
     with pytest.raises(NoMatch, match="'block.0' ran 2 times: say which of 'block.0#0', 'block.0#1'"):
@@ -214,7 +214,7 @@ def test_rows_by_depth_and_by_granularity(p: mt.Profile) -> None:
     assert [row.address for row in p.rows(granularity=3)] == [""]
 
 
-def test_questions_without_an_answer_say_so(p: mt.Profile) -> None:
+def test_invalid_queries_raise(p: mt.Profile) -> None:
     with pytest.raises(BadQuery, match="expected depth or granularity, got both"):
         p.rows(depth=1, granularity=1)
     with pytest.raises(BadQuery, match="expected granularity of 1 or more, got 0"):
@@ -229,7 +229,7 @@ def test_questions_without_an_answer_say_so(p: mt.Profile) -> None:
         mt.profile(Net(), IDS, fake="meta")  # type: ignore[arg-type]
 
 
-def test_the_top_by_what_no_call_knows_says_what_to_add() -> None:
+def test_the_top_by_an_unmeasured_quantity_names_the_option() -> None:
     p = mt.profile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "2x4")
     unknown = [name for name in AMOUNTS if all(getattr(row.own, name) is None for row in p.calls)]
     assert {"time_s", "device_s", "energy_j", "backward_flops", "saved_bytes"} <= {*unknown}
@@ -266,7 +266,7 @@ def test_the_tree_holds_every_row_once(p: mt.Profile) -> None:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_as_json_is_read_again(tmp_path: Path) -> None:
+def test_json_round_trip(tmp_path: Path) -> None:
     p = mt.profile(*zoo.build("tiny-decoder"), backward=True)
     text = p.to_json(tmp_path / "p.json")
     assert mt.load(tmp_path / "p.json") == p
@@ -319,7 +319,7 @@ def test_a_profile_changes_nothing() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_failing_forward_says_where_and_what_ran_before() -> None:
+def test_a_failing_forward_names_the_call_and_those_before() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(5, 2))
     with pytest.raises(RuntimeError) as raised:
         mt.profile(model, "3x4")

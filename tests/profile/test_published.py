@@ -39,7 +39,7 @@ def check(entry: Published) -> None:
 
 
 @pytest.mark.parametrize("entry", one_in_three(one_of_each()), ids=str)
-def test_a_spread_of_torchvision_models_costs_what_is_published(entry: Published) -> None:
+def test_a_sample_of_torchvision_models_costs_the_published_amounts(entry: Published) -> None:
     check(entry)
 
 

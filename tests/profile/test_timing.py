@@ -60,7 +60,7 @@ def test_a_time_has_a_spread_a_count_and_how_it_was_measured(tmp_path: Path) -> 
     assert "time: median of 3 passes after" in str(p)
 
 
-def test_without_measuring_there_is_no_time() -> None:
+def test_times_are_none_unless_measured() -> None:
     p = mt.profile(*zoo.build("tiny-resnet"))
     assert (p.total.time_s, p.total.spreads, p.timing) == (None, {}, None)
     assert "time" not in str(p)
@@ -85,13 +85,13 @@ def test_the_budget_ends_the_passes_but_not_before_three() -> None:
     assert p.total.spreads["time_s"].count == 3
 
 
-def test_progress_is_told_of_every_pass() -> None:
+def test_progress_is_reported_for_every_pass() -> None:
     told: list[tuple[str, int, int]] = []
     timed(*zoo.build("tiny-resnet"), warmup=2, progress=lambda *step: told.append(step))
     assert told == [("warming up", at, 2) for at in range(2)] + [("timing", at, 3) for at in range(3)]
 
 
-def test_the_model_is_as_found_also_when_a_pass_fails() -> None:
+def test_the_model_is_restored_when_a_pass_fails() -> None:
     class Breaks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -138,7 +138,7 @@ def test_calls_that_differ_from_pass_to_pass_are_refused() -> None:
         ({"measure": "time", "budget_s": 0}, "expected budget_s to be above 0 seconds, got 0"),
     ],
 )
-def test_what_cannot_be_measured_so_is_said(options: dict[str, Any], message: str) -> None:
+def test_unsupported_measurements_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadQuery, match=message):
         mt.profile(nn.Linear(2, 2), "1x2", **options)
 

@@ -1,4 +1,4 @@
-"""What a machine can measure."""
+"""Checks of clocks and sensors."""
 
 from __future__ import annotations
 

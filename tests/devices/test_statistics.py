@@ -1,4 +1,4 @@
-"""What repeated measurements say."""
+"""Spreads of repeated measurements, and the environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU asked through NVML, with a stand-in for NVML."""
+"""NVIDIA's driver, with a fake NVML."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import pytest
 
 from microtome.devices.cuda import NvidiaDriver
 from microtome.errors import SensorFailed
-from tests.devices.stand_in_nvml import NVMLError, StandIn, plug_in
+from tests.devices.fake_nvml import FakeNvml, NVMLError, install_fake_nvml
 
 
 @pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    return plug_in(monkeypatch)
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    return install_fake_nvml(monkeypatch)
 
 
-def test_the_state_says_clocks_temperature_limit_and_driver_in_words(nvml: StandIn) -> None:
+def test_the_state_describes_clocks_temperature_limit_and_driver(nvml: FakeNvml) -> None:
     with NvidiaDriver(0) as gpu:
         assert gpu.state() == {
             "driver": "570.86",
@@ -44,7 +44,7 @@ def test_the_state_says_clocks_temperature_limit_and_driver_in_words(nvml: Stand
         (1 | 8 | 64 | 128, "hardware slowdown, too hot (hardware), power brake"),
     ],
 )
-def test_what_holds_the_clocks_back_is_said_in_words(nvml: StandIn, bits: int, words: str) -> None:
+def test_throttling_reasons_are_described(nvml: FakeNvml, bits: int, words: str) -> None:
     nvml.answers["nvmlDeviceGetCurrentClocksEventReasons"] = bits
     with NvidiaDriver(0) as gpu:
         assert gpu.throttling() == words
@@ -62,8 +62,8 @@ def test_what_holds_the_clocks_back_is_said_in_words(nvml: StandIn, bits: int, w
     ],
 )
 @pytest.mark.parametrize("known", [True, False])
-def test_what_a_gpu_does_not_answer_is_left_out_of_its_state(
-    nvml: StandIn, question: str, left_out: set[str], known: bool
+def test_unsupported_queries_are_left_out_of_the_state(
+    nvml: FakeNvml, question: str, left_out: set[str], known: bool
 ) -> None:
     with NvidiaDriver(0) as gpu:
         whole = gpu.state()
@@ -75,21 +75,21 @@ def test_what_a_gpu_does_not_answer_is_left_out_of_its_state(
         assert left_out <= whole.keys()
 
 
-def test_a_driver_that_does_not_say_its_version_is_left_out_of_the_state(nvml: StandIn) -> None:
+def test_an_unknown_driver_version_is_left_out_of_the_state(nvml: FakeNvml) -> None:
     nvml.driver = NVMLError("Unknown Error")
     with NvidiaDriver(0) as gpu:
         assert "driver" not in gpu.state()
         assert gpu.state()["gpu_temperature"] == "41 C"
 
 
-def test_how_busy_it_is_is_said_in_parts_of_one_and_what_it_draws_in_watts(nvml: StandIn) -> None:
+def test_utilization_is_a_fraction_and_power_is_in_watts(nvml: FakeNvml) -> None:
     with NvidiaDriver(0) as gpu:
         assert gpu.utilization() == (0.75, 0.25)  # 75 %, and 30 of 120 bytes
         assert gpu.watts() == 70.5
 
 
 @pytest.mark.parametrize("question", ["nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo"])
-def test_a_gpu_that_does_not_say_how_busy_it_is_is_an_error(nvml: StandIn, question: str) -> None:
+def test_a_failing_query_of_utilization_raises(nvml: FakeNvml, question: str) -> None:
     nvml.answers[question] = NVMLError("GPU is lost")
     with (
         NvidiaDriver(0) as gpu,
@@ -99,7 +99,7 @@ def test_a_gpu_that_does_not_say_how_busy_it_is_is_an_error(nvml: StandIn, quest
     assert isinstance(info.value.__cause__, NVMLError)
 
 
-def test_a_question_that_pynvml_does_not_know_is_an_error(nvml: StandIn) -> None:
+def test_a_query_that_pynvml_lacks_raises(nvml: FakeNvml) -> None:
     del nvml.answers["nvmlDeviceGetPowerUsage"]
     with (
         NvidiaDriver(0) as gpu,
@@ -108,15 +108,15 @@ def test_a_question_that_pynvml_does_not_know_is_an_error(nvml: StandIn) -> None
         gpu.watts()
 
 
-def test_the_gpu_asked_is_the_one_that_torch_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = plug_in(monkeypatch, gpus=2)
+def test_the_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = install_fake_nvml(monkeypatch, gpus=2)
     nvml.uuids.reverse()  # NVML counts them the other way round
     nvml.answers["nvmlDeviceGetPowerUsage"] = 1000
     with NvidiaDriver(1) as gpu:
         assert gpu._handle == "GPU-0001"
 
 
-def test_nvml_is_given_back_once(nvml: StandIn) -> None:
+def test_nvml_is_shut_down_once(nvml: FakeNvml) -> None:
     with NvidiaDriver(0) as gpu:
         assert nvml.opened == 1
     assert nvml.opened == 0
@@ -124,20 +124,20 @@ def test_nvml_is_given_back_once(nvml: StandIn) -> None:
     assert nvml.opened == 0
 
 
-def test_nvml_is_given_back_when_the_block_raises(nvml: StandIn) -> None:
+def test_nvml_is_shut_down_when_the_block_raises(nvml: FakeNvml) -> None:
     with pytest.raises(KeyError, match="mine"), NvidiaDriver(0):
         raise KeyError("mine")
     assert nvml.opened == 0
 
 
-def test_a_gpu_that_nvml_does_not_see_is_an_error_and_nvml_is_given_back(nvml: StandIn) -> None:
+def test_a_gpu_that_nvml_lacks_raises_and_nvml_is_shut_down(nvml: FakeNvml) -> None:
     with pytest.raises(SensorFailed, match="cannot query GPU 3: NVMLError: Not Found"):
         NvidiaDriver(3)
     assert nvml.opened == 0
 
 
-def test_an_nvml_that_does_not_start_is_an_error_and_is_not_given_back(
-    nvml: StandIn, monkeypatch: pytest.MonkeyPatch
+def test_an_nvml_that_does_not_start_raises_and_is_not_shut_down(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise NVMLError("Driver Not Loaded")
@@ -148,7 +148,7 @@ def test_an_nvml_that_does_not_start_is_an_error_and_is_not_given_back(
     assert nvml.opened == 0
 
 
-def test_without_pynvml_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pynvml_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(SensorFailed, match="NVML is not installed: pip install nvidia-ml-py"):
         NvidiaDriver(0)

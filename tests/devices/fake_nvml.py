@@ -1,4 +1,4 @@
-"""As much of pynvml as is asked, for machines without its GPUs."""
+"""A fake pynvml, for machines without NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NVMLError(Exception):
     pass
 
 
-class StandIn:
+class FakeNvml:
     """Put in the place of pynvml: GPUs whose answers are set by the name of the question.
 
     Attributes:
@@ -95,9 +95,9 @@ def answer(value: Any, *details: Any) -> Any:
     return value[details[0]] if isinstance(value, dict) else value
 
 
-def plug_in(monkeypatch: pytest.MonkeyPatch, gpus: int = 1) -> StandIn:
+def install_fake_nvml(monkeypatch: pytest.MonkeyPatch, gpus: int = 1) -> FakeNvml:
     """A machine with so many GPUs, in NVML and in torch."""
-    nvml = StandIn(gpus)
+    nvml = FakeNvml(gpus)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"{index:04d}"))
     return nvml
