@@ -139,8 +139,6 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
         self._runs = self._records = self._nbytes = 0
         self._seconds = 0.0
         self._began: float | None = None
-        self._last_calls: dict[str, int] = {}  # the index of the last call of each module that ran, by path
-        self._recorded_paths: dict[str, None] = {}
         self._failed = False
 
     # -- recording -----------------------------------------------------------------------------------------------------
@@ -190,10 +188,9 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
         """Raise if a selected module never ran."""
         if not self._runs:
             raise model_never_ran(self._model, "nothing was recorded")
-        if self._targets is not None:
-            self._targets.check(self._recorded_paths, self._last_calls, {})
-        elif not self._records:
-            assert isinstance(probe, AttentionProbe)
+        if isinstance(probe, _OutputProbe):
+            probe.check()
+        elif isinstance(probe, AttentionProbe) and not self._records:
             raise no_attention_error(self._model, probe)
 
     def add(self, name: str, value: Any) -> bool:
@@ -314,13 +311,18 @@ class _OutputProbe(Probe):
     def __init__(self, recorder: ActivationRecorder, targets: Targets) -> None:
         self._recorder = recorder
         self._targets = targets
+        self._last_calls: dict[str, int] = {}  # the index of the last call of each module that ran, by path
+        self._recorded_paths: set[str] = set()
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if call.phase == "forward":
-            last_calls = self._recorder._last_calls
-            last_calls[call.path] = max(call.index, last_calls.get(call.path, 0))
+            self._last_calls[call.path] = max(call.index, self._last_calls.get(call.path, 0))
             if call in self._targets.calls and self._add(call, output):
-                self._recorder._recorded_paths[call.path] = None
+                self._recorded_paths.add(call.path)
+
+    def check(self) -> None:
+        """Raise if a selected module never ran."""
+        self._targets.check(self._recorded_paths, self._last_calls, {})
 
     def _add(self, call: Call, output: Any) -> bool:
         try:
