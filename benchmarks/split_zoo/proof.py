@@ -103,7 +103,7 @@ def _wrong(splitter: Splitter, cut: Cut, examples: list[mt.Inputs], wholes: list
             return f"{boundary.nbytes} bytes cross in place of {cut.nbytes}"
         output = tail(mt.Boundary.from_bytes(boundary.to_bytes()))
         for difference in differences(output, whole):
-            return f"input {number}{difference.place}: {difference.what}"
+            return f"input {number}{difference.path}: {difference.description}"
     return None
 
 

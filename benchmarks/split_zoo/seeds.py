@@ -80,7 +80,7 @@ def tails(models: Mapping[str, Callable[[], Built]], folder: Path, most: int | N
                 torch.manual_seed(0)
                 head(*given.args, **given.kwargs)  # draws what the other process drew: the tail draws what follows
                 apart = list(differences(tail(mt.Boundary.from_bytes(file.read_bytes())), whole))
-                found[name][at] = f"wrong: {apart[0].place} {apart[0].what}" if apart else EXACT
+                found[name][at] = f"wrong: {apart[0].path} {apart[0].description}" if apart else EXACT
             except MicrotomeError as error:
                 found[name][at] = f"refused: {error}"
     return found

@@ -224,7 +224,7 @@ def test_what_is_a_record_is_mapped_and_compared_by_structure() -> None:
     twice = map_tensors(lambda tensor: tensor * 2, Mixed(torch.ones(1), 1.5, "a"))
     assert (type(twice), twice.x.item(), twice.scale, twice.name) == (Mixed, 2.0, 1.5, "a")
     (found,) = differences(Slotted(torch.ones(1), 1.0), Slotted(torch.ones(1), 2.0))
-    assert found.what == "1.0 in place of 2.0"
+    assert found.description == "1.0 instead of 2.0"
 
 
 @pytest.mark.parametrize("name", ["ssdlite320_mobilenet_v3_large", *slow("fasterrcnn_mobilenet_v3_large_320_fpn", "retinanet_resnet50_fpn")])  # fmt: skip  # noqa: E501

@@ -765,7 +765,7 @@ def test_run_until_tells_of_what_it_cannot_save() -> None:
     model, x = zoo.build("tiny-resnet")
     with pytest.raises(NoMatch, match=r"'fc' does not run before the exit of 'layer1': leave it out of `save`"):
         mt.run_until(model, x, "layer1", save="fc")
-    with pytest.raises(BadQuery, match=r"a model runs until one call: give its address"):
+    with pytest.raises(BadQuery, match=r"expected the address of one call, got"):
         mt.run_until(model, x, ["layer1"])  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Whether two outputs of a model are the same, to the last bit, whatever they are made of."""
+"""Compare two outputs of a model, bit for bit and inside objects."""
 
 from __future__ import annotations
 
@@ -10,73 +10,75 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine.pytree import attributes_of, fields_of
+from microtome.files.tensors import resolve_lazy_bits
 
-_DEEPEST = 12
+_MAX_DEPTH = 12  # an object may contain itself
 
 
 class Difference(NamedTuple):
-    """A difference between two values, and its place.
+    """A difference between two values.
 
     Attributes:
-        place: Where in the value, such as `[0].logits`; empty for the value itself.
-        what: In words.
-        largest: Of tensors, the largest absolute difference; None where they differ in more than numbers.
+        path: The path in the value, such as `[0].logits`; empty for the value itself.
+        description: Both values, in words.
+        largest: The largest absolute difference of two tensors; None if they differ in more than numbers.
     """
 
-    place: str
-    what: str
+    path: str
+    description: str
     largest: float | None = None
 
 
-def differences(one: Any, other: Any, place: str = "", depth: int = 0) -> Iterator[Difference]:
-    """Find the differences between two values, inside objects such as a KV cache, too."""
-    if depth > _DEEPEST or one is other:
+def differences(value: Any, expected: Any, path: str = "", depth: int = 0) -> Iterator[Difference]:
+    """Find the differences between two values, also inside objects such as a KV cache."""
+    if depth > _MAX_DEPTH or value is expected:
         return
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        yield from _tensors(one, other, place)
-    elif type(one) is not type(other):
-        yield Difference(place, f"a {type(one).__name__} in place of a {type(other).__name__}")
-    elif isinstance(one, Mapping):
-        if list(one) != list(other):
-            yield Difference(place, f"keys {list(one)} in place of {list(other)}")
+    if isinstance(value, Tensor) and isinstance(expected, Tensor):
+        yield from _compare_tensors(value, expected, path)
+    elif type(value) is not type(expected):
+        yield Difference(path, f"a {type(value).__name__} instead of a {type(expected).__name__}")
+    elif isinstance(value, Mapping):
+        if list(value) != list(expected):
+            yield Difference(path, f"keys {list(value)} instead of {list(expected)}")
             return
-        for key in one:
-            yield from differences(one[key], other[key], f"{place}[{key!r}]", depth + 1)
-    elif isinstance(one, list | tuple):
-        if len(one) != len(other):
-            yield Difference(place, f"{len(one)} items in place of {len(other)}")
+        for key in value:
+            yield from differences(value[key], expected[key], f"{path}[{key!r}]", depth + 1)
+    elif isinstance(value, list | tuple):
+        if len(value) != len(expected):
+            yield Difference(path, f"{len(value)} items instead of {len(expected)}")
             return
-        for at, (left, right) in enumerate(zip(one, other, strict=True)):
-            yield from differences(left, right, f"{place}[{at}]", depth + 1)
-    elif is_dataclass(one) and not isinstance(one, type):
-        rights = fields_of(other)
-        for name, left in fields_of(one).items():
-            yield from differences(left, rights.get(name), f"{place}.{name}", depth + 1)
-    elif isinstance(one, bool | int | float | str | bytes):
-        if one != other and (one == one or other == other):
-            yield Difference(place, f"{one!r} in place of {other!r}")
-    elif not isinstance(one, nn.Module | type) and not callable(one):
-        yield from differences(attributes_of(one), attributes_of(other), place, depth + 1)
+        for index, pair in enumerate(zip(value, expected, strict=True)):
+            yield from differences(*pair, f"{path}[{index}]", depth + 1)
+    elif is_dataclass(value) and not isinstance(value, type):
+        expected_fields = fields_of(expected)
+        for name, item in fields_of(value).items():
+            yield from differences(item, expected_fields.get(name), f"{path}.{name}", depth + 1)
+    elif isinstance(value, bool | int | float | str | bytes):
+        is_nan = value != value and expected != expected
+        if value != expected and not is_nan:
+            yield Difference(path, f"{value!r} instead of {expected!r}")
+    elif not isinstance(value, nn.Module | type) and not callable(value):
+        yield from differences(attributes_of(value), attributes_of(expected), path, depth + 1)
 
 
-def _tensors(one: Tensor, other: Tensor, place: str) -> Iterator[Difference]:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        kinds = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (one, other)]
-        yield Difference(place, f"{kinds[0]} in place of {kinds[1]}")
+def _compare_tensors(tensor: Tensor, expected: Tensor, path: str) -> Iterator[Difference]:
+    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+        kinds = [f"{tuple(one.shape)} {one.dtype}" for one in (tensor, expected)]
+        yield Difference(path, f"{kinds[0]} instead of {kinds[1]}")
         return
-    one, other = one.detach().cpu(), other.detach().cpu()
-    if not _same_bits(one, other):
-        apart = (one.to(torch.complex128) - other.to(torch.complex128)).abs()
-        largest = float(apart.nan_to_num(torch.inf).max()) if apart.numel() else 0.0
-        yield Difference(place, f"numbers that differ by up to {largest:.3g}", largest)
+    tensor, expected = tensor.detach().cpu(), expected.detach().cpu()
+    if not _is_bit_equal(tensor, expected):
+        errors = (tensor.to(torch.complex128) - expected.to(torch.complex128)).abs()
+        largest = float(errors.nan_to_num(torch.inf).max()) if errors.numel() else 0.0
+        yield Difference(path, f"numbers that differ by up to {largest:.3g}", largest)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.layout is not torch.strided or one.is_quantized:
-        return bool(torch.equal(one, other))
-    return torch.equal(_bits(one), _bits(other))
+def _is_bit_equal(tensor: Tensor, expected: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return bool(torch.equal(tensor, expected))
+    return torch.equal(_bits(tensor), _bits(expected))
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = resolve_lazy_bits(tensor).contiguous().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Running a model to a call, and no further."""
+"""Run a model up to a call."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ class Until(NamedTuple):
     """The result of `run_until`.
 
     Attributes:
-        boundary: What the rest of the model needs.
-        saved: What the calls gave that were asked for, by address.
+        boundary: The boundary at the exit of the call.
+        saved: The outputs of the selected calls, by address.
     """
 
     boundary: Boundary
     saved: dict[str, Any]
 
 
-class _Saved(Probe):
-    def __init__(self, wanted: CallSelection | None) -> None:
-        self._wanted = wanted
-        self.by_address: dict[str, Any] = {}
+class _OutputRecorder(Probe):
+    def __init__(self, selection: CallSelection) -> None:
+        self._selection = selection
+        self.outputs: dict[str, Any] = {}
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._wanted is not None and call in self._wanted:
-            self.by_address[call.address] = map_tensors(lambda tensor: tensor.detach().clone(), output)
+        if call in self._selection:
+            self.outputs[call.address] = map_tensors(lambda tensor: tensor.detach().clone(), output)
 
 
 def run_until(model: nn.Module, inputs: Any, at: str, *, save: Selector | None = None) -> Until:
     """Run the model to the exit of a call and no further.
 
     Args:
-        inputs: A tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
+        inputs: A tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
         at: The address of the call.
-        save: The modules whose outputs are to be kept on the way, as a selector; or calls of them, by address.
+        save: A selector of modules, or addresses of calls, whose outputs are saved.
 
     >>> from microtome import zoo
     >>> model, x = zoo.build("tiny-resnet")
@@ -54,14 +54,17 @@ def run_until(model: nn.Module, inputs: Any, at: str, *, save: Selector | None =
     ['stem.0', 'stem.1', 'stem.2']
     """
     if not isinstance(at, str):
-        raise BadQuery(f"a model runs until one call: give its address, not {at!r:.80}")
+        raise BadQuery(f"expected the address of one call, got {at!r:.80}")
     splitter = Splitter(model, inputs)
     head = splitter.at(at, verify=False)[0]
-    wanted = None if save is None else CallSelection(model, save)
-    saved = _Saved(wanted)
-    boundary = head.run(splitter.example.args, splitter.example.kwargs, [saved])
-    known = {split_call_index(address)[0] for address in saved.by_address}
-    if missing := [path for path in wanted.modules if path not in known] if wanted is not None else []:
+    args, kwargs = splitter.example.args, splitter.example.kwargs
+    if save is None:
+        return Until(head.run(args, kwargs), {})
+    selection = CallSelection(model, save)
+    recorder = _OutputRecorder(selection)
+    boundary = head.run(args, kwargs, [recorder])
+    recorded = {split_call_index(address)[0] for address in recorder.outputs}
+    if missing := [path for path in selection.modules if path not in recorded]:
         raise NoMatch(f"{missing[0]!r} does not run before the exit of {at!r}: leave it out of `save`")
-    every = {strip_first_index(cut.at): cut.at for cut in (*splitter.cuts, *splitter.cuts.refused)}
-    return Until(boundary, {every.get(address, address): value for address, value in saved.by_address.items()})
+    addresses = {strip_first_index(cut.at): cut.at for cut in (*splitter.cuts, *splitter.cuts.refused)}
+    return Until(boundary, {addresses.get(address, address): value for address, value in recorder.outputs.items()})

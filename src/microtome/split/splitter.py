@@ -221,12 +221,12 @@ class Splitter:
         nondeterminism = [_magnitude(one) for one in differences(self._run_whole(), expected[0])]
         worst = max(found, key=_magnitude)
         if not nondeterminism or _magnitude(worst) > 10 * max(nondeterminism):
-            where = f" at {worst.place}" if worst.place else ""
+            where = f" at {worst.path}" if worst.path else ""
             raise Unsupported(
                 f"the {type(self.model).__name__} cannot be cut at {', '.join(cut.at for cut in chosen)}: the stages "
-                f"give{where} {worst.what}. Something crosses there that is no tensor"
+                f"give{where} {worst.description}. Something crosses there that is no tensor"
             )
-        return f"{worst.what}; two runs of the whole model differ so too"
+        return f"{worst.description}; two runs of the whole model differ so too"
 
     def _run_whole(self) -> Any:
         return copy_inputs(self.example, self.model).run(self.model)

@@ -16,7 +16,7 @@ from microtome.split.codecs import is_lossless
 from microtome.split.comparison import differences
 from microtome.split.crossing import ValueLocation
 from microtome.split.stage import Stage
-from microtome.split.weights import stripped
+from microtome.split.weights import copy_with_weights
 
 if TYPE_CHECKING:
     from microtome.split.splitter import Splitter
@@ -103,7 +103,7 @@ class Stages(Sequence[Stage]):
         expected = example.run(self._splitter.model)
         found = list(differences(value, expected))
         if any(difference.largest is None for difference in found):
-            raise Unsupported(f"with {codec} the output is another one: {found[0].place} has {found[0].what}")
+            raise Unsupported(f"with {codec} the output is another one: {found[0].path} has {found[0].description}")
         largest = max((difference.largest or 0.0 for difference in found), default=0.0)
         if largest and is_lossless(codec) and self.verified == BIT_EQUAL:
             raise Unsupported(f"the output changed by {largest:.3g} with {codec}, which is lossless: please report it")
@@ -111,7 +111,7 @@ class Stages(Sequence[Stage]):
 
     def keeping(self, index: int) -> Stages:
         """The same stages of a copy of the model that has the weights of one stage only; the others are on meta."""
-        model = stripped(self._splitter.model, self._stages[index].parameters_needed())
+        model = copy_with_weights(self._splitter.model, self._stages[index].parameters_needed())
         other = copy.copy(self)
         other._stages = tuple(self._splitter.stages(self._chosen, self._extra, model))
         return other

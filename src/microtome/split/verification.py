@@ -1,4 +1,4 @@
-"""Running a tail as if its head ran elsewhere, and turning what fails then into refusals."""
+"""Run a tail as if its head ran in another process, and refuse the cut if the tail fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from microtome.results.cuts import Cut
 
 @contextmanager
 def refuse_errors(model: nn.Module, cut: Cut) -> Iterator[None]:
-    """Turn an error of the model's own code in a tail into a refusal: the whole model ran on the same example."""
+    """Turn an error of the model's own code in a tail into a refusal, since the whole model ran on the same example."""
     try:
         yield
     except MicrotomeError:
@@ -23,15 +23,15 @@ def refuse_errors(model: nn.Module, cut: Cut) -> Iterator[None]:
     except Exception as error:
         raise Unsupported(
             f"the {type(model).__name__} cannot be cut at {cut.at!r}: its code raised {describe_error(error)} in the "
-            "tail, not in a run of the whole model. It needs what crosses in no tensor: cut before that is made, "
-            "or after its use"
+            "tail, and not in a run of the whole model. It reads state that crosses in no tensor: cut before it is "
+            "set, or after it is read"
         ) from error
 
 
 @signal_safe
-def hide_attributes(model: nn.Module, kept: dict[str, set[str]]) -> Iterator[None]:
-    """Have modules lack what they keep of their runs in the head: where the head runs elsewhere, the tail has none."""
-    modules = [(model.get_submodule(path), names) for path, names in kept.items()]
+def hide_attributes(model: nn.Module, attributes: dict[str, set[str]]) -> Iterator[None]:
+    """Remove the attributes that calls of the head set on their modules, which a tail in another process lacks."""
+    modules = [(model.get_submodule(path), names) for path, names in attributes.items()]
     try:
         with without_attributes(modules):
             yield
@@ -39,7 +39,8 @@ def hide_attributes(model: nn.Module, kept: dict[str, set[str]]) -> Iterator[Non
         for module, names in modules:
             if error.obj is module and error.name in names:
                 raise Unsupported(
-                    f"the tail reads {error.name!r} of a {type(module).__name__}, which a call in the head sets: it "
-                    "would not be there, or be that of another run. Have the call return it, or cut before the call"
+                    f"the tail reads attribute {error.name!r} of a {type(module).__name__}, which a call in the head "
+                    "sets: in another process it is missing, or of another run. Return it from the call, or cut before "
+                    "the call"
                 ) from error
         raise

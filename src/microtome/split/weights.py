@@ -17,42 +17,41 @@ from microtome.split.crossing import Crossing
 
 
 def weights_of(analysis: Analysis, begins: Crossing | None, ends: Crossing | None) -> list[str]:
-    """The names of the parameters and buffers that operators of a stage read, those it runs again included."""
+    """The names of the parameters and buffers that the operators of a stage read, replayed operators included."""
     trace = analysis.trace
     first = 0 if begins is None else begins.cut.ends
     last = len(trace.ops) if ends is None else ends.cut.ends
-    run = set(range(first, last))
+    ops = set(range(first, last))
     if begins is not None:
-        run |= {at for level in begins.levels for at in level.call.ops if at < first}
-    memories = {trace.values[at].memory for index in run for at in trace.ops[index].inputs}
-    held = [value for value in trace.values if value.origin in ("parameter", "buffer") and value.memory in memories]
-    return [value.name for value in held if value.name is not None]
+        ops |= {op for level in begins.levels for op in level.call.ops if op < first}
+    memories = {trace.values[value].memory for op in ops for value in trace.ops[op].inputs}
+    weights = (value for value in trace.values if value.origin in ("parameter", "buffer"))
+    return [value.name for value in weights if value.memory in memories and value.name is not None]
 
 
 def tensor_at(model: nn.Module, name: str) -> Tensor | None:
     """The parameter or buffer of this name."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
-    found = own_parameters(module).get(last)
-    return own_buffers(module).get(last) if found is None else found
+    parameter = own_parameters(module).get(last)
+    return own_buffers(module).get(last) if parameter is None else parameter
 
 
-def stripped(model: nn.Module, kept: Iterable[str]) -> nn.Module:
-    """A copy of a model that shares these weights with it and has the others on meta."""
-    keep = set(kept)
+def copy_with_weights(model: nn.Module, names: Iterable[str]) -> nn.Module:
+    """Copy a model; these weights are shared with the copy, the others of the copy are on meta."""
+    shared = set(names)
     memo: dict[int, Any] = {
-        id(tensor): tensor if name in keep else _empty(tensor) for name, tensor in named_weights(model)
+        id(tensor): tensor if name in shared else _to_meta(tensor) for name, tensor in named_weights(model)
     }
     return copy.deepcopy(model, memo)
 
 
-def strip(model: nn.Module, kept: Iterable[str]) -> None:
-    """Put all but these weights of a model on meta."""
-    keep = set(kept)
-    empty = {id(tensor): _empty(tensor) for name, tensor in named_weights(model) if name not in keep}
-    replace_tensors(model, lambda tensor: empty.get(id(tensor), tensor))
+def strip_weights(model: nn.Module) -> None:
+    """Move all weights of a model to meta."""
+    stripped = {id(tensor): _to_meta(tensor) for _, tensor in named_weights(model)}
+    replace_tensors(model, lambda tensor: stripped.get(id(tensor), tensor))
 
 
-def _empty(tensor: Tensor) -> Tensor:
-    made = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+def _to_meta(tensor: Tensor) -> Tensor:
+    meta = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
