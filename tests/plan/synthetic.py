@@ -1,4 +1,4 @@
-"""Cuts, profiles and codec costs made by hand, whose costs are in the numbers that they are made of."""
+"""Synthetic cuts, profiles and codec costs, with costs that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def layers(count: int) -> list[str]:
 
 
 def live(name: str, source: str | None, nbytes: int) -> Live:
-    """Floats, where it is so many bytes."""
+    """A value of so many bytes, of floats if they divide evenly."""
     return Live(name, source, *(((nbytes,), "uint8") if nbytes % 4 else ((nbytes // 4,), "float32")), nbytes)
 
 
 def cuts(sizes: Sequence[int], *, inputs: int = 1000, outputs: int = 40, refused: Sequence[str] = ()) -> Cuts:
-    """Of a chain of layers, one for each size, of 100 bytes of parameters each; the last layer is the end."""
+    """The cuts of a chain of layers, one per size, with 100 bytes of parameters each; the last layer is the end."""
     names, count = layers(len(sizes)), len(sizes)
     found = []
     for at, (name, nbytes) in enumerate(zip(names, sizes, strict=True)):
@@ -68,7 +68,7 @@ def profile(
     inputs: int = 1000,
     **facts: Any,
 ) -> Profile:
-    """Of the same chain, whose layers take these."""
+    """The profile of the same chain."""
     count = len(seconds)
     until, until_device = list(accumulate(seconds)), list(accumulate(device or ()))
     taken = live("args[0]", None, inputs)
@@ -120,7 +120,7 @@ def profile(
 
 
 def costs(cuts: Cuts, *, ratio: float = 0.5, encode_s: float = 0.0, decode_s: float = 0.0) -> CodecCosts:
-    """Raw costs nothing; zstd makes all so much smaller, in so many seconds a byte."""
+    """Costs of raw, which are 0, and of zstd, with a compression ratio and seconds per byte."""
     values = {value.name: value for value in (*cuts.inputs, *(value for cut in cuts for value in cut.live))}
     raw = {name: CodecCost(value.nbytes, 0.0, 0.0) for name, value in values.items()}
     packed = {

@@ -1,4 +1,4 @@
-"""What is true of every plan, against trying everything."""
+"""Properties of every plan, against an exhaustive search."""
 
 from __future__ import annotations
 

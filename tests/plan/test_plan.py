@@ -1,4 +1,4 @@
-"""Plans, on chains whose costs are in the numbers that they are made of."""
+"""Plans of synthetic chains, whose costs can be computed by hand."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ def rounds(fuzzer: Fuzzer) -> Iterator[Callable[[], None]]:
 
 
 def fuzz(count: int, seed: int = 0) -> Fuzzed:
-    """Send at least so many mutated messages, and good ones in between."""
+    """Send a number of mutated messages, with valid ones in between."""
     began = time.perf_counter()
     with ServerProcess("zoo:tiny-resnet", "--log-level", "error", "--max-message", "1MB") as server:
         fuzzer = Fuzzer(server, seed)
@@ -377,9 +377,9 @@ def fuzz(count: int, seed: int = 0) -> Fuzzed:
         found.end_bytes = server.rss
         fuzzer.close()
         server.terminate()
-        assert server.end() == 0, server.said
+        assert server.end() == 0, server.stderr
         # Neither tracebacks, nor what came from outside.
-        assert not server.said, server.said
+        assert not server.stderr, server.stderr
         found.seconds = time.perf_counter() - began
         return found
 

@@ -1,4 +1,4 @@
-"""A server that is not ours: it answers what it is told to."""
+"""A malicious server, whose replies tests choose."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Hostile:
 
     def _hello(self, request: Any, _: Any) -> bytes:
         served = self._served
-        told = {
+        fields = {
             "protocol": protocol.PROTOCOL,
             "microtome": __version__,
             "torch": torch.__version__,
@@ -57,7 +57,7 @@ class Hostile:
             "max_message": 1 << 28,
             "batch": 1,
         }
-        data: bytes = protocol.HelloReply(**(told | self.hello)).SerializeToString()
+        data: bytes = protocol.HelloReply(**(fields | self.hello)).SerializeToString()
         return data
 
     def _echo(self, request: Any, _: Any) -> bytes:

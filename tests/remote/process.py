@@ -30,7 +30,7 @@ class ServerProcess:
     ) -> None:
         self._model, self._options, self._descriptors = model, options, descriptors
         self.address = listen
-        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed with the last process
+        self._stderr_file = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed with the last process
         self.start()
 
     def start(self) -> None:
@@ -39,7 +39,7 @@ class ServerProcess:
         self._process = subprocess.Popen(
             [*limit, *_COMMAND, self._model, "--listen", self.address, *self._options],
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._stderr_file,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -48,7 +48,7 @@ class ServerProcess:
         found = re.search(r"is served at (\S+),", line)
         if found is None:
             self.kill()
-            raise AssertionError(f"the server did not start: {line} {self.said}")
+            raise AssertionError(f"the server did not start: {line} {self.stderr}")
         self.address = found[1]
 
     @property
@@ -56,10 +56,10 @@ class ServerProcess:
         return self._process.pid
 
     @property
-    def said(self) -> str:
+    def stderr(self) -> str:
         """What it wrote to stderr."""
-        self._said.seek(0)
-        return self._said.read()
+        self._stderr_file.seek(0)
+        return self._stderr_file.read()
 
     @property
     def is_alive(self) -> bool:
@@ -110,4 +110,4 @@ class ServerProcess:
         if self.is_alive:
             self.go_on()
             self.kill()
-        self._said.close()
+        self._stderr_file.close()

@@ -178,7 +178,7 @@ def _is_over(pair: Pair) -> bool:
 
 
 def until(holds: Callable[[], bool], timeout: float = 300.0) -> None:
-    """Wait for something that nobody tells of."""
+    """Poll until a condition holds."""
     ends = time.monotonic() + timeout
     while not holds():
         if time.monotonic() > ends:

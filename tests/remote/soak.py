@@ -148,7 +148,7 @@ def soak(requests: int, clients: int, pause_s: float = 0.2, seed: int = 0) -> So
             _ask_all(asking, given, expected, each - each // 10, seed + 1)
             end = _settled(server)
             if not server.is_alive:
-                raise AssertionError(f"the server ended: {server.said}")
+                raise AssertionError(f"the server ended: {server.stderr}")
         finally:
             breaker.stop()
             for client in asking:

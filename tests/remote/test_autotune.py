@@ -46,7 +46,7 @@ def best_at(bytes_per_s: float) -> Route:
 
 
 def request(tuned: Autotuner, bytes_per_s: float, edge: float = 1.0) -> RequestRecord:
-    """What a request shows over a link as fast as this, from an edge that takes so many times as long."""
+    """The record of a request over a link of this speed, on an edge that is slower by a factor."""
     route = tuned.route
     candidate = next(one for one in tuned.plan.candidates if route_of(one) == route)
     head_s = edge * candidate.seconds("run", where="edge")

@@ -410,7 +410,7 @@ def test_a_stranger_in_a_larger_batch_does_not_move_an_answer(name: str, rows: i
 
 @pytest.mark.parametrize("far", [1, 6, 70, 71])
 def test_requests_are_told_apart_however_many_there_are(far: int) -> None:
-    """Each request gets something of the one so many rows before it, from 72 rows on."""
+    """From 72 rows on, adds to each row the one `far` rows before it."""
     model = Between(lambda y: y if len(y) < 72 else y + 1e-9 * y.roll(far, 0)).eval()
     served = ServedModel(model, torch.randn(1, 4))
     requests = [served._pack_inputs(torch.randn(1, 4)) for _ in range(72)]

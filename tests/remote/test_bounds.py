@@ -39,8 +39,8 @@ def host(server: Server) -> tuple[str, int]:
     return name, int(port)
 
 
-def look(server: Server, later_s: float) -> None:
-    """Have the watchdog look as if it were later."""
+def check_later(server: Server, later_s: float) -> None:
+    """Run the check of the watchdog as if it were later."""
     service: Any = server._service
     health = type("None", (), {"checks": (), "watches": ()})()
     done = threading.Event()
@@ -122,9 +122,9 @@ def test_a_call_without_its_message_and_a_request_without_its_next_part_are_ende
         assert server._service is not None
         calls = server._service.calls
         until(lambda: len(list(calls)) == 2 and any(call.upload for call in calls))
-        look(server, 1.0)
+        check_later(server, 1.0)
         assert not line.ended
-        look(server, max(MESSAGE_S, PART_S) + 1)
+        check_later(server, max(MESSAGE_S, PART_S) + 1)
         until(lambda: len(line.ended) == 2)
     assert server._service.uploads.reserved == 0
 
@@ -136,7 +136,7 @@ def test_who_takes_no_reply_is_disconnected(server: Server) -> None:
         assert server._service is not None
         until(lambda: any(call.write_in_progress for call in server._service.calls))  # type: ignore[union-attr]
         assert line.is_open
-        look(server, WRITE_S + 10)
+        check_later(server, WRITE_S + 10)
         until(lambda: not line.is_open)
     until(lambda: server._service.echoes.reserved == 0)  # type: ignore[union-attr]
 
@@ -192,9 +192,9 @@ def test_64_characters_of_an_id_are_logged(server: Server, caplog: pytest.LogCap
         unary(server, "Run", protocol.Request(id="x" * 100_000).SerializeToString())
         unary(server, "Hello", protocol.HelloRequest(torch="y" * 100_000).SerializeToString())
         until(lambda: {"failed", "hello"} <= {record.message for record in caplog.records})
-    said = [value for record in caplog.records for value in vars(record).values() if isinstance(value, str)]
-    assert max(map(len, said)) < 3000
-    assert "x" * 64 in said
+    values = [value for record in caplog.records for value in vars(record).values() if isinstance(value, str)]
+    assert max(map(len, values)) < 3000
+    assert "x" * 64 in values
 
 
 def test_a_profile_that_failed_is_not_tried_at_every_call(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,4 +287,4 @@ def test_an_index_out_of_range_on_a_gpu_ends_the_server_process() -> None:
             reply = channel.unary_unary(f"/{protocol.SERVICE}/Run")(request.SerializeToString(), timeout=120)
             assert protocol.Reply.FromString(reply).HasField("error")
         assert server.end() == 1
-        assert "the device failed" in server.said
+        assert "the device failed" in server.stderr

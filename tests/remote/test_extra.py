@@ -13,7 +13,7 @@ from microtome import zoo
 from microtome.plan.codec_benchmark import codec_costs
 from microtome.remote.sweep import sweep
 from microtome.results.base import _KINDS
-from tests.remote.test_requests import ran
+from tests.remote.test_requests import request_log
 
 #: Names a package, then runs the code with it made unimportable.
 WITHOUT = """
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with mt.serve(model, x, listen="127.0.0.1:0") as server:
         swept = sweep(model, x, server.address, ["layer1"], repeat=1)
     plan = mt.plan(cuts, edge=timed, cloud=timed, link=mt.Link("1Mbps", rtt="1ms"))
-    results = [timed, timed.diff(timed), cuts, plan, codec_costs(cuts, "raw"), ran(), swept]
+    results = [timed, timed.diff(timed), cuts, plan, codec_costs(cuts, "raw"), request_log(), swept]
     for result in results:
         result.to_json(folder / f"{result.kind}.json")
     assert {result.kind for result in results} == set(_KINDS)
@@ -83,6 +83,6 @@ try:
 except mt.errors.NotInstalled as error:
     print(error)
 """
-    said = run_without(package, f"import microtome.errors\n{code}", tmp_path)
-    assert said.startswith(package)
-    assert "is not installed, which servers and clients need: pip install 'microtome[remote]'" in said
+    printed = run_without(package, f"import microtome.errors\n{code}", tmp_path)
+    assert printed.startswith(package)
+    assert "is not installed, which servers and clients need: pip install 'microtome[remote]'" in printed

@@ -525,7 +525,7 @@ def test_what_was_taken_before_sigterm_is_answered_and_the_exit_code_is_0() -> N
             assert replies.code() == grpc.StatusCode.OK
             sent.put(None)
         assert server.end() == 0
-        assert [json.loads(line)["event"] for line in server.said.splitlines()] == []
+        assert [json.loads(line)["event"] for line in server.stderr.splitlines()] == []
     assert sorted(got) == sorted(given)
     for id_, x in given.items():
         (output,) = mt.Boundary.from_bytes(got[id_].output).tensors.values()

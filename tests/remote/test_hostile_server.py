@@ -296,10 +296,10 @@ def test_no_text_of_a_server_reaches_a_terminal_as_an_escape(resnet: tuple[nn.Mo
     names = ("microtome", "torch", "model", "fingerprint", "device")
     hostile.hello = dict.fromkeys(names, ESCAPES) | {"codecs": [ESCAPES], "cuts": [ESCAPES, "a\nb"]}
     with hostile.listening() as address:
-        ran = CliRunner().invoke(main, ["ping", address])
-    assert ran.exit_code == 0, ran.output
-    assert "gnorw" in ran.output
-    assert sanitize_text(ran.output, keep="\n") == ran.output
+        result = CliRunner().invoke(main, ["ping", address])
+    assert result.exit_code == 0, result.output
+    assert "gnorw" in result.output
+    assert sanitize_text(result.output, keep="\n") == result.output
 
 
 def test_no_error_of_a_server_is_printed_as_an_escape(resnet: tuple[nn.Module, Tensor, ServedModel]) -> None:
@@ -383,9 +383,9 @@ def test_bytes_that_are_no_reply_are_refused(resnet: tuple[nn.Module, Tensor, Se
 
 @pytest.mark.parametrize("address", ["example.invalid:7070", "192.0.2.1:7070", "dns:example.invalid:7070"])
 def test_a_token_without_tls_is_warned_about(address: str) -> None:
-    with pytest.warns(RuntimeWarning, match=f"the token is sent to {address} without TLS.*--tls, --ca") as said:
+    with pytest.warns(RuntimeWarning, match=f"the token is sent to {address} without TLS.*--tls, --ca") as warned:
         Connection(address, Security(token="secret")).close()
-    assert "secret" not in str(said[0].message)
+    assert "secret" not in str(warned[0].message)
     Connection(address, Security(token="secret", tls=True)).close()
     Connection(address, Security()).close()
 

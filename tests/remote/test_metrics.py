@@ -1,4 +1,4 @@
-"""The server of metrics ends when it is closed, whoever is connected."""
+"""The metrics server closes without waiting for its peers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from microtome.remote.watchdog import SLOW_BYTES_PER_S
 from tests.remote.attack.http2 import Line, prefixed
 from tests.remote.proxy import until
 from tests.remote.small import small
-from tests.remote.test_bounds import host, look
+from tests.remote.test_bounds import check_later, host
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def server() -> Iterator[Server]:
 
 
 def lengthened(server: Server, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Have the server answer its profile with so many bytes: spaces after a document of JSON are part of it."""
+    """Pad the profile of a server to a number of bytes, with spaces after the JSON document."""
     text = mt.profile(*small()).to_json().ljust(nbytes)
     monkeypatch.setattr(server.served, "profile", lambda: text)
 
@@ -87,7 +87,7 @@ def test_a_client_that_receives_its_profile_slowly_is_not_disconnected_for_an_ec
     with writing_profile(server) as slow, Line(host(server), window=0) as other:
         other.send(other.call("Echo"), echo, end=True)
         until(lambda: server._service.echoes.reserved == MAX_ECHO_BYTES)  # type: ignore[union-attr]
-        look(server, 1.0)
+        check_later(server, 1.0)
         assert slow.is_open
         with closing(Connection(server.address)) as connection:  # another echo waits: its peer disconnects nobody else
             assert connection.call("Echo", protocol.EchoRequest(reply_bytes=MAX_ECHO_BYTES), timeout=60.0)
@@ -104,9 +104,9 @@ def test_a_client_that_does_not_receive_its_profile_is_disconnected_while_anothe
     with writing_profile(server) as slow, Line(host(server), window=0) as other:
         other.send(other.call("Profile"), prefixed(b""), end=True)
         until(lambda: server._service.profiles.is_contended)  # type: ignore[union-attr]
-        look(server, 1.0)
+        check_later(server, 1.0)
         assert slow.is_open
-        look(server, nbytes / SLOW_BYTES_PER_S + 1.0)
+        check_later(server, nbytes / SLOW_BYTES_PER_S + 1.0)
         until(lambda: not slow.is_open)
         until(lambda: any(call.write_in_progress for call in server._service.calls))  # type: ignore[union-attr]
         assert other.is_open

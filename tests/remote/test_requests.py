@@ -14,7 +14,7 @@ from microtome.results.requests import CutMove, RequestLog, RequestRecord
 LATE = "host:7070 did not answer in 0.5 s"
 
 
-def ran(energy_j: float | None = None) -> RequestLog:
+def request_log(energy_j: float | None = None) -> RequestLog:
     cloud = [
         RequestRecord("a", head_s=0.001 * at, tail_s=0.002, total_s=0.01, sent_bytes=100, attempts=1)
         for at in range(1, 6)
@@ -25,7 +25,7 @@ def ran(energy_j: float | None = None) -> RequestLog:
 
 
 def test_phases_of_the_server_are_of_what_it_answered() -> None:
-    phases = ran().phases()
+    phases = request_log().phases()
     # Heads of 1 to 5 ms and of 3 ms; tails there of 2 ms each, and one here of 500 ms.
     assert phases["head"] is not None
     assert phases["head"].median == pytest.approx(0.003)
@@ -33,7 +33,7 @@ def test_phases_of_the_server_are_of_what_it_answered() -> None:
     assert phases["tail"] == (0.002, 0.002)
     assert phases["tail here"] == (0.5, 0.5)
     assert list(phases)[-1] == "total"
-    assert ran().sizes()["sent"] == (100, 100)
+    assert request_log().sizes()["sent"] == (100, 100)
 
 
 def test_what_was_never_sent_has_no_phases_of_the_server() -> None:
@@ -46,23 +46,23 @@ def test_what_was_never_sent_has_no_phases_of_the_server() -> None:
 
 
 def test_rates_and_energies_are_a_request() -> None:
-    assert ran().rate_per_s == 3.0
-    assert ran().energy_per_request_j is None
-    assert ran(energy_j=12.0).energy_per_request_j == 2.0
-    assert "energy of this device: 2 J a request (the meter)" in text(ran(energy_j=12.0))
+    assert request_log().rate_per_s == 3.0
+    assert request_log().energy_per_request_j is None
+    assert request_log(energy_j=12.0).energy_per_request_j == 2.0
+    assert "energy of this device: 2 J a request (the meter)" in text(request_log(energy_j=12.0))
 
 
 def test_the_text_says_what_ended_here_and_where_the_cut_moved() -> None:
-    shown = text(ran())
+    shown = text(request_log())
     for words in ("1 request of 6 ended here", f"1 of them: {LATE}", "a, zstd: planned", "all here: the link is slow"):
         assert words in shown
     assert "1 request had to be sent again" in shown
-    assert "| tail here | 500 ms | 500 ms |" in markdown(ran())
-    assert len(csv(ran()).splitlines()) == 7
+    assert "| tail here | 500 ms | 500 ms |" in markdown(request_log())
+    assert len(csv(request_log()).splitlines()) == 7
 
 
 def test_it_is_read_from_json_as_it_was(tmp_path: Path) -> None:
-    made = ran(energy_j=1.5)
+    made = request_log(energy_j=1.5)
     made.to_json(tmp_path / "run.json")
     found = mt.load(tmp_path / "run.json")
     assert found.as_dict() == made.as_dict()

@@ -148,7 +148,7 @@ def test_all_of_the_model_runs_there_when_the_inputs_are_sent(resnet: tuple[nn.M
     with connected(model, x, server, "") as remote:
         remote(x)
         assert remote.requests[-1].sent_bytes > x.nbytes
-        with pytest.raises(BadInputs, match="what the model is given"):
+        with pytest.raises(BadInputs, match="the structure of the inputs"):
             remote(x, x)
         assert remote(x).equal(model(x))
 
@@ -598,7 +598,7 @@ def test_an_error_that_cannot_be_shown_is_told_by_its_name_and_others_are_served
 
 
 class Writing(nn.Module):
-    """Writes into what it is given."""
+    """Mutates its input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ def pack_inputs(inputs: Inputs, spec: StructureSpec, fingerprint: str) -> Bounda
     """Pack the inputs of a model, of the structure that the example has."""
     arrays: list[Any] = []
     got, tensors, plain = flatten((inputs.args, inputs.kwargs), arrays=arrays)
-    check_structure("what the model is given, positional and by name,", spec, got)
+    check_structure("the structure of the inputs", spec, got)
     return _pack(INPUTS, fingerprint, [*tensors, *map(to_tensor, arrays)], plain)
 
 
@@ -47,7 +47,7 @@ def pack_output(output: Any, spec: StructureSpec, at: str, fingerprint: str) -> 
         raise Unsupported(
             f"the model returns a {got.unsupported}, which cannot be sent: tensors, numbers and strings can"
         )
-    check_structure("what the model returns", spec, got)
+    check_structure("the structure of the output", spec, got)
     return _pack(at, fingerprint, tensors, plain)
 
 

@@ -142,7 +142,7 @@ def attack_server(
         faults = client.ask_while(lambda: process.poll() is None, seconds + _SPARE_S)
         result = _finish(process, timeout=5.0)
         if not server.is_alive:
-            faults.append(f"the server ended: {server.said[-2000:]}")
+            faults.append(f"the server ended: {server.stderr[-2000:]}")
         peak = peak_of(server.pid) if server.is_alive else float("inf")
         client.close()
         tally = Tally(**result) if isinstance(result, dict) else Tally()
@@ -308,13 +308,13 @@ def _wait_for_start(process: subprocess.Popen[str]) -> None:
 def _finish(process: subprocess.Popen[str], timeout: float, *, whole: bool = False) -> Any:
     """What the process returned; a text: why it did not."""
     try:
-        said, _ = process.communicate(timeout=timeout)
+        output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()
-        said, _ = process.communicate()
-        return f"the process did not end in time: {said[-2000:]}"
-    lines = said.strip().splitlines()
+        output, _ = process.communicate()
+        return f"the process did not end in time: {output[-2000:]}"
+    lines = output.strip().splitlines()
     if process.returncode or not lines:
-        return f"the process ended with {process.returncode}: {said[-2000:]}"
+        return f"the process ended with {process.returncode}: {output[-2000:]}"
     found = json.loads(lines[-1])
     return found if whole else found["result"]
