@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -10,16 +11,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from microtome.devices.meters import CsvMeter, Meter, MeterReading, find, jetson, nvml, pi, pick, rapl, register_meter
+from microtome.devices.meters import (
+    CsvMeter,
+    Meter,
+    MeterReading,
+    Missing,
+    find,
+    jetson,
+    nvml,
+    pi,
+    pick,
+    rapl,
+    register_meter,
+)
 from microtome.devices.meters.discovery import unregister_meter
 from microtome.errors import BadQuery, SensorFailed
-from tests.devices.fake_nvml import FakeNvml, NVMLError, install_fake_nvml
+from tests.devices.fake_nvml import FakeNvml, NVMLError, answer, install_fake_nvml
+from tests.devices.meters.machines import PMIC, orin_nano, server
 
 OPEN: list[str] = []
 
 
 class Bench(Meter):
-    """A meter of one's own, which tells in OPEN whether it is."""
+    """A registered meter, which is in OPEN while it is open."""
 
     name, kind, what, every_s = "of its class", "power", "the bench supply", 0.01
 
@@ -73,7 +87,7 @@ def lay_jetson(machine: Path) -> None:
         (folder / name).write_text(f"{text}\n")
 
 
-# What is wanted
+# Requested meters
 
 
 def test_a_meter_is_used_as_it_is_and_no_other_is_opened() -> None:
@@ -122,7 +136,7 @@ def test_the_one_that_is_named_is_not_replaced_by_another(machine: Path) -> None
     assert OPEN == []
 
 
-# What is there
+# Available meters
 
 
 def test_without_sensors_the_error_lists_reasons_and_remedies() -> None:
@@ -184,7 +198,7 @@ def test_a_model_on_two_gpus_has_no_counter_that_sees_it(monkeypatch: pytest.Mon
     assert gpus.opened == 0
 
 
-# Those of one's own
+# Registered meters
 
 
 def test_a_registered_meter_goes_before_the_built_in_ones(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,3 +288,40 @@ def test_a_meter_that_is_no_longer_registered_is_forgotten() -> None:
         pick("bench")
     with pytest.raises(BadQuery, match="no meter is registered as 'bench'"):
         unregister_meter("bench")
+
+
+# All meters
+
+
+def test_a_machine_without_sensors_reports_reasons_and_remedies() -> None:
+    meters, missing = find()
+    assert meters == []
+    assert [one.name for one in missing] == ["nvml", "rapl", "jetson", "pi"]
+    assert all(one.reason and one.fix for one in missing)
+
+
+def test_all_available_meters_are_found(tmp_path: Path, gpu: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pi, "COMMAND", (sys.executable, "-c", f"print({PMIC!r})"))
+    monkeypatch.setattr(rapl, "ROOT", server(tmp_path / "a"))
+    monkeypatch.setattr(jetson, "ROOT", orin_nano(tmp_path / "b"))
+    sources, missing = find()
+    assert missing == []
+    assert [source.name for source in sources] == ["nvml", "rapl", "jetson", "pi"]
+    assert repr(sources[0]) == "<nvml: GPU 0 NVIDIA H200>"
+
+
+def test_finding_never_raises(gpu: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "nvmlInit", lambda: answer(ZeroDivisionError("odd driver")), raising=False)
+    _, missing = find()
+    assert missing[0] == Missing(
+        "nvml", "looking for it failed: ZeroDivisionError: odd driver", "report it with this text"
+    )
+
+
+@pytest.mark.integration
+def test_importing_the_meters_imports_no_library_of_a_device() -> None:
+    script = (
+        "import sys, torch; old = set(sys.modules); import microtome.devices.meters; print(*set(sys.modules) - old)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert {name.partition(".")[0] for name in done.stdout.split()} & {"pynvml", "psutil", "numpy", "pandas"} == set()
