@@ -78,7 +78,7 @@ class AutogradOwners:
     def tag_outputs(self, run: Run, output: Any) -> None:
         """Keep the run alive as long as the graph of its output."""
         for node in nodes_of(output):
-            if run.made(node._sequence_nr()):
+            if run.created(node._sequence_nr()):
                 node.metadata.setdefault(self._tag, run)
 
     def tag_nodes(self, run: Run, output: Any) -> None:
@@ -123,7 +123,7 @@ class AutogradOwners:
             return None
         run = self._run_of(node)
         thread = self._graph_of_backward()[0] if run is None else self._threads.alive.get(run.thread)
-        return None if thread is None else thread.composite_that_made(node._sequence_nr())
+        return None if thread is None else thread.composite_of_node(node._sequence_nr())
 
     def recomputed_call(self, entry: ModuleEntry) -> tuple[Call | None, int]:
         """The parent and the index of the call that a recomputation which begins now with this module repeats.
@@ -148,7 +148,7 @@ class AutogradOwners:
         if isinstance(tag := tags.get(self._tag), Run):
             return tag
         thread, _ = self._graph_of_backward()
-        return None if tags.get(self._foreign) == thread.key else thread.run_that_made(node._sequence_nr())
+        return None if tags.get(self._foreign) == thread.key else thread.run_of_node(node._sequence_nr())
 
     # -- graphs --------------------------------------------------------------------------------------------------------
 

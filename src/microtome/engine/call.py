@@ -131,7 +131,7 @@ class Run:
         self.calls: list[Call] = []
         self._firsts: dict[str, Call] = {}
 
-    def made(self, number: int) -> bool:
+    def created(self, number: int) -> bool:
         """Whether this run created the node with this sequence number, if created in this run's thread."""
         return bool(self.calls) and self.start <= number < self.calls[0]._end
 

@@ -81,17 +81,17 @@ class Thread:
                 self._prune_at = 2 * len(self._runs) + 64
             insort(self._runs, (run.start, weakref.ref(run)), key=_start)
 
-    def run_that_made(self, number: int) -> Run | None:
+    def run_of_node(self, number: int) -> Run | None:
         """The run that created the node with this sequence number, if the node was created in this thread."""
         run = self.run
         if run is None or number < run.start:
             run = self._latest(number)
         # If the last run that began before the node did not create it, that run is nested in the one that did.
-        while run is not None and not run.made(number):
+        while run is not None and not run.created(number):
             run = run.outer
         return run
 
-    def composite_that_made(self, number: int) -> CompositeOp | None:
+    def composite_of_node(self, number: int) -> CompositeOp | None:
         """The composite operator that created the node with this sequence number, if created in this thread."""
         index = bisect_right(self.composites, number, key=attrgetter("start")) - 1
         return self.composites[index] if index >= 0 and number < self.composites[index].end else None

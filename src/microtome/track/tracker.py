@@ -3,66 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 from torch import nn
 
 from microtome.engine import Call, Probe, Session
-from microtome.engine.signals import SignalSafe
 from microtome.results.trace import Phase
 
 Callback = Callable[[Call, Phase], object]
 
 
-class Tracker(SignalSafe[Any]):
+class Tracker(Session):
     """The modules that run now, at any moment inside its `with` block. Returned by `track`."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    if TYPE_CHECKING:
-
-        def __enter__(self) -> Self: ...
-
-    def _set_up(self) -> Self:
-        self._session.__enter__()
-        return self
-
-    def _tear_down(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session.__exit__(kind, error, trace)
-
-    @property
-    def stack(self) -> tuple[Call, ...]:
-        """The calls that run now in this thread, outermost first; in a backward, those whose backward runs."""
-        return self._session.stack
 
     @property
     def path(self) -> str | None:
         """The address of the innermost call, or None when no module runs."""
-        call = self._session.current
+        call = self.current
         return None if call is None else call.address
 
     @property
     def module(self) -> nn.Module | None:
         """The module of the innermost call, or None when no module runs."""
-        call = self._session.current
+        call = self.current
         return None if call is None else call.module
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether a backward runs now in this thread. During a recomputation one does."""
-        return self._session.is_backward
-
-    def module_of(self, path: str) -> nn.Module:
-        """The module at a path or address; a shared module has several paths."""
-        return self._session.module_of(path)
-
-    def paths_of(self, module: nn.Module) -> tuple[str, ...]:
-        """All paths of a module; its calls carry the first."""
-        return self._session.paths_of(module)
 
 
 def track(
@@ -94,7 +58,7 @@ def track(
         probes.append(_OnEnter(on_enter))
     if on_exit is not None:
         probes.append(_OnExit(on_exit))
-    return Tracker(Session(model, probes, backward=True))
+    return Tracker(model, probes, backward=True)
 
 
 class _OnEnter(Probe):
