@@ -1,4 +1,4 @@
-"""GMACs of 28 torchvision models, by microtome and its peers, beside those published: `python -m benchmarks.peers`."""
+"""GMACs of 28 torchvision models by microtome and other tools, and as published: `python -m benchmarks.peers`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODELS = """
     resnet50 resnext50_32x4d shufflenet_v2_x0_5 shufflenet_v2_x1_0 squeezenet1_1 swin_t swin_v2_t vgg11_bn vgg16
     vit_b_16 wide_resnet50_2
 """
-#: As near as this is right, or as near as what is published was rounded.
+#: Relative tolerance, and the rounding of the published figures.
 WITHIN, ROUNDED = 0.005, 0.0005
 
 
@@ -83,7 +83,7 @@ def by_torchstat(model: nn.Module, x: Tensor) -> float:
     return float(sum(leaf.Flops for leaf in leaves))
 
 
-WAYS: dict[str, Callable[[nn.Module, Tensor], float | None]] = {
+TOOLS: dict[str, Callable[[nn.Module, Tensor], float | None]] = {
     "microtome": by_microtome,
     "torch (FlopCounterMode)": by_flop_counter,
     "calflops": by_calflops,
@@ -96,10 +96,10 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], float | None]] = {
 
 
 def counted(task: tuple[str, Published]) -> float | str | None:
-    """GMACs; or what it raised. It is run in a process of its own: some leave torch changed."""
+    """Return GMACs, or the name of the exception; run in a separate process, since some tools patch torch."""
     peer, entry = task
     torch.set_num_threads(1)
-    model, x, way = entry.build("cpu"), entry.inputs()[0], WAYS[peer]
+    model, x, way = entry.build("cpu"), entry.inputs()[0], TOOLS[peer]
     try:
         with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -115,15 +115,15 @@ def near(found: float, published: float) -> bool:
 
 def main() -> int:
     entries = {entry.name: entry for entry in reversed(table())}
-    right = dict.fromkeys(WAYS, 0)
-    lines = ["| | published | " + " | ".join(WAYS) + " |", "|---|--:|" + "--:|" * len(WAYS)]
-    tasks = [(peer, entries[name]) for name in MODELS.split() for peer in WAYS]
+    right = dict.fromkeys(TOOLS, 0)
+    lines = ["| | published | " + " | ".join(TOOLS) + " |", "|---|--:|" + "--:|" * len(TOOLS)]
+    tasks = [(peer, entries[name]) for name in MODELS.split() for peer in TOOLS]
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
         results: list[Any] = pool.map(counted, tasks, chunksize=1)
     for at, name in enumerate(MODELS.split()):
         entry = entries[name]
         cells = []
-        for peer, found in zip(WAYS, results[at * len(WAYS) :], strict=False):
+        for peer, found in zip(TOOLS, results[at * len(TOOLS) :], strict=False):
             is_right = isinstance(found, float) and near(found, entry.giga_macs)
             right[peer] += is_right
             text = f"{found:.3f}" if isinstance(found, float) else str(found)
@@ -133,7 +133,7 @@ def main() -> int:
     lines.append(f"| **right** | {len(MODELS.split())} | {' | '.join(map(str, right.values()))} |")
     print(lines[-1])
     if "--save" in sys.argv:
-        names = [name for name in WAYS if name != "microtome" and not name.startswith("torch (")]
+        names = [name for name in TOOLS if name != "microtome" and not name.startswith("torch (")]
         told = (
             "GMACs, random weights, in eval; what is off by more than 0.5 %, or raised, leans. Some count elementwise "
             f"work too: part of the difference is convention. {', '.join(f'{name} {version(name)}' for name in names)}."

@@ -130,7 +130,7 @@ def added(name: str, model: nn.Module, x: torch.Tensor) -> Target:
 
 
 def large() -> list[Target]:
-    """The shape of Llama-70B, 2048 tokens, on meta tensors, in a process of its own."""
+    """Profile the shape of Llama-70B, 2048 tokens, on meta tensors, in a separate process."""
     if not find_spec("transformers"):
         return []
     done = subprocess.run(
@@ -180,5 +180,5 @@ def run() -> list[Target]:
 if __name__ == "__main__":
     from microtome import zoo
 
-    zoo.import_torchvision()  # which transformers imports
+    zoo.import_torchvision()  # before transformers imports it
     print(json.dumps(llama()))

@@ -1,4 +1,4 @@
-"""Fences around the examples in docstrings, which would be read as text and links without them."""
+"""Fence the examples in docstrings, which mkdocs would otherwise render as text and links."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import griffe
 _EXAMPLE = re.compile(r"^>>> .*(?:\n(?!\s*$).*)*", re.MULTILINE)
 
 
-class Fences(griffe.Extension):  # type: ignore[misc]  # without the docs extra it is not there
+class Fences(griffe.Extension):  # type: ignore[misc]  # only installed with the docs extra
     """Show doctests as code."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
@@ -19,7 +19,7 @@ class Fences(griffe.Extension):  # type: ignore[misc]  # without the docs extra 
 
 
 def fenced(text: str) -> str:
-    """The text with its examples between fences.
+    """Put the examples in a text between fences.
 
     >>> fenced("Adds.\\n\\n>>> 1 + 1\\n2").replace("`", "'").splitlines()
     ['Adds.', '', "'''pycon", '>>> 1 + 1', '2', "'''"]

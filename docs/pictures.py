@@ -1,4 +1,4 @@
-"""The pictures of the manual and of the README, made by what they show: `make pictures`."""
+"""Generate the pictures of the documentation and the README: `make pictures`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def draw_tables() -> None:
-    """What commands print, and the graph."""
+    """Draw the output of commands, and the graph."""
     model, x = zoo.build("tiny-resnet")
     with torch.no_grad():
         counted, cuts = mt.profile(model, x), mt.cuts(model, x)
@@ -48,7 +48,7 @@ def draw_tables() -> None:
 
 
 def terminal(name: str, words: str, shown: Report) -> None:
-    """What a command prints, as a picture that needs no font from elsewhere."""
+    """Draw the output of a command, without external fonts."""
     with tempfile.TemporaryFile("w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
         console.print(shown)
@@ -59,15 +59,15 @@ def terminal(name: str, words: str, shown: Report) -> None:
 
 
 def draw_page() -> None:
-    """The page in Chromium, where there is one."""
+    """Take screenshots of the page in Chromium, if it is installed."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         return
-    found = zoo.resolve("torchvision:resnet18")
+    resolved = zoo.resolve("torchvision:resnet18")
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        profile = mt.profile(found.model, found.inputs, measure="time", repeat=15)
+        profile = mt.profile(resolved.model, resolved.inputs, measure="time", repeat=15)
         file = Path(folder) / "report.html"
-        profile.to_html(file, cuts=mt.cuts(found.model, found.inputs))
+        profile.to_html(file, cuts=mt.cuts(resolved.model, resolved.inputs))
         _shoot(chromium, file)
 
 
@@ -82,7 +82,7 @@ def _shoot(chromium: str, file: Path) -> None:
         for name in ("explorer", "memory"):
             section = page.locator(f"[id='section:{name}']")
             section.scroll_into_view_if_needed()
-            page.wait_for_timeout(1000)  # what comes into view is drawn then
+            page.wait_for_timeout(1000)  # charts are drawn when they come into view
             section.screenshot(path=FOLDER / f"page-{name}.png")
         browser.close()
     for picture in FOLDER.glob("page*.png"):
@@ -90,7 +90,7 @@ def _shoot(chromium: str, file: Path) -> None:
 
 
 def _make_smaller(file: Path) -> None:
-    """In 128 colours, which charts and text do not miss."""
+    """Quantize to 128 colors, which suffice for charts and text."""
     from PIL import Image
 
     with Image.open(file) as picture:

@@ -1,1 +1,1 @@
-"""How right the measured values are on a CUDA device, against what torch and NVML say without microtome."""
+"""Accuracy of measurements on a CUDA device, compared with torch and NVML without microtome."""

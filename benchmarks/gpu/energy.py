@@ -1,4 +1,4 @@
-"""Energy of a model by layers, over what NVML's counter says of a long plain loop."""
+"""Energy of a model by layer, compared with NVML's counter over a long plain loop."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LOOP_S = 10.0
 
 
 def plain_loop(model: nn.Module, x: torch.Tensor) -> float:
-    """Joules of a pass, from the counter alone: from a tick, for ten seconds, until a tick."""
+    """Return the energy of a pass in joules, from the counter alone, between two of its updates ten seconds apart."""
     pynvml: Any = import_module("pynvml")
     pynvml.nvmlInit()
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def tick() -> tuple[float, float, int]:
-        """Work on until the counter moves."""
+        """Run the model until the counter changes."""
         runs, last = 0, pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         while (now := pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) == last:
             for _ in range(4):
@@ -50,7 +50,7 @@ def plain_loop(model: nn.Module, x: torch.Tensor) -> float:
 @torch.no_grad()
 def run() -> list[Target]:
     targets = []
-    for name, batch in (("resnet50", 128), ("vit_b_16", 32)):  # large enough that the host does not set the pace
+    for name, batch in (("resnet50", 128), ("vit_b_16", 32)):  # large enough not to be host-bound
         model, x = torchvision_model(name).cuda(), torch.randn(batch, 3, 224, 224, device="cuda")
         plain = plain_loop(model, x)
         for method in ("share", "replay"):

@@ -1,4 +1,4 @@
-"""The measured peak of each call, over what torch says of that call with nothing else measured."""
+"""The measured peak of each call, compared with torch's statistics for that call alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.trace import torchvision_model
 
 @contextmanager
 def peak_of(module: nn.Module) -> Iterator[list[int]]:
-    """Plain hooks on one module: the most that was allocated while it ran."""
+    """Record the peak of allocated memory during each call of a module, with plain hooks."""
     found: list[int] = []
 
     def before(_: nn.Module, __: Any) -> None:
@@ -42,7 +42,7 @@ def run() -> list[Target]:
         for _ in range(3):
             model(x)
         own = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x))
-        beside = torch.cuda.memory_allocated() - own  # workspaces of libraries, and what blocks are rounded up by
+        beside = torch.cuda.memory_allocated() - own  # workspaces of libraries, and the rounding of blocks
         p = mt.profile(model, x, measure="memory")
         off = {}
         for row in p:

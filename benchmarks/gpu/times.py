@@ -1,4 +1,4 @@
-"""Device times of all calls, over the time of the kernels of a run that nobody looks into."""
+"""Device times of all calls, compared with the kernel time of an unobserved run."""
 
 from __future__ import annotations
 

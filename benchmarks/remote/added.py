@@ -1,4 +1,4 @@
-"""What a request takes beyond its head, its tail and its bytes there and back over a plain socket."""
+"""Latency that a request adds to its head, its tail and a plain exchange of its bytes over a socket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RTT_S = 0.01
 
 
 def measure(server: str, plain: str, rounds: int) -> dict[str, Any]:
-    """Of each cut: the bytes, and milliseconds of requests, their parts and the plain exchange, in turns."""
+    """Return, for each cut, the bytes, and the milliseconds of requests, their phases and the plain exchange."""
     found, socket = build(MODEL, INPUTS), Plain(plain)
     (x,) = found.inputs.args
     result = {}

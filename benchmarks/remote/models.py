@@ -1,4 +1,4 @@
-"""A model in which nothing is computed, so that only what crosses counts."""
+"""A model that computes nothing, so that only the transfer is measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from microtome.zoo import Resolved
 
 
 class Source(nn.Module):
-    """A thousand numbers for each that is given, which lie ready."""
+    """Returns a thousand precomputed numbers per input element."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class First(nn.Module):
 
 
 class Funnel(nn.Sequential):
-    """Much crosses at `"0"`, as much as the input says, and one number comes out."""
+    """Sends as many numbers across the cut at `"0"` as the input requests, and returns one."""
 
     def __init__(self) -> None:
         super().__init__(Source(2_500_000), First())
@@ -37,5 +37,5 @@ FUNNEL = "benchmarks.remote.models:Funnel"
 
 
 def build(name: str, inputs: str) -> Resolved:
-    """The same on both sides."""
+    """Build the same model on both sides."""
     return zoo.resolve(name, inputs=inputs)

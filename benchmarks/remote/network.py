@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a veth pair, with a limit to what goes through. Needs root."""
+"""Two hosts on one machine: network namespaces joined by a veth pair of limited bandwidth. Needs root."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-#: For benchmarks of networks (RFC 2544): nobody else has them.
+#: Reserved for network benchmarks (RFC 2544).
 _EDGE, _CLOUD = "198.18.0.1", "198.18.0.2"
-#: Seconds a packet may wait at the limit before it is dropped, as in a router's queue.
+#: Seconds that a packet may wait in the queue before it is dropped, as in a router.
 _QUEUE_S = 0.1
-#: What the limit lets through at once: more than a packet; at high rates, what goes through between two of its ticks.
+#: The burst of the token bucket: more than a packet; at high rates, the data between two of its ticks.
 _BURST_BYTES, _BURST_S = 16_384, 0.0005
 
-#: Both hosts are on the same cores: threads of one that wait are not to keep the other from its work.
+#: Both hosts share the cores: waiting threads of one must not slow the other down.
 _QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONWARNINGS": "ignore"}
 
 ROOT = Path(__file__).parents[2]
@@ -25,17 +25,17 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Host:
-    """Where processes run.
+    """A host that runs processes.
 
     Attributes:
-        namespace: Its network; None: that of this process.
+        namespace: Its network namespace; None: that of this process.
     """
 
     address: str
     namespace: str | None = None
 
     def start(self, *command: str, threads: int = 1, stdout: int | None = subprocess.PIPE) -> subprocess.Popen[str]:
-        """A process there that computes with so many threads."""
+        """Start a process on this host with a number of compute threads."""
         inside = () if self.namespace is None else ("ip", "netns", "exec", self.namespace)
         environment = {**os.environ, **_QUIET, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         return subprocess.Popen((*inside, *command), cwd=ROOT, env=environment, text=True, stdout=stdout, stderr=None)
@@ -55,7 +55,7 @@ class Network:
     cloud: Host
 
     def limit(self, bits_per_s: float) -> None:
-        """Let so much through, each way."""
+        """Limit the bandwidth in each direction."""
         burst = max(_BURST_BYTES, int(bits_per_s / 8 * _BURST_S))
         limit = burst + max(_BURST_BYTES, int(bits_per_s / 8 * _QUEUE_S))
         for host in (self.edge, self.cloud):
@@ -64,7 +64,7 @@ class Network:
 
 @contextmanager
 def two_hosts() -> Iterator[Network]:
-    """A network of its own, gone afterwards with all that still runs in it."""
+    """Create two hosts, and remove them with all their processes afterwards."""
     edge, cloud = (Host(address, f"mt{os.getpid()}-{at}") for at, address in enumerate((_EDGE, _CLOUD)))
     made: list[Host] = []
     try:

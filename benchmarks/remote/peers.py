@@ -1,4 +1,4 @@
-"""What microtome is compared with: a gRPC stream and a plain socket that take bytes and answer with few of them."""
+"""Baselines: a gRPC stream and a plain socket that receive bytes and send a short reply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import grpc
 _SIZES = struct.Struct("<QQ")
 _METHOD = "/bare.Bare/Stream"
 _OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
-#: What microtome answers with is about as long.
+#: About as long as a reply of microtome.
 _REPLY = bytes(300)
 
 
@@ -23,7 +23,7 @@ _REPLY = bytes(300)
 
 
 class Plain:
-    """A socket: so many bytes there, then so many back."""
+    """A socket that sends a number of bytes and receives another."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
@@ -72,7 +72,7 @@ def _answer(connection: socket.socket) -> None:
 
 
 class Bare:
-    """A gRPC stream of bytes as they are, `window` of them on their way at once."""
+    """A gRPC stream of raw bytes, with `window` messages in flight."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address, _OPTIONS)

@@ -1,4 +1,4 @@
-"""How near a stream of requests comes to its slowest step, at the cut where that is the quickest."""
+"""Throughput of a stream of requests compared with its slowest step, at the cut where that is fastest."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CUTS = ("maxpool", "layer2", "layer3.0", "layer3.1", "layer3.2", "layer3.3", "la
 
 
 class Steps:
-    """Seconds that each step of a request takes when no other runs, at one cut."""
+    """The time of each step of a request at one cut, in seconds, when no other step runs."""
 
     def __init__(self, remote: Any, socket: Plain, x: torch.Tensor) -> None:
         self.remote, self._socket, self._x = remote, socket, x
         self._seen: dict[str, list[float]] = {"head": [], "wire": [], "tail": []}
-        remote(x)  # the other side makes the tail
+        remote(x)  # the server builds the tail
 
-    def look(self, times: int) -> None:
+    def measure(self, times: int) -> None:
         for _ in range(times):
             self.remote(self._x)
             sent = self.remote.requests[-1]
@@ -50,11 +50,11 @@ def measure(server: str, plain: str, rounds: int, count: int) -> dict[str, Any]:
     remotes = [mt.connect(found.model, found.inputs, server, at=at, codec="raw") for at in CUTS]
     steps = [Steps(remote, socket, x) for remote in remotes]
     for one in steps:
-        one.look(3)
+        one.measure(3)
     best = min(steps, key=lambda one: max(one.seconds.values()))
     between, beside = [], []
     for _ in range(rounds):
-        best.look(4)
+        best.measure(4)
         between.append(interval(best.remote.stream(repeat(x, count))))
         beside += list(best.remote.requests)[-count // 2 :]
     for remote in remotes:
@@ -67,7 +67,7 @@ def measure(server: str, plain: str, rounds: int, count: int) -> dict[str, Any]:
 
 
 def interval(results: Iterator[Any]) -> float:
-    """Seconds from one result to the next: how long it takes to the first is not the stream's rate."""
+    """Return the seconds between results, without the latency of the first."""
     next(results)
     start = perf_counter()
     count = sum(1 for _ in results)

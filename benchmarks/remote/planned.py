@@ -1,4 +1,4 @@
-"""The cut that `at="auto"` finds against all that are worth measuring, at bandwidths from 1 to 1000 Mbit/s."""
+"""The cut that `at="auto"` finds, compared with the measured best, at bandwidths from 1 to 1000 Mbit/s."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from microtome.remote.request import Route
 MODELS, INPUTS = ("resnet50", "vit_b_16"), "1x3x224x224"
 MBITS = (1, 10, 100, 1000)
 EDGE_ONLY, CLOUD_ONLY = "edge only", "cloud only"
-#: Cuts that no other has to be better than, to have more than those that dominate.
+#: Cuts to measure in addition to the dominating ones.
 OTHERS = {"resnet50": ("layer1", "layer2", "layer3"), "vit_b_16": ("encoder.layers.encoder_layer_5", "encoder")}
-#: After so many rounds, those that took so much longer than the best are measured no more.
+#: After this many rounds, cuts slower than the best by this factor are dropped.
 TRIALS, HOPELESS = 3, 1.25
 
 
 class Contest:
-    """Ways to run a model, measured in turns.
+    """Routes, measured in turns.
 
-    Cuts whose bytes alone take longer on the link than the best request are not tried: some would take minutes.
+    Cuts whose bytes alone take longer on the link than the best request are skipped: some would take minutes.
     """
 
     def __init__(self, ways: dict[str, Remote], wire_s: dict[str, float], x: Any) -> None:
@@ -40,7 +40,7 @@ class Contest:
             if self._wire_s[name] > least:
                 self.skipped.append(name)
             else:
-                self._turn(name)  # the other side makes the tail
+                self._turn(name)  # the server builds the tail
                 self._turn(name)
                 del self.times[name][0]
         able = [name for name in self._ways if name not in self.skipped]

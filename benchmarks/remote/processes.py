@@ -1,4 +1,4 @@
-"""The processes that a benchmark needs: servers that run while it does, and jobs that give a result."""
+"""The processes of a benchmark: servers that run during it, and jobs that return a result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.remote.network import Host
 
 @contextmanager
 def microtome(host: Host, model: str, inputs: str, threads: int = 1) -> Iterator[str]:
-    """`microtome serve` there; its address."""
+    """Run `microtome serve` on a host, and yield its address."""
     words = "serve", model, "--input", inputs, "--listen", f"{host.address}:0"
     program = str(Path(sys.executable).with_name("microtome"))
     with _until_done(host.start(program, *words, threads=threads)) as said:
@@ -26,7 +26,7 @@ def microtome(host: Host, model: str, inputs: str, threads: int = 1) -> Iterator
 
 @contextmanager
 def peers(host: Host) -> Iterator[tuple[str, str]]:
-    """What microtome is compared with there: the addresses of a bare gRPC server and of a plain socket."""
+    """Run the baselines on a host, and yield the addresses of the gRPC server and of the plain socket."""
     with _until_done(host.python("benchmarks.remote.peers", host.address)) as said:
         grpc_at, socket_at = said.split()
         yield grpc_at, socket_at
@@ -34,14 +34,14 @@ def peers(host: Host) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def delayed(host: Host, target: str, delay_s: float) -> Iterator[str]:
-    """An address there that leads to the target, each way so much later."""
+    """Run a proxy on a host that delays each direction, and yield its address."""
     with _until_done(host.python("benchmarks.remote.delay", host.address, target, str(delay_s))) as said:
         yield said.strip()
 
 
 @contextmanager
 def _until_done(process: subprocess.Popen[str]) -> Iterator[str]:
-    """What a process says first; it is ended at the end."""
+    """Yield the first line of a process, and stop the process at the end."""
     try:
         assert process.stdout is not None
         said = process.stdout.readline()
@@ -60,7 +60,7 @@ def _until_done(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def job(host: Host, function: str, given: dict[str, Any], timeout_s: float = 600) -> Any:
-    """What a function, `module:name`, returns in a process of its own there, which computes with one thread."""
+    """Run a function, `module:name`, in a process with one compute thread on a host, and return its result."""
     process = host.python("benchmarks.remote.processes", function, json.dumps(given))
     try:
         said, _ = process.communicate(timeout=timeout_s)

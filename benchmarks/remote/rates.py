@@ -1,6 +1,6 @@
-"""How fast what crosses gets through: beside a plain socket on a limited link, beside bare gRPC without a limit.
+"""Transfer rates, compared with a plain socket on a limited link, and with bare gRPC on loopback.
 
-The model does nothing: what is computed does not count.
+The model computes nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MB = 1_000_000
 SIZES_MB = (0.1, 1, 10)
 WINDOW = 8
 INPUTS = "1x25"
-#: Seconds of a turn, about; and bytes a second where there is no limit.
+#: Approximate seconds of a turn, and bytes per second without a limit.
 TURN_S, FAST = 0.4, 5e8
 
 
 def measure(ways: list[str], megabytes: float, bytes_per_s: float, rounds: int) -> list[float]:
-    """Bytes of a payload, and seconds of one in microtome, bare gRPC and a plain socket, in turns."""
+    """Return the bytes of a payload, and its seconds with microtome, bare gRPC and a plain socket."""
     found = build(FUNNEL, INPUTS)
     count = max(4, round(TURN_S * bytes_per_s / (megabytes * MB)))
     x = torch.zeros(1, int(megabytes * MB) // 4000)

@@ -1,4 +1,4 @@
-"""Cut every model and write down what came of it."""
+"""Cut every model, and report the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("torchvision", "timm", "transformers", "vit-pytorch")
 
 
 def report(tallies: dict[str, list[Tally]], sees: set[str]) -> Iterator[str]:
-    """The table, and what was refused and why."""
+    """Return the lines of the table, and the refused cuts with their reasons."""
     yield from table(tallies)
     every = [one for several in tallies.values() for one in several]
     images = [one for one in every if one.name in sees]

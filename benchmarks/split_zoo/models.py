@@ -1,4 +1,4 @@
-"""Models to cut: small ones of every family, with random weights, and two inputs of different sizes for each."""
+"""Models to cut: small models of every family, with random weights, and two inputs of different sizes for each."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Entry:
     """A model.
 
     Attributes:
-        make: The model, and inputs: the example that it is cut on, and another.
-        most: How many cuts are tried at most; None: see `prove`.
-        sees: Whether it is a model of images.
+        make: Returns the model and its inputs: the example for the cut, and another.
+        most: Maximum number of cuts to try; None: see `prove`.
+        sees: Whether it is a vision model.
     """
 
     family: str
@@ -63,7 +63,7 @@ def _wider(value: Any) -> Any:
 
 # -- torchvision -------------------------------------------------------------------------------------------------------
 
-#: The side of the images, and arguments of those that are made for one.
+#: The image size, and arguments of models that are built for one size.
 TORCHVISION: dict[str, tuple[int, dict[str, Any]]] = {
     "alexnet": (96, {}),
     "convnext_tiny": (64, {}),
@@ -93,7 +93,7 @@ TORCHVISION: dict[str, tuple[int, dict[str, Any]]] = {
     "vit_b_16": (64, {"image_size": 64}),
     "wide_resnet50_2": (64, {}),
 }
-#: Clips: frames and side.
+#: Video models: frames and image size.
 TORCHVISION_VIDEO = {
     "r3d_18": (4, 32),
     "mc3_18": (4, 32),
@@ -103,7 +103,7 @@ TORCHVISION_VIDEO = {
 }
 
 
-#: Detectors, made to look at few candidates: the operator that compares these is in Python here.
+#: Detectors with few candidates: their non-maximum suppression is in Python here.
 DETECTORS: dict[str, dict[str, Any]] = {
     "fasterrcnn_mobilenet_v3_large_320_fpn": {
         "min_size": 64,
@@ -144,7 +144,7 @@ def _torchvision(name: str, size: Any, options: dict[str, Any]) -> Made:
 
 # -- timm --------------------------------------------------------------------------------------------------------------
 
-#: One small model of each file of timm, with the side of its images; those with an `img_size` are made for that size.
+#: One small model of each file of timm, with its image size; models with an `img_size` are built for that size.
 TIMM: dict[str, tuple[str, int, dict[str, Any]]] = {
     "byoanet": ("lambda_resnet26rpt_256", 64, {"img_size": 64}),
     "byobnet": ("test_byobnet", 64, {}),
@@ -250,7 +250,7 @@ def _timm(name: str, size: int, options: dict[str, Any]) -> Made:
 
 # -- transformers ------------------------------------------------------------------------------------------------------
 
-#: Values for whichever of these a configuration has.
+#: Values for those of these attributes that a configuration has.
 _SMALL: dict[str, Any] = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -341,7 +341,7 @@ _OWN_WIDTH = """
     gradium_phonon_tts layoutlmv3 lilt pocket_tts reformer sam2_hiera_det_model
 """
 
-#: Types of models, with what they need beside that; None leaves the configuration's own value.
+#: Model types, with additional values; None keeps the configuration's own value.
 TRANSFORMERS: dict[tuple[str, ...], dict[str, Any]] = {
     ("segformer",): {
         "hidden_sizes": [8, 16, 16, 32],
@@ -378,7 +378,7 @@ _mixed: ContextVar[bool] = ContextVar("mixed", default=False)
 
 @contextmanager
 def mixed() -> Iterator[None]:
-    """Make models of transformers with one layer of each kind that they have."""
+    """Build models of transformers with one layer of each of their kinds."""
     token = _mixed.set(True)
     try:
         yield
@@ -424,7 +424,7 @@ def _hf_inputs(model: nn.Module, batch: int, length: int) -> mt.Inputs:
 _VIT = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 12, "depth": 2, "heads": 3}
 _VIT |= {"mlp_dim": 16, "dim_head": 4}
 
-#: The class, what it takes beside the usual, and the side of its images.
+#: The class, its additional arguments, and its image size.
 VIT_PYTORCH: dict[str, tuple[str, dict[str, Any], int | tuple[int, ...]]] = {
     "vit": ("ViT", {}, 32),
     "simple_vit": ("SimpleViT", {}, 32),
@@ -529,8 +529,8 @@ def entries() -> Iterator[Entry]:
 
 
 def build(entry: Entry) -> Made:
-    """The model with the same weights every time."""
+    """Build the model with the same weights every time."""
     with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # packages warn of each other
+        warnings.simplefilter("ignore")  # deprecations among packages
         torch.manual_seed(0)
         return entry.make()

@@ -1,4 +1,4 @@
-"""Whether the two halves of a model give what the model gives, cut by cut."""
+"""Verify cut by cut that head and tail compute the model's output."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from microtome.split.splitter import Splitter
 
 @dataclass
 class Tally:
-    """What became of the cuts of a model.
+    """The results of the cuts of a model.
 
     Attributes:
-        listed: The places that `mt.cuts` tells of.
-        unlisted: Those of them that it refuses, which is said before anything runs.
-        tried: The cuts that were made and compared.
-        exact: Those that gave what the model gives, to the last bit, for both inputs and through bytes.
-        late: Those that `mt.split` or a stage refused after all: why, by address.
-        wrong: Those that gave something else, silently: what, by address.
-        failed: Those that raised an error that is not microtome's: what, by address.
+        listed: The number of cuts that `mt.cuts` lists, refused ones included.
+        unlisted: The cuts that it refuses, by reason.
+        tried: The number of cuts that were made and compared.
+        exact: The number of cuts that are bit-equal for both inputs, with serialized boundaries.
+        late: The reasons of `mt.split` or a stage to refuse a listed cut, by address.
+        wrong: The differences of cuts with another output, by address.
+        failed: The errors that are not microtome's, by address.
     """
 
     name: str
@@ -53,7 +53,7 @@ def prove(name: str, model: nn.Module, inputs: list[Any], most: int | None = Non
 
     Args:
         inputs: The example, and others of other sizes.
-        most: How many cuts to try at most, spread evenly; None: all, and every fifth where there are more than 100.
+        most: Maximum number of cuts to try, spread evenly; None: all, and every fifth if there are more than 100.
     """
     tally = Tally(name)
     model.eval()
@@ -74,7 +74,7 @@ def prove(name: str, model: nn.Module, inputs: list[Any], most: int | None = Non
 
 def _try(tally: Tally, splitter: Splitter, cut: Cut, examples: list[mt.Inputs], wholes: list[Any]) -> None:
     found: str | None = "not tried"
-    # What is wrong without a trial on the example is tried with one: `mt.split` makes it and refuses.
+    # A cut that is wrong without verification is tried with it: `mt.split` then refuses.
     for verify in (False, True):
         try:
             found = _wrong(splitter, cut, examples, wholes, verify)
@@ -119,7 +119,7 @@ def _copy(given: mt.Inputs) -> mt.Inputs:
 
 
 def table(tallies: dict[str, list[Tally]]) -> Iterator[str]:
-    """A row for each family, and one for all."""
+    """Return a row for each family, and one for all."""
     yield "| family | models | cuts listed | refused there | tried | bit-equal | refused by mt.split | errors | wrong |"
     yield "|---|---|---|---|---|---|---|---|---|"
     every = [one for several in tallies.values() for one in several]

@@ -1,4 +1,4 @@
-"""Whether a head and a tail in two processes with different hash seeds give together what the model gives.
+"""Verify that head and tail in two processes with different hash seeds compute the model's output.
 
 Iteration over a set of strings depends on PYTHONHASHSEED, and many models of transformers call modules in such a loop.
 """
@@ -28,12 +28,12 @@ from microtome.split.splitter import Splitter
 Built = tuple[nn.Module, list[Any]]
 
 EXACT = "exact"
-#: How many cuts of each model of transformers are tried.
+#: The number of cuts to try of each model of transformers.
 _MOST = 5
 
 
 def heads(models: Mapping[str, Callable[[], Built]], folder: Path, most: int | None) -> None:
-    """Run the heads of some cuts of each model on its last input, and write what crosses into the folder."""
+    """Run the heads of some cuts of each model on its last input, and write their boundaries to the folder."""
     listed: dict[str, list[str]] = {}
     for number, (name, make) in enumerate(models.items()):
         listed[name] = []
@@ -58,7 +58,7 @@ def heads(models: Mapping[str, Callable[[], Built]], folder: Path, most: int | N
 
 
 def tails(models: Mapping[str, Callable[[], Built]], folder: Path, most: int | None) -> dict[str, dict[str, str]]:
-    """Run the tails of the same cuts on what the heads wrote: for each model and cut, what came of it."""
+    """Run the tails of the same cuts on these boundaries; return the outcome for each model and cut."""
     listed = json.loads((folder / "cuts.json").read_text())
     found: dict[str, dict[str, str]] = {}
     for number, (name, make) in enumerate(models.items()):
@@ -78,7 +78,7 @@ def tails(models: Mapping[str, Callable[[], Built]], folder: Path, most: int | N
             try:
                 head, tail = splitter.at(at, verify=most is None)
                 torch.manual_seed(0)
-                head(*given.args, **given.kwargs)  # draws what the other process drew: the tail draws what follows
+                head(*given.args, **given.kwargs)  # advances the generator as in the other process
                 apart = list(differences(tail(mt.Boundary.from_bytes(file.read_bytes())), whole))
                 found[name][at] = f"wrong: {apart[0].path} {apart[0].description}" if apart else EXACT
             except MicrotomeError as error:
@@ -87,7 +87,7 @@ def tails(models: Mapping[str, Callable[[], Built]], folder: Path, most: int | N
 
 
 def run_side(models: Mapping[str, Callable[[], Built]], role: str, folder: str, most: int | None = None) -> None:
-    """What one of the two processes does."""
+    """Run one of the two processes."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     with torch.no_grad(), warnings.catch_warnings():
@@ -99,7 +99,7 @@ def run_side(models: Mapping[str, Callable[[], Built]], role: str, folder: str, 
 
 
 def in_two_processes(module: str, seeds: tuple[int, int], *words: str) -> dict[str, dict[str, str]]:
-    """Run heads and tails by `python -m module ROLE FOLDER …`, each with a hash seed of its own."""
+    """Run heads and tails by `python -m module ROLE FOLDER …`, each with its own hash seed."""
     with tempfile.TemporaryDirectory() as folder:
         for role, seed in zip(("heads", "tails"), seeds, strict=True):
             environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
@@ -109,7 +109,7 @@ def in_two_processes(module: str, seeds: tuple[int, int], *words: str) -> dict[s
 
 
 def _chosen(words: list[str]) -> dict[str, Callable[[], Built]]:
-    """The models of transformers, with layers of all kinds that they have."""
+    """Return the selected models of transformers, with layers of all their kinds."""
 
     def maker(entry: Any) -> Callable[[], Built]:
         def make() -> Built:

@@ -1,4 +1,4 @@
-"""One model, built and cut, in a process of its own or not."""
+"""Build and cut one model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from benchmarks.split_zoo.proof import Tally, prove
 
 
 def run(entry: Entry) -> tuple[str, Tally | None, str]:
-    """The family of a model, what became of its cuts, and that in words."""
-    torch.set_num_threads(1)  # two that wait for each other are slower on small models
+    """Return the family of a model, the results of its cuts, and a description of them."""
+    torch.set_num_threads(1)  # more threads are slower on small models
     logging.disable(logging.WARNING)
     began = time.perf_counter()
     try:
