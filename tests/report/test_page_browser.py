@@ -123,7 +123,7 @@ def test_all_views_are_drawn_without_an_error(opened: Open, profile: mt.Profile,
     for name in ("memory", "roofline", "explorer"):
         tab.page.wait_for_selector(f"[id='section:{name}'] canvas")
     assert len(tab.texts(".icicle .node")) > 10
-    assert "the peak" in tab.texts("[id='section:memory'] .said")[0]
+    assert "the peak" in tab.texts("[id='section:memory'] .status")[0]
     assert len(tab.texts("[id='section:compare'] .view tbody tr")) > 10
     tab.page.evaluate("scrollTo(0, 0)")
     ARTIFACTS.mkdir(exist_ok=True)
@@ -187,7 +187,7 @@ def test_the_tree_zooms_and_goes_back_by_its_breadcrumbs(opened: Open, page: str
     assert tree.get_attribute("data-focus") == ""
     tab.page.get_by_label("Size", exact=True).select_option("params")
     tab.page.get_by_label("Colour", exact=True).select_option("type")
-    assert "of params" in tab.texts("[id='section:tree'] .said")[0]
+    assert "of params" in tab.texts("[id='section:tree'] .status")[0]
 
 
 def plain(*inside: nn.Module) -> mt.Profile:
@@ -240,9 +240,9 @@ def test_the_tree_is_as_wide_as_the_shares_that_it_says(opened: Open) -> None:
     )
     assert tab.texts(".left") == [whole]
     tab.page.locator(".icicle .node").nth(1).hover()
-    said = tab.texts("[id='section:tree'] .said")[0]
-    assert "50.0 % of time" in said
-    assert "The calls inside take 60.0 % more than the whole (medians of their own)." in said
+    status = tab.texts("[id='section:tree'] .status")[0]
+    assert "50.0 % of time" in status
+    assert "The calls inside take 60.0 % more than the whole (medians of their own)." in status
 
 
 def test_the_tree_and_the_table_are_used_by_keyboard(opened: Open, page: str) -> None:
@@ -391,7 +391,7 @@ def test_every_operator_has_its_width_and_its_number_on_the_axis(opened: Open) -
         box = chart.bounding_box()
         for at in range(len(live)):
             chart.hover(position={"x": box["width"] * (at + 0.9) / len(live), "y": 50})
-            assert tab.texts("[id='section:memory'] .said")[0].startswith(f"Operator {at + 1} of {len(live)}")
+            assert tab.texts("[id='section:memory'] .status")[0].startswith(f"Operator {at + 1} of {len(live)}")
     tab.page.locator("[id='section:memory']").screenshot(path=ARTIFACTS / "memory.png")
 
 

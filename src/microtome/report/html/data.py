@@ -62,13 +62,13 @@ def memory(profile: Profile) -> dict[str, Any] | None:
     line = profile.timeline
     if line is None or line.peak is None:
         return None
-    held = sum(one.nbytes for one in line.alive if one.kind in ("parameter", "buffer"))
+    model_bytes = sum(one.nbytes for one in line.alive if one.kind in ("parameter", "buffer"))
     return {
         "live_bytes": line.live_bytes,
         "calls": line.calls,
         "forward": line.forward,
         "peak": line.peak,
-        "held": held,
+        "model_bytes": model_bytes,
     }
 
 

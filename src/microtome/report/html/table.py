@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from functools import partial
 from html import escape
 
+from microtome.report.columns import CallColumn
 from microtome.report.notes import interval
 from microtome.report.row_selection import fitting_depth, name_in_tree
 from microtome.results.measurements import Alive, Timeline
 from microtome.results.metrics import Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
-from microtome.units import UNKNOWN, count, shape, share, size, write
+from microtome.units import UNKNOWN, shape, share, size, write
 
 #: The most rows, about, of a table without JavaScript.
 _ROWS = 600
@@ -81,9 +82,7 @@ def _cell(row: Row, metric: Metric, whole: float | None) -> str:
     value = metric.of(row)
     if value is None:
         return f'<td class="n" title="{escape(metric.why_not_each)}">{UNKNOWN}'
-    text = write(value, metric.unit)
-    if metric.name == "params" and row.shared_params:
-        text = f"{text} (+{count(row.shared_params)})" if value else f"({count(row.shared_params)})"
+    text = CallColumn(metric.header, metric).number(row, partial(write, unit=metric.unit))
     bar = round(100 * min(max(value / whole, 0), 1)) if whole else 0
     return f'<td class="n b{bar}">{text}{_whisker(row, metric, whole)}'
 

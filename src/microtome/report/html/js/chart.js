@@ -29,13 +29,13 @@ function lazily(view, build) {
       build(view);
     }
   };
-  const seen = new IntersectionObserver((entries) => {
+  const observer = new IntersectionObserver((entries) => {
     if (entries.some((entry) => entry.isIntersecting)) {
-      seen.disconnect();
+      observer.disconnect();
       once();
     }
   }, { rootMargin: "300px" });
-  seen.observe(view.parentElement);
+  observer.observe(view.parentElement);
   addEventListener("beforeprint", once);
 }
 

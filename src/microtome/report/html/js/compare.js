@@ -6,12 +6,12 @@ function compareView(view) {
   const shared = KNOWN.filter((metric) => values[metric.name]);
   let name = ["device_s", "time_s", "macs", "params"].find((one) => values[one]) ?? shared[0].name;
   const body = el("tbody");
-  const said = el("p", { class: "dim" });
+  const status = el("p", { class: "dim" });
   view.append(
     el("div", { class: "controls" }, chooser("Calls by change in", shared.map((metric) => [metric.name, metric.label]), name, (chosen) => { name = chosen; draw(); })),
     el("div", { class: "scroll short" }, el("table", {}, el("thead", {}, el("tr", {},
       ...["call", "this run", "the other", "difference", "change"].map((text, at) => el("th", { scope: "col", class: at ? "n" : "" }, text)))), body)),
-    said);
+    status);
 
   const layers = CHILDREN.map((_, at) => at).filter((at) => !CHILDREN[at].length);
   const isInBoth = (at) => shared.some((metric) => values[metric.name][at] !== null);
@@ -33,7 +33,7 @@ function compareView(view) {
     const nothing = known.length ? "No call differs." : layers.some(isInBoth) ? `Of no call in both runs ${label} is known.` : "No call is in both runs: there is nothing to compare.";
     body.replaceChildren(...(rows.length ? rows.slice(0, LISTED).map(cells) : [el("tr", {}, el("td", { colSpan: 5 }, nothing))]));
     const noisy = rows.filter(({ isNoise }) => isNoise).length;
-    said.textContent = (noisy ? `${grouped(noisy)} of ${grouped(rows.length)} changes ${noisy === 1 ? "is" : "are"} noise: the middle halves of the passes of both runs meet, so nothing says that it changed. ` : "") + alone;
+    status.textContent = (noisy ? `${grouped(noisy)} of ${grouped(rows.length)} changes ${noisy === 1 ? "is" : "are"} noise: the middle halves of the passes of both runs meet, so nothing says that it changed. ` : "") + alone;
   }
   draw();
 }

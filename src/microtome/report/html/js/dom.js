@@ -2,24 +2,24 @@
 
 /** An element with properties, `class`, `aria-…`, `role` and listeners (`on…`), and children: elements or texts. */
 function el(tag, props = {}, ...children) {
-  const made = document.createElement(tag);
+  const element = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
     if (value === undefined || value === null) continue;
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (name === "class") made.className = value;
-    else if (name.includes("-") || name === "role" || name === "for") made.setAttribute(name, value);
-    else made[name] = value;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "class") element.className = value;
+    else if (name.includes("-") || name === "role" || name === "for") element.setAttribute(name, value);
+    else element[name] = value;
   }
-  made.append(...children.filter((child) => child !== null));
-  return made;
+  element.append(...children.filter((child) => child !== null));
+  return element;
 }
 
-function svgLine(attributes, told) {
+function svgLine(attributes, tooltip) {
   const space = "http://www.w3.org/2000/svg";
   const picture = document.createElementNS(space, "svg");
   const line = document.createElementNS(space, "line");
   const title = document.createElementNS(space, "title");
-  title.textContent = told;
+  title.textContent = tooltip;
   picture.setAttribute("class", "w");
   for (const [name, value] of Object.entries(attributes)) line.setAttribute(name, value);
   picture.append(title, line);
@@ -28,21 +28,21 @@ function svgLine(attributes, told) {
 
 /** A choice among `[value, label, reason why not]`. */
 function chooser(label, options, chosen, change) {
-  const made = options.map(([value, text, why]) =>
+  const items = options.map(([value, text, why]) =>
     el("option", { value, selected: value === chosen, disabled: Boolean(why), title: why || "" }, why ? `${text} (not known)` : text),
   );
-  const select = el("select", { "aria-label": label, onchange: () => change(select.value) }, ...made);
+  const select = el("select", { "aria-label": label, onchange: () => change(select.value) }, ...items);
   return el("label", {}, label, select);
 }
 
 /** Fades the right edge of a box while there is more beside, its scroll bar left out. */
 function sideways(box) {
-  const told = () => {
+  const update = () => {
     box.classList.toggle("more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
     box.style.setProperty("--gutter", `${box.offsetWidth - box.clientWidth}px`);
   };
-  box.addEventListener("scroll", told, { passive: true });
-  const resized = new ResizeObserver(told);
+  box.addEventListener("scroll", update, { passive: true });
+  const resized = new ResizeObserver(update);
   for (const one of [box, ...box.children]) resized.observe(one);
 }
 

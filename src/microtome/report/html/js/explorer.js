@@ -24,12 +24,12 @@ function explorerView(view) {
   const verdict = el("p", { class: "verdict", "aria-live": "polite" });
   const place = el("div");
   const marks = el("div");
-  const said = el("div", { class: "said dim" });
-  const listed = el("tbody");
+  const status = el("div", { class: "status dim" });
+  const bestRows = el("tbody");
   view.append(
-    el("div", { class: "sliders" }, ...sliders), verdict, marks, place, said,
+    el("div", { class: "sliders" }, ...sliders), verdict, marks, place, status,
     el("div", { class: "scroll short" }, el("table", {}, el("thead", {}, el("tr", {},
-      ...["the five best", "total", "edge", "transfer", "cloud", "sends"].map((text, at) => el("th", { scope: "col", class: at ? "n" : "" }, text)))), listed)),
+      ...["the five best", "total", "edge", "transfer", "cloud", "sends"].map((text, at) => el("th", { scope: "col", class: at ? "n" : "" }, text)))), bestRows)),
     el("p", { class: "dim" }, `Each bar is the time to a result: the edge's part, encoding, sending, decoding and the answer on its way back, and the cloud's part; the tallest are cut off${order.length > BARS ? ", and of neighbours the best is drawn" : ""}. The sliders scale what the model takes; encoding stays as measured.`),
     el("ul", { class: "dim" }, ...parts.notes.map((note) => el("li", {}, note))));
 
@@ -37,18 +37,18 @@ function explorerView(view) {
     const value = el("b");
     const input = el("input", { type: "range", min: low, max: high, step: 0.01, name });
     input.value = Math.log10(now[name]);
-    const told = () => {
+    const update = () => {
       value.textContent = written(now[name]);
       input.setAttribute("aria-valuetext", value.textContent);
     };
     input.addEventListener("input", () => {
       now[name] = 10 ** Number(input.value);
-      told();
+      update();
       price();
       if (!isDue) requestAnimationFrame(() => { isDue = false; draw(); });
       isDue = true;
     });
-    told();
+    update();
     return el("label", {}, label, value, input);
   }
 
@@ -68,14 +68,14 @@ function explorerView(view) {
     best = priced.reduce((least, one) => (one.total < least.total ? one : least));
     view.dataset.best = parts.names[best.at];
     view.dataset.now = JSON.stringify(now);
-    verdict.replaceChildren("Best: ", el("span", { class: "best" }, parts.names[best.at]), `, ${told(best)}. All on the edge takes ${write("seconds", priced[edgeOnly].total)}, all on the cloud ${write("seconds", Math.min(...cloudOnly.map((at) => priced[at].total)))}.`);
+    verdict.replaceChildren("Best: ", el("span", { class: "best" }, parts.names[best.at]), `, ${describe(best)}. All on the edge takes ${write("seconds", priced[edgeOnly].total)}, all on the cloud ${write("seconds", Math.min(...cloudOnly.map((at) => priced[at].total)))}.`);
     const ranked = [...priced].sort((a, b) => a.total - b.total || a.at - b.at).slice(0, 5);
-    listed.replaceChildren(...ranked.map((one, at) => el("tr", { class: at ? "" : "on" }, el("th", { scope: "row", title: parts.names[one.at] }, parts.names[one.at]),
+    bestRows.replaceChildren(...ranked.map((one, at) => el("tr", { class: at ? "" : "on" }, el("th", { scope: "row", title: parts.names[one.at] }, parts.names[one.at]),
       ...[one.total, one.edge, one.transfer, one.cloud].map((seconds) => el("td", { class: "n" }, write("seconds", seconds))),
       el("td", { class: "n" }, parts.crosses[one.at] ? write("bytes", parts.sent[one.at]) : UNKNOWN))));
   }
 
-  const told = (one) => `${write("seconds", one.total)}: edge ${write("seconds", one.edge)}, transfer ${write("seconds", one.transfer)}, cloud ${write("seconds", one.cloud)}` + (parts.crosses[one.at] ? `; sends ${write("bytes", parts.sent[one.at])}` : "; sends nothing");
+  const describe = (one) => `${write("seconds", one.total)}: edge ${write("seconds", one.edge)}, transfer ${write("seconds", one.transfer)}, cloud ${write("seconds", one.cloud)}` + (parts.crosses[one.at] ? `; sends ${write("bytes", parts.sent[one.at])}` : "; sends nothing");
 
   /** The places in the order that have a bar: all, or of each few neighbours the best. */
   function barred() {
@@ -116,7 +116,7 @@ function explorerView(view) {
       series: [{}, bars(ink("tail")), bars(ink("between")), bars(ink("head")), { ...line(ink("payload")), scale: "sent" }, line(ink("ink"), [9, 6]), line(ink("ink"), [2, 4])],
       hooks: {
         draw: [(chart) => markAt(chart, order.indexOf(best.at), short(parts.names[best.at], 40), ink("best"))],
-        setCursor: [(chart) => { const one = ordered[chart.cursor.idx]; said.textContent = one ? `${parts.names[one.at]}: ${told(one)}` : ""; }],
+        setCursor: [(chart) => { const one = ordered[chart.cursor.idx]; status.textContent = one ? `${parts.names[one.at]}: ${describe(one)}` : ""; }],
       },
     }, [
       places,

@@ -20,7 +20,7 @@ function icicle(view) {
   const options = (metrics) => metrics.map((metric) => [metric.name, metric.label, metric.missing]);
   const crumbs = el("nav", { class: "crumbs", "aria-label": "Zoomed to" });
   const picture = el("div", { class: "icicle", role: "tree", "aria-label": "Module tree; arrows move, Enter zooms, Escape zooms out" });
-  const said = el("div", { class: "said dim", "aria-live": "polite" });
+  const status = el("div", { class: "status dim", "aria-live": "polite" });
   const left = el("div", { class: "left dim" });
   const ramp = el("canvas", { width: 112, height: 1 });
   const most = el("span", {});
@@ -31,7 +31,7 @@ function icicle(view) {
       chooser("Size", options(sums), size, (name) => { size = name; layout(); draw(); }),
       chooser("Colour", colours, "same", (name) => { colour = name; draw(); }),
       legend),
-    crumbs, picture, said, left);
+    crumbs, picture, status, left);
   colour = "same";
 
   const inside = (at) => CHILDREN[at].reduce((sum, child) => sum + (costs[child] ?? 0), 0);
@@ -72,23 +72,23 @@ function icicle(view) {
     legend.hidden = colour === "type";
     paintRamp(ramp);
     const paint = painter();
-    const made = [];
+    const boxes = [];
     let deepest = 0;
     const visit = (node) => {
       const level = node.depth - zoomed.depth;
       const span = ((node.x1 - node.x0) / (wide || 1)) * width;
       if (node !== zoomed && (level >= LEVELS || !(span >= NARROW))) return;
       deepest = Math.max(deepest, level);
-      made.push(box(node, level, ((node.x0 - zoomed.x0) / (wide || 1)) * width, node === zoomed ? width : span, paint(node.data)));
+      boxes.push(box(node, level, ((node.x0 - zoomed.x0) / (wide || 1)) * width, node === zoomed ? width : span, paint(node.data)));
       node.children?.forEach(visit);
     };
     visit(zoomed);
     picture.style.height = `${(deepest + 1) * NODE_HEIGHT}px`;
-    picture.replaceChildren(...made);
+    picture.replaceChildren(...boxes);
     picture.dataset.focus = CALLS.address[focus];
     drawCrumbs();
     say(focus);
-    sayLeft(new Set(made.map((node) => Number(node.dataset.at))));
+    sayLeft(new Set(boxes.map((node) => Number(node.dataset.at))));
   }
 
   /** What the picture does not show, of the calls in the one that is zoomed to. */
@@ -113,20 +113,20 @@ function icicle(view) {
 
   function box(node, level, left, span, paint) {
     const at = node.data;
-    const made = el("div", {
+    const element = el("div", {
       class: "node", role: "treeitem", tabIndex: at === focus ? 0 : -1, "aria-level": level + 1,
-      "aria-label": `${fullName(at)}, ${typeOf(at)}, ${METRICS[size].label} ${told(size, at)}`,
+      "aria-label": `${fullName(at)}, ${typeOf(at)}, ${METRICS[size].label} ${formatted(size, at)}`,
       "aria-expanded": CHILDREN[at].length ? "true" : null,
       onclick: () => zoom(at), onfocus: () => say(at), onmouseenter: () => say(at),
     }, span > 24 ? nameOf(at) : "");
-    made.dataset.at = at;
-    made.style.left = `${left}px`;
-    made.style.width = `${span}px`;
-    made.style.top = `${level * NODE_HEIGHT}px`;
-    made.style.background = rgb(paint);
-    made.style.color = inkOn(paint);
-    if (span < 12) made.style.padding = "0";
-    return made;
+    element.dataset.at = at;
+    element.style.left = `${left}px`;
+    element.style.width = `${span}px`;
+    element.style.top = `${level * NODE_HEIGHT}px`;
+    element.style.background = rgb(paint);
+    element.style.color = inkOn(paint);
+    if (span < 12) element.style.padding = "0";
+    return element;
   }
 
   function zoom(at) {
@@ -146,8 +146,8 @@ function icicle(view) {
   function say(at) {
     const whole = valueOf(size, 0);
     const over = excess(at) ? ` The calls inside take ${share(excess(at), 1)} more than the whole${apart()}.` : "";
-    const amounts = KNOWN.filter((metric) => metric.is_shown).map((metric) => `${metric.label} ${told(metric.name, at)}`);
-    said.replaceChildren(link(CALLS.address[at]), ` ${typeOf(at)}: ${share(valueOf(size, at), whole)} of ${METRICS[size].label}; ${amounts.join(", ")}.${over}`);
+    const amounts = KNOWN.filter((metric) => metric.is_shown).map((metric) => `${metric.label} ${formatted(metric.name, at)}`);
+    status.replaceChildren(link(CALLS.address[at]), ` ${typeOf(at)}: ${share(valueOf(size, at), whole)} of ${METRICS[size].label}; ${amounts.join(", ")}.${over}`);
   }
 
   picture.addEventListener("keydown", (event) => {

@@ -1,22 +1,22 @@
 // Live bytes at each operator, the peak marked.
 function memoryView(view) {
-  const { live_bytes: live, calls, forward, peak, held } = DATA.memory;
-  let isBare = held > live[peak] / 2;
+  const { live_bytes: live, calls, forward, peak, model_bytes: modelBytes } = DATA.memory;
+  let isBare = modelBytes > live[peak] / 2;
   const place = el("div");
-  const said = el("div", { class: "said dim", "aria-live": "polite" });
+  const status = el("div", { class: "status dim", "aria-live": "polite" });
   const box = el("input", { type: "checkbox", checked: isBare, onchange: () => { isBare = box.checked; draw(); } });
-  view.append(el("div", { class: "controls" }, el("label", {}, box, `leave out what the model holds: ${write("bytes", held)} of weights and buffers`)), place, said);
+  view.append(el("div", { class: "controls" }, el("label", {}, box, `leave out what the model holds: ${write("bytes", modelBytes)} of weights and buffers`)), place, status);
 
   function say(at) {
     const phase = at < forward ? "" : ", of the backward";
-    said.replaceChildren(`Operator ${at + 1} of ${live.length}${phase}: ${write("bytes", live[at])} live, in `, link(CALLS.address[calls[at]]), at === peak ? " – the peak" : "");
+    status.replaceChildren(`Operator ${at + 1} of ${live.length}${phase}: ${write("bytes", live[at])} live, in `, link(CALLS.address[calls[at]]), at === peak ? " – the peak" : "");
   }
 
   // Operators count from 1, and each is as wide as from half before its number to half after.
   const operatorAt = (x) => Math.min(Math.max(Math.round(x), 1), live.length) - 1;
 
   const draw = () => {
-    const base = isBare ? held : 0;
+    const base = isBare ? modelBytes : 0;
     plot(place, {
       height: 260,
       cursor: { y: false, points: { show: false } },

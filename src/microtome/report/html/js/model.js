@@ -18,7 +18,7 @@ const typeOf = (at) => CALLS.types[CALLS.type[at]];
 const valueOf = (name, at) => CALLS.values[name]?.[at] ?? null;
 // What a full bar is: the whole model, or, of what does not add up, the call with the most.
 const SCALE = Object.fromEntries(KNOWN.map((metric) => [metric.name, metric.is_sum ? valueOf(metric.name, 0) : CALLS.values[metric.name].reduce((most, value) => Math.max(most, value ?? 0), 0)]));
-const told = (name, at) => write(METRICS[name].unit, valueOf(name, at));
+const formatted = (name, at) => write(METRICS[name].unit, valueOf(name, at));
 const fullName = (at) => CALLS.address[at] || "(root)";
 
 /** The name of a call below that of the call that contains it. */
@@ -31,7 +31,7 @@ function nameOf(at) {
 
 /** The calls around a call, the root first, itself last. */
 function pathTo(at) {
-  const found = [];
-  for (let up = at; up >= 0; up = CALLS.parent[up]) found.unshift(up);
-  return found;
+  const path = [];
+  for (let up = at; up >= 0; up = CALLS.parent[up]) path.unshift(up);
+  return path;
 }

@@ -17,12 +17,12 @@ function rooflineView(view) {
   const peak = Math.max(...points.map((point) => point.y));
   const speed = Math.max(...points.map((point) => point.speed));
   const place = el("div");
-  const said = el("div", { class: "said dim", "aria-live": "polite" });
+  const status = el("div", { class: "status dim", "aria-live": "polite" });
   const marks = el("div");
-  view.append(marks, place, said);
+  view.append(marks, place, status);
 
   function say(point) {
-    said.replaceChildren(link(CALLS.address[point.at]), ` ${typeOf(point.at)}: ${write("ratio", point.x)} FLOPs/B, ${write("count", point.y)}FLOP/s, ${write("bytes", point.speed)}/s, ${write("seconds", point.seconds)} of ${METRICS[clock].label}`);
+    status.replaceChildren(link(CALLS.address[point.at]), ` ${typeOf(point.at)}: ${write("ratio", point.x)} FLOPs/B, ${write("count", point.y)}FLOP/s, ${write("bytes", point.speed)}/s, ${write("seconds", point.seconds)} of ${METRICS[clock].label}`);
   }
 
   drawn(view, () => {

@@ -23,15 +23,15 @@ function layerTable(grid) {
   let active = 0;
   let isPrinted = false;
 
-  const astray = el("p", { class: "astray", role: "alert" });
-  const found = el("span", { class: "dim", role: "status" });
+  const notFound = el("p", { class: "not-found", role: "alert" });
+  const status = el("span", { class: "dim", role: "status" });
   const search = el("input", { type: "search", placeholder: "Search calls and kinds", "aria-label": "Search calls and kinds of modules", oninput: () => { query = search.value.trim().toLowerCase(); refresh(); } });
   const mode = chooser("Rows", [["tree", "tree"], ["layers", "layers (no calls inside)"], ["all", "all calls"]], rowsAre, (value) => { rowsAre = value; if (value === "tree") sort = null; refresh(); });
   document.getElementById("controls").append(
     el("div", { class: "controls" }, search, mode,
       el("button", { type: "button", onclick: () => { CHILDREN.forEach((inside, at) => inside.length && open.add(at)); refresh(); } }, "Open all"),
       el("button", { type: "button", onclick: () => { open.clear(); open.add(0); refresh(); } }, "Close all"),
-      columnMenu(), found), astray);
+      columnMenu(), status), notFound);
 
   function columnMenu() {
     const boxes = columns.map((column) => {
@@ -46,27 +46,27 @@ function layerTable(grid) {
   const matches = (at) => fullName(at).toLowerCase().includes(query) || typeOf(at).toLowerCase().includes(query);
 
   function treeRows() {
-    const kept = query ? new Set() : null;
-    if (kept) for (let at = 0; at < COUNT; at++) if (matches(at)) for (const up of pathTo(at)) kept.add(up);
-    const listed = [];
+    const matching = query ? new Set() : null;
+    if (matching) for (let at = 0; at < COUNT; at++) if (matches(at)) for (const up of pathTo(at)) matching.add(up);
+    const indices = [];
     const stack = [0];
     while (stack.length) {
       const at = stack.pop();
-      if (kept && !kept.has(at)) continue;
-      listed.push(at);
-      if (kept || open.has(at)) for (let child = CHILDREN[at].length - 1; child >= 0; child--) stack.push(CHILDREN[at][child]);
+      if (matching && !matching.has(at)) continue;
+      indices.push(at);
+      if (matching || open.has(at)) for (let child = CHILDREN[at].length - 1; child >= 0; child--) stack.push(CHILDREN[at][child]);
     }
-    return listed;
+    return indices;
   }
 
   function listRows() {
-    const listed = [];
-    for (let at = 0; at < COUNT; at++) if ((rowsAre === "all" || !CHILDREN[at].length) && (!query || matches(at))) listed.push(at);
-    if (sort === null) return listed;
+    const indices = [];
+    for (let at = 0; at < COUNT; at++) if ((rowsAre === "all" || !CHILDREN[at].length) && (!query || matches(at))) indices.push(at);
+    if (sort === null) return indices;
     const column = columns.find((one) => one.name === sort.name);
     const of = column ? (column.isNumber ? (at) => valueOf(column.name, at) : column.text) : fullName;
     const sign = sort.isDown ? -1 : 1;
-    return listed.sort((a, b) => {
+    return indices.sort((a, b) => {
       const [x, y] = [of(a), of(b)];
       if (x === null || y === null) return (x === null) - (y === null) || a - b;
       return (x < y ? -sign : x > y ? sign : 0) || a - b;
@@ -90,7 +90,7 @@ function layerTable(grid) {
 
   function refresh() {
     rows = rowsAre === "tree" ? treeRows() : listRows();
-    found.textContent = `${grouped(rows.length)} of ${grouped(COUNT)} calls`;
+    status.textContent = `${grouped(rows.length)} of ${grouped(COUNT)} calls`;
     table.setAttribute("role", rowsAre === "tree" ? "treegrid" : "grid");
     table.setAttribute("aria-rowcount", rows.length + 1);
     drawHead();
@@ -101,7 +101,7 @@ function layerTable(grid) {
     const narrow = innerWidth <= 640;
     const widths = [narrow ? 152 : 290, ...used().map((column) => (narrow ? Math.min(column.width, 104) : column.width))];
     table.querySelector("colgroup")?.remove();
-    const group = el("colgroup", {}, ...widths.map((width) => { const made = el("col"); made.style.width = `${width}px`; return made; }));
+    const group = el("colgroup", {}, ...widths.map((width) => { const element = el("col"); element.style.width = `${width}px`; return element; }));
     table.insertBefore(group, head);
     table.style.width = `${widths.reduce((sum, width) => sum + width, 0)}px`;
     const cell = (name, label, isNumber, title) => {
@@ -136,30 +136,30 @@ function layerTable(grid) {
   function space(count) {
     const cell = el("td", { colSpan: used().length + 1 });
     cell.style.height = `${count * ROW_HEIGHT}px`;
-    const made = el("tr", { class: "space", "aria-hidden": "true" }, cell);
-    made.hidden = count === 0;
-    return made;
+    const element = el("tr", { class: "space", "aria-hidden": "true" }, cell);
+    element.hidden = count === 0;
+    return element;
   }
 
   function rowAt(at, place) {
     const isTree = rowsAre === "tree";
-    const made = el("tr", { class: at === active ? "on" : "", tabIndex: at === active ? 0 : -1, "aria-rowindex": place + 2,
+    const element = el("tr", { class: at === active ? "on" : "", tabIndex: at === active ? 0 : -1, "aria-rowindex": place + 2,
       "aria-level": isTree ? DEPTH[at] + 1 : null, "aria-expanded": isTree && CHILDREN[at].length ? String(open.has(at) || Boolean(query)) : null });
-    made.dataset.at = at;
-    made.append(nameCell(at, isTree), ...used().map((column) => (column.isNumber ? numberCell(column, at) : el("td", { title: column.text(at) }, column.text(at)))));
-    return made;
+    element.dataset.at = at;
+    element.append(nameCell(at, isTree), ...used().map((column) => (column.isNumber ? numberCell(column, at) : el("td", { title: column.text(at) }, column.text(at)))));
+    return element;
   }
 
   function nameCell(at, isTree) {
-    const made = el("th", { scope: "row", class: isTree ? `d${Math.min(DEPTH[at], 32)}` : "", title: fullName(at) });
+    const element = el("th", { scope: "row", class: isTree ? `d${Math.min(DEPTH[at], 32)}` : "", title: fullName(at) });
     const isOpen = open.has(at) || Boolean(query);
-    if (isTree) made.append(CHILDREN[at].length ? el("button", { class: "twist", type: "button", tabIndex: -1, "aria-label": isOpen ? "Close" : "Open", onclick: () => toggle(at) }, isOpen ? "▾" : "▸") : el("span", { class: "twist" }));
+    if (isTree) element.append(CHILDREN[at].length ? el("button", { class: "twist", type: "button", tabIndex: -1, "aria-label": isOpen ? "Close" : "Open", onclick: () => toggle(at) }, isOpen ? "▾" : "▸") : el("span", { class: "twist" }));
     const anchor = link(CALLS.address[at], "");
     anchor.tabIndex = -1;
     anchor.append(...marked(isTree ? nameOf(at) : fullName(at)));
     const button = el("button", { class: "copy", type: "button", tabIndex: -1, title: "Copy the address", "aria-label": `Copy the address of ${fullName(at)}`, onclick: () => copied(at, button) }, "copy");
-    made.append(button, anchor);
-    return made;
+    element.append(button, anchor);
+    return element;
   }
 
   function marked(text) {
@@ -175,14 +175,14 @@ function layerTable(grid) {
     const shared = CALLS.shared[at];
     if (metric.name === "params" && shared) text = value ? `${text} (+${write("count", shared)})` : `(${write("count", shared)})`;
     const part = (end) => Math.min(Math.max(whole ? end / whole : 0, 0), 1) * 100;
-    const made = el("td", { class: `n b${Math.round(part(value))}` }, text);
+    const element = el("td", { class: `n b${Math.round(part(value))}` }, text);
     const spread = CALLS.spreads[metric.name]?.[at];
     if (spread && whole) {
       const interval = `95 %: ${write(metric.unit, spread[0])} to ${write(metric.unit, spread[1])}`;
-      made.append(svgLine({ x1: `${part(spread[0])}%`, x2: `${part(spread[1])}%`, y1: "50%", y2: "50%" }, interval));
-      made.title = interval;
+      element.append(svgLine({ x1: `${part(spread[0])}%`, x2: `${part(spread[1])}%`, y1: "50%", y2: "50%" }, interval));
+      element.title = interval;
     }
-    return made;
+    return element;
   }
 
   // -- moving about ----------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ function layerTable(grid) {
   async function copied(at, button) {
     await copy(CALLS.address[at]);
     if (button) button.textContent = "copied";
-    found.textContent = `Copied ${fullName(at)}`;
+    status.textContent = `Copied ${fullName(at)}`;
   }
 
   function show(at, { isFocused = false } = {}) {
@@ -221,8 +221,8 @@ function layerTable(grid) {
     }
     const at = BY_ADDRESS.get(address) ?? BY_ADDRESS.get(address.replace(/#0$/, ""));
     const isCall = at !== undefined && address;
-    astray.textContent = isCall || !address || address.startsWith("section:") ? "" : `There is no call '${address}' in this run.`;
-    if (astray.textContent) astray.scrollIntoView({ block: "nearest" });
+    notFound.textContent = isCall || !address || address.startsWith("section:") ? "" : `There is no call '${address}' in this run.`;
+    if (notFound.textContent) notFound.scrollIntoView({ block: "nearest" });
     if (!isCall) return;
     if (rowsAre !== "tree" && !rows.includes(at)) rowsAre = mode.querySelector("select").value = "all";
     if (query && !rows.includes(at)) query = search.value = "";
