@@ -1,4 +1,4 @@
-"""What a name means, where there are several calls of a module and parts of what they give."""
+"""Addresses: resolving names when modules run several times and outputs have several items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Law: looking at a user's objects runs none of their properties, and never raises."""
+"""Law: inspecting the objects of users runs none of their properties, and never raises."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ ACTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_actions_run_no_code_of_the_objects_they_look_at(action: str, tmp_path: Path) -> None:
+def test_actions_run_no_code_of_the_objects_in_inputs(action: str, tmp_path: Path) -> None:
     net, given = Net(), _inputs()
     expected = given.run(net)
     ACTIONS[action](net, given, tmp_path)
@@ -134,14 +134,14 @@ def test_a_configuration_whose_layers_differ_is_not_read() -> None:
     assert len(mt.cuts(model, inputs)) > 3
 
 
-def test_a_recording_runs_no_code_of_the_objects_it_looks_at(tmp_path: Path) -> None:
+def test_a_recording_runs_no_code_of_the_objects_in_inputs(tmp_path: Path) -> None:
     net, given = Net(), _inputs()
     with mt.record(net, "first", to=tmp_path / "run"):
         given.run(net)
     assert len(mt.load(tmp_path / "run")["first"]) == 1
 
 
-def test_fields_are_read_where_they_are_held() -> None:
+def test_fields_are_read_where_they_are_stored() -> None:
     config, computed = Config(), Computed(3)
     assert list(fields_of(config)) == ["size", "width", "offset"]
     assert fields_of(config)["width"] == 8

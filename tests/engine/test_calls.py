@@ -156,7 +156,7 @@ class Grows(nn.Module):
 
 
 @pytest.mark.parametrize("process", [False, True])
-def test_modules_added_by_a_forward_are_seen_at_once(process: bool) -> None:
+def test_modules_added_by_a_forward_are_observed_at_once(process: bool) -> None:
     model = nn.Sequential(Grows())
     log = Log()
     with mt.Session(None if process else model, [log]):
@@ -189,7 +189,7 @@ def test_modules_added_moved_and_removed_between_runs_have_their_present_path() 
         assert log.calls[-1].path == session.paths_of(tanh)[0] == "0"
 
 
-def test_other_models_and_copies_made_inside_are_not_seen() -> None:
+def test_other_models_and_copies_made_inside_are_not_observed() -> None:
     model = nn.Sequential(nn.ReLU())
     log = Log()
     with mt.Session(model, [log]):
@@ -267,7 +267,7 @@ def test_modules_made_on_the_fly_belong_to_no_model() -> None:
     assert addresses(Inline(), X) == [""]
 
 
-def test_a_module_put_elsewhere_in_the_model_while_it_runs_is_seen() -> None:
+def test_a_module_put_elsewhere_in_the_model_while_it_runs_is_observed() -> None:
     class Puts(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             late = nn.ReLU()

@@ -1,4 +1,4 @@
-"""Code that asks `has_torch_function` runs the same way whether or not somebody looks."""
+"""Code that calls `has_torch_function` takes the same branch with and without a session."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Other(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_subclasses_and_the_users_own_modes_are_told() -> None:
+def test_subclasses_and_the_users_own_modes_are_dispatched_to() -> None:
     answers: list[tuple[bool, ...]] = []
 
     class Asking(nn.Module):

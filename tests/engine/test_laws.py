@@ -1,4 +1,4 @@
-"""Law 1, as found, and the truth of the stack, as properties."""
+"""Law 1, as found, and correctness of the stack of calls, as properties."""
 
 from __future__ import annotations
 

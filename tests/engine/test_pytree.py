@@ -47,7 +47,7 @@ def test_a_structure_that_holds_itself_has_its_tensors_and_cannot_be_copied(at: 
         list(named_tensors(value))
 
 
-def test_what_is_held_twice_is_no_loop() -> None:
+def test_a_shared_item_is_no_cycle() -> None:
     part = [ONE]
     assert map_tensors(float, (part, part, {"x": part})) == ([1.0], [1.0], {"x": [1.0]})
     assert [place for place, _ in named_tensors((part, part))] == ["[0][0]", "[1][0]"]

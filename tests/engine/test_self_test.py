@@ -1,4 +1,4 @@
-"""A torch whose private symbols do something else is refused before anything relies on them."""
+"""A torch whose private symbols behave differently is refused before anything relies on them."""
 
 from __future__ import annotations
 

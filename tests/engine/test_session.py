@@ -1,4 +1,4 @@
-"""Sessions: attaching, nesting, what reaches probes, what torch would hide, and wrong use."""
+"""Sessions: attaching, nesting, events, compiled and scripted models, and invalid use."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_sessions_may_close_in_any_order() -> None:
     assert vars(torch.autograd)["_engine_run_backward"] is torch.autograd.graph._engine_run_backward
 
 
-def test_a_session_opened_inside_a_forward_sees_what_follows() -> None:
+def test_a_session_opened_inside_a_forward_observes_what_follows() -> None:
     log = Log()
 
     class Opens(nn.Module):
@@ -193,7 +193,7 @@ class TestCompiled:
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 
-    def test_a_compiled_model_and_the_model_inside_it_are_seen(self, model: nn.Module) -> None:
+    def test_a_compiled_model_and_the_model_inside_it_are_observed(self, model: nn.Module) -> None:
         compiled = torch.compile(model, backend="eager")
         expected = compiled(X)
         for target, prefix in ((model, ""), (compiled, "_orig_mod.")):
@@ -203,7 +203,7 @@ class TestCompiled:
                 assert torch.equal(compiled(X), expected)
             assert log.addresses[-2:] == [f"{prefix}0", f"{prefix}1"]
 
-    def test_a_model_compiled_in_place_is_seen_and_stays_compiled(self, model: nn.Module) -> None:
+    def test_a_model_compiled_in_place_is_observed_and_stays_compiled(self, model: nn.Module) -> None:
         model.compile(backend="eager")
         compiled = vars(model)["_compiled_call_impl"]
         for target in (model, None):
@@ -213,7 +213,7 @@ class TestCompiled:
             assert len(log.calls) == 3
         assert vars(model)["_compiled_call_impl"] is compiled
 
-    def test_a_model_compiled_in_place_inside_the_session_is_seen_and_can_be_uncompiled(self, model: nn.Module) -> None:
+    def test_a_model_compiled_inside_the_session_is_observed_and_can_be_uncompiled(self, model: nn.Module) -> None:
         log = Log()
         with mt.Session(model, [log]):
             model.compile(backend="eager")
@@ -279,7 +279,7 @@ class TestScripted:
             assert torch.equal(other(X), expected)
 
 
-def test_a_users_function_mode_sees_nothing_of_the_session() -> None:
+def test_a_users_function_mode_does_not_observe_the_session() -> None:
     class Counts(TorchFunctionMode):
         def __init__(self) -> None:
             super().__init__()
@@ -444,7 +444,7 @@ def test_what_may_be_attached(given: dict[str, Any], message: str | None) -> Non
         mt.Session(nn.ReLU(), **given)
 
 
-def test_every_probe_is_told_even_if_one_raises() -> None:
+def test_every_probe_is_notified_even_if_one_raises() -> None:
     class Raises(mt.Probe):
         def exit(self, call: mt.Call, args: Any, kwargs: Any, output: Any) -> None:
             raise ValueError("on purpose")
@@ -498,7 +498,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
 
 
-def test_a_probe_for_one_type_of_layer_sees_those_and_nothing_else() -> None:
+def test_a_probe_for_one_type_of_layer_observes_those_and_nothing_else() -> None:
     events, model = Log(), net()
     with mt.Session(model, [events], at=nn.Linear):
         model(X)
@@ -506,7 +506,7 @@ def test_a_probe_for_one_type_of_layer_sees_those_and_nothing_else() -> None:
     assert [call.parent and call.parent.address for call in events.calls] == ["", ""]
 
 
-def test_a_module_that_is_added_later_is_seen_if_the_selector_names_it() -> None:
+def test_a_module_that_is_added_later_is_observed_if_the_selector_names_it() -> None:
     events, model = Log(), net()
     with mt.Session(model, [events], at=nn.Linear):
         model(X)
@@ -517,7 +517,7 @@ def test_a_module_that_is_added_later_is_seen_if_the_selector_names_it() -> None
     assert events.addresses == ["0", "1.1", "2"]
 
 
-def test_a_module_that_runs_twice_has_two_calls_where_only_it_is_seen() -> None:
+def test_a_module_that_runs_twice_has_two_calls_where_only_it_is_observed() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()

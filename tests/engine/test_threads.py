@@ -234,7 +234,7 @@ def run_tail(model: nn.Module, x: Tensor, stages: Any) -> Any:
 
 @pytest.mark.parametrize("action", [extract, extract_all, attend, run_head, run_tail])
 @pytest.mark.parametrize("began_before", [False, True])
-def test_an_action_neither_sees_nor_changes_the_calls_of_another_thread(
+def test_an_action_neither_observes_nor_changes_the_calls_of_another_thread(
     action: Callable[..., Any], began_before: bool
 ) -> None:
     model, x = Gated().eval(), torch.rand(3, 1, 4)
@@ -245,7 +245,7 @@ def test_an_action_neither_sees_nor_changes_the_calls_of_another_thread(
     beside.end()
 
 
-def test_extract_has_no_stand_ins_while_another_thread_runs_the_model() -> None:
+def test_extract_has_no_substitute_tensors_while_another_thread_runs_the_model() -> None:
     model, x = Gated().eval(), torch.rand(3, 1, 4)
     beside = Beside(model, x, began_before=True)
     feats = mt.extract(model, x, "first")
@@ -255,7 +255,7 @@ def test_extract_has_no_stand_ins_while_another_thread_runs_the_model() -> None:
 
 
 @pytest.mark.parametrize("action", [mt.trace, mt.cuts, mt.profile])
-def test_a_call_that_would_find_stand_ins_is_refused(action: Callable[..., Any]) -> None:
+def test_a_call_that_would_find_substitute_tensors_is_refused(action: Callable[..., Any]) -> None:
     model, x = Gated().eval(), torch.rand(3, 1, 4)
     beside = Beside(model, x, began_before=False)
     action(model, x)
@@ -288,7 +288,7 @@ class Ignores(nn.Module):
 
 @pytest.mark.parametrize("fake", [None, True])
 @pytest.mark.parametrize("part", ["", "first"])
-def test_a_call_while_stand_ins_are_placed_is_refused(part: str, fake: bool | None) -> None:
+def test_a_call_while_substitute_tensors_are_placed_is_refused(part: str, fake: bool | None) -> None:
     model, x = Ignores(), torch.rand(1, 4)
     call = Calls(lambda: model.get_submodule(part)(x))
     with pytest.raises(Unsupported, match=r"is called in thread 'Thread-.*' while another thread .*: call it when"):

@@ -177,7 +177,7 @@ def test_a_trace_does_not_depend_on_what_a_cache_holds(kind: str) -> None:
 
 
 @pytest.mark.parametrize("fake", [None, True])
-def test_a_failed_run_on_stand_ins_leaves_none_behind(fake: bool | None) -> None:
+def test_a_failed_run_on_substitute_tensors_leaves_none_behind(fake: bool | None) -> None:
     class Reads(Remembers):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
@@ -213,7 +213,7 @@ def test_a_cache_without_tensors_is_computed_once_by_traces() -> None:
     _name_of.cache_clear()
 
 
-def test_another_thread_does_not_get_stand_ins_from_a_cache() -> None:
+def test_another_thread_does_not_get_substitute_tensors_from_a_cache() -> None:
     is_fake: list[bool] = []
 
     class Waits(Remembers):

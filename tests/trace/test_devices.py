@@ -1,4 +1,4 @@
-"""Code that asks a tensor for its device takes the same branch on substitute tensors as in a real run."""
+"""Code that reads the device of a tensor takes the same branch on substitute tensors as in a real run."""
 
 from __future__ import annotations
 

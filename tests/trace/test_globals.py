@@ -98,7 +98,7 @@ MAKING = Making(relu=nn.ReLU, gelu=nn.GELU)
 
 
 @pytest.mark.parametrize("fake", [None, True, False])
-def test_a_dict_that_makes_what_it_gives_holds_afterwards_what_it_held(fake: bool | None) -> None:
+def test_a_dict_with_default_values_has_its_original_items_afterwards(fake: bool | None) -> None:
     class Net(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = MAKING["relu"](x)

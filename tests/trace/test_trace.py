@@ -1,4 +1,4 @@
-"""A run as data, against what the model and torch say of the same run."""
+"""Traces against what the model and torch report of the same run."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_backward_of_a_complex_output() -> None:
     assert any("fft" in op.name for op in t.ops if op.phase == "backward")
 
 
-def test_recomputation_is_told_apart() -> None:
+def test_recomputation_is_a_phase_of_its_own() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -501,7 +501,7 @@ LOOKS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
         (Twice, "expected one run of the model, got a second: Twice.__call__ runs it again"),
     ],
 )
-def test_a_root_whose_own_call_is_not_seen_once_is_refused(kind: type[nn.Module], message: str, look: str) -> None:
+def test_a_root_whose_own_call_is_not_observed_once_is_refused(kind: type[nn.Module], message: str, look: str) -> None:
     with pytest.raises(Unsupported, match=message):
         LOOKS[look](kind(), torch.ones(2, 4))
 

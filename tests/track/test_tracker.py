@@ -1,4 +1,4 @@
-"""Which module runs, in the forward and in the backward, against what the modules say of themselves."""
+"""Which module runs, in the forward and in the backward, against what the modules report themselves."""
 
 from __future__ import annotations
 
@@ -462,7 +462,7 @@ def test_callbacks_are_nested_and_the_backward_mirrors_the_forward(witness: Witn
     assert backward == forward[::-1]
 
 
-def test_inside_a_callback_the_tracker_answers_with_the_call_that_is_told(witness: Witness, device: str) -> None:
+def test_inside_a_callback_the_tracker_returns_the_call_of_the_event(witness: Witness, device: str) -> None:
     model = watched(witness, Chain(witness, Leaf(witness), Leaf(witness)), device)
     told: list[tuple[str, str | None]] = []
     with mt.track(
@@ -498,7 +498,9 @@ def test_a_callback_that_raises_does_not_hide_what_the_backward_raised(witness: 
     assert "raised ValueError at exit_backward of ''" in caught.value.__notes__[0]
 
 
-def test_when_the_session_closes_in_a_backward_the_open_calls_are_left_and_no_more_is_told(witness: Witness) -> None:
+def test_closing_the_session_in_a_backward_leaves_open_calls_and_dispatches_no_more(
+    witness: Witness,
+) -> None:
     model = watched(witness, Chain(witness, Leaf(witness), Leaf(witness)), "cpu")
     told: list[tuple[str, str, str]] = []
     tracker = mt.track(
@@ -824,7 +826,7 @@ def test_a_long_loop_in_one_outermost_call_does_not_grow_without_grad() -> None:
 
 
 @pytest.mark.parametrize("outer", [False, True])
-def test_every_callback_of_a_backward_is_told_inside_it(outer: bool) -> None:
+def test_every_callback_of_a_backward_is_called_inside_it(outer: bool) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
     told: list[tuple[str, str, bool, str | None]] = []
 
