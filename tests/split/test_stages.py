@@ -618,7 +618,7 @@ def test_stages_refuse_what_is_not_theirs() -> None:
     head, tail = mt.split(model, x, at="layer1")
     boundary = head(x)
     for wrong in (x, (boundary, boundary), None):
-        with pytest.raises(BadInputs, match=r"stage 1 takes what the stage before it gives: one Boundary"):
+        with pytest.raises(BadInputs, match=r"stage 1 takes the output of the stage before it: expected one Boundary"):
             tail(*wrong) if isinstance(wrong, tuple) else tail(wrong)
     with pytest.raises(BadInputs, match=r"what the head is given"):
         head(x, x)

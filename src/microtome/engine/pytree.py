@@ -49,17 +49,17 @@ def _rebuild_sequence(value: Any, children: list[Any]) -> Any:
         return cls._make(children) if hasattr(cls, "_fields") else tuple.__new__(cls, children)
     if type(value) in (list, set, frozenset) or isinstance(value, frozenset):
         return type(value)(children)
-    made: Any = copy.copy(value)
-    made.clear()
-    made.extend(children) if isinstance(value, list) else made.update(children)
-    return made
+    copied: Any = copy.copy(value)
+    copied.clear()
+    copied.extend(children) if isinstance(value, list) else copied.update(children)
+    return copied
 
 
 def _rebuild_dict(value: dict[Any, Any], children: list[Any]) -> Any:
-    made = copy.copy(value)
+    copied = copy.copy(value)
     for key, child in zip(value, children, strict=True):  # not by `update`, which outputs of transformers refuse
-        made[key] = child
-    return made
+        copied[key] = child
+    return copied
 
 
 def _rebuild_dataclass(value: Any, children: list[Any]) -> Any:
@@ -73,15 +73,15 @@ def _rebuild_record(value: Any, children: list[Any]) -> Any:
     return _set_attributes(object.__new__(type(value)), value, changed)
 
 
-def _set_attributes(made: Any, value: Any, attributes: dict[str, Any]) -> Any:
+def _set_attributes(copied: Any, value: Any, attributes: dict[str, Any]) -> Any:
     """Set attributes in the `__dict__` or the slots, as they are in `value`."""
-    in_dict, namespace = dict_of(value), dict_of(made)
+    in_dict, namespace = dict_of(value), dict_of(copied)
     for name, item in attributes.items():
         if name in in_dict:
             namespace[name] = item
         else:
-            object.__setattr__(made, name, item)
-    return made
+            object.__setattr__(copied, name, item)
+    return copied
 
 
 SEQUENCE = NodeType(iter, enumerate, _rebuild_sequence)

@@ -1,4 +1,4 @@
-"""Cutting a model into parts that give together exactly what it gives."""
+"""Split a model into stages that together compute exactly what it computes."""
 
 from microtome.split.split import split
 

@@ -130,12 +130,12 @@ class Analysis:
     def allocated_by(self) -> dict[int, int]:
         """The operator that allocated each memory, for those that an operator allocated."""
         allocated: dict[int, int] = {}
-        known: set[int] = set()
+        allocated_or_read: set[int] = set()
         for op in self.trace.ops:
-            known |= self.memories(op.inputs)
-            for memory in self.memories(op.outputs) - known:
+            allocated_or_read |= self.memories(op.inputs)
+            for memory in self.memories(op.outputs) - allocated_or_read:
                 allocated[memory] = op.index
-                known.add(memory)
+                allocated_or_read.add(memory)
         return allocated
 
     @cached_property

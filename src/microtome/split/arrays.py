@@ -1,4 +1,4 @@
-"""Numpy arrays among the inputs of a model: they cross a cut as tensors, and are arrays again on the other side."""
+"""Numpy arrays among the inputs of a model, which cross a cut as tensors."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from microtome.split.tensor_bytes import duplicate, span_of
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array that a tensor can stand for: of numbers, writable, with strides that tensors have."""
+    """Whether a value is an array that can be converted to a tensor: writable, a native dtype, no negative strides."""
     numpy = sys.modules.get("numpy")
     if numpy is None or type(value) is not numpy.ndarray:
         return False
+    has_dtype = value.dtype.name in DTYPES and value.dtype.isnative
     size = value.dtype.itemsize
-    is_known = value.dtype.name in DTYPES and value.dtype.isnative
-    return is_known and value.flags.writeable and all(step >= 0 and step % size == 0 for step in value.strides)
+    return has_dtype and value.flags.writeable and all(step >= 0 and step % size == 0 for step in value.strides)
 
 
 def to_tensor(array: Any) -> Tensor:
-    """Copy an array to a tensor, with its strides and its alignment."""
+    """Copy an array to a tensor of the same strides and alignment."""
     return duplicate(torch.from_numpy(array))
 
 
 def to_array(tensor: Tensor) -> Any:
-    """Copy a tensor to an array, likewise.
+    """Copy a tensor to an array of the same strides and alignment.
 
     Raises:
-        BadBoundary: Numpy has no such dtype, so it does not come from an array.
+        BadBoundary: Numpy has no such dtype, so that it was no array.
     """
     try:
         return duplicate(tensor, "cpu").numpy()
@@ -42,20 +42,20 @@ def to_array(tensor: Tensor) -> Any:
         raise BadBoundary(f"expected numbers of an array, got {tensor.dtype}: have it sent again") from error
 
 
-def array_name(at: int) -> str:
-    """The name under which an array crosses."""
-    return f"inputs(ndarray#{at})"
+def array_name(index: int) -> str:
+    """The name of an array in a boundary."""
+    return f"inputs(ndarray#{index})"
 
 
 def overlap(arrays: Iterable[Any], tensors: Iterable[Tensor]) -> bool:
-    """Whether an array may lie in the memory of another, or in that of a tensor: copies would not."""
+    """Whether an array may share memory with another, or with a tensor, which their copies would not."""
     spans = [_span(torch.from_numpy(array)) for array in arrays]
-    others = [_span(one) for one in tensors if type(one) in (Tensor, nn.Parameter) and _has_memory(one)]
+    others = [_span(tensor) for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and _is_on_cpu(tensor)]
     pairs = [*combinations(spans, 2), *((span, other) for span in spans for other in others)]
-    return any(one[0] < other[1] and other[0] < one[1] for one, other in pairs)
+    return any(left[0] < right[1] and right[0] < left[1] for left, right in pairs)
 
 
-def _has_memory(tensor: Tensor) -> bool:
+def _is_on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
 
 

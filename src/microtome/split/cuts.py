@@ -38,16 +38,16 @@ def cuts(model: nn.Module, inputs: Any) -> Cuts:
     >>> [live.name for live in found["layer1.0.conv1"].live]
     ['stem', 'layer1.0.conv1']
     """
-    return list_cuts(check_model(model), analyze(model, inputs))
+    return list_cuts(check_model(model), Liveness(analyze(model, inputs)))
 
 
-def list_cuts(model: nn.Module, analysis: Analysis) -> Cuts:
+def list_cuts(model: nn.Module, liveness: Liveness) -> Cuts:
     """All cuts of an analyzed run."""
-    trace, liveness, costs = analysis.trace, Liveness(analysis), _Costs(analysis)
+    analysis, trace, costs = liveness.analysis, liveness.analysis.trace, _Costs(liveness.analysis)
     # Code that reads numpy arrays is not traced, so they cross every cut.
     arrays = tuple(_array(array_name(index), spec) for index, spec in enumerate(analysis.arrays))
     smallest: int | None = None
-    found: list[Cut] = []
+    all_cuts: list[Cut] = []
     for index, call in enumerate(analysis.exit_order[:-1]):  # the last is the model itself
         crossing = liveness.crossing(call)
         refused = find_refusal(analysis, crossing) or crossing.refused
@@ -57,7 +57,7 @@ def list_cuts(model: nn.Module, analysis: Analysis) -> Cuts:
         if dominates:
             smallest = nbytes
         at = call.address
-        found.append(Cut(index, at, call.type, call.depth, live, nbytes, *costs.at(crossing), dominates, refused))
+        all_cuts.append(Cut(index, at, call.type, call.depth, live, nbytes, *costs.at(crossing), dominates, refused))
     inputs = [trace.values[value] for value in dict.fromkeys(trace.calls[0].inputs)]
     outputs = [trace.values[value] for value in dict.fromkeys(trace.calls[0].outputs)]
     weights = list(model.parameters())
@@ -66,8 +66,8 @@ def list_cuts(model: nn.Module, analysis: Analysis) -> Cuts:
         type(model).__name__,
         (*arrays, *(_live(_input_name(value), None, value) for value in inputs)),
         tuple(_live(f"output[{index}]", "", value) for index, value in enumerate(outputs)),
-        tuple(cut for cut in found if cut.refused is None),
-        tuple(cut for cut in found if cut.refused is not None),
+        tuple(cut for cut in all_cuts if cut.refused is None),
+        tuple(cut for cut in all_cuts if cut.refused is not None),
         str(trace.how),
         len(trace.calls),
         sum(weight.numel() for weight in weights),
@@ -85,19 +85,19 @@ def _live_values(analysis: Analysis, crossing: Crossing) -> tuple[Live, ...]:
             return location.draw, -1
         return (-1, location.position) if location.call is None else (calls[location.call].ends, location.call)
 
-    found: dict[Any, Live] = {}
+    live_values: dict[Any, Live] = {}
     for location, value in sorted(crossing.values.items(), key=lambda item: order(item[0])):
         source = location.call if location.draw is None else ops[location.draw].call or 0
         address = None if source is None else calls[source].address
         memory = values[value].memory
         live = _live(location_name(analysis, location), address, values[value])
         if location in crossing.copied:
-            found[location] = live
+            live_values[location] = live
         elif memory in crossing.joined:
-            found.setdefault(("memory", memory), live._replace(nbytes=analysis.trace.memories[memory].nbytes))
+            live_values.setdefault(("memory", memory), live._replace(nbytes=analysis.trace.memories[memory].nbytes))
         else:
-            found.setdefault(value, live)
-    return tuple(found.values())
+            live_values.setdefault(value, live)
+    return tuple(live_values.values())
 
 
 def _live(name: str, source: str | None, value: Value) -> Live:

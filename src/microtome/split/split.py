@@ -1,4 +1,4 @@
-"""Splitting a model: what `import microtome` needs of it, and no more."""
+"""`mt.split`, without the imports that it needs when it is called."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def split(
     verify: bool = True,
     load: str | int | None = None,
 ) -> Stages:
-    """Cut the model into stages that run by themselves and give together exactly what it gives.
+    """Split the model into stages that together compute exactly what it computes.
 
-    The model is not changed; the stages run parts of it. It is looked at once, on the example; they take inputs of
-    other batch sizes and lengths too.
+    The model is not changed; the stages run parts of it. It is analyzed on one example; the stages also take inputs of
+    other batch sizes and lengths.
 
     Args:
         inputs: An example: a tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
         at: Where to cut: the address of a call, at whose exit the head ends; several for more than two stages; or
-            `"auto"`, where the plan says.
-        plan: What `mt.plan` gave. It may also be given as `at`.
-        verify: Run the model and the stages on the example, and compare all they give.
+            `"auto"` for the cut of the plan.
+        plan: A plan of `mt.plan`, which may also be given as `at`.
+        verify: Run the model and the stages on the example, and compare their outputs.
         load: Keep the weights of this stage alone: `"head"`, `"tail"` or its index. The stages are then of a copy of
             the model, whose other weights are on `meta`.
 
     Raises:
         NoMatch: There is no such call, or the model cannot be cut there; with the reason.
-        Unsupported: The stages would not give what the model gives.
+        Unsupported: The output of the stages differs from that of the model.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -46,7 +46,7 @@ def split(
     >>> tail(head(x)).equal(model(x))
     True
     """
-    from microtome.split.splitter import Splitter  # not before it is needed
+    from microtome.split.splitter import Splitter  # imports much, so not before it is called
 
     where = plan if isinstance(at, str) and at == "auto" and plan is not None else at
     return Splitter(model, inputs).at(where, verify=verify, load=load)

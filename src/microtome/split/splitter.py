@@ -50,14 +50,14 @@ class Splitter:
     def __init__(self, model: nn.Module, inputs: Any, fingerprint: str | None = None) -> None:
         self.model = check_model(model)
         with SUBSTITUTION_LOCK:
-            given = Inputs.of(inputs, device=device_of(model))
-            self.example = copy_inputs(given, model)  # the caller may write to the original
+            original = Inputs.of(inputs, device=device_of(model))
+            self.example = copy_inputs(original, model)  # the caller may write to the original
             self._analysis: Analysis = analyze(model, self.example)
             # Of the original, since copies of arrays do not overlap in memory.
-            self._analysis.input_spec = flatten((given.args, given.kwargs), arrays=[])[0]
+            self._analysis.input_spec = flatten((original.args, original.kwargs), arrays=[])[0]
             self.fingerprint = fingerprint or model_fingerprint(model, self._analysis.describe_calls())
-        self.cuts: Cuts = list_cuts(model, self._analysis)
         self._liveness = Liveness(self._analysis)
+        self.cuts: Cuts = list_cuts(model, self._liveness)
 
     @property
     def state(self) -> str | None:
@@ -135,7 +135,7 @@ class Splitter:
 
     def _crossings(self, chosen: Sequence[Cut], extra: Sequence[Iterable[ValueLocation]]) -> list[Crossing]:
         pairs = zip(chosen, extra, strict=True)
-        return [self._liveness.crossing(self._analysis.exit_order[cut.index], more) for cut, more in pairs]
+        return [self._liveness.crossing(self._analysis.exit_order[cut.index], locations) for cut, locations in pairs]
 
     def export_locations(self, chosen: Sequence[Cut], extra: Sequence[set[ValueLocation]]) -> list[list[list[Any]]]:
         """Describe all values that cross each cut, in numbers that are the same in every process.
@@ -214,12 +214,12 @@ class Splitter:
                 if location is None or stage.index == 0 or location in extra[stage.index - 1]:
                     raise
                 extra[stage.index - 1].add(location)
-        found = [difference for pair in zip(outputs, expected, strict=True) for difference in differences(*pair)]
-        if not found:
+        mismatches = [difference for pair in zip(outputs, expected, strict=True) for difference in differences(*pair)]
+        if not mismatches:
             return BIT_EQUAL
         reset()
-        nondeterminism = [_magnitude(one) for one in differences(self._run_whole(), expected[0])]
-        worst = max(found, key=_magnitude)
+        nondeterminism = [_magnitude(difference) for difference in differences(self._run_whole(), expected[0])]
+        worst = max(mismatches, key=_magnitude)
         if not nondeterminism or _magnitude(worst) > 10 * max(nondeterminism):
             where = f" at {worst.path}" if worst.path else ""
             raise Unsupported(

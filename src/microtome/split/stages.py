@@ -101,10 +101,10 @@ class Stages(Sequence[Stage]):
             nbytes, raw_nbytes = nbytes + len(data), raw_nbytes + value.nbytes
             value = stage(Boundary.from_bytes(data))
         expected = example.run(self._splitter.model)
-        found = list(differences(value, expected))
-        if any(difference.largest is None for difference in found):
-            raise Unsupported(f"with {codec} the output is another one: {found[0].path} has {found[0].description}")
-        largest = max((difference.largest or 0.0 for difference in found), default=0.0)
+        changes = list(differences(value, expected))
+        if any(difference.largest is None for difference in changes):
+            raise Unsupported(f"with {codec} the output is another one: {changes[0].path} has {changes[0].description}")
+        largest = max((difference.largest or 0.0 for difference in changes), default=0.0)
         if largest and is_lossless(codec) and self.verified == BIT_EQUAL:
             raise Unsupported(f"the output changed by {largest:.3g} with {codec}, which is lossless: please report it")
         return CodecTrial(codec, nbytes, raw_nbytes, largest, largest / (_max_abs(expected) or 1.0))

@@ -290,12 +290,12 @@ def _tensors_at(model: nn.Module, locations: set[Location]) -> dict[int, tuple[L
         path, _, last = name.rpartition(".")
         if (path, last) not in locations:
             weights.add(_memory_id(buffer))
-    found: dict[int, tuple[Location, Tensor]] = {}
+    tensors: dict[int, tuple[Location, Tensor]] = {}
     for location in locations:
         for tensor in reachable_tensors(_value_at(model, location), depth=4):
             if (memory := _memory_id(tensor)) not in weights:
-                found[memory] = location, tensor
-    return found
+                tensors[memory] = location, tensor
+    return tensors
 
 
 def _value_at(model: nn.Module, location: Location) -> Any:

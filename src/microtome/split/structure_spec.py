@@ -215,10 +215,10 @@ def qualified_name(value: Any) -> str | None:
         return None
     module = sys.modules.get(value.__module__ or "")
     for name in (value.__qualname__, value.__name__):  # torch.sin is called _VariableFunctionsClass.sin
-        found: Any = module
+        target: Any = module
         for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is value:
+            target = getattr(target, part, None)
+        if target is value:
             return f"{value.__module__}.{name}"
     return None
 
