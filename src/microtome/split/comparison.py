@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from microtome.engine.pytree import attributes_of, fields_of
+from microtome.engine.pytree import DATACLASS, MAPPING, SEQUENCE, attributes_of, node_type
 from microtome.files.tensors import resolve_lazy_bits
 
 _MAX_DEPTH = 12  # an object may contain itself
@@ -37,23 +36,15 @@ def differences(value: Any, expected: Any, path: str = "", depth: int = 0) -> It
         yield from _compare_tensors(value, expected, path)
     elif type(value) is not type(expected):
         yield Difference(path, f"a {type(value).__name__} instead of a {type(expected).__name__}")
-    elif isinstance(value, Mapping):
-        if list(value) != list(expected):
-            yield Difference(path, f"keys {list(value)} instead of {list(expected)}")
-            return
-        for key in value:
-            yield from differences(value[key], expected[key], f"{path}[{key!r}]", depth + 1)
-    elif isinstance(value, list | tuple):
-        if len(value) != len(expected):
-            yield Difference(path, f"{len(value)} items instead of {len(expected)}")
-            return
-        for index, pair in enumerate(zip(value, expected, strict=True)):
-            yield from differences(*pair, f"{path}[{index}]", depth + 1)
-    elif is_dataclass(value) and not isinstance(value, type):
-        expected_fields = fields_of(expected)
-        for name, item in fields_of(value).items():
-            yield from differences(item, expected_fields.get(name), f"{path}.{name}", depth + 1)
-    elif isinstance(value, bool | int | float | str | bytes):
+    elif (node := node_type(value)) is SEQUENCE and len(value) != len(expected):
+        yield Difference(path, f"{len(value)} items instead of {len(expected)}")
+    elif node is MAPPING and list(value) != list(expected):
+        yield Difference(path, f"keys {list(value)} instead of {list(expected)}")
+    elif node is not None and node in (SEQUENCE, MAPPING, DATACLASS):
+        for (key, item), other in zip(node.items(value), node.children(expected), strict=True):
+            step = f".{key}" if node is DATACLASS else f"[{key!r}]"
+            yield from differences(item, other, path + step, depth + 1)
+    elif isinstance(value, bool | int | float | str | bytes | torch.Size):
         is_nan = value != value and expected != expected
         if value != expected and not is_nan:
             yield Difference(path, f"{value!r} instead of {expected!r}")
