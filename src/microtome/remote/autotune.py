@@ -108,11 +108,11 @@ class Autotuner:
         self.warm_up: Callable[[Route], None] = lambda route: None
         self._connection = connection
         self._speeds = Speeds(link.up_bytes_per_s, link.rtt_s)
-        best_last = reversed([candidate for candidate in plan.candidates if candidate.refused is None])
-        routes = {route_of(candidate): candidate for candidate in best_last}
-        self._candidates = {
-            route: candidate for route, candidate in routes.items() if route.at is None or route.codec in codecs
-        }
+        self._candidates: dict[Route, Candidate] = {}
+        for candidate in plan.candidates:  # the best first
+            route = route_of(candidate)
+            if candidate.refused is None and (route.at is None or route.codec in codecs):
+                self._candidates.setdefault(route, candidate)
         self._lock = threading.Lock()
         self._observed = 0
         self._consecutive = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from microtome.remote.error_kinds import TRANSIENT
 from microtome.remote.local_model import LocalModel, handshake
 from microtome.remote.payloads import INPUTS, ExpectedReply, pack_inputs, unpack_output
 from microtome.remote.pipeline import run_pipeline
-from microtome.remote.request import RemoteRequest, RequestState, Route
+from microtome.remote.request import RemoteRequest, RequestOptions, RequestState, Route
 from microtome.remote.security import Security
 from microtome.results.plan import Plan
 from microtome.results.requests import RequestRecord
@@ -36,21 +36,6 @@ _RETRY_S, _RETRY_WITH_FALLBACK_S = 15.0, 1.0
 _WARM_UP_S = 60.0
 #: The number of requests whose records are kept.
 _MAX_RECORDS = 10_000
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """Options of every request.
-
-    Attributes:
-        deadline_s: Seconds that a request may take; None: any number.
-        has_fallback: Whether this device computes the output if the server does not answer.
-        max_reply_bytes: The most bytes of a reply; None: derived from the example.
-    """
-
-    deadline_s: float | None = None
-    has_fallback: bool = False
-    max_reply_bytes: int | None = None
 
 
 class Remote:
@@ -234,18 +219,16 @@ class Remote:
         return self._autotuner.local_tail_s(at)
 
     def _fall_back(self, request: RemoteRequest) -> Any:
-        """Compute the output here: the tail, or the whole model if nothing crossed."""
+        """Compute the output here: the tail, or the whole model if the inputs were to be sent."""
         request.state = RequestState.RAN_HERE
-        at = request.route.at
-        if at is None or at == INPUTS or request.boundary is None:
-            with request.timed("tail_s"), torch.no_grad():
-                output = request.inputs.run(self._local.model)
-            self._tail_s[INPUTS] = request.timing["tail_s"]
-            return output
-        _, tail = self._local.stages_at(at)
-        assert tail is not None
+        at = request.route.at or INPUTS
+        run = partial(request.inputs.run, self._local.model)
+        if at != INPUTS:
+            _, tail = self._local.stages_at(at)
+            assert tail is not None
+            run = partial(tail, request.boundary)
         with request.timed("tail_s"), torch.no_grad():
-            output = tail(request.boundary)
+            output = run()
         self._tail_s[at] = request.timing["tail_s"]
         return output
 

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from math import inf
 from time import monotonic, perf_counter
@@ -31,6 +32,21 @@ class Route(NamedTuple):
 
     at: str | None
     codec: str
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Options of every request.
+
+    Attributes:
+        deadline_s: Seconds that a request may take; None: any number.
+        has_fallback: Whether this device computes the output if the server does not answer.
+        max_reply_bytes: The most bytes of a reply; None: derived from the example.
+    """
+
+    deadline_s: float | None = None
+    has_fallback: bool = False
+    max_reply_bytes: int | None = None
 
 
 class RequestState(Enum):
