@@ -69,12 +69,14 @@ def in_background(call: Callable[..., Any], *args: Any) -> Callable[[], Any]:
 
 def alive(proxy: Proxy) -> Pair:
     """The open connection through a proxy; wait for one where the client is still reconnecting."""
+    found: list[Pair] = []
 
-    def connections() -> list[Pair]:
-        return [pair for pair in reversed(proxy.pairs) if not pair.ended.is_set()]
+    def is_connected() -> bool:
+        found[:] = [pair for pair in reversed(proxy.pairs) if not pair.ended.is_set()]
+        return bool(found)
 
-    until(lambda: bool(connections()))
-    return connections()[0]
+    until(is_connected)
+    return found[0]
 
 
 def counted(server: Server, name: str, **labels: str) -> float:
