@@ -14,7 +14,7 @@ from microtome.results.profile import Profile
 from microtome.results.rows import Row
 from microtome.units import shape
 
-What = Literal["added", "removed", "changed"]
+ChangeKind = Literal["added", "removed", "changed"]
 
 
 class MetricChange(NamedTuple):
@@ -54,7 +54,7 @@ class LayerChange:
 
     address: str
     type: str
-    what: What
+    what: ChangeKind
     changes: tuple[MetricChange, ...]
     note: str = ""
 
@@ -181,7 +181,7 @@ def _layer(before: Profile, after: Profile, old: Row | None, new: Row | None) ->
         if differs:
             noise = None if old is None or new is None else is_noise(old, new, metric.name)
             changes.append(MetricChange(metric.diff, one, two, noise))
-    what: What = "added" if old is None else "removed" if new is None else "changed"
+    what: ChangeKind = "added" if old is None else "removed" if new is None else "changed"
     note = "" if old is None or new is None else "; ".join(_differences(old, new))
     return LayerChange(row.address, row.type, what, tuple(changes), note)
 

@@ -14,7 +14,7 @@ from microtome.results.base import Result, render, write
 from microtome.results.link import Link
 
 Objective = Literal["latency", "energy", "throughput"]
-What = Literal["run", "encode", "send", "decode", "back"]
+TermKind = Literal["run", "encode", "send", "decode", "back"]
 
 
 class LatencyTerm(NamedTuple):
@@ -26,7 +26,7 @@ class LatencyTerm(NamedTuple):
         where: The name of the device; of a link, that of the device on its far side.
     """
 
-    what: What
+    what: TermKind
     where: str
     seconds: float
 
@@ -70,7 +70,7 @@ class Candidate:
         """Passes per second of a pipeline."""
         return 1 / self.slowest_s if self.slowest_s else inf
 
-    def seconds(self, *kinds: What, where: str | None = None) -> float:
+    def seconds(self, *kinds: TermKind, where: str | None = None) -> float:
         """Return the sum of the steps of these kinds, with `where` those of one device."""
         return sum(step.seconds for step in self.steps if step.what in kinds and where in (None, step.where))
 
@@ -230,7 +230,7 @@ def _spans(candidates: Sequence[Candidate], objective: Objective, link: Link) ->
 
 
 def _latency(candidate: Candidate, link: Link) -> _Curve:
-    """All steps; of those of the link, only the delay is fixed."""
+    """Return the curve of all steps; of those of the link, only the delay is fixed."""
     crossed = len(candidate.sent_bytes)
     busy = candidate.seconds("run", "encode", "decode")
     nbytes = sum(candidate.sent_bytes) + crossed * candidate.back_bytes
@@ -238,7 +238,7 @@ def _latency(candidate: Candidate, link: Link) -> _Curve:
 
 
 def _slowest(candidate: Candidate, link: Link) -> _Curve:
-    """The slowest device, and the larger of request and result, since a link is full duplex."""
+    """Return the curve of the slowest device, and of the larger of request and result: a link is full duplex."""
     devices = {step.where for step in candidate.steps}
     busy = max(candidate.seconds("run", "encode", "decode", where=where) for where in devices)
     crossing = max((*candidate.sent_bytes, candidate.back_bytes)) if candidate.sent_bytes else 0

@@ -38,13 +38,13 @@ class Layout:
 
 
 def lay_out(widths: Sequence[float], edges: Sequence[tuple[int, int]], below: Sequence[int] = ()) -> Layout:
-    """The layout of nodes, each before those that read from it.
+    """Lay out nodes in topological order.
 
     Args:
-        widths: Of each node.
-        below: Nodes that are to be below all others.
+        widths: The width of each node.
+        below: Nodes to place below all others.
     """
-    ranks = _ranks(len(widths), edges, set(below))
+    ranks = _ranks(_neighbours(len(widths), edges)[0], set(below))
     layers: list[list[int]] = [[] for _ in range(max(ranks, default=0) + 1)]
     for node, rank in enumerate(ranks):
         layers[rank].append(node)
@@ -71,21 +71,20 @@ def lay_out(widths: Sequence[float], edges: Sequence[tuple[int, int]], below: Se
     )
 
 
-def _ranks(count: int, edges: Sequence[tuple[int, int]], below: set[int]) -> list[int]:
-    """One below the lowest that it reads from; those that are to be below, below all others."""
-    into: dict[int, list[int]] = {}
-    for source, target in edges:
-        into.setdefault(target, []).append(source)
-    ranks = [0] * count
-    for node in [node for node in range(count) if node not in below]:
-        ranks[node] = max((ranks[source] + 1 for source in into.get(node, ())), default=0)
-    border = max((ranks[node] + 1 for node in range(count) if node not in below), default=0)
+def _ranks(up: list[list[int]], below: set[int]) -> list[int]:
+    """Return the layer of each node: one below the lowest that it reads from, and `below` under all others."""
+    ranks = [0] * len(up)
+    above = [node for node in range(len(up)) if node not in below]
+    for node in above:
+        ranks[node] = max((ranks[source] + 1 for source in up[node]), default=0)
+    border = max((ranks[node] + 1 for node in above), default=0)
     for node in sorted(below):
-        ranks[node] = max([border, *(ranks[source] + 1 for source in into.get(node, ()))])
+        ranks[node] = max([border, *(ranks[source] + 1 for source in up[node])])
     return ranks
 
 
 def _neighbours(count: int, links: Sequence[tuple[int, int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the neighbours of each node above it, and those below it."""
     up: list[list[int]] = [[] for _ in range(count)]
     down: list[list[int]] = [[] for _ in range(count)]
     for above, under in links:
@@ -95,6 +94,7 @@ def _neighbours(count: int, links: Sequence[tuple[int, int]]) -> tuple[list[list
 
 
 def _order(layers: list[list[int]], up: list[list[int]], down: list[list[int]]) -> None:
+    """Sort each layer by the barycenters of the neighbours above, then below, and so on."""
     at: dict[int, float] = {}
     for layer in layers:
         at |= {node: float(place) for place, node in enumerate(layer)}
@@ -109,6 +109,7 @@ def _order(layers: list[list[int]], up: list[list[int]], down: list[list[int]]) 
 def _place(
     layers: list[list[int]], sizes: list[float], up: list[list[int]], down: list[list[int]], real: int
 ) -> list[float]:
+    """Return the middle of each node, moved towards its neighbours sweep by sweep; nodes from `real` on are bends."""
     x = [0.0] * len(sizes)
     for layer in layers:
         edge = 0.0
@@ -117,7 +118,7 @@ def _place(
             edge += sizes[node] + _GAP
     for sweep in range(_PLACES):
         for layer in layers if sweep % 2 == 0 else reversed(layers):
-            wanted = [_pulled(node, x, up[node] + down[node], real) for node in layer]
+            wanted = [_pull(node, x, up[node] + down[node], real) for node in layer]
             gaps = [(sizes[a] + sizes[b]) / 2 + _GAP for a, b in pairwise(layer)]
             weights = [_SHORT if node < real else 1.0 for node in layer]
             for node, place in zip(layer, spaced(wanted, gaps, weights), strict=True):
@@ -125,15 +126,14 @@ def _place(
     return x
 
 
-def _pulled(node: int, x: list[float], near: list[int], real: int) -> float:
-    """The position that the edges of a node pull it to."""
-    pulls = [_SHORT if node < real and other < real else 1.0 for other in near]
-    drawn = sum(pull * x[other] for pull, other in zip(pulls, near, strict=True))
-    return drawn / sum(pulls) if near else x[node]
+def _pull(node: int, x: list[float], near: list[int], real: int) -> float:
+    """Return the weighted mean of the positions of a node's neighbours."""
+    weights = [_SHORT if node < real and other < real else 1.0 for other in near]
+    return fmean([x[other] for other in near], weights) if near else x[node]
 
 
 def spaced(wanted: Sequence[float], gaps: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The places nearest to those wanted, by the squares of the distances, that keep their order and their gaps.
+    """Return the positions nearest to the wanted ones, in least squares, that keep the order and the gaps.
 
     >>> spaced([0.0, 0.0, 10.0], [4.0, 4.0], [1.0, 1.0, 1.0])
     [-2.0, 2.0, 10.0]
@@ -141,11 +141,11 @@ def spaced(wanted: Sequence[float], gaps: Sequence[float], weights: Sequence[flo
     before = [0.0]
     for gap in gaps:
         before.append(before[-1] + gap)
-    groups: list[tuple[float, float, int]] = []  # those that touch: their middle, their weight, how many
+    groups: list[tuple[float, float, int]] = []  # nodes that touch: their mean, weight and number
     for want, shift, weight in zip(wanted, before, weights, strict=False):
         groups.append((want - shift, weight, 1))
         while len(groups) > 1 and groups[-2][0] > groups[-1][0]:
             (a, one, m), (b, two, n) = groups[-2:]
             groups[-2:] = [((a * one + b * two) / (one + two), one + two, m + n)]
-    flat = [middle for middle, _, many in groups for _ in range(many)]
+    flat = [mean for mean, _, number in groups for _ in range(number)]
     return [place + shift for place, shift in zip(flat, before, strict=False)]

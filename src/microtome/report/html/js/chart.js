@@ -1,4 +1,4 @@
-// What the charts share: colours of the page, sizes, and when they are drawn.
+// Shared by the charts: colours of the page, sizes, and when they are drawn.
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 const redraws = [];
@@ -50,7 +50,7 @@ const axis = (write, extra = {}) => ({
   ...extra,
 });
 
-/** A chart in place of the one that was there. */
+/** Draw a chart in place of the previous one. */
 function plot(place, options, data) {
   place.replaceChildren();
   return new uPlot({ width: Math.max(place.clientWidth, 200), legend: { show: false }, ...options }, data, place);

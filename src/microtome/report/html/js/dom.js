@@ -61,5 +61,5 @@ async function copy(text) {
   }
 }
 
-/** The empty place of a section that a view is drawn into; null where Python said why there is none. */
+/** The empty place of a section that a view is drawn into; null where Python wrote the reason why there is none. */
 const viewOf = (name) => document.getElementById(`section:${name}`)?.querySelector(".view") ?? null;

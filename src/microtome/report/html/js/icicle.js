@@ -91,7 +91,7 @@ function icicle(view) {
     sayLeft(new Set(boxes.map((node) => Number(node.dataset.at))));
   }
 
-  /** What the picture does not show, of the calls in the one that is zoomed to. */
+  /** Say how many of the calls inside the zoomed one are not drawn. */
   function sayLeft(shown) {
     const all = nodes[focus].descendants().map((node) => node.data);
     const { label, unknown: why } = METRICS[size];
@@ -173,7 +173,7 @@ function icicle(view) {
   drawn(view, draw);
 }
 
-// The root of a share, so that layers of a few per cent are told apart.
+// The root of a share, so that layers of a few per cent can be distinguished.
 const shade = (part) => cividis(Math.sqrt(part));
 
 function paintRamp(canvas) {

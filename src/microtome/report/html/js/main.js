@@ -1,4 +1,4 @@
-// Each view by itself: one that fails says so and leaves the others, and the table that Python wrote, as they are.
+// Build each view by itself: one that fails shows its error and does not affect the others.
 function attempt(view, build) {
   try {
     build(view);

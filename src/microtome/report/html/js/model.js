@@ -16,7 +16,7 @@ const BY_ADDRESS = new Map(CALLS.address.map((address, at) => [address, at]));
 
 const typeOf = (at) => CALLS.types[CALLS.type[at]];
 const valueOf = (name, at) => CALLS.values[name]?.[at] ?? null;
-// What a full bar is: the whole model, or, of what does not add up, the call with the most.
+// The value of a full bar: that of the whole model, or the largest of any call if the metric does not add up.
 const SCALE = Object.fromEntries(KNOWN.map((metric) => [metric.name, metric.is_sum ? valueOf(metric.name, 0) : CALLS.values[metric.name].reduce((most, value) => Math.max(most, value ?? 0), 0)]));
 const formatted = (name, at) => write(METRICS[name].unit, valueOf(name, at));
 const fullName = (at) => CALLS.address[at] || "(root)";
