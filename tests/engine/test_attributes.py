@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import microtome as mt
 from benchmarks.split_zoo.models import build, entries, mixed
-from microtome.engine.pytree import children_of, fields_of, map_tensors, tensors_in
+from microtome.engine.attributes import fields_of
+from microtome.engine.pytree import children_of, map_tensors, tensors_in
 
 
 class Refused(Exception):

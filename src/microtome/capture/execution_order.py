@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine import Call, Probe, Session
+from microtome.engine.attributes import dict_of
 from microtome.engine.meta_run import substitute_tensors
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.pytree import dict_of
 from microtome.engine.selectors import named_modules
 from microtome.engine.thread_stacks import runs_in_other_thread
 from microtome.inputs import Inputs

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from microtome.engine.pytree import read_attribute
+from microtome.engine.attributes import read_attribute
 
 
 class Global(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from microtome.devices.base import default_generators
+from microtome.engine.attributes import read_attribute
 from microtome.engine.code_references import references_of
-from microtome.engine.pytree import read_attribute
 
 
 class RandomUse:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from microtome.engine.attributes import attributes_of, dict_of
 from microtome.engine.code_references import Global, references_of
-from microtome.engine.pytree import attributes_of, dict_of
 from microtome.engine.signals import complete_step, signal_safe
 
 _SCALARS = (str, int, float, bool, type(None), type)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from microtome.engine.pytree import DATACLASS, MAPPING, SEQUENCE, attributes_of, node_type
+from microtome.engine.attributes import attributes_of
+from microtome.engine.pytree import DATACLASS, MAPPING, SEQUENCE, node_type
 from microtome.files.tensors import resolve_lazy_bits
 
 _MAX_DEPTH = 12  # an object may contain itself

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from microtome.engine.pytree import RECORD, SEQUENCE, SET, dict_of, find_unsupported, map_tensors, node_type
+from microtome.engine.attributes import dict_of
+from microtome.engine.pytree import RECORD, SEQUENCE, SET, find_unsupported, map_tensors, node_type
 from microtome.errors import BadInputs
 from microtome.split.arrays import is_array, overlap
 
