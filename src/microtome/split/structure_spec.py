@@ -41,6 +41,9 @@ class Slot(int):
         slot.kind, slot.count = kind, count
         return slot
 
+    def __getnewargs__(self) -> Any:  # else it could not be copied
+        return self.kind, int(self), self.count
+
     def __repr__(self) -> str:
         return f"{self.kind}{int(self)}" if self.count is None else f"{self.kind}{int(self)}:{self.count}"
 
