@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from microtome.flops.registry import NOTHING, OpCost, first, formula, formulas
+from microtome.flops.registry import NOTHING, OpCost, first, formula, register_formulas
 
 _FREE = """
     alias arange as_strided as_strided_scatter _assert_async _assert_tensor_metadata bernoulli block_diag bucketize
@@ -36,7 +36,7 @@ _FREE = """
     profiler::_record_function_exit
 """
 
-formulas({_FREE: lambda *_, out, **__: NOTHING})
+register_formulas({_FREE: lambda *_, out, **__: NOTHING})
 
 #: Operations for each element of the first output, if not one, or if torch does not tag the operator as pointwise.
 _PER_OUTPUT = {
@@ -52,7 +52,7 @@ _PER_OUTPUT = {
     3: "lerp",
 }
 for _count, _names in _PER_OUTPUT.items():
-    formulas({_names: lambda *_, out, count=_count, **__: count * first(out).numel()})
+    register_formulas({_names: lambda *_, out, count=_count, **__: count * first(out).numel()})
 
 #: Operations for each element of the first argument.
 _PER_INPUT = {
@@ -71,9 +71,9 @@ _PER_INPUT = {
     6: "_weight_norm_interface_backward",
 }
 for _count, _names in _PER_INPUT.items():
-    formulas({_names: lambda x, *_, out, count=_count, **__: count * x.numel()})
+    register_formulas({_names: lambda x, *_, out, count=_count, **__: count * x.numel()})
 
-formulas({
+register_formulas({
     "index_add scatter_add scatter_reduce index_reduce":
         lambda x, dim, index, source, *_, out, **__: source.numel(),
     "_index_put_impl index_put _unsafe_index_put":
@@ -98,7 +98,7 @@ def _affine(*parameters: Any) -> int:
     return sum(isinstance(parameter, Tensor) for parameter in parameters)
 
 
-formulas({
+register_formulas({
     "native_layer_norm native_group_norm":
         lambda x, *args, out, **_: x.numel() * (6 + _affine(*args[:3])),
     "native_batch_norm cudnn_batch_norm miopen_batch_norm":
@@ -149,7 +149,7 @@ def _adaptive_windows(x: Tensor, out: Tensor, rank: int) -> int:
 
 
 for _rank in (2, 3):
-    formulas({
+    register_formulas({
         f"avg_pool{_rank}d":
             lambda x, kernel, *_, out, rank=_rank, **__: _windows(kernel, out, rank),
         f"avg_pool{_rank}d_backward":
@@ -170,7 +170,7 @@ for _rank in (2, 3):
 for _name, _taps in {
     "upsample_linear1d": 2, "upsample_bilinear2d": 4, "upsample_trilinear3d": 8, "upsample_bicubic2d": 16
 }.items():  # fmt: skip
-    formulas({
+    register_formulas({
         _name: lambda x, *_, out, taps=_taps, **__: out.numel() * (2 * taps - 1),
         f"{_name}_backward": lambda grad, *_, out, taps=_taps, **__: grad.numel() * 2 * taps,
     })  # fmt: skip
@@ -182,7 +182,7 @@ def _grid_sample(grid: Tensor, mode: int, out: Tensor, rank: int) -> int:
     return out.numel() * max(2 * taps - 1, 0) + 2 * grid.numel()
 
 
-formulas({
+register_formulas({
     "grid_sampler_2d cudnn_grid_sampler _grid_sampler_2d_cpu_fallback":
         lambda x, grid, mode=0, *_, out: _grid_sample(grid, mode, out, 2),
     "grid_sampler_3d":
@@ -212,7 +212,7 @@ def _fourier(x: Tensor, dims: Sequence[int], per_point: float) -> int:
     return round(per_point * x.numel() * log2(n)) if n > 1 else 0
 
 
-formulas({
+register_formulas({
     "_fft_c2c": lambda x, dim, *_, out, **__: _fourier(x, dim, 5),
     "_fft_r2c": lambda x, dim, *_, out, **__: _fourier(x, dim, 2.5),
     "_fft_c2r": lambda x, dim, *_, out, **__: _fourier(out, dim, 2.5),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microtome.flops.registry import OpCost, formula, formulas
+from microtome.flops.registry import OpCost, formula, register_formulas
 
 
 def _contract(out: Tensor, length: int, bias: Any = None) -> OpCost:
@@ -25,7 +25,7 @@ def _packed(a: Tensor) -> int:
 
 # -- matrix products ---------------------------------------------------------------------------------------------------
 
-formulas({
+register_formulas({
     """mm bmm mv dot vdot _int_mm _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu
     _weight_int4pack_mm_with_scales_and_zeros _dyn_quant_matmul_4bit""":
         lambda a, b, *_, out, **__: _contract(out, a.shape[-1]),
@@ -112,7 +112,7 @@ def _convolve(centers: Tensor, weight: Tensor, bias: Any, out: Tensor) -> OpCost
     return OpCost(centers.numel() * prod(weight.shape[1:]), out.numel(), 0 if bias is None else out.numel())
 
 
-formulas({
+register_formulas({
     "convolution _convolution convolution_overrideable":
         lambda x, weight, bias, stride, padding, dilation, transposed, *_, out, **__:
             _convolve(x if transposed else out, weight, bias, out),
@@ -174,7 +174,7 @@ for _kernel in (
     "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
     "fused_attention_overrideable",
 ):  # fmt: skip
-    formulas({
+    register_formulas({
         f"_scaled_dot_product_{_kernel}":
             lambda q, k, v, *_, out, **__: attention(q.shape, k.shape, v.shape),
         f"_scaled_dot_product_{_kernel}_backward":

@@ -81,13 +81,13 @@ def formula(*names: str) -> Callable[[Formula], Formula]:
     """Register a built-in formula: aten's operators by their name alone, others as `namespace::name`."""
 
     def register(function: Formula) -> Formula:
-        formulas({" ".join(names): function})
+        register_formulas({" ".join(names): function})
         return function
 
     return register
 
 
-def formulas(table: dict[str, Formula]) -> None:
+def register_formulas(table: dict[str, Formula]) -> None:
     """Register built-in formulas, each by the names of its operators, separated by whitespace."""
     for names, function in table.items():
         for name in names.split():
