@@ -164,9 +164,9 @@ def test_positional_and_keyword_inputs() -> None:
     assert exact(model, mt.Inputs(x, y, scale=2.0, mask=mask), others=(mt.Inputs(y, x, scale=0.5, mask=mask + 1),)) == 2
     assert exact(model, mt.Inputs(x, y=y, scale=2)) == 2
     head, _ = mt.split(model, mt.Inputs(x, y, scale=2.0), at="a")
-    with pytest.raises(BadInputs, match=r"what the head is given, positional and by name"):
+    with pytest.raises(BadInputs, match=r"arguments of the head, positional and by name: expected"):
         head(x, y, scale=2.0, mask=mask)
-    with pytest.raises(BadInputs, match=r"split the model on an example of the same structure"):
+    with pytest.raises(BadInputs, match=r"Split the model on an example of the same structure"):
         head(x, y=y, scale=2.0)
 
 
@@ -620,7 +620,7 @@ def test_stages_refuse_what_is_not_theirs() -> None:
     for wrong in (x, (boundary, boundary), None):
         with pytest.raises(BadInputs, match=r"stage 1 takes the output of the stage before it: expected one Boundary"):
             tail(*wrong) if isinstance(wrong, tuple) else tail(wrong)
-    with pytest.raises(BadInputs, match=r"what the head is given"):
+    with pytest.raises(BadInputs, match=r"arguments of the head"):
         head(x, x)
     _, later = mt.split(model, x, at="layer2")
     with pytest.raises(BadBoundary, match=r"of a cut at 'layer1', and this stage goes on at 'layer2'"):

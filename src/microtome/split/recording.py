@@ -129,7 +129,7 @@ class Recorder:
             return
         scheduled, arguments, signature = opened
         spec, outputs, plain = flatten(output, (args, kwargs))
-        check_structure(f"what {scheduled.address!r} returns", scheduled.output, spec)
+        check_structure(f"output of {scheduled.address!r}", scheduled.output, spec)
         if not is_replayed:
             check_effects(scheduled, arguments, outputs)
         tensors = arguments.tensors  # as they were passed, whatever the containers among the arguments hold now
@@ -217,9 +217,9 @@ class Recorder:
         if sent.is_storage:
             return self._send_storage(sent.name, tensor)
         name = sent.name
-        while (known := self._tensors.get(name)) is not None and (sent.is_copied or not is_same_view(known, tensor)):
+        while (other := self._tensors.get(name)) is not None and (sent.is_copied or not is_same_view(other, tensor)):
             name += "'"
-        if known is None:
+        if other is None:
             self._tensors[name] = tensor = duplicate(tensor) if sent.is_copied else tensor
             self._versions[name] = version_of(tensor)
         if requires_grad and torch.is_grad_enabled():

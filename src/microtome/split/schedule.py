@@ -224,9 +224,9 @@ class _Builder:
         crossing_views = self._crossing.views.items()
         views = {where.position: first[argument] for where, argument in crossing_views if where.call == call.index}
         # By rank: the memory of arguments, of outputs, and of outputs that are no arguments.
-        taken, returned = ([values[index].memory for index in indices] for indices in (call.inputs, call.outputs))
+        inputs, returned = ([values[index].memory for index in indices] for indices in (call.inputs, call.outputs))
         own = {rank: memory for rank, memory in enumerate(returned) if structure.output_aliases[rank] is None}
-        later = {memory for memory in (*taken, *returned) if analysis.writes(memory, call.ends)}
+        later = {memory for memory in (*inputs, *returned) if analysis.writes(memory, call.ends)}
         sent_memories = {memory for rank, memory in own.items() if rank in outputs}
         aliases = (structure.output_aliases[rank] for rank in output_ranks)
         return SkippedCall(
@@ -246,14 +246,14 @@ class _Builder:
             mutated_containers=structure.mutated_containers,
             mutated_arguments=_occurrences(
                 argument_ranks,
-                [rank for rank, memory in enumerate(taken) if analysis.writes(memory, call.begins, call.ends)],
+                [rank for rank, memory in enumerate(inputs) if analysis.writes(memory, call.begins, call.ends)],
             ),
             unaliased_outputs=_occurrences(
                 output_ranks,
-                [rank for rank, memory in own.items() if memory not in taken and later & {memory, *taken}],
+                [rank for rank, memory in own.items() if memory not in inputs and later & {memory, *inputs}],
             ),
             shared_arguments=_occurrences(
-                argument_ranks, [rank for rank, memory in enumerate(taken) if memory in sent_memories - later]
+                argument_ranks, [rank for rank, memory in enumerate(inputs) if memory in sent_memories - later]
             ),
             output_flow=analysis.dataflow.outputs(call.index),
         )

@@ -112,7 +112,7 @@ class Stage:
             if boundary is None:
                 inputs = Inputs(*args, **kwargs)
                 got = flatten((inputs.args, inputs.kwargs), arrays=[])[0]
-                check_structure("what the head is given, positional and by name,", self.spec.inputs, got)
+                check_structure("arguments of the head, positional and by name", self.spec.inputs, got)
             else:
                 inputs = run.make_inputs(self.spec.inputs)
             run.record_inputs(inputs)

@@ -259,15 +259,11 @@ def _spell(value: Any) -> Iterator[str]:
         yield ")"
 
 
-def check_structure(what: str, expected: StructureSpec, got: StructureSpec) -> None:
-    """Raise if two structures differ.
-
-    Args:
-        what: The value, for the message.
-    """
+def check_structure(name: str, expected: StructureSpec, got: StructureSpec) -> None:
+    """Raise if two structures differ; the name of the value is for the message."""
     if expected.text != got.text:
         raise BadInputs(
-            f"{what} is {_readable(got.text)} in this run and was {_readable(expected.text)} in the example: split the "
+            f"{name}: expected {_readable(expected.text)}, as on the example, got {_readable(got.text)}. Split the "
             "model on an example of the same structure"
         )
 
