@@ -19,7 +19,25 @@ from microtome.split.boundary import Boundary
 from microtome.split.boundary_schema import BoundaryRecord
 from tests.split.test_size_bounds import MODELS, halves
 
-ODD = [None, True, -1, 0, 7, 2**40, 2**62, 1e30, float("nan"), "", "x", "sent", [], {}, [[]], [-1], {"kind": "repeat"}]
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    7,
+    2**40,
+    2**62,
+    1e30,
+    float("nan"),
+    "",
+    "x",
+    "sent",
+    [],
+    {},
+    [[]],
+    [-1],
+    {"kind": "repeat"},
+]
 
 
 @cache
