@@ -109,7 +109,7 @@ def test_codecs_are_measured_on_the_run_and_can_be_taken_from_files(files: list[
         (["--rtt", "soon"], "expected a time, such as 15ms or 0.2s, got 'soon'"),
         (["--limit", "moon=1GB"], "expected edge=VALUE or cloud=VALUE, got 'moon=1GB'"),
         (["--limit", "edge=1GB", "--limit", "edge=2GB"], "edge is set twice"),
-        (["--limit", "edge=1", "--limit", "cloud=1"], "no way to place the model is within the limits"),
+        (["--limit", "edge=1", "--limit", "cloud=1"], "no placement of the model is within the limits"),
         (["--objective", "speed"], "'speed' is not one of"),
         (["--objective", "energy"], "has no energy"),
         (["--codec", "zip"], "no codec 'zip'"),

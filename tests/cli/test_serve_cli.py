@@ -81,7 +81,7 @@ def test_a_stage_is_served_to_a_client_of_the_other(tmp_path: Path) -> None:
         assert "cut at layer1" in result.output
         other = call("run", MODEL, "--server", address, "--at", "layer2", "--repeat", 3)
         assert other.exit_code == 2
-        assert "does not serve the cut at 'layer2'; it has 'layer1'" in other.output
+        assert "does not serve the cut at 'layer2'; it serves 'layer1'" in other.output
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_stage_is_served_to_a_client_of_the_other(tmp_path: Path) -> None:
         (["--concurrency", "0"], "0 is not in the range x>=1"),
         (["--tls-cert", "/no/such.pem"], "TLS needs both --tls-cert and --tls-key"),
         (["--tls-cert", "/no/c.pem", "--tls-key", "/no/k.pem"], "cannot read '/no/"),
-        (["--client-ca", "/no/such.pem"], "certificates of clients can be checked with TLS only"),
+        (["--client-ca", "/no/such.pem"], "client certificates need TLS"),
         (["--token-file", "/no/such"], "cannot read '/no/such'"),
         (["--weights", "a", "--stages", "b"], "choose one of --weights and --stages"),
         (["--device", "meta"], "--device meta: expected a device that computes values"),
