@@ -75,7 +75,7 @@ def references_of(classes: Iterable[type]) -> References:
         forward = getattr(cls, "forward", None)
         cached = _cache.get(cls)
         if cached is None or cached[0] is not forward:
-            search = _Search(cls)
+            search = _CodeSearch(cls)
             cached = _cache[cls] = forward, References(list(search.run()), search.functions, search.caches)
         for variable in cached[1].globals:
             key = id(variable.namespace), variable.name
@@ -86,7 +86,7 @@ def references_of(classes: Iterable[type]) -> References:
     return References(list(variables.values()), list(functions.values()), list(caches.values()))
 
 
-class _Search:
+class _CodeSearch:
     """A search of the code that a class runs, beginning with its `forward`."""
 
     def __init__(self, cls: type) -> None:

@@ -193,52 +193,65 @@ def restore_afterwards(model: nn.Module, written: Collection[str] = ()) -> Itera
 
 
 def preserve_state(modules: list[nn.Module], classes: set[type], stack: ExitStack) -> list[Tensor]:
-    """Restore modules, parameters, classes and globals when the exit stack closes; return the tensors in them.
+    """Restore modules, parameters, classes and globals when the exit stack closes; return the tensors in them."""
+    class_states = [(cls, dict(vars(cls))) for cls in classes]
+    variables = [(one, one.namespace.get(one.name, _MISSING)) for one in references_of(classes).globals]
+    roots: list[Any] = [module.__dict__ for module in modules]
+    roots += [tensor.__dict__ for module in modules for tensor in module._parameters.values() if tensor is not None]
+    roots += [value for _, attributes in class_states for value in attributes.values()]
+    roots += [value for _, value in variables]
+    graph = _ObjectGraph(roots)
+    for generator, state in graph.generators:
+        stack.callback(generator.set_state, state)
+    stack.callback(complete_step, restore_containers, graph.containers)
+    stack.callback(complete_step, _restore_slots, graph.slots)
+    stack.callback(complete_step, _restore_classes, class_states)
+    stack.callback(complete_step, _restore_globals, [(one, value) for one, value in variables if one.is_assigned])
+    return graph.tensors
+
+
+class _ObjectGraph:
+    """The containers, slots and generators that are reachable from some objects, with their state, and the tensors.
 
     Dicts, lists, sets, tuples and objects of Python classes are traversed, except for those of torch and of Python's
     standard library.
     """
-    class_states = [(cls, dict(vars(cls))) for cls in classes]
-    variables = [(one, one.namespace.get(one.name, _MISSING)) for one in references_of(classes).globals]
-    pending: list[Any] = [module.__dict__ for module in modules]
-    pending += [tensor.__dict__ for module in modules for tensor in module._parameters.values() if tensor is not None]
-    pending += [value for _, attributes in class_states for value in attributes.values()]
-    pending += [value for _, value in variables]
-    visited: set[int] = set()
-    containers: list[tuple[Any, Any]] = []
-    slotted: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = []
-    tensors: list[Tensor] = []
-    while pending:
-        # Most items are the many empty dicts of hooks: so this is a flat pass.
-        level, pending = pending, []
-        for item in [item for item in level if item.__class__ not in _ATOMS]:
-            if id(item) in visited:
-                continue
-            visited.add(id(item))
-            cls: Any = type(item)
-            if isinstance(item, CONTAINERS):
-                before = copy_container(item) if item else ()
-                containers.append((item, before))
-                if before:
-                    pending.extend(before.values() if isinstance(before, dict) else before)
-            elif isinstance(item, Tensor):
-                tensors.append(item)
-            elif isinstance(item, tuple):
-                pending.extend(item)
-            elif isinstance(item, torch.Generator):
-                stack.callback(item.set_state, item.get_state())
-            elif isinstance(item, nn.Module) or _has_own_state(cls):  # a module in a list is a hidden part of the model
-                pending.append(dict_of(item))
-                if slots := _slots_of(cls):
-                    attributes = attributes_of(item)
-                    before = {name: attributes[name] for name in slots if name in attributes}
-                    slotted.append((item, slots, before))
-                    pending.extend(before.values())
-    stack.callback(complete_step, restore_containers, containers)
-    stack.callback(complete_step, _restore_slots, slotted)
-    stack.callback(complete_step, _restore_classes, class_states)
-    stack.callback(complete_step, _restore_globals, [(one, value) for one, value in variables if one.is_assigned])
-    return tensors
+
+    def __init__(self, roots: list[Any]) -> None:
+        self.containers: list[tuple[Any, Any]] = []
+        self.slots: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = []
+        self.generators: list[tuple[torch.Generator, Tensor]] = []
+        self.tensors: list[Tensor] = []
+        visited: set[int] = set()
+        pending = roots
+        while pending:
+            # Most items are the many empty dicts of hooks: so this is a flat pass.
+            level, pending = pending, []
+            for item in [item for item in level if item.__class__ not in _ATOMS]:
+                if id(item) not in visited:
+                    visited.add(id(item))
+                    self._add(item, pending)
+
+    def _add(self, item: Any, pending: list[Any]) -> None:
+        cls: Any = type(item)
+        if isinstance(item, CONTAINERS):
+            contents = copy_container(item) if item else ()
+            self.containers.append((item, contents))
+            if contents:
+                pending.extend(contents.values() if isinstance(contents, dict) else contents)
+        elif isinstance(item, Tensor):
+            self.tensors.append(item)
+        elif isinstance(item, tuple):
+            pending.extend(item)
+        elif isinstance(item, torch.Generator):
+            self.generators.append((item, item.get_state()))
+        elif isinstance(item, nn.Module) or _has_own_state(cls):  # a module in a list is a hidden part of the model
+            pending.append(dict_of(item))
+            if slots := _slots_of(cls):
+                attributes = attributes_of(item)
+                values = {name: attributes[name] for name in slots if name in attributes}
+                self.slots.append((item, slots, values))
+                pending.extend(values.values())
 
 
 _ATOMS = frozenset((str, int, float, bool, type(None), type, FunctionType, property, staticmethod, classmethod))
