@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -86,13 +85,8 @@ class TensorStore:
         """Stop adding tensors; those in the store stay available."""
 
     def _check_name(self, name: str) -> None:
-        if name not in self.names:
-            raise unknown_name_error(name, self.names)
-
-
-def unknown_name_error(name: str, names: Sequence[str]) -> NoMatch:
-    """Return the error for a name that was not recorded."""
-    return NoMatch(f"nothing was recorded as {name!r}; there is {', '.join(map(repr, names)) or 'nothing'}")
+        if name not in (names := self.names):
+            raise NoMatch(f"nothing was recorded as {name!r}; there is {', '.join(map(repr, names)) or 'nothing'}")
 
 
 def memory_bytes(tensor: Tensor) -> int:
