@@ -623,7 +623,7 @@ def test_stages_refuse_what_is_not_theirs() -> None:
     with pytest.raises(BadInputs, match=r"arguments of the head"):
         head(x, x)
     _, later = mt.split(model, x, at="layer2")
-    with pytest.raises(BadBoundary, match=r"of a cut at 'layer1', and this stage goes on at 'layer2'"):
+    with pytest.raises(BadBoundary, match=r"expected a boundary of the cut at 'layer2', got one of 'layer1'"):
         later(boundary)
 
 
