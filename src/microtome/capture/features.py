@@ -81,7 +81,7 @@ class Features(Mapping[str, Any]):
         (batch, channels, height, width): a map for each channel. (batch, tokens, channels): a map for each channel
         with `grid`, else one map with a row for each token. (batch, channels): one row.
 
-        Args:
+        Options:
             sample: The index in the batch.
             channels: The maximum number of channels, starting from the first; by default 64.
             grid: The height and width of the image in patches, which are the last tokens.

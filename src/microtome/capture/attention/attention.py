@@ -159,6 +159,8 @@ class Attention(Sequence[Tensor]):
         Args:
             image: (3, H, W), (H, W, 3) or (H, W), or a batch of the first; integers from 0 to 255, or other numbers,
                 which are scaled; or a PIL image.
+
+        Options:
             layer: The address or position of the layer, by default the last.
             head: The position among the captured heads; `"all"`: each, side by side; None: their mean.
             row: The position among the captured query rows: the first is the class token's, if the model has one.
