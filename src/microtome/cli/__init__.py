@@ -60,7 +60,10 @@ _COMMANDS = (
 )
 
 
-@click.group(cls=_Commands, commands=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
+
+
+@click.group(cls=_Commands, commands=_COMMANDS, context_settings=_SETTINGS)
 @click.version_option(__version__, prog_name="microtome")
 def main() -> None:
     """Profile, trace, cut and serve a PyTorch model at any layer."""

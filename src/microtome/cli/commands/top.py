@@ -16,7 +16,7 @@ from microtome.report.top import as_json, text
 
 @click.command()
 @model_options("device")
-@click.option("-n", "n", type=click.IntRange(min=1), default=10, metavar="K", help="Show K layers (default: 10).")
+@click.option("-n", "n", type=click.IntRange(min=1), default=10, metavar="K", help="Show K layers.")
 @click.option("--time", is_flag=True, help="Also measure the time of each layer.")
 @output_options("json")
 def top(*, model: ModelOptions, n: int, time: bool, outputs: Outputs) -> None:

@@ -109,7 +109,7 @@ _OPTIONS = {
         "--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load weights from this file."
     ),
     "stages": click.option(
-        "--stages", metavar="FOLDER", help="Use the stage of this machine that `microtome split` wrote to this folder."
+        "--stages", metavar="FOLDER", help="Load only this side's stage from a folder that `microtome split` wrote."
     ),
     "meta": click.option(
         "--meta", is_flag=True, help="Build the model on the meta device, without allocating weights."
