@@ -64,7 +64,7 @@ def preserve_random_states(classes: Iterable[type], devices: Iterable[torch.devi
     before = [(generator, generator.get_state(), generator.initial_seed()) for generator in generators]
     python = random.getstate()
     numpy = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state(legacy=False)
+    numpy_before, numpy_key = None if numpy is None else numpy.random.get_state(legacy=False), numpy_state()
     use = RandomUse()
     _open.append(use)
     try:
@@ -79,16 +79,19 @@ def preserve_random_states(classes: Iterable[type], devices: Iterable[torch.devi
                 generator.set_state(state)
         if random.getstate() != python and (is_alone or code_refers_to(classes, "random")):
             random.setstate(python)
-        has_changed = numpy is not None and _plain(numpy.random.get_state(legacy=False)) != _plain(numpy_state)
+        has_changed = numpy is not None and numpy_state() != numpy_key
         if numpy is not None and has_changed and (is_alone or code_refers_to(classes, "numpy")):
-            numpy.random.set_state(numpy_state)
+            numpy.random.set_state(numpy_before)
 
 
-def _plain(state: Any) -> Any:
-    """The state of a numpy bit generator with lists in place of arrays, which can be compared."""
-    if isinstance(state, dict):
-        return {name: _plain(part) for name, part in state.items()}
-    return state.tolist() if hasattr(state, "tolist") else state
+def numpy_state() -> Any:
+    """The state of numpy's global generator in a form that can be compared; None while numpy is not imported."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    state = numpy.random.get_state(legacy=False)
+    parts = [part.tobytes() if hasattr(part, "tobytes") else part for part in state["state"].values()]
+    return parts, state.get("has_gauss"), state.get("gauss")
 
 
 def code_refers_to(classes: Iterable[type], package: str) -> bool:

@@ -16,7 +16,7 @@ from microtome.devices.base import default_generators
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.pytree import tensors_in
-from microtome.engine.random_states import code_refers_to
+from microtome.engine.random_states import code_refers_to, numpy_state
 from microtome.engine.torch_internals import OpOverload
 from microtome.flops.composite import AttentionArguments
 from microtome.inputs import Inputs
@@ -143,16 +143,7 @@ class PythonDrawProbe(Probe):
         self.exit(call, (), {}, None)
 
 
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    state = numpy.random.get_state(legacy=False)
-    parts = [part.tobytes() if hasattr(part, "tobytes") else part for part in state["state"].values()]
-    return parts, state.get("has_gauss"), state.get("gauss")
-
-
-_STATES: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy": _numpy_state}
+_STATES: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy": numpy_state}
 _NAMES = {"random": "Python's random", "numpy": "numpy.random"}
 
 
