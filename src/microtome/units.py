@@ -47,11 +47,15 @@ _FRACTIONS = {"seconds": _fractions("s"), "joules": _fractions("J"), "watts": _f
 def _fitting(number: float, unit: str) -> tuple[float, str]:
     """Return the value and the name of the multiple or fraction of a unit that suits a number."""
     if unit in _FRACTIONS:
-        fractions = _FRACTIONS[unit]
-        return next((one for one in fractions if abs(number) >= one[0]), fractions[-1] if number else fractions[0])
-    step = 1024 if unit == "bytes" else 1000
-    multiples = _MULTIPLES[unit]
-    return next((one for one in multiples if abs(number) >= one[0] * (1 - 0.5 / step)), multiples[-1])
+        units, rounding = _FRACTIONS[unit], 1.0
+    else:
+        units, rounding = _MULTIPLES[unit], 1 - 0.5 / (1024 if unit == "bytes" else 1000)
+    if not number:
+        return units[0] if unit in _FRACTIONS else units[-1]
+    for one in units:
+        if abs(number) >= one[0] * rounding:
+            return one
+    return units[-1]
 
 
 def _digits(scaled: float) -> int:

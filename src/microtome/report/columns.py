@@ -47,16 +47,7 @@ class CallColumn:
         unit = self.metric.unit
         if self.part == "interval":
             return interval(getattr(row, "spreads", {}).get(self.metric.name), partial(write, unit=unit))
-        return self.number(row, partial(write, unit=unit))
-
-    def number(self, row: Any, write_: Write) -> str:
-        """Return the cell with its number formatted by `write_`; parameters that count elsewhere are in brackets."""
-        assert self.metric is not None
-        text = write_(self.metric.of(row))
-        shared = self.metric.name == "params" and getattr(row, "shared_params", None)
-        if not shared:
-            return text
-        return f"{text} (+{write_(shared)})" if row.params else f"({write_(shared)})"
+        return write_metric(self.metric, row, partial(write, unit=unit))
 
     def raw(self, row: Any, record: dict[str, Any], profile: Profile) -> dict[str, Any]:
         """Return the fields of a file, with raw numbers.
@@ -83,6 +74,15 @@ class CallColumn:
     def is_shown(self, profile: Profile) -> bool:
         """Whether a table shows the column by default."""
         return self.is_default and (not self.needs or METRICS[self.needs].of(profile.total) is not None)
+
+
+def write_metric(metric: Metric, row: Any, write_: Write) -> str:
+    """Format the value of a metric by `write_`; parameters that count elsewhere are in brackets."""
+    text = write_(metric.of(row))
+    shared = metric.name == "params" and getattr(row, "shared_params", None)
+    if not shared:
+        return text
+    return f"{text} (+{write_(shared)})" if row.params else f"({write_(shared)})"
 
 
 #: A property of groups, which calls do not have.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from microtome.report.columns import AT_LEAST, OWN, CallColumn, at_least, columns_of, leaves_out
+from microtome.report.columns import AT_LEAST, OWN, CallColumn, at_least, columns_of, leaves_out, write_metric
 from microtome.report.notes import profile_notes
 from microtome.report.row_selection import RowSelection, check, deepest, depth_of, rows_of, whole_tree
 from microtome.report.table import Bar, Cell, Column, Line, Medium, Note, Report, Table, plain
@@ -115,7 +115,7 @@ def _texts(
     numbers = [metric.of(row) for row in every]
     numbers += [getattr(row, "shared_params", 0) for row in every if metric.name == "params"]
     if medium == "terminal" and metric.unit in SCALED and (scale := scale_of_all(numbers, metric.unit)) is not None:
-        cells = [column.number(row, scale.write) for row in every]
+        cells = [write_metric(metric, row, scale.write) for row in every]
         unit = scale.unit
     if metric.counted_by is not None and profile.coverage.unknown:
         marks = [*map(leaves_out(profile, metric, view.by), rows), leaves_out(profile, metric, None)(profile.total)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from html import escape
 
-from microtome.report.columns import CallColumn
+from microtome.report.columns import write_metric
 from microtome.report.notes import interval
 from microtome.report.row_selection import fitting_depth, name_in_tree
 from microtome.results.measurements import Alive, Timeline
@@ -82,7 +82,7 @@ def _cell(row: Row, metric: Metric, whole: float | None) -> str:
     value = metric.of(row)
     if value is None:
         return f'<td class="n" title="{escape(metric.why_not_each)}">{UNKNOWN}'
-    text = CallColumn(metric.header, metric).number(row, partial(write, unit=metric.unit))
+    text = write_metric(metric, row, partial(write, unit=metric.unit))
     bar = round(100 * min(max(value / whole, 0), 1)) if whole else 0
     return f'<td class="n b{bar}">{text}{_whisker(row, metric, whole)}'
 
