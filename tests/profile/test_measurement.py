@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import suppress
 from typing import Any
 
@@ -277,3 +278,16 @@ def test_a_row_of_its_own_has_no_spread_of_the_whole() -> None:
 def test_options_of_a_wrong_type_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadQuery, match=message):
         mt.profile(nn.Linear(2, 2), "1x2", **options)
+
+
+def test_copies_of_inputs_are_freed_without_garbage_collection() -> None:
+    model, x = nn.Sequential(nn.Linear(5, 3), nn.ReLU()), torch.randn(7, 5)
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            mt.profile(model, x, measure=["time", "memory"], repeat=3)
+        copies = [one for one in gc.get_objects() if type(one) is Tensor and one.shape == x.shape and one is not x]
+    finally:
+        gc.enable()
+    assert copies == []

@@ -189,7 +189,7 @@ class _TensorFactory:
 
     def __init__(self, tensor_mode: TensorMode, from_tensor: Callable[[Tensor], Tensor] | None = None) -> None:
         self._mode = tensor_mode
-        self._make = from_tensor or self._copy
+        self._from_tensor = from_tensor  # no bound method: a cycle would keep the copies until garbage collection
         self._substitutes: dict[int, Tensor] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
 
@@ -199,7 +199,8 @@ class _TensorFactory:
         if self._mode != "real" and type(tensor) not in _PLAIN:
             raise CannotSubstitute(f"a {type(tensor).__name__} may behave differently than a tensor")
         if id(tensor) not in self._substitutes:
-            self._substitutes[id(tensor)] = _with_metadata(self._make(tensor), tensor)
+            make = self._from_tensor or self._copy
+            self._substitutes[id(tensor)] = _with_metadata(make(tensor), tensor)
         return self._substitutes[id(tensor)]
 
     def _copy(self, tensor: Tensor) -> Tensor:
