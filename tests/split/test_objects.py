@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -248,3 +250,25 @@ class Packed(nn.Module):
         packed = pack_padded_sequence(self.embed(ids), lengths, batch_first=True, enforce_sorted=False)
         hidden, _ = self.gru(packed)
         return self.last(pad_packed_sequence(hidden, batch_first=True)[0])
+
+
+VALUES: list[tuple[Any, Any]] = [
+    ({1, 2}, {1, 3}),
+    (frozenset({"a"}), frozenset({"a", "b"})),
+    ({torch.ones(1)}, {torch.zeros(1)}),
+    (np.ones(3), np.zeros(3)),
+    (np.ones(3), np.ones(4)),
+    (np.array([1, "a"], dtype=object), np.array([1, "b"], dtype=object)),
+    (1 + 2j, 1 + 3j),
+    (range(3), range(4)),
+    (bytearray(b"a"), bytearray(b"b")),
+    (torch.device("cpu"), torch.device("meta")),
+    (torch.float16, torch.float32),
+    (float("nan"), 1.0),
+]
+
+
+@pytest.mark.parametrize(("value", "other"), VALUES, ids=repr)
+def test_values_of_every_kind_are_compared(value: Any, other: Any) -> None:
+    assert len(list(differences([value], [other]))) == 1
+    assert not list(differences([value], [deepcopy(value)]))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from microtome.engine.attributes import attributes_of
-from microtome.engine.pytree import DATACLASS, MAPPING, SEQUENCE, node_type
+from microtome.engine.pytree import DATACLASS, MAPPING, SEQUENCE, SET, node_type
 from microtome.files.tensors import resolve_lazy_bits
 
 _MAX_DEPTH = 12  # an object may contain itself
@@ -45,12 +46,41 @@ def differences(value: Any, expected: Any, path: str = "", depth: int = 0) -> It
         for (key, item), other in zip(node.items(value), node.children(expected), strict=True):
             step = f".{key}" if node is DATACLASS else f"[{key!r}]"
             yield from differences(item, other, path + step, depth + 1)
+    elif node is SET:  # tensors are hashed by identity, so items are matched by value
+        if len(value) != len(expected) or not all(any(_is_same(item, other) for other in expected) for item in value):
+            yield Difference(path, f"a {type(value).__name__} with other items")
     elif isinstance(value, bool | int | float | str | bytes | torch.Size):
         is_nan = value != value and expected != expected
         if value != expected and not is_nan:
             yield Difference(path, f"{value!r} instead of {expected!r}")
-    elif not isinstance(value, nn.Module | type) and not callable(value):
-        yield from differences(attributes_of(value), attributes_of(expected), path, depth + 1)
+    elif isinstance(value, torch.dtype | torch.layout | torch.memory_format | Enum | type):  # compared by identity
+        yield Difference(path, f"{value} instead of {expected}")
+    elif hasattr(value, "__array_interface__"):  # of numpy, which may not be imported
+        yield from _compare_arrays(value, expected, path, depth)
+    elif not isinstance(value, nn.Module) and not callable(value):
+        if attributes := attributes_of(value):
+            yield from differences(attributes, attributes_of(expected), path, depth + 1)
+        elif _defines_equality(type(value)) and value != expected:
+            yield Difference(path, f"{value!r:.80} instead of {expected!r:.80}")
+
+
+def _defines_equality(cls: Any) -> bool:
+    """Whether `==` compares more than identity."""
+    return cls.__eq__ is not object.__eq__
+
+
+def _is_same(value: Any, expected: Any) -> bool:
+    return next(differences(value, expected), None) is None
+
+
+def _compare_arrays(array: Any, expected: Any, path: str, depth: int) -> Iterator[Difference]:
+    if array.shape != expected.shape or array.dtype != expected.dtype:
+        kinds = [f"{one.shape} {one.dtype}" for one in (array, expected)]
+        yield Difference(path, f"{kinds[0]} instead of {kinds[1]}")
+    elif array.dtype.hasobject:  # its bytes are addresses
+        yield from differences(array.tolist(), expected.tolist(), path, depth + 1)
+    elif array.tobytes() != expected.tobytes():
+        yield Difference(path, f"an array of {array.dtype} with other numbers")
 
 
 def _compare_tensors(tensor: Tensor, expected: Tensor, path: str) -> Iterator[Difference]:
