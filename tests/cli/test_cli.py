@@ -52,5 +52,21 @@ def test_a_wrong_word_is_one_clear_message_and_exit_code_2(words: list[str], mes
     assert "Traceback" not in done.output
 
 
+@pytest.mark.parametrize("words", [["doctor"], ["track", "zoo:tiny-vit"], ["models"], ["top", "zoo:tiny-vit"]])
+def test_a_file_that_cannot_be_written_is_an_error_before_the_run(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise AssertionError("the command ran")
+
+    monkeypatch.setattr("microtome.cli.commands.doctor.checkup", fail)
+    monkeypatch.setattr("microtome.zoo.listing", fail)
+    monkeypatch.setattr("microtome.cli.options.model.ModelOptions.resolve", fail)
+    done = microtome(*words, "--json", str(tmp_path / "none" / "x.json"))
+    assert (done.exit_code, done.exception.__class__) == (2, SystemExit)
+    assert "x.json': No such file or directory" in done.output
+    assert "Is a directory" in microtome(*words, "--json", str(tmp_path)).output
+
+
 def test_version() -> None:
     assert microtome("--version").output.strip() == f"microtome, version {__version__}"

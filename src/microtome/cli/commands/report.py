@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from microtome.cli.commands.diff import load_profile
-from microtome.cli.options.outputs import check_opened, open_option, open_page
+from microtome.cli.options.outputs import check_opened, check_writable, open_option, open_page
 from microtome.results.base import write
 
 
@@ -18,6 +18,8 @@ from microtome.results.base import write
 def report(profile: str, html_file: str, cuts: str | None, compare: str | None, *, is_opened: bool) -> None:
     """Write a profile that `microtome profile --json` wrote as one self-contained HTML page."""
     check_opened(html_file, is_opened=is_opened)
+    if html_file != "-":
+        check_writable(html_file)
     result = load_profile(profile)
     page = result.to_html(cuts=cuts, compare=compare)
     if html_file == "-":

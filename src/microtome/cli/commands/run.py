@@ -13,7 +13,7 @@ import click
 
 from microtome.cli.options.connection import connection_options, server_option
 from microtome.cli.options.model import ModelOptions, model_options
-from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.options.outputs import Outputs, check_distinct, output_options
 from microtome.cli.progress import show_progress
 from microtome.cli.samples import count_samples, read_batches, single_tensor
 from microtome.cli.tensor_files import open_tensors
@@ -74,7 +74,7 @@ def run(
 
     if data is not None and repeat is not None:
         raise click.UsageError("choose one of --data and --repeat")
-    Outputs(outputs.files | {"to": to})  # checks that no two write to the same file
+    check_distinct(outputs.files | {"to": to})
     target, example = model.load(0)
     items, total = _make_items(data, repeat or 100, batch, example)
     with show_progress(f"connecting to {server}"):

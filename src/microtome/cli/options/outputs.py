@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import webbrowser
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
@@ -11,6 +13,7 @@ from typing import Any
 import click
 
 from microtome.cli.progress import print_notes
+from microtome.errors import BadFile
 from microtome.results.base import Result, write
 from microtome.units import size
 
@@ -19,8 +22,8 @@ _HELP = {
     "csv": "Write CSV with raw numbers; - for stdout.",
     "md": "Write a Markdown table; - for stdout.",
     "html": "Write a self-contained HTML page; - for stdout.",
-    "perfetto": "Write a trace for https://ui.perfetto.dev.",
-    "speedscope": "Write a trace for https://www.speedscope.app.",
+    "perfetto": "Write a trace for https://ui.perfetto.dev; - for stdout.",
+    "speedscope": "Write a trace for https://www.speedscope.app; - for stdout.",
     "svg": "Write an SVG picture; - for stdout.",
     "dot": "Write a Graphviz graph; - for stdout.",
     "measure_codecs": "Measure codecs on this machine, and write their costs as JSON.",
@@ -34,14 +37,10 @@ class Outputs:
 
     def __init__(self, files: Mapping[str, str | None]) -> None:
         self.files = dict(files)
-        options: dict[str, str] = {}
-        for name, file in files.items():
-            if file == "":
-                raise click.UsageError(f"{_flag(name)}: expected the name of a file, or - for stdout")
-            if file in options:
-                raise click.UsageError(f"{options[file]} and {_flag(name)} both write to {file!r}")
-            if file is not None:
-                options[file] = _flag(name)
+        check_distinct(files)
+        for file in files.values():
+            if file not in (None, "-"):
+                check_writable(file)
 
     def write_result(
         self, result: Result, shown: Callable[[], str] | None = None, **formats: Callable[[], str]
@@ -83,6 +82,32 @@ def output_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
         return wrapper
 
     return decorate
+
+
+def check_distinct(files: Mapping[str, str | None]) -> None:
+    """Raise if two options write to the same file, or if the name of one is empty."""
+    options: dict[str, str] = {}
+    for name, file in files.items():
+        if file == "":
+            raise click.UsageError(f"{_flag(name)}: expected the name of a file, or - for stdout")
+        if file in options:
+            raise click.UsageError(f"{options[file]} and {_flag(name)} both write to {file!r}")
+        if file is not None:
+            options[file] = _flag(name)
+
+
+def check_writable(file: str) -> None:
+    """Raise if a file cannot be written, before the run whose results it is for."""
+    path = Path(file)
+    if path.is_dir():
+        code = errno.EISDIR
+    elif not path.parent.is_dir():
+        code = errno.ENOENT
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        code = errno.EACCES
+    else:
+        return
+    raise BadFile(f"cannot write {file!r}: {os.strerror(code)}")
 
 
 def _flag(name: str) -> str:
