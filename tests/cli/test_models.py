@@ -21,6 +21,27 @@ class Net(nn.Linear):
         assert name in (None, "plain words")
 """
 
+FAILING_BACKWARD = """
+import torch
+
+class Refuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("no gradient")
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return Refuse.apply(x * self.weight)
+"""
+
 
 def microtome(*words: str) -> Result:
     return CliRunner().invoke(main, words)
@@ -41,7 +62,7 @@ def test_every_source_is_listed() -> None:
 
 def test_a_pattern_is_matched_against_the_whole_name() -> None:
     assert microtome("models", "zoo:tiny-[rv]*").stdout.split() == ["zoo:tiny-resnet", "zoo:tiny-vit"]
-    assert microtome("models", "*:resnet50").stdout.split() == ["timm:resnet50", "torchvision:resnet50"]
+    assert microtome("models", "*:resnet50").stdout.split() == ["torchvision:resnet50", "timm:resnet50"]
 
 
 def test_names_as_json(tmp_path: Path) -> None:
@@ -54,15 +75,32 @@ def test_names_as_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("tiny-vot", "no model matches '*tiny-vot*'"),
+        ("tiny-vot", "no model matches 'tiny-vot': a word matches anywhere in the name"),
         ("zoo:tiny-vot*", "Near: zoo:tiny-vit"),
-        ("nowhere:*", "no model matches 'nowhere:*'"),
+        ("nowhere:*", "there is no source 'nowhere' of models: expected one of zoo, torchvision, timm, hf\n"),
+        (
+            "torchvison:resnet50",
+            "of models: did you mean 'torchvision'? expected one of zoo, ",
+        ),
     ],
 )
 def test_a_pattern_that_fits_nothing(pattern: str, message: str) -> None:
     done = microtome("models", pattern)
     assert (done.exit_code, done.stdout) == (2, "")
     assert message in done.stderr
+
+
+def test_a_misspelled_name_of_two_sources_is_suggested_in_their_order() -> None:
+    assert list(zoo.sources.SOURCES) == ["zoo", "torchvision", "timm", "hf"]
+    error = microtome("profile", "resnet50").stderr
+    assert error.index("torchvision:resnet50") < error.index("timm:resnet50")
+
+
+def test_a_failing_backward_is_one_clear_message(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FAILING_BACKWARD)
+    done = microtome("track", f"{tmp_path}/net.py:Net", "--input", "2")
+    assert done.exit_code == 2
+    assert "does not run on Inputs(2:float32): RuntimeError: no gradient" in done.stderr
 
 
 def test_packages_that_are_not_installed_are_said_beside_the_list(monkeypatch: pytest.MonkeyPatch) -> None:

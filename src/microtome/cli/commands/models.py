@@ -17,8 +17,8 @@ from microtome.cli.progress import print_notes
 def models(pattern: str | None, *, outputs: Outputs) -> None:
     """List the available models.
 
-    PATTERN must match the whole name, such as 'torchvision:resnet*'. Models in Python code are not listed; name them
-    package.module:Name or ./file.py:Name.
+    PATTERN: a word matches anywhere in the name; a pattern such as 'torchvision:resnet*' must match all of it. Models
+    in Python code are not listed; name them package.module:Name or ./file.py:Name.
     """
     listing = zoo.listing(pattern)
     print_notes(listing.notes)

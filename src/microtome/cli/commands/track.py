@@ -55,9 +55,8 @@ def _run(model: ModelOptions) -> list[_TrackRow]:
     def number(call: Call, phase: Phase) -> None:
         order[phase].setdefault(call, len(order[phase]) + 1)
 
-    with track_model(resolved.model, on_enter=number):
-        with wrap_model_errors(model.name, resolved.inputs):
-            output = resolved.inputs.run(resolved.model)
+    with track_model(resolved.model, on_enter=number), wrap_model_errors(model.name, resolved.inputs):
+        output = resolved.inputs.run(resolved.model)
         losses = [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]
         if losses:  # none if the model returns indices, or runs without gradients
             torch.stack(losses).sum().backward()

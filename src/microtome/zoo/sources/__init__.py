@@ -1,19 +1,15 @@
-"""Sources of models, one file each: `gs.py` with `PREFIX = "gs"`, `names` and `find` adds `gs:NAME`.
+"""Sources of models. To add `gs:NAME`, write `gs.py` with `PREFIX = "gs"`, `names` and `find`, and import it here.
 
 `python.py` has no prefix: it is the fallback for `package.module:NAME` and `./file.py:NAME`.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import iter_modules
-from typing import cast
-
+from microtome.zoo.sources import builtin, hf, timm, torchvision
 from microtome.zoo.sources.base import ModelSource
 
-_MODULES = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+#: In the order in which models are listed and suggested.
+_MODULES: tuple[ModelSource, ...] = (builtin, torchvision, timm, hf)
 
 #: The sources by their prefixes.
-SOURCES: dict[str, ModelSource] = {
-    module.PREFIX: cast("ModelSource", module) for module in _MODULES if hasattr(module, "PREFIX")
-}
+SOURCES = {module.PREFIX: module for module in _MODULES}

@@ -32,7 +32,13 @@ class ModelSpec:
 
 
 class ModelSource(Protocol):
-    """The functions that a module of this package defines."""
+    """The names that a module of this package defines.
+
+    Attributes:
+        PREFIX: The word before the colon in the names of its models.
+    """
+
+    PREFIX: str
 
     def names(self) -> Sequence[str]:
         """List the models of this source."""
