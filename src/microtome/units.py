@@ -6,6 +6,8 @@
 ('591 KiB', '512 B')
 >>> seconds(0.00123), seconds(2.5)
 ('1.23 ms', '2.5 s')
+>>> seconds(-1e-10), seconds(-2e-9)
+('0 s', '-2 ns')
 >>> joules(0.00123), watts(687.4)
 ('1.23 mJ', '687 W')
 >>> rate(2_500_000), rate(125)
@@ -74,8 +76,9 @@ def _multiple(number: float | None, unit: str) -> str:
 def _fraction(number: float | None, unit: str) -> str:
     if number is None:
         return UNKNOWN
-    value, name = _fitting(number if abs(number) >= 0.5e-9 else 0.0, unit)
-    return f"{number / value:.0f} {name}" if value == 1e-9 or abs(number) < 0.5e-9 else f"{number / value:.3g} {name}"
+    number = 0.0 if abs(number) < 0.5e-9 else number  # less than a half would be written as "-0 s"
+    value, name = _fitting(number, unit)
+    return f"{number / value:.0f} {name}" if value == 1e-9 else f"{number / value:.3g} {name}"
 
 
 def count(number: float | None) -> str:

@@ -74,10 +74,14 @@ class Several:
     pair = (torch.zeros(1, 2), torch.ones(1, 3))
 
 
+def test_a_negative_part_counts_from_the_last() -> None:
+    assert (plot(Several.pair, "x", part=-1).pixels == plot(Several.pair, "x", part=1).pixels).all()
+
+
 @pytest.mark.parametrize(
     ("value", "options", "words"),
     [
-        (Several.pair, {}, "'x' returned 2 tensors: choose one with part=0 to part=1"),
+        (Several.pair, {}, "'x' returned 2 tensors: expected part= from -2 to 1, got None"),
         (Several.pair, {"part": 2}, "expected one of 2 parts, got part 2"),
         ("text", {}, "'x' returned no tensor"),
         (torch.zeros(3), {}, "expected 'x' to be (batch, channels, height, width), "),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -81,6 +82,7 @@ def test_a_note_goes_with_its_column(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setenv("COLUMNS", "80")
     assert "of the last" in text(report)
+    assert "without columns" in text(replace(report, notes=(Note("without columns", ()),)))
     monkeypatch.setenv("COLUMNS", "40")
     assert text(report).splitlines()[-2:] == ["always", "no room for: last"]
 

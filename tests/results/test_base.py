@@ -8,6 +8,7 @@ import pytest
 
 from microtome.errors import BadFile
 from microtome.results.base import Result, parse
+from microtome.results.profile import Profile
 from tests.report.test_foreign_text import RESULTS
 
 
@@ -21,6 +22,13 @@ def test_a_result_is_read_as_it_was_written(result: Result) -> None:
     assert type(again) is type(result)
     assert again.to_json() == result.to_json()
     assert str(again) == str(result)
+
+
+def test_a_subclass_has_the_kind_of_its_base() -> None:
+    class Mine(Profile):
+        pass
+
+    assert (Mine.kind, Mine.schema) == (Profile.kind, Profile.schema)
 
 
 def test_fields_that_a_class_does_not_have_are_ignored(result: Result) -> None:

@@ -86,7 +86,7 @@ class Features(Mapping[str, Any]):
             channels: The maximum number of channels, starting from the first; by default 64.
             grid: The height and width of the image in patches, which are the last tokens.
             scale: `"each"` scales each channel by its own minimum and maximum, `"all"` by common ones.
-            part: The index of the tensor, if the module returns several.
+            part: The index of the tensor, if the module returns several; negative: from the last.
         """
         return render("pictures.activation.plot", self[name], name, **options)
 

@@ -155,7 +155,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Note:
-    """A sentence that is shown only with one of its columns."""
+    """A sentence that is shown only with one of its columns; always if it has none."""
 
     text: str
     columns: tuple[Column, ...]
@@ -185,7 +185,7 @@ class Report:
         return [
             note if isinstance(note, str) else note.text
             for note in self.notes
-            if isinstance(note, str) or any(column in columns for column in note.columns)
+            if isinstance(note, str) or not note.columns or any(column in columns for column in note.columns)
         ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:

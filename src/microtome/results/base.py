@@ -13,7 +13,8 @@ from microtome.files.reading import JSON_LIMIT, File, parse_json, read_bytes, tr
 from microtome.files.types import find_mismatch, from_plain, to_plain
 from microtome.files.writing import translate_write_errors
 
-#: Returns the renderer of a name such as `"formats.text"`; `microtome.report`, which results do not import, sets it.
+#: Returns the renderer of a name such as `"formats.text"`.
+#: `microtome/__init__.py` sets it, since results do not import `microtome.report`.
 _find_renderer: Callable[[str], Callable[..., Any]] | None = None
 #: The module and the class of each kind of result, imported when a file of that kind is read.
 _KINDS = {
@@ -35,7 +36,7 @@ def register_renderers(find: Callable[[str], Callable[..., Any]]) -> None:
 
 def render(name: str, *args: Any, **options: Any) -> Any:
     """Call a renderer by its name."""
-    assert _find_renderer is not None, "microtome/__init__.py imports microtome.report, which registers its renderers"
+    assert _find_renderer is not None, "microtome/__init__.py registers the renderers of microtome.report"
     return _find_renderer(name)(*args, **options)
 
 
@@ -50,8 +51,10 @@ class Result:
     kind: ClassVar[str]
     schema: ClassVar[int]
 
-    def __init_subclass__(cls, *, kind: str, schema: int = 1) -> None:
-        cls.kind, cls.schema = kind, schema
+    def __init_subclass__(cls, *, kind: str | None = None, schema: int = 1, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if kind is not None:  # else as in the base class
+            cls.kind, cls.schema = kind, schema
 
     def __str__(self) -> str:
         text: str = render("formats.text", self)

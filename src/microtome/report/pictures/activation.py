@@ -51,7 +51,10 @@ def _tensor(value: Any, name: str, part: int | None) -> Tensor:
     if not tensors:
         raise BadQuery(f"{name!r} returned no tensor, so there is nothing to draw")
     if part is None and len(tensors) > 1:
-        raise BadQuery(f"{name!r} returned {len(tensors)} tensors: choose one with part=0 to part={len(tensors) - 1}")
+        raise BadQuery(
+            f"{name!r} returned {len(tensors)} tensors: "
+            f"expected part= from {-len(tensors)} to {len(tensors) - 1}, got None"
+        )
     tensor = pick(tensors, part or 0, "part").detach().cpu()
     return tensor.abs().float() if tensor.is_complex() else tensor.float()
 
