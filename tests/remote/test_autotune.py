@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import microtome as mt
 from microtome.errors import RemoteError
+from microtome.remote import autotune
 from microtome.remote.autotune import Autotuner, route_of
 from microtome.remote.connection import Connection
 from microtome.remote.request import Route
@@ -162,3 +164,23 @@ def test_the_link_is_measured_both_ways() -> None:
     assert found.up_bytes_per_s > 0
     assert found.down_bytes_per_s > 0
     assert found.link.rtt_s == found.rtt_s
+
+
+def test_the_link_is_measured_after_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def log_calls(name: str) -> None:
+        function = getattr(autotune, name)
+
+        def logged(*args: Any, **options: Any) -> Any:
+            order.append(name)
+            return function(*args, **options)
+
+        monkeypatch.setattr(autotune, name, logged)
+
+    for name in ("profile", "codec_costs", "fetch_profile", "measure_link"):
+        log_calls(name)
+    model, x = small()
+    with mt.serve(model, x, listen="127.0.0.1:0") as server, mt.connect(model, x, server.address):
+        assert sorted(order) == ["codec_costs", "fetch_profile", "measure_link", "profile"]
+        assert order[-1] == "measure_link"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import grpc
@@ -22,6 +25,7 @@ from microtome import __version__, zoo
 from microtome.errors import BadInputs, BadQuery, NoMatch, RemoteError
 from microtome.remote import protocol
 from microtome.remote.client import Remote
+from microtome.remote.request import RemoteRequest
 from microtome.remote.server import Server
 from tests.marks import slow
 from tests.split.test_aliases import Both, runs
@@ -665,3 +669,42 @@ def test_a_server_that_cannot_listen_leaves_no_threads(resnet: tuple[nn.Module, 
     with pytest.raises(BadQuery, match="cannot listen on"):
         mt.serve(*resnet, listen=server.address)
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("microtome")]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def becomes_true(condition: Callable[[], bool], timeout: float = 60.0) -> bool:
+    deadline = monotonic() + timeout
+    while not condition() and monotonic() < deadline:
+        sleep(0.01)
+        gc.collect()
+    return condition()
+
+
+def test_an_idle_connection_keeps_no_input_alive(resnet: tuple[nn.Module, Tensor], server: Server) -> None:
+    model, x = resnet
+    with connected(model, x, server, "layer1") as remote:
+        image = torch.randn(1, 3, 32, 32)
+        freed = weakref.ref(image)
+        remote(image)
+        del image
+        assert becomes_true(lambda: freed() is None, 10)
+
+
+def test_a_suspended_stream_keeps_no_answered_request_alive(resnet: tuple[nn.Module, Tensor], server: Server) -> None:
+    model, x = resnet
+    ended = threading.Event()
+
+    def items() -> Iterator[Tensor]:
+        yield x
+        ended.wait()
+
+    with connected(model, x, server, "layer1") as remote:
+        outputs = remote.stream(items())
+        next(outputs)
+        try:
+            assert becomes_true(lambda: not any(isinstance(one, RemoteRequest) for one in gc.get_objects()), 10)
+        finally:
+            ended.set()
+            list(outputs)

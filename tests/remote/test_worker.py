@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import threading
 
-from microtome.remote.worker import _Gate
+from microtome.remote import protocol
+from microtome.remote.worker import QueuedRequest, _Gate
+
+
+def test_a_resolved_request_holds_no_data() -> None:
+    request = QueuedRequest(protocol.Request(id="a"), memoryview(b"a boundary that cannot be decoded"))
+    held: list[object] = []
+    request.reply.add_done_callback(lambda _: held.append(request.data))  # the reservation is released here
+    request.resolve(b"")
+    assert held == [None]
 
 
 def test_who_wants_to_be_alone_is_let_in_though_others_never_pause() -> None:

@@ -21,10 +21,13 @@ from microtome.remote.request import Route
 from microtome.remote.server_probe import fetch_profile, measure_link
 from microtome.results.link import Link, LinkMeasurement
 from microtome.results.plan import Candidate, Plan
+from microtome.split.codecs import COMPRESSORS
 from microtome.units import rate, seconds
 
 if TYPE_CHECKING:
+    from microtome.results.codec_costs import CodecCosts
     from microtome.results.cuts import Cuts
+    from microtome.results.profile import Profile
     from microtome.results.requests import RequestRecord
     from microtome.split.splitter import Splitter
 
@@ -43,7 +46,7 @@ _MIN_BANDWIDTH_BYTES = 32 << 10
 #: Seconds of a planned run from which the ratio to the measured time is meaningful.
 _MIN_RUN_S = 1e-4
 #: The codecs without loss, tried if the user names none.
-LOSSLESS = ("raw", "lz4", "zstd")
+LOSSLESS = ("raw", *sorted(COMPRESSORS))
 #: Seconds to wait for the profile of the server.
 _PROFILE_TIMEOUT_S = 120.0
 _HERE = Route(None, "raw")
@@ -246,26 +249,31 @@ def autotune(splitter: Splitter, connection: Connection, codecs: Sequence[str], 
         raise BadQuery(f"{connection.address} serves one cut only: use at={served[0]!r}")
     # A later cut with no fewer bytes is better only if this device is the faster one; then it runs the whole model.
     cuts = replace(splitter.cuts, offered=tuple(cut for cut in splitter.cuts if cut.dominates and cut.at in served))
-    link = measure_link(connection)
-    plan = plan_with_server(splitter, cuts, connection, link, codecs, repeat=5)
-    return Autotuner(plan, link, connection, codecs)
+    devices = measure_devices(splitter, cuts, connection, codecs, repeat=5)
+    link = measure_link(connection)  # last: it changes most
+    return Autotuner(devices.plan(cuts, link.link, codecs), link, connection, codecs)
 
 
-def plan_with_server(
-    splitter: Splitter,
-    cuts: Cuts,
-    connection: Connection,
-    link: LinkMeasurement,
-    codecs: Sequence[str],
-    *,
-    repeat: int,
-) -> Plan:
-    """Profile the model here, fetch the profile of the server, and plan over some cuts."""
+class DeviceMeasurements(NamedTuple):
+    """The profiles of this device and of the server, and the costs of codecs on this device."""
+
+    edge: Profile
+    cloud: Profile
+    costs: CodecCosts
+
+    def plan(self, cuts: Cuts, link: Link, codecs: Sequence[str]) -> Plan:
+        return plan(cuts, edge=self.edge, cloud=self.cloud, link=link, codec=codecs, costs=self.costs)
+
+
+def measure_devices(
+    splitter: Splitter, cuts: Cuts, connection: Connection, codecs: Sequence[str], *, repeat: int
+) -> DeviceMeasurements:
+    """Profile the model here, fetch the profile of the server, and measure codecs on some cuts."""
     cloud = fetch_profile(connection, splitter.num_calls, timeout=_PROFILE_TIMEOUT_S)
     with torch.no_grad():
         edge = profile(splitter.model, splitter.example, measure="time", repeat=repeat)
         costs = codec_costs(cuts, tuple(dict.fromkeys(("raw", *codecs))), model=splitter.model, inputs=splitter.example)
-    return plan(cuts, edge=edge, cloud=cloud, link=link.link, codec=codecs, costs=costs)
+    return DeviceMeasurements(edge, cloud, costs)
 
 
 def fastest_codec(splitter: Splitter, at: str, connection: Connection, codecs: Sequence[str]) -> str:

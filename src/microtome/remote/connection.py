@@ -279,6 +279,7 @@ class Connection:
                         request.reply.set_exception(from_message(reply.error, self.address))
                     else:
                         request.reply.set_result(reply)
+                del request, reply  # keep neither alive while waiting for the next reply
         except grpc.RpcError as error:
             limit = f"answers with more than the {size(self._channel_bytes)} expected from the example"
             return from_rpc(error, self.address, f"{limit}. Split the model on a larger example, or raise max_reply=")

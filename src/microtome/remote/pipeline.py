@@ -42,6 +42,7 @@ def run_pipeline(
                     in_flight.put(_completed(send(request)))
                 else:
                     in_flight.put(encoder.submit(send, request))
+                del inputs, request  # keep neither alive while waiting for a slot or the next item
         except BaseException as error:  # noqa: BLE001  raised again in the thread that takes the outputs
             in_flight.put(_completed(error))
         in_flight.put(None)
@@ -52,8 +53,10 @@ def run_pipeline(
         try:
             while (sent := in_flight.get()) is not None:
                 output = finish(sent.result())
+                del sent  # do not keep the request alive while this generator is suspended
                 slots.release()
                 yield output
+                del output
         finally:
             stopped.set()
             slots.release()

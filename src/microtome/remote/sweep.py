@@ -16,7 +16,7 @@ from microtome.devices.machine import environment
 from microtome.devices.meters import metered, pick
 from microtome.engine.pytree import accelerators_in
 from microtome.errors import BadFile, BadQuery, MicrotomeError, NoMatch, RemoteError, SensorFailed, Unsupported
-from microtome.remote.autotune import plan_with_server, route_of
+from microtome.remote.autotune import measure_devices, route_of
 from microtome.remote.client import Remote
 from microtome.remote.connection import Connection
 from microtome.remote.local_model import LocalModel, handshake
@@ -211,7 +211,7 @@ def _plan(
     """Return the planned latency of each route; or none, and why there is no plan."""
     cuts = replace(splitter.cuts, offered=tuple(chosen))
     try:
-        plan = plan_with_server(splitter, cuts, connection, link, (codec,), repeat=10)
+        plan = measure_devices(splitter, cuts, connection, (codec,), repeat=10).plan(cuts, link.link, (codec,))
     except (RemoteError, BadFile, BadQuery, NoMatch, Unsupported) as error:
         return {}, str(error)
     return {route_of(candidate): candidate.latency_s for candidate in plan if candidate.refused is None}, ""

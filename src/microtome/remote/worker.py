@@ -92,7 +92,7 @@ class QueuedRequest:
             self.data = None
 
     def resolve(self, reply: bytes) -> None:
-        self.boundary = None
+        self.data = self.boundary = None  # before the reservation of their bytes is released
         self.reply.set_result(reply)
 
 
