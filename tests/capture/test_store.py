@@ -1019,3 +1019,21 @@ print(grown, rec["0"].nbytes)
     grown, kept = map(int, done.stdout.split())
     assert 50e6 < kept <= 64e6
     assert grown < 1.4 * 64e6  # a list of clones takes twice what they hold, where the C library leaves holes
+
+
+def test_a_name_read_before_the_store_is_closed_is_complete_after_it(tmp_path: Path) -> None:
+    with DiskStore(tmp_path, MANIFEST) as store:
+        store.add("fc", torch.zeros(1))
+        assert len(store.series("fc")) == 1
+        store.add("fc", torch.ones(1))
+    assert len(store.series("fc")) == 2
+
+
+def test_a_name_of_an_open_run_is_not_in_the_folder_yet(tmp_path: Path) -> None:
+    with DiskStore(tmp_path, MANIFEST) as store:
+        store.begin_run()
+        store.add("fc", torch.zeros(1))
+        with pytest.raises(NoMatch, match="has nothing named 'fc'"):
+            store.series("fc")
+        store.end_run()
+        assert len(store.series("fc")) == 1

@@ -86,7 +86,7 @@ class DiskStore(TensorStore):
     def add(self, name: str, tensor: Tensor, *, borrowed: bool = False, run: int | None = None) -> None:
         """Add a tensor; blocks while the queue is full.
 
-        A large borrowed one is not copied: this waits until it is written, and computes the statistics meanwhile.
+        A large borrowed tensor is not copied: it is written before this returns.
         """
         with self._lock:
             self._check_open()
@@ -184,6 +184,7 @@ class DiskStore(TensorStore):
             self._open_runs = 0  # tensors of an abandoned run are kept
             self._submit_batch()
             self._closed = True
+            self._recording = None  # a snapshot of the folder before the last batches
             try:
                 self._writer.stop()
             finally:  # even if interrupted
@@ -224,12 +225,13 @@ class DiskStore(TensorStore):
 
     def series(self, name: str) -> Series:
         """Return the tensors of a name in the folder; waits as `flush` does."""
-        self._check_name(name)
-        if self._recording is None or not self._closed:
-            if not self._closed:
-                self.flush()
-            self._recording = open_folder(self.folder)
-        return self._recording.series(name)
+        with self._lock:
+            self._check_name(name)
+            if self._recording is None or not self._closed:
+                if not self._closed:
+                    self.flush()
+                self._recording = open_folder(self.folder)
+            return self._recording.series(name)
 
     def stats(self, name: str) -> Stats:
         """Return statistics of all tensors of a name, including those in the folder before; waits as `flush` does.

@@ -92,6 +92,8 @@ class Recording:
 
     def series(self, address: str) -> Series:
         """Return the tensors of a name as it is in the files."""
+        if address not in self._tensors:
+            raise self._missing_error(address)
         return Series(address, self._tensors[address])
 
     def __len__(self) -> int:
@@ -125,12 +127,15 @@ class Recording:
         """Return the name in the files that a name means."""
         address = self._addresses.resolve(name)
         if address is None:
-            near = difflib.get_close_matches(name, self.names, 5, 0.4) or self.names[:5]
-            raise NoMatch(
-                f"the recording {str(self.folder)!r} has nothing named {name!r}; "
-                f"the nearest of its {len(self)} names: {', '.join(map(repr, near)) or 'none'}"
-            )
+            raise self._missing_error(name)
         return address
+
+    def _missing_error(self, name: str) -> NoMatch:
+        near = difflib.get_close_matches(name, self.names, 5, 0.4) or self.names[:5]
+        return NoMatch(
+            f"the recording {str(self.folder)!r} has nothing named {name!r}; "
+            f"the nearest of its {len(self)} names: {', '.join(map(repr, near)) or 'none'}"
+        )
 
 
 def open_folder(path: str | PathLike[str]) -> Recording:
