@@ -14,6 +14,7 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, BadQuery, NoMatch
+from microtome.plan import arguments
 from microtome.plan.codec_benchmark import codec_costs
 from microtome.results.codec_costs import CodecCosts
 from microtome.results.cuts import Cuts
@@ -461,3 +462,16 @@ def test_codecs_are_measured_on_noise_or_on_what_a_model_gives() -> None:
         mt.MicrotomeError, match="expected float32 of 4x64 for .* in the run, got none: use the inputs that the cuts"
     ):
         codec_costs(found, "raw", model=model, inputs=torch.randn(5, 64))
+
+
+@pytest.mark.parametrize(
+    "options", [{"energy_of": ["moon"]}, {"objective": "energy", "edge": CLOUD}, {"limits": {"edge": "much"}}]
+)
+def test_invalid_options_raise_before_codecs_are_measured(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Any] = []
+    monkeypatch.setattr(arguments, "codec_costs", lambda *args: measured.append(args))
+    with pytest.raises(BadQuery):
+        planned(costs=None, **options)
+    assert not measured

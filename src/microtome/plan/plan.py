@@ -80,6 +80,9 @@ def plan(
     points = cut_points(cuts, list(profiles.values()))
     chain_devices = [DeviceCosts(name, profile, points) for name, profile in profiles.items()]
     codecs = arguments.check_codecs(codec)
+    memory_limits = arguments.parse_limits(limits, list(profiles))
+    energy_devices = arguments.devices_with_energy(chain_devices, objective, energy_of)
+    # Last, after all checks: it may measure every codec.
     tables, source = arguments.load_codec_costs(cuts, codecs, costs, list(profiles))
     compressed = (arguments.COMPRESSED,) if all(arguments.COMPRESSED in table.costs for table in tables) else ()
     chain = DeviceChain(
@@ -90,8 +93,8 @@ def plan(
         codecs=codecs,
         input_codecs=tuple(dict.fromkeys(("raw", *codecs, *compressed))),
         codec_costs=tables,
-        limits=arguments.parse_limits(limits, list(profiles)),
-        energy_of=arguments.devices_with_energy(chain_devices, objective, energy_of),
+        limits=memory_limits,
+        energy_of=energy_devices,
     )
     ranked = candidates(chain, objective)
     return Plan(
