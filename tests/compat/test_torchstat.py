@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -702,3 +703,9 @@ def test_file_and_model_must_be_named() -> None:
     result = run("-m", "Net")
     assert result.exit_code == 2
     assert "Missing option '-f' / '--file'" in result.output
+
+
+def test_the_statistics_of_a_module_cannot_be_changed() -> None:
+    conv = ModelHook(nn.Sequential(nn.Conv2d(3, 4, 1)), (3, 8, 8)).retrieve_leaf_modules()["0"]
+    with pytest.raises(FrozenInstanceError):
+        conv.MAdd = 0  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 from microtome import zoo
+from microtome.capture.attention.probe import AttentionProbe
 from microtome.compat.vit_pytorch import Extractor, Recorder
 from microtome.engine import tensors_in
 from microtome.errors import BadQuery, NoMatch, NotAModule, SessionError
@@ -679,3 +681,28 @@ def test_a_recorder_with_a_cache_can_be_copied() -> None:
     recorder = Recorder(plain_vit())
     recorder(image())
     assert same(copy.deepcopy(recorder)(image()), recorder(image()))
+
+
+def test_a_recorder_drops_its_probe_after_each_run() -> None:
+    recorder = Recorder(plain_vit())
+    recorder(image())
+    gc.collect()
+    assert not [probe for probe in gc.get_objects() if isinstance(probe, AttentionProbe)]
+
+
+class AttentionElsewhere(nn.Module):
+    """Computes attention outside its transformer, where a recorder does not look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer, self.attend = nn.Identity(), nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.transformer(self.attend(x @ x.mT) @ x)
+
+
+def test_every_run_without_attention_in_the_transformer_raises() -> None:
+    recorder = Recorder(AttentionElsewhere().eval())
+    for _ in range(2):
+        with pytest.raises(NoMatch, match="the selected layers of the AttentionElsewhere computed no attention"):
+            recorder(torch.randn(1, 2, 3, 4))

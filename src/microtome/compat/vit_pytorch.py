@@ -218,10 +218,11 @@ class Recorder(_ModelWrapper):
         attention = self._attention = self._attention or CachedAttention(self._add, self.clear)
         transformer = getattr(self.vit, "transformer", None)
         try:
-            prediction = attention.run(self.vit, inputs, transformer if isinstance(transformer, nn.Module) else None)
+            at = transformer if isinstance(transformer, nn.Module) else None
+            prediction, probe = attention.run(self.vit, inputs, at)
             if not self.recordings:
-                assert attention.probe is not None
-                error = no_attention_error(self.vit, attention.probe)
+                assert probe is not None, "a run with cached sources captures weights"
+                error = no_attention_error(self.vit, probe)
                 error.add_note("if the model's own code has the weights, pass them to record(attn)")
                 raise error
             return prediction, _stack([attn.to(device) for attn in self.recordings])

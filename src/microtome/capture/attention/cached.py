@@ -28,19 +28,15 @@ class CachedAttention:
     Args:
         capture: Called with the address and the weights of each layer, as by `AttentionProbe`.
         discard: Called before a run is repeated.
-
-    Attributes:
-        probe: The probe of the last run that observed all operators.
     """
 
     def __init__(self, capture: Capture, discard: Callable[[], object]) -> None:
         self._capture = capture
         self._discard = discard
         self._cache: _Cache | None = None
-        self.probe: AttentionProbe | None = None
 
-    def run(self, model: nn.Module, inputs: Inputs, at: nn.Module | None) -> Any:
-        """Run the model and return its output.
+    def run(self, model: nn.Module, inputs: Inputs, at: nn.Module | None) -> tuple[Any, AttentionProbe | None]:
+        """Run the model, and return its output and the probe; None: only `nn.Softmax` modules were observed.
 
         Args:
             at: The module whose attention is captured; None: all.
@@ -52,17 +48,18 @@ class CachedAttention:
                 output = inputs.run(model)
             if cache.probe.matches():
                 self._cache = cache
-                return output
+                return output, None
             self._discard()
-        self.probe = AttentionProbe(self._capture, at=None if at is None else CallSelection(model, at))
-        with Session(model, [self.probe], composite=ATTENTION, other_threads="ignore"):
+        probe = AttentionProbe(self._capture, at=None if at is None else CallSelection(model, at))
+        with Session(model, [probe], composite=ATTENTION, other_threads="ignore"):
             output = inputs.run(model)
-        sources = {address: source for address, source in self.probe.sources.items() if source is not None}
-        if sources and len(sources) == len(self.probe.sources) and not self.probe.fused_ops:
+        sources = {address: source for address, source in probe.sources.items() if source is not None}
+        has_selected = any(source.is_selected for source in sources.values())
+        if has_selected and len(sources) == len(probe.sources) and not probe.fused_ops:
             softmax = _SoftmaxProbe(self._capture, sources)
             session = Session(model, [softmax], at=softmax.paths, other_threads="ignore")
             self._cache = _Cache(softmax, session, modules)
-        return output
+        return output, probe
 
 
 class _SoftmaxProbe(Probe):

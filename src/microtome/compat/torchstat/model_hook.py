@@ -6,7 +6,7 @@ import operator
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from microtome.units import shape
 _MB = 1024**2
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModuleStat:
     """The costs of a module in a forward of one image, summed over its calls.
 
@@ -115,8 +115,8 @@ def _count_parameters(model: nn.Module, stats: dict[str, ModuleStat]) -> None:
     for path, module in named_modules(model):
         own = {id(p): p for p in own_parameters(module).values() if p is not None and id(p) not in counted}
         counted.update(own)
-        stats[path].leaf = _is_leaf(module)
-        stats[path].parameter_quantity = sum(p.numel() for p in own.values())
+        quantity = sum(p.numel() for p in own.values())
+        stats[path] = replace(stats[path], leaf=_is_leaf(module), parameter_quantity=quantity)
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -138,15 +138,14 @@ class _Counter(Probe):
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         assert call.module is not None
         stat, x, out = self.stats[call.path], first_tensor((args, kwargs)), first_tensor(output)
-        if not stat.runs:
-            stat.input_shape = _image_shape(x)
-        stat.output_shape = _image_shape(out)
-        stat.runs += 1
+        input_shape = stat.input_shape if stat.runs else _image_shape(x)
+        stat = replace(stat, runs=stat.runs + 1, input_shape=input_shape, output_shape=_image_shape(out))
         if _is_leaf(call.module):
-            stat.inference_memory += sum(tensor.nbytes for tensor in tensors_in(output)) / _MB
-            self._count(stat, call.module, x, out)
+            memory = sum(tensor.nbytes for tensor in tensors_in(output)) / _MB
+            stat = replace(self._add_counts(stat, call.module, x, out), inference_memory=stat.inference_memory + memory)
+        self.stats[call.path] = stat
 
-    def _count(self, stat: ModuleStat, module: nn.Module, x: Tensor | None, out: Tensor | None) -> None:
+    def _add_counts(self, stat: ModuleStat, module: nn.Module, x: Tensor | None, out: Tensor | None) -> ModuleStat:
         # There is one image: a first dimension other than 1 is of windows or frames of that image.
         counts: dict[str, Any] = {
             "MAdd": torchstat.madds(module, x, out, batch=1),
@@ -155,11 +154,14 @@ class _Counter(Probe):
         }
         if missing := ", ".join(name for name, count in counts.items() if count is None):
             self._missing_formulas[type(module).__name__] = missing
-        stat.MAdd += counts["MAdd"] or 0
-        stat.Flops += counts["Flops"] or 0
-        if x is not None and counts["Memory"] is not None:
-            read, written = counts["Memory"]
-            stat.Memory = stat.Memory[0] + read * x.element_size(), stat.Memory[1] + written * x.element_size()
+        read, written = counts["Memory"] or (0, 0)
+        itemsize = 0 if x is None else x.element_size()
+        return replace(
+            stat,
+            MAdd=stat.MAdd + (counts["MAdd"] or 0),
+            Flops=stat.Flops + (counts["Flops"] or 0),
+            Memory=(stat.Memory[0] + read * itemsize, stat.Memory[1] + written * itemsize),
+        )
 
     def fail(self, call: Call, error: BaseException) -> None:
         if not self._failed:  # the innermost call is reported first
@@ -190,7 +192,8 @@ class _Clock(Probe):
         self._began[call] = self._now()
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._stats[call.path].duration += self._now() - self._began.pop(call)
+        spent_s, stat = self._now() - self._began.pop(call), self._stats[call.path]
+        self._stats[call.path] = replace(stat, duration=stat.duration + spent_s)
 
     def _now(self) -> float:
         backend_of(self.device).synchronize(self.device)
