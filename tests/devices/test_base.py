@@ -36,7 +36,6 @@ EXCEPTIONS = {
     "cli/options/model.py": "help of --device",
     "compat/tracr/settings.py": "an example in an error about tracr's configuration",
     "engine/meta_tensors.py": "the names of `torch.Tensor`'s flags of devices, such as `is_cuda`",
-    "report/notes.py": "a key of `Profile.environment` in saved files",
     "split/signature.py": "device strings in a serialized signature",
 }
 

@@ -116,7 +116,11 @@ class Backend:
         return None
 
     def environment(self, devices: Sequence[torch.device]) -> dict[str, str]:
-        """Describe the devices, and the state of the first as of now."""
+        """Describe the devices, and the state of the first as of now.
+
+        Notes under profiles show `gpu`, the names; `gpu_runtime`, such as `"CUDA 12.8"`; `driver`; `gpu_clock`; and
+        `gpu_throttling`.
+        """
         return {}
 
     def _unsupported(self, feature: str) -> Unsupported:

@@ -71,7 +71,7 @@ class Cuda(Backend):
         return _uuid(device.index or 0)
 
     def environment(self, devices: Sequence[torch.device]) -> dict[str, str]:
-        names = {"gpu": ", ".join(map(self.name, devices)), "cuda": str(torch.version.cuda)}
+        names = {"gpu": ", ".join(map(self.name, devices)), "gpu_runtime": f"CUDA {torch.version.cuda}"}
         try:
             with self.driver(devices[0]) as driver:
                 return names | driver.state()
