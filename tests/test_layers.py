@@ -20,7 +20,8 @@ from microtome.engine.torch_internals import ATTRIBUTES, TorchDispatchMode
 #: Top to bottom. Folders on one line do not import each other.
 LINES = [
     ["errors"],
-    ["units", "addresses"],
+    ["units"],
+    ["addresses"],
     ["files"],
     ["user_code", "results"],
     ["inputs"],

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from microtome.errors import BadQuery, BadSelector, NoMatch
+from microtome.units import some
 
 _ADDRESS = re.compile(r"(.*?)(?:#(\d+))?(?:(/[^/#\[\]]+)(?:#(\d+))?)?(\[.*\])?", re.DOTALL)
 CALL_ADDRESS = re.compile(r".*#\d+", re.DOTALL)
@@ -128,7 +129,7 @@ def _suffix(index: int | None, is_needed: bool) -> str:
 
 
 def _enumerate(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:_MAX_SUGGESTIONS])) + (", …" if len(names) > _MAX_SUGGESTIONS else "")
+    return some([*map(repr, names)], _MAX_SUGGESTIONS)
 
 
 def number_calls(addresses: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Format numbers for people and parse them: the only code that does.
+"""Format numbers and lists for people, and parse numbers: the only code that does.
 
 >>> count(1_814_073_344), count(999), count(0)
 ('1.81 G', '999', '0')
@@ -46,7 +46,7 @@ _MULTIPLES = {
 _FRACTIONS = {"seconds": _fractions("s"), "joules": _fractions("J"), "watts": _fractions("W")}
 
 
-def _fitting(number: float, unit: str) -> tuple[float, str]:
+def _choose_unit(number: float, unit: str) -> tuple[float, str]:
     """Return the value and the name of the multiple or fraction of a unit that suits a number."""
     if unit in _FRACTIONS:
         units, rounding = _FRACTIONS[unit], 1.0
@@ -68,7 +68,7 @@ def _digits(scaled: float) -> int:
 def _multiple(number: float | None, unit: str) -> str:
     if number is None:
         return UNKNOWN
-    value, name = _fitting(number, unit)
+    value, name = _choose_unit(number, unit)
     scaled = number / value
     return (f"{number:,} {name}" if value == 1.0 else f"{scaled:.{_digits(scaled)}f} {name}").rstrip()
 
@@ -77,7 +77,7 @@ def _fraction(number: float | None, unit: str) -> str:
     if number is None:
         return UNKNOWN
     number = 0.0 if abs(number) < 0.5e-9 else number  # less than a half would be written as "-0 s"
-    value, name = _fitting(number, unit)
+    value, name = _choose_unit(number, unit)
     return f"{number / value:.0f} {name}" if value == 1e-9 else f"{number / value:.3g} {name}"
 
 
@@ -95,7 +95,7 @@ def rate(bytes_per_s: float | None) -> str:
     """Format a bandwidth in bits per second."""
     if bytes_per_s is None:
         return UNKNOWN
-    value, name = _fitting(8.0 * bytes_per_s, "bits")
+    value, name = _choose_unit(8.0 * bytes_per_s, "bits")
     return f"{8.0 * bytes_per_s / value:.3g} {name}"
 
 
@@ -194,7 +194,7 @@ def scale_of_largest(numbers: Iterable[float | None], unit: Unit) -> Scale:
     '<1'
     """
     largest = max((abs(number) for number in numbers if number is not None), default=0.0)
-    value, name = _fitting(largest, unit)
+    value, name = _choose_unit(largest, unit)
     return Scale(value, name, 0 if value == 1.0 and unit in _MULTIPLES else _digits(largest / value))
 
 
@@ -221,6 +221,26 @@ def scale_of_all(numbers: Iterable[float | None], unit: Unit) -> Scale | None:
             if min(known) / scale.size >= least * 10.0**-scale.digits:
                 return scale
     return None
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def plural(number: int, noun: str) -> str:
+    """
+    >>> plural(1, "cut"), plural(2, "cut")
+    ('1 cut', '2 cuts')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def some(names: Sequence[str], most: int, rest: str = ", …") -> str:
+    """Join the first names; `rest` stands for the others.
+
+    >>> some(["a", "b", "c"], 2), some(["a", "b", "c"], 1, " and {} more")
+    ('a, b, …', 'a and 2 more')
+    """
+    return ", ".join(names[:most]) + (rest.format(len(names) - most) if len(names) > most else "")
 
 
 # -- parsing -----------------------------------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ def test_ping_says_who_answers_and_how_fast_the_way_is(server: Server) -> None:
     assert f"{server.address} serves ResNet on cpu" in output
     for words in (f"microtome {mt.__version__}, torch {torch.__version__}, protocol 1", "raw, zstd", "(the inputs), "):
         assert words in output
-    assert re.search(r"round trip +\S+ (ms|us) at least, \S+ (ms|us) median", output)
-    assert re.search(r"bandwidth +\S+ [MG]bps there, \S+ [MG]bps back", output)
+    assert re.search(r"round trip +\S+ (ms|us) min / \S+ (ms|us) median", output)
+    assert re.search(r"bandwidth +\S+ [MG]bps up / \S+ [MG]bps down", output)
     assert f"{len(server.served.cuts)}: " in output
     assert max(map(len, output.splitlines())) <= 80
 

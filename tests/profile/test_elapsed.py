@@ -68,8 +68,8 @@ def test_the_cost_of_time_stamps_is_subtracted(clock: Clock, monkeypatch: pytest
 def test_stamped_counts_as_inside_does_at_the_root() -> None:
     rows = [Row(address="", path=""), Row(address="a", path="a", parent=""), Row(address="b", path="b", parent="")]
     tree = CallTree(rows)
-    assert tree.stamped() == [2, 0.5, 1.5]
-    assert tree.inside()[0] == tree.stamped()[0]
+    assert tree.stamp_counts() == [2, 0.5, 1.5]
+    assert tree.inside()[0] == tree.stamp_counts()[0]
 
 
 def test_real_ends_are_in_the_order_in_which_calls_end() -> None:

@@ -219,12 +219,20 @@ def test_a_small_model_is_counted_in_80_columns(monkeypatch: pytest.MonkeyPatch)
 def test_views_choose_columns(p: mt.Profile) -> None:
     head = text(p, RowSelection(columns=("macs", "madds", "intensity", "dtype", "inputs"))).splitlines()[1]
     assert [cell.strip() for cell in head.split("┃")] == ["call", "MACs k", "MAdds k", "FLOPs/B", "dtype", "input"]
-    with pytest.raises(BadQuery, match="expected a column of type, .*, got 'speed'"):
+    with pytest.raises(BadQuery, match="^no column 'speed': did you mean 'spread'\\? expected one of type, "):
         text(p, RowSelection(columns=("speed",)))
-    with pytest.raises(BadQuery, match="expected a column of type, .*, got 'speed'"):
-        text(p, RowSelection(sort="speed"))
-    with pytest.raises(BadQuery, match="expected a metric to sort by, such as flops or params, got 'type'"):
-        text(p, RowSelection(sort="type"))
+    with pytest.raises(BadQuery, match=r"^no column 'flop': did you mean 'flops'\? expected one of type, "):
+        text(p, RowSelection(columns=("flop",)))
+    for name in ("speed", "type"):
+        with pytest.raises(BadQuery, match=f"^no column '{name}' to sort by: expected one of params, "):
+            text(p, RowSelection(sort=name))
+
+
+def test_the_runtime_of_an_accelerator_is_that_of_its_backend(p: mt.Profile) -> None:
+    environment = {"cpu": "a CPU", "threads": "4", "torch": "2.8", "gpu": "a GPU", "gpu_runtime": "Level Zero 1.2"}
+    shown = str(replace(p, environment=environment))
+    assert "measured on a CPU, 4 threads, torch 2.8; a GPU, Level Zero 1.2\n" in shown
+    assert "CUDA" not in shown
 
 
 def test_sorting_by_what_is_known_of_no_call_is_an_error_that_says_what_to_add(p: mt.Profile) -> None:

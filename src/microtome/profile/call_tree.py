@@ -66,7 +66,7 @@ class CallTree:
         """Return the number of calls inside each call."""
         return [count - 1 for count in self._fold([1] * len(self), add)]
 
-    def stamped(self) -> list[float]:
+    def stamp_counts(self) -> list[float]:
         """Return the number of calls whose time stamps were taken before each call ended; an open call counts half."""
         depths: list[int] = []
         for parent in self.parents:

@@ -145,7 +145,7 @@ def time_forward(runs: Passes, tree: CallTree, schedule: PassSchedule) -> tuple[
     stamp_s = _stamp_cost()
     inclusive, ends = (torch.tensor(stamps, dtype=torch.float64) / 1e9 for stamps in (durations, elapsed))
     inclusive -= stamp_s * torch.tensor(tree.inside(), dtype=torch.float64)
-    ends -= stamp_s * torch.tensor(tree.stamped(), dtype=torch.float64)
+    ends -= stamp_s * torch.tensor(tree.stamp_counts(), dtype=torch.float64)
     timing = Timing(
         bare=spreads(torch.tensor(bare)[:, None], "bare passes")[0],
         ratio=median(stamped) / median(bare),

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any, Literal
 
 from microtome.report.notes import interval
-from microtome.report.text import some
 from microtome.results.metrics import METRICS, Metric
 from microtome.results.profile import Profile
-from microtome.units import UNKNOWN, shape, share, write
+from microtome.units import UNKNOWN, shape, share, some, write
 
 Write = Callable[[Any], str]
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from microtome.report.row_selection import fitting_depth
 from microtome.report.table import Bar, Cell, Column, Line, Medium, Names, Note, Report, Table, text
-from microtome.report.text import plural, some
 from microtome.results.cuts import Cut, Cuts, Live
-from microtome.results.profile import group
-from microtome.units import count, shape, size
+from microtome.results.rows import group
+from microtome.units import count, plural, shape, size, some
 
 #: The most rows, about, of a table without an explicit depth, not counting marked cuts.
 _ROWS = 60
@@ -42,7 +41,7 @@ def report(cuts: Cuts, view: CutSelection | None = None, medium: Medium = "termi
     view = view or CutSelection()
     if medium == "markdown":
         view = CutSelection(view.depth, every=view.depth is None)
-    rows = _selected(cuts, view)[: _NOTEBOOK_ROWS if medium == "html" else None]
+    rows = _select_rows(cuts, view)[: _NOTEBOOK_ROWS if medium == "html" else None]
     most = max(cuts.input_bytes, cuts.output_bytes, *(cut.nbytes for cut in rows), 1)
     columns = _columns(most, medium)
     table = Table.of(
@@ -135,7 +134,7 @@ def _crossing(cut: Cut, medium: Medium) -> tuple[str, ...]:
     return names
 
 
-def _selected(cuts: Cuts, view: CutSelection) -> list[Cut]:
+def _select_rows(cuts: Cuts, view: CutSelection) -> list[Cut]:
     if view.every:
         return list(cuts)
     if view.depth is not None:

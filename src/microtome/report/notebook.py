@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from microtome.report.row_selection import fitting_depth
 from microtome.report.table import Bar, Cell, Column, Line, Report, Segments, Table, plain
-from microtome.report.text import some
-from microtome.units import UNKNOWN, count, seconds, shape, size
+from microtome.units import UNKNOWN, count, seconds, shape, size, some
 
 if TYPE_CHECKING:
     from microtome.capture.record import ActivationRecorder
@@ -124,7 +123,7 @@ def trace(result: Trace) -> str:
         ("values", str(len(result.values))),
         ("made on", f"{result.how.tensor_mode} tensors"),
     )
-    notes = [*([result.how.why] if result.how.why else []), *_shown(rows, calls, "calls")]
+    notes = [*([result.how.why] if result.how.why else []), *_count_note(rows, calls, "calls")]
     return page(Report(f"Trace of {calls[0].type}", (Table.of(columns, rows),), tuple(notes), figures=figures))
 
 
@@ -172,7 +171,7 @@ def _records(result: Recording | ActivationRecorder, title: str, figures: Sequen
         Column("least", partial(statistic, field="min")),
         Column("greatest", partial(statistic, field="max")),
     )
-    notes = tuple(_shown(rows, names, "names"))
+    notes = tuple(_count_note(rows, names, "names"))
     return page(Report(title, (Table.of(columns, rows),), notes, figures=tuple(figures)))
 
 
@@ -185,5 +184,5 @@ def _some(names: list[str]) -> str:
     return some(names, 3, " and {} more")
 
 
-def _shown(rows: Sequence[Any], every: Sequence[Any], noun: str) -> list[str]:
+def _count_note(rows: Sequence[Any], every: Sequence[Any], noun: str) -> list[str]:
     return [f"shown: {len(rows)} of {len(every)} {noun}"] if len(rows) < len(every) else []

@@ -6,13 +6,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from microtome.report.text import some
 from microtome.results.measurements import EnergyUse, Spread, Timing
-from microtome.results.profile import Coverage, Profile, group
-from microtome.units import UNKNOWN, joules, seconds, size, watts
+from microtome.results.profile import Coverage, Profile
+from microtome.results.rows import group
+from microtome.units import UNKNOWN, joules, seconds, size, some, watts
 
 #: Above this ratio, measuring has changed the measured times.
 _DISTURBED = 1.05
+#: The most operators or modules that a note names.
+_NAMES = 6
 #: With fewer passes, their range covers the true median with a probability, 1 - 2 ** (1 - passes), below 95 %.
 FEW = 6
 
@@ -41,11 +43,11 @@ def profile_notes(profile: Profile) -> list[str]:
         notes.append(f"backward: {total.backward_flops:,} FLOPs; {size(total.saved_bytes)} saved for it; {peak}")
     elif total.saved_bytes is not None:
         notes.append(f"the {profile.convention} convention does not say what a backward costs")
-    notes += _measured(profile)
+    notes += _measurement_notes(profile)
     if coverage.unknown:
-        notes.append(f"no formula is known for {some([f'{op.name} ({op.runs})' for op in coverage.unknown], 6)}")
+        notes.append(f"no formula is known for {some([f'{op.name} ({op.runs})' for op in coverage.unknown], _NAMES)}")
     if coverage.never_ran:
-        names = some(_folded(coverage.never_ran), 6)
+        names = some(_merge_paths(coverage.never_ran), _NAMES)
         notes.append(f"never ran: {names}; parameters they hold count in the call above them")
     return notes
 
@@ -56,7 +58,7 @@ def _share(coverage: Coverage) -> str:
     return f"{coverage.work:.1%} of {coverage.ops:,} operators"
 
 
-def _measured(profile: Profile) -> Iterator[str]:
+def _measurement_notes(profile: Profile) -> Iterator[str]:
     where = profile.environment
     if where:
         cpu, threads, version = (where.get(key, "unknown") for key in ("cpu", "threads", "torch"))
@@ -81,7 +83,7 @@ def _measured(profile: Profile) -> Iterator[str]:
 def _gpu(where: dict[str, str]) -> str:
     if "gpu" not in where:
         return ""
-    parts = [where["gpu"], f"CUDA {where.get('cuda', 'unknown')}"]
+    parts = [where[key] for key in ("gpu", "gpu_runtime") if key in where]
     if "driver" in where:
         parts.append(f"driver {where['driver']}")
     if "gpu_clock" in where:
@@ -145,7 +147,7 @@ def _energy(profile: Profile, use: EnergyUse) -> Iterator[str]:
         yield f"not replayed: {counted}; sums leave them out"
 
 
-def _folded(paths: Sequence[str]) -> list[str]:
+def _merge_paths(paths: Sequence[str]) -> list[str]:
     """Merge paths that differ only in a number, with their count."""
     alike = group((re.sub(r"\b\d+\b|(?<=_)\d+\b", "*", path), path) for path in paths)
     return [f"{pattern} ({len(same)})" if len(same) > 1 else same[0] for pattern, same in alike.items()]

@@ -22,7 +22,7 @@ _DEVICES, _BETWEEN = "█▓▒▚", "░"
 
 def report(plan: Plan, top: int = _ROWS, medium: Medium = "terminal") -> Report:
     """Describe the winner, the candidates and the chart; files have every candidate that can be chosen."""
-    rows = _selected(plan, len(plan) if medium == "markdown" else 12 if medium == "html" else top)
+    rows = _select_rows(plan, len(plan) if medium == "markdown" else 12 if medium == "html" else top)
     columns = [Column("cut", lambda one: one.name, "left"), *_columns(plan)]
     if medium == "html":
         longest = max(one.latency_s for one in rows) or 1.0
@@ -75,7 +75,7 @@ def _record(plan: Plan, candidate: Candidate) -> dict[str, Any]:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _selected(plan: Plan, top: int) -> list[Candidate]:
+def _select_rows(plan: Plan, top: int) -> list[Candidate]:
     """Return the best, the winner, and the whole model on one device, in the plan's order."""
     best = {id(candidate) for candidate in [one for one in plan if one.refused is None][:top]}
     return [one for one in plan if id(one) in best or one.is_baseline or one is plan.winner]

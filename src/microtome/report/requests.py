@@ -7,9 +7,8 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from microtome.report.table import Column, Medium, Report, Table
-from microtome.report.text import plural
 from microtome.results.requests import CutMove, Percentiles, RequestLog, record
-from microtome.units import UNKNOWN, joules, ratio, seconds, size
+from microtome.units import UNKNOWN, joules, plural, ratio, seconds, size
 
 #: The most reasons and moves in the notes.
 _FEW = 5

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,13 +101,20 @@ def name_in_tree(row: Row) -> str:
 
 def check(view: RowSelection) -> None:
     """Raise if a selection names unknown columns."""
-    known = columns_of(view.by)
+    columns = columns_of(view.by)
     rows = {None: "", "module": " of modules", "type": " of types", "op": " of operators"}[view.by]
-    for name in (*view.columns, *([] if view.sort is None else [view.sort])):
-        if name not in known:
-            raise BadQuery(f"expected a column{rows} of {', '.join(known)}, got {name!r}")
-    if view.sort is not None and (known[view.sort].metric is None or known[view.sort].part == "interval"):
-        raise BadQuery(f"expected a metric to sort by, such as flops or params, got {view.sort!r}")
+    for name in view.columns:
+        if name not in columns:
+            raise _no_column(name, rows, columns)
+    sortable = [name for name, column in columns.items() if column.metric and column.part != "interval"]
+    if view.sort is not None and view.sort not in sortable:
+        raise _no_column(view.sort, f"{rows} to sort by", sortable)
+
+
+def _no_column(name: str, purpose: str, names: Iterable[str]) -> BadQuery:
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return BadQuery(f"no column {name!r}{purpose}: {hint}expected one of {', '.join(names)}")
 
 
 def deepest(profile: Profile) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 
 from microtome.report.requests import short
 from microtome.report.table import Column, Medium, Report, Table
-from microtome.report.text import StackedBar, sample, some, stacked_bars
+from microtome.report.text import StackedBar, sample, stacked_bars
 from microtome.results.sweep import CutTiming, Sweep
-from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size
+from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size, some
 
 #: The most cuts of a table beside those that are always shown, and of a chart.
 _ROWS, _BARS = 12, 24
@@ -23,7 +23,7 @@ _BEST, _PLANNED = "*", "p"
 
 def report(sweep: Sweep, medium: Medium = "terminal") -> Report:
     """Describe the best cut, the cuts and the chart; files have every cut."""
-    rows = _shown(sweep) if medium == "terminal" else list(sweep)
+    rows = _select_rows(sweep) if medium == "terminal" else list(sweep)
     table = Table.of(
         [Column("cut", lambda row: row.name, "left"), *_columns(sweep)],
         rows,
@@ -43,7 +43,7 @@ def records(sweep: Sweep) -> list[dict[str, Any]]:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _shown(sweep: Sweep) -> list[CutTiming]:
+def _select_rows(sweep: Sweep) -> list[CutTiming]:
     """Return the best, the plan's, and the whole model on one side, in the order of the run."""
     best = {id(row) for row in sorted(sweep.measured, key=lambda row: row.total_s)[:_ROWS]}
     if len(sweep) <= _ROWS + 3:

@@ -20,7 +20,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from microtome.errors import sanitize_text
-from microtome.report.text import plural, shorten
+from microtome.report.text import shorten
+from microtome.units import plural
 
 #: The width of text that goes to a file or a pipe.
 _WIDTH = 140

@@ -1,4 +1,4 @@
-"""Text for terminals: shortened names, lists of names, and charts of stacked bars."""
+"""Text for terminals: shortened names, and charts of stacked bars."""
 
 from __future__ import annotations
 
@@ -33,23 +33,6 @@ def shorten(name: str, most: int) -> str:
     if len(bare) <= room:
         return begin + bare
     return f"{begin}{bare[: room // 3]}…{bare[len(bare) - (room - room // 3 - 1) :]}"
-
-
-def plural(number: int, noun: str) -> str:
-    """
-    >>> plural(1, "cut"), plural(2, "cut")
-    ('1 cut', '2 cuts')
-    """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def some(names: Sequence[str], most: int, rest: str = ", …") -> str:
-    """Join the first names; `rest` stands for the others.
-
-    >>> some(["a", "b", "c"], 2), some(["a", "b", "c"], 1, " and {} more")
-    ('a, b, …', 'a and 2 more')
-    """
-    return ", ".join(names[:most]) + (rest.format(len(names) - most) if len(names) > most else "")
 
 
 # -- charts ------------------------------------------------------------------------------------------------------------

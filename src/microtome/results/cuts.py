@@ -145,7 +145,7 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        places = _numbered(data["cuts"])
+        places = _upgrade_addresses(data["cuts"])
         offered = [cut for cut in places if cut["refused"] is None]
         refused = [cut for cut in places if cut["refused"] is not None]
         return super().from_dict(data | {"offered": offered, "refused": refused})
@@ -155,15 +155,15 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
         return f"<Cuts of {self.model}: {len(self.offered)}{refused}>"
 
 
-def _numbered(cuts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _upgrade_addresses(cuts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add `#0` to the first of several calls, which older files leave out."""
     addresses = [cut["at"] for cut in cuts]
     known = dict(zip(addresses, number_calls(addresses), strict=True))
 
-    def numbered(live: dict[str, Any]) -> dict[str, Any]:
+    def upgrade(live: dict[str, Any]) -> dict[str, Any]:
         source = live["source"]
         if known.get(source, source) == source:
             return live
         return {**live, "source": known[source], "name": known[source] + live["name"].removeprefix(source)}
 
-    return [{**cut, "at": known[cut["at"]], "live": [numbered(live) for live in cut["live"]]} for cut in cuts]
+    return [{**cut, "at": known[cut["at"]], "live": [upgrade(live) for live in cut["live"]]} for cut in cuts]

@@ -191,7 +191,10 @@ def _is_counted(metric: Metric) -> bool:
 
 
 def _own(profile: Profile, row: Row | None, metric: Metric) -> float | None:
-    """Return the cost of a call by itself; a measured one only of leaves, since only those have a spread."""
+    """Return the cost of a call by itself.
+
+    A measured one only of calls without measured calls inside, since a difference of medians has no spread.
+    """
     if row is None:
         return None
     if _is_counted(metric) or metric.adds_up != "sum":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from microtome.addresses import find_address, glob, is_glob, path_not_found
 from microtome.errors import BadQuery
@@ -13,12 +13,10 @@ from microtome.files.reading import File
 from microtome.results.base import Result, render, write
 from microtome.results.measurements import EnergyUse, MemoryUse, Sampling, Timeline, Timing
 from microtome.results.metrics import METRICS, why_unknown
-from microtome.results.rows import AMOUNTS, Group, Row, add, checked_calls, flat, tracr_record
+from microtome.results.rows import AMOUNTS, Group, Row, add, flat, group, tracr_record, upgrade_calls
 
 if TYPE_CHECKING:
     from microtome.results.diff import Diff
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +262,7 @@ class Profile(Result, kind="profile", schema=2):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        return super().from_dict(data | {"calls": checked_calls(data["calls"])})
+        return super().from_dict(data | {"calls": upgrade_calls(data["calls"])})
 
     def check(self) -> None:
         if self.timeline is not None:
@@ -281,18 +279,6 @@ class Profile(Result, kind="profile", schema=2):
     def _children(self) -> dict[str, tuple[Row, ...]]:
         children = group((row.parent, row) for row in self.calls if row.parent is not None)
         return {address: tuple(rows) for address, rows in children.items()}
-
-
-def group(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
-    """Collect values by their keys, in order.
-
-    >>> group([("a", 1), ("b", 2), ("a", 3)])
-    {'a': [1, 3], 'b': [2]}
-    """
-    groups: dict[str, list[T]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
 
 
 def _most_flops_first(groups: Iterable[Group]) -> dict[str, Group]:

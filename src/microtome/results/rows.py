@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from microtome.addresses import number_calls
 from microtome.results.measurements import Load, Spread
 from microtome.results.metrics import LOAD, METRICS, Amounts, CallAmounts
 from microtome.units import shape
 
+T = TypeVar("T")
 _NOTHING = Amounts()
 AMOUNTS = tuple(field.name for field in fields(Amounts))
 
@@ -128,11 +129,23 @@ def tracr_record(index: int, row: Row) -> dict[str, Any]:
     }
 
 
+def group(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
+    """Collect values by their keys, in order.
+
+    >>> group([("a", 1), ("b", 2), ("a", 3)])
+    {'a': [1, 3], 'b': [2]}
+    """
+    groups: dict[str, list[T]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
 #: Fields that have another name in files of an older microtome.
 _OLDER_NAMES = {"until_s": "elapsed_s", "until_device_s": "elapsed_device_s"}
 
 
-def checked_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def upgrade_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the calls of a file with the field names and addresses of today, each after the call that contains it."""
     if not calls:
         raise ValueError("it has no calls")

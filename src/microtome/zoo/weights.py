@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from microtome.errors import BadFile, BadWeights, Unsupported, describe_error
 from microtome.files.tensors import read_tensors
-from microtome.units import shape
+from microtome.units import shape, some
 
 _PICKLE_SUFFIXES = (".pt", ".pth")
+#: The most tensors that an error names.
+_NAMES = 3
 
 
 def load_weights(model: nn.Module, file: str | Path, name: str, *, meta: bool) -> None:
@@ -23,7 +25,9 @@ def load_weights(model: nn.Module, file: str | Path, name: str, *, meta: bool) -
     model.load_state_dict(state, strict=True, assign=meta)
     left = [key for key, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
     if left:
-        raise Unsupported(f"{_join(left)} of {name} would have no values: a state_dict omits them. Leave out meta")
+        raise Unsupported(
+            f"{some(left, _NAMES)} of {name} would have no values: a state_dict omits them. Leave out meta"
+        )
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -50,7 +54,9 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
         ) from error
     if isinstance(state, Mapping) and all(isinstance(value, Tensor) for value in state.values()):
         return dict(state)
-    got = f"a dict of {_join(map(repr, state))}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+    got = (
+        f"a dict of {some([*map(repr, state)], _NAMES)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+    )
     raise BadWeights(f"expected a dict of tensors in {file}, such as model.state_dict(), got {got}")
 
 
@@ -77,11 +83,6 @@ def _check(model: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
         "not in the model": [key for key in state if key not in expected],
         "of another shape": mismatched,
     }
-    found = [f"{len(keys)} {fault}: {_join(keys)}" for fault, keys in faults.items() if keys]
+    found = [f"{len(keys)} {fault}: {some(keys, _NAMES)}" for fault, keys in faults.items() if keys]
     if found:
         raise BadWeights(f"{prefix}: {'; '.join(found)}")
-
-
-def _join(names: Iterable[str], limit: int = 3) -> str:
-    every = list(names)
-    return ", ".join(every[:limit]) + (", …" if len(every) > limit else "")

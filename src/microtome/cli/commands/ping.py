@@ -16,7 +16,7 @@ from microtome.cli.options.connection import connection_options
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import show_progress
 from microtome.errors import sanitize_text
-from microtome.units import rate, seconds, size
+from microtome.units import rate, seconds, size, some
 
 if TYPE_CHECKING:
     from microtome.remote.security import Security
@@ -79,11 +79,11 @@ def _text(reply: dict[str, Any]) -> str:
     lines = {
         "versions": f"microtome {reply['microtome']}, torch {reply['torch']}, protocol {reply['protocol']}",
         "handshake": seconds(reply["handshake_s"]),
-        "round trip": f"{seconds(reply['rtt_s'])} at least, {seconds(reply['rtt_median_s'])} median",
-        "bandwidth": f"{rate(reply['up_bytes_per_s'])} there, {rate(reply['down_bytes_per_s'])} back",
+        "round trip": f"{seconds(reply['rtt_s'])} min / {seconds(reply['rtt_median_s'])} median",
+        "bandwidth": f"{rate(reply['up_bytes_per_s'])} up / {rate(reply['down_bytes_per_s'])} down",
         "codecs": ", ".join(reply["codecs"]),
         "cuts": _cuts(reply["cuts"]),
-        "takes": f"{size(reply['max_message'])} a request at most{_batch(reply['batch'])}",
+        "limits": f"max request {size(reply['max_message'])}{_batch(reply['batch'])}",
         "model": reply["fingerprint"],
     }
     head = f"{reply['server']} serves {reply['model']} on {reply['device']}"
@@ -94,9 +94,8 @@ def _text(reply: dict[str, Any]) -> str:
 
 
 def _cuts(cuts: list[str]) -> str:
-    names = [at or "(the inputs)" for at in cuts[:_MAX_CUTS]]
-    return f"{len(cuts)}: {', '.join(names)}{', …' if len(cuts) > _MAX_CUTS else ''}"
+    return f"{len(cuts)}: {some([at or '(the inputs)' for at in cuts], _MAX_CUTS)}"
 
 
 def _batch(most: int) -> str:
-    return f", up to {most} computed together" if most > 1 else ""
+    return f", batches of up to {most}" if most > 1 else ""

@@ -16,7 +16,7 @@ from microtome.cli.options.model import ModelOptions, model_options, wrap_model_
 from microtome.cli.progress import show_progress
 from microtome.cli.samples import count_samples, read_batches, single_tensor
 from microtome.errors import BadFile, Unsupported
-from microtome.units import seconds, size
+from microtome.units import plural, seconds, size
 
 
 @click.command()
@@ -54,17 +54,13 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
     totals = recorder.totals
     dropped = f"; {recorder.dropped} over the limit were dropped" if recorder.dropped else ""
     click.echo(
-        f"{_plural(totals.records, 'record')} of {_plural(len(recorder), 'layer')} in {_plural(totals.runs, 'run')}, "
+        f"{plural(totals.records, 'record')} of {plural(len(recorder), 'layer')} in {plural(totals.runs, 'run')}, "
         f"{size(totals.nbytes)} in {seconds(totals.seconds)} ({_rate(totals)}), in {options['to']}{dropped}"
     )
 
 
 def _rate(totals: RecordTotals) -> str:
     return f"{size(round(totals.bytes_per_s))}/s"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 @contextmanager

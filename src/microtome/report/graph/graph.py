@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from microtome.errors import BadQuery
-from microtome.report.text import some
 from microtome.results.cuts import Cut
 from microtome.results.trace import Trace, TracedCall, Value
-from microtome.units import shape, size
+from microtome.units import shape, size, some
 
 #: The most nodes, about, of a graph without an explicit depth.
 _NODES = 60

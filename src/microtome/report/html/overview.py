@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from microtome.report.columns import at_least, leaves_out
 from microtome.report.notes import FEW, interval, profile_notes
-from microtome.report.text import some
 from microtome.results.metrics import METRICS, Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
-from microtome.units import UNKNOWN, count, joules, seconds, share, size
+from microtome.units import UNKNOWN, count, joules, seconds, share, size, some
 
 
 class Card(NamedTuple):

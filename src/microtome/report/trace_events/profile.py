@@ -169,7 +169,7 @@ def speedscope(profile: Profile) -> str:
     data = {
         "$schema": "https://www.speedscope.app/file-format-schema.json",
         "shared": {"frames": [{"name": name} for name in names]},
-        "profiles": [_evented(name, slices, frames) for name, slices in tracks.items()],
+        "profiles": [_evented_profile(name, slices, frames) for name, slices in tracks.items()],
         "name": f"{profile.model} on {profile.inputs}",
         "activeProfileIndex": 0,
         "exporter": "microtome",
@@ -177,7 +177,7 @@ def speedscope(profile: Profile) -> str:
     return json.dumps(data) + "\n"
 
 
-def _evented(name: str, slices: Sequence[Slice], frames: dict[str, int]) -> dict[str, Any]:
+def _evented_profile(name: str, slices: Sequence[Slice], frames: dict[str, int]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     stack: list[Slice] = []
 
