@@ -72,7 +72,7 @@ def test_files_that_are_no_profiles_exit_with_2(files: tuple[Path, Path], tmp_pa
     mt.cuts(*zoo.build("tiny-resnet")).to_json(tmp_path / "cuts.json")
     result = run(files[0], tmp_path / "cuts.json")
     assert result.exit_code == 2
-    assert "got cuts" in result.output
+    assert "got a file of kind 'cuts'" in result.output
 
 
 def test_json_and_markdown_go_to_files(files: tuple[Path, Path], tmp_path: Path) -> None:

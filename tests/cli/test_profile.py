@@ -85,8 +85,8 @@ def test_weights_are_loaded(tmp_path: Path) -> None:
         (["zoo:tiny-rasnet"], "tiny-resnet"),
         (["zoo:tiny-resnet", "--input", "2x4x32x32"], "in the call 'stem.0' (Conv2d)\n  no layer ran before"),
         (["zoo:tiny-vit", "--input", "1y3"], "cannot read '1y3'"),
-        (["zoo:tiny-vit", "--columns", "speed"], "got 'speed'"),
-        (["zoo:tiny-vit", "--sort", "speed"], "got 'speed'"),
+        (["zoo:tiny-vit", "--columns", "speed"], "no column 'speed'"),
+        (["zoo:tiny-vit", "--sort", "speed"], "no column 'speed'"),
         (["zoo:tiny-vit", "--sort", "time"], "no row has a value of 'time' to sort by: add --time"),
         (["zoo:tiny-vit", "--depth", "1", "--by", "op"], "choose one of --depth, --granularity and --by"),
         (["zoo:tiny-vit", "--granularity", "0"], "0 is not in the range"),
@@ -103,9 +103,12 @@ def test_weights_are_loaded(tmp_path: Path) -> None:
         (["zoo:tiny-vit", "--json", ""], "--json: expected the name of a file, or - for stdout"),
         (
             ["zoo:tiny-vit", "--by", "type", "--columns", "dtype"],
-            "expected a column of types of runs",
+            "of types: expected one of runs",
         ),
-        (["zoo:tiny-vit", "--by", "op", "--sort", "params"], "expected a column of operators of runs"),
+        (
+            ["zoo:tiny-vit", "--by", "op", "--sort", "params"],
+            "no column 'params' of operators to sort by: expected one of runs",
+        ),
         (["zoo:tiny-vit", "--input", "1,3,32,32"], "did you mean '1x3x32x32'?"),
         (
             ["zoo:tiny-vit", "--json", "/does/not/exist/p.json"],

@@ -70,11 +70,24 @@ def test_statistics_alone_and_a_reduction(data: Path, tmp_path: Path) -> None:
     assert mt.load(tmp_path / "a").stats("layer1").count == 7 * 8
 
 
+def test_an_image_with_too_many_pixels_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (40, 50)).save(tmp_path / "a.png")
+    monkeypatch.setattr("microtome.cli.samples._MAX_PIXELS", 1999)
+    result = run("zoo:tiny-resnet", "fc", "--data", str(tmp_path), "--to", str(tmp_path / "to"))
+    assert result.exit_code == 2
+    assert f"Error: expected at most 1999 pixels in the image '{tmp_path}/a.png', got 40 x 50\n" in result.output
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["zoo:tiny-resnet", "layer9", "--data", "{data}", "--to", "{to}"], "no module matches the path 'layer9'"),
-        (["zoo:tiny-resnet", "fc", "--data", "/no/such.npy", "--to", "{to}"], "cannot read '/no/such.npy' as .npy"),
+        (
+            ["zoo:tiny-resnet", "fc", "--data", "/no/such.npy", "--to", "{to}"],
+            "Error: cannot read '/no/such.npy': No such file",
+        ),
         (["zoo:tiny-resnet", "fc", "--data", "{empty}", "--to", "{to}"], "expected .npy files or images"),
         (
             ["zoo:tiny-resnet", "fc", "--data", "{data}", "--to", "{to}", "--reduce", "median"],

@@ -89,7 +89,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     mt.cuts(*zoo.build("tiny-resnet")).to_json(tmp_path / "cuts.json")
     result = run("report", tmp_path / "cuts.json", "-o", tmp_path / "report.html")
     assert result.exit_code == 2
-    assert "expected a profile that `microtome profile --json` wrote" in result.output
+    assert "(see microtome profile --json), got a file of kind 'cuts'" in result.output
 
 
 def test_only_a_page_in_a_file_is_opened() -> None:

@@ -86,6 +86,8 @@ class _ArrayFile:
                 read = {(1, 0): numpy.lib.format.read_array_header_1_0, (2, 0): numpy.lib.format.read_array_header_2_0}
                 self.shape, self._is_fortran, self._dtype = read[version](stream)
                 self._start, file_bytes = stream.tell(), os.fstat(stream.fileno()).st_size
+        except BadFile:
+            raise
         except Exception as error:  # numpy's parser raises all kinds
             raise BadFile(f"cannot read {str(path)!r} as .npy: {describe_error(error)}") from error
         if not self.shape or not self.shape[0]:
@@ -125,8 +127,11 @@ def _read_sample(file: Path, like: Tensor) -> Tensor:
         with open_regular(file) as stream, image.open(stream, formats=_FORMATS) as opened:
             width, height = opened.size
             if width * height > _MAX_PIXELS:
-                raise BadFile(f"expected at most {_MAX_PIXELS} pixels, got {width} x {height}")
+                got = f"{width} x {height}"
+                raise BadFile(f"expected at most {_MAX_PIXELS} pixels in the image {str(file)!r}, got {got}")
             data = opened.convert("RGB").tobytes()
+    except BadFile:
+        raise
     except Exception as error:  # each decoder has errors of its own
         raise BadFile(f"cannot read the image {str(file)!r}: {describe_error(error)}") from error
     pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, height, width, 3).permute(0, 3, 1, 2) / 255

@@ -12,6 +12,7 @@ from microtome.cli.options.outputs import Outputs, output_options
 from microtome.errors import BadFile
 from microtome.load import load
 from microtome.report.diff import growth, name_of
+from microtome.results.base import Result
 from microtome.results.diff import diff as compare
 from microtome.results.metrics import compared_metrics
 from microtome.results.profile import Profile
@@ -73,6 +74,6 @@ def diff(context: click.Context, before: str, after: str, *, limits: dict[str, f
 def load_profile(file: str) -> Profile:
     result = load(file)
     if not isinstance(result, Profile):
-        kind = getattr(result, "kind", "recording")
-        raise BadFile(f"expected a profile that `microtome profile --json` wrote in {str(Path(file))!r}, got {kind}")
+        got = f"a file of kind {result.kind!r}" if isinstance(result, Result) else "a recording"
+        raise BadFile(f"expected a profile in {str(Path(file))!r} (see microtome profile --json), got {got}")
     return result

@@ -13,11 +13,13 @@ from microtome.cli.progress import show_progress
 from microtome.split.cuts import cuts as find_cuts
 from microtome.trace import trace
 
+_DEPTH = "Draw calls up to this depth (default: as deep as fits)."
+
 
 @click.command()
 @model_options("meta")
 @output_options("svg", "dot")
-@click.option("--depth", type=click.IntRange(min=0), metavar="N", help="Expand calls up to this depth.")
+@click.option("--depth", type=click.IntRange(min=0), metavar="N", help=_DEPTH)
 @click.option("--at", metavar="ADDRESS", help="Draw this cut, an address that `microtome cuts` lists.")
 def graph(*, model: ModelOptions, depth: int | None, at: str | None, outputs: Outputs) -> None:
     """Draw the calls of a model, and the bytes of the tensors between them, if possible without running the model.

@@ -35,6 +35,7 @@ def _parse_sides(context: click.Context, parameter: click.Parameter, words: tupl
 
 
 _CODEC = "Codec of the boundary, such as raw, zstd or fp16; repeatable."
+_LIMIT = "Memory limit of a side; repeatable."
 _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatable."
 
 
@@ -47,10 +48,10 @@ _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatab
 @click.option("--jitter", default="0s", metavar="T", help="Jitter of the link, such as 2ms.")
 @click.option("--joules-per-byte", type=click.FloatRange(min=0), metavar="J", help="Energy of the edge's radio.")
 @click.option("--objective", type=click.Choice(OBJECTIVES), default="latency", help="What to optimize.")
-@click.option("--limit", "limits", multiple=True, metavar="edge=512MB", callback=_parse_sides, help="Memory of a side.")
+@click.option("--limit", "limits", multiple=True, metavar="edge=512MB", callback=_parse_sides, help=_LIMIT)
 @click.option("--codec", "codecs", multiple=True, default=("raw",), metavar="NAME", help=_CODEC)
 @click.option("--codec-costs", "costs", multiple=True, metavar="edge=F", callback=_parse_sides, help=_COSTS)
-@click.option("--top", type=click.IntRange(min=1), default=8, metavar="K", help="Show the best K plans.")
+@click.option("--top", type=click.IntRange(min=1), default=8, metavar="K", help="Show the best K candidates.")
 @output_options("json", "csv", "md", "measure_codecs", "perfetto")
 def plan(
     *,
