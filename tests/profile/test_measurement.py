@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import microtome as mt
 from microtome import zoo
+from microtome.compat.torchstat import ModelHook
+from microtome.engine.snapshot import WriteBackups
 from microtome.errors import BadQuery, Unsupported
 from tests.profile.clock import Clock, Takes
 from tests.profile.meters import Steady, no_threads_left
@@ -291,3 +295,48 @@ def test_copies_of_inputs_are_freed_without_garbage_collection() -> None:
     finally:
         gc.enable()
     assert copies == []
+
+
+class _Weighted(nn.Module):
+    """A model with a weight that it only reads, an expanded buffer, and an expanded tensor that is no buffer."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("ones", torch.ones(1).expand(4))
+        self.shared = torch.ones(1)
+        self.expanded = self.shared.expand(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared.data.add_(1)
+        return x * self.weight * self.ones * self.expanded
+
+
+def test_measuring_restores_the_storage_of_an_expanded_tensor() -> None:
+    model = _Weighted(torch.ones(4))
+    mt.profile(nn.Sequential(model), torch.ones(4), measure="time", repeat=3, depth=0)
+    assert (model.shared.tolist(), model.expanded.tolist()) == ([1], [1, 1, 1, 1])
+    mt.trace(model, torch.ones(4), fake=False)
+    assert model.shared.tolist() == [1]
+    with pytest.warns(UserWarning, match="no formula"):
+        ModelHook(model, (4,))
+    assert model.shared.tolist() == [1]
+
+
+def test_measuring_copies_no_weight_that_is_only_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    restore = WriteBackups.restore
+    monkeypatch.setattr(
+        WriteBackups, "restore", lambda self: (copied.extend(len(one) for _, one in self._copies), restore(self))
+    )
+    mt.profile(nn.Linear(4, 4), torch.ones(4), measure="time", repeat=3)
+    mt.profile(_Weighted(torch.ones(4)), torch.ones(4), measure="time", repeat=3)
+    assert set(copied) == {4}  # the bytes of the one number that is written to
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_a_weight_in_a_file_mapped_for_reading_can_be_measured(tmp_path: Path) -> None:
+    numpy.ones(4, dtype="float32").tofile(tmp_path / "weight")
+    weight = torch.from_numpy(numpy.memmap(tmp_path / "weight", dtype="float32", mode="r"))
+    p = mt.profile(_Weighted(weight), torch.ones(4), measure="time", repeat=3)
+    assert p.timing is not None

@@ -58,7 +58,7 @@ def substitute_tensors(
 
     Args:
         tensor_mode: The kind of substitutes. With `"real"`, parameters stay, and buffers and inputs are copied.
-        backups: Notified before a tensor is mutated in a real run; None: all tensors are copied first.
+        backups: To be notified before a tensor is mutated in a real run; without it, such tensors are not restored.
     """
     self_test.CALLS.ensure()
     reject_script(named_modules(model))
@@ -82,7 +82,7 @@ def substitute_tensors(
             stack.enter_context(simulate_device(originals))
         tensors = preserve_state(modules, classes, stack)
         if tensor_mode == "real":
-            preserve_tensors(tensors, stack, backups)
+            preserve_tensors(tensors, stack, WriteBackups() if backups is None else backups)
         else:  # tensors that are neither parameters nor buffers are not replaced, and autograd sets their gradients
             leaves = [tensor for tensor in tensors if tensor.is_leaf and not tensor.is_inference()]
             stack.callback(restore_gradients, [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves])

@@ -20,6 +20,7 @@ from microtome.engine.code_references import Global, references_of
 from microtome.engine.signals import complete_step, signal_safe
 
 _SCALARS = (str, int, float, bool, type(None), type)
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 # -- containers --------------------------------------------------------------------------------------------------------
 
@@ -70,7 +71,10 @@ def restore_dict(target: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 
 class WriteBackups:
-    """Tensors that a real run may mutate, each copied before the first write, and restored from that copy."""
+    """Tensors that a real run may mutate, each copied before the first write, and restored from that copy.
+
+    A storage is copied as a whole: a view of it may be expanded, so that it cannot be written to.
+    """
 
     def __init__(self) -> None:
         self._by_storage: dict[int, list[Tensor]] = {}
@@ -81,25 +85,32 @@ class WriteBackups:
         self._by_storage.setdefault(id(tensor.untyped_storage()), []).append(tensor)
 
     def before_write(self, tensor: Tensor) -> None:
-        """Copy the watched tensors that share the storage of this one."""
-        for original in self._by_storage.pop(id(tensor.untyped_storage()), ()):
+        """Copy the storage of this tensor if it is that of a watched one."""
+        if not _is_strided(tensor):
+            return
+        storage = tensor.untyped_storage()
+        originals = self._by_storage.pop(id(storage), [])
+        if any(type(original) in _PLAIN for original in originals):
+            originals = [_bytes_of(storage)]
+        for original in originals:  # of a subclass, whose storage may have no memory
             self._copies.append((original, original.detach().to("cpu", copy=True)))  # a GPU may lack the memory
 
     def before_write_outside(self, tensor: Tensor) -> None:
         """Copy the whole storage of a tensor that existed before the run and that no module holds."""
         storage = tensor.untyped_storage()
         if id(storage) not in self._outside:
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            whole = _bytes_of(storage)
             self._outside[id(storage)] = storage
             self._copies.append((whole, whole.to("cpu", copy=True)))
-
-    def copy_all(self) -> None:
-        for backups in list(self._by_storage.values()):
-            self.before_write(backups[0])
 
     def restore(self) -> None:
         for original, before in self._copies:
             original.data.copy_(before)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    with torch.inference_mode(False):  # else it could not be restored outside of inference mode
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -300,23 +311,20 @@ def _restore_globals(states: list[tuple[Global, Any]]) -> None:
             variable.namespace[variable.name] = before
 
 
-def preserve_tensors(tensors: list[Tensor], stack: ExitStack, backups: WriteBackups | None) -> None:
+def preserve_tensors(tensors: list[Tensor], stack: ExitStack, backups: WriteBackups) -> None:
     """Restore the values and gradients of tensors when the exit stack closes; in the run, gradients start as None.
 
     Args:
-        backups: Notified before a tensor is mutated; None: all tensors are copied first.
+        backups: To be notified before a tensor is mutated.
     """
     strided = [tensor for tensor in tensors if _is_strided(tensor)]
     gradients = [(tensor, tensor.grad if tensor.is_leaf else None, tensor.requires_grad) for tensor in strided]
     aliases = [(tensor, tensor.detach()) for tensor in strided]
-    watched = WriteBackups() if backups is None else backups
     for tensor in strided:
-        watched.watch(tensor)
+        backups.watch(tensor)
         if tensor.is_leaf:
             tensor.grad = None
-    if backups is None:
-        watched.copy_all()
-    stack.callback(complete_step, watched.restore)
+    stack.callback(complete_step, backups.restore)
     stack.callback(complete_step, restore_gradients, gradients)
     stack.callback(complete_step, _restore_storages, aliases)
 

@@ -17,12 +17,13 @@ from microtome.devices.base import Backend, accelerators_of, backend_of
 from microtome.engine import Call, Probe, Session, tensors_in
 from microtome.engine.backward import preserve_gradients
 from microtome.engine.meta_run import copy_inputs, substitute_tensors
-from microtome.engine.probes import AnyOp, Where
 from microtome.engine.signals import grad_mode, signal_safe
+from microtome.engine.snapshot import WriteBackups
 from microtome.engine.torch_internals import version_of
 from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs
 from microtome.profile.call_tree import CallTree
+from microtome.trace.backup_probe import BackupProbe
 
 #: Called with the current task, the number of completed steps and that of all steps.
 Progress = Callable[[str, int, int], None]
@@ -94,14 +95,12 @@ def _restorable(inputs: Inputs) -> list[Tensor]:
     return [tensor for tensor in strided if tensor.is_leaf]  # an in-place write changes the grad_fn of others
 
 
-class _CallOrder(Probe):
+class _CallOrder(BackupProbe):
     """Collects the calls of a pass in order. Its operator callback makes the engine detect random operators."""
 
-    def __init__(self) -> None:
+    def __init__(self, backups: WriteBackups) -> None:
+        super().__init__(backups)
         self.addresses: list[str] = []
-
-    def op_begins(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        return
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if call.phase == "forward":
@@ -133,8 +132,11 @@ class Passes:
         fast_paths: Whether all calls can be observed on torch's fast paths, which the model takes unobserved.
     """
 
-    def __init__(self, model: nn.Module, inputs: Inputs, *, backward: bool) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Inputs, backups: WriteBackups | None = None, *, backward: bool
+    ) -> None:
         self.fast_paths = True
+        self._backups = WriteBackups() if backups is None else backups
         self.model = model
         self.inputs = self._original_inputs = inputs
         self.backward = backward
@@ -185,9 +187,12 @@ class Passes:
         return Session(self.model, [probe], at=tree.selector(), fast_paths=self.fast_paths, other_threads="ignore")
 
     def choose_fast_paths(self, tree: CallTree) -> None:
-        """Disable fast paths if they hide calls, and check that a pass makes the calls of the tree."""
+        """Disable fast paths if they hide calls, and check that a pass makes the calls of the tree.
+
+        These passes come first. The tensors that they write to are restored at the end; later ones are not observed.
+        """
         for self.fast_paths in (True, False):
-            order = _CallOrder()
+            order = _CallOrder(self._backups)
             with self.session(order, tree):
                 self.once()
             if order.addresses == tree.order:
@@ -259,8 +264,9 @@ def open_passes(model: nn.Module, inputs: Inputs, *, backward: bool) -> Iterator
     """Yield the passes of a model, without garbage collection; the model is restored afterwards."""
     _check_devices(model, inputs)
     gc.collect()
-    with substitute_tensors(model, inputs, "real") as run:  # which turns garbage collection off
-        yield Passes(model, run, backward=backward)
+    backups = WriteBackups()
+    with substitute_tensors(model, inputs, "real", backups) as run:  # which turns garbage collection off
+        yield Passes(model, run, backups, backward=backward)
 
 
 def _check_devices(model: nn.Module, inputs: Inputs) -> None:

@@ -18,9 +18,11 @@ from microtome.devices.base import backend_of
 from microtome.engine import Call, Probe, Session, tensors_in
 from microtome.engine.meta_run import substitute_tensors
 from microtome.engine.selectors import check_model, named_modules
+from microtome.engine.snapshot import WriteBackups
 from microtome.engine.torch_internals import own_parameters
 from microtome.flops.conventions import torchstat
 from microtome.inputs import Inputs
+from microtome.trace.backup_probe import BackupProbe
 from microtome.units import shape
 
 _MB = 1024**2
@@ -80,11 +82,13 @@ class ModelHook:
         image = _random_image(check_model(model), input_size)
         counter = _Counter()
         clock = _Clock(image.args[0].device, counter.stats)
-        with substitute_tensors(model, image, "real") as inputs, torch.no_grad():
+        backups = WriteBackups()
+        with substitute_tensors(model, image, "real", backups) as inputs, torch.no_grad():
             model.eval()
             # On meta tensors nothing is computed, so there are no times to measure.
-            for probe in (counter,) if clock.device.type == "meta" else (counter, clock):
-                with Session(model, [probe], other_threads="ignore"):
+            first: list[Probe] = [counter, BackupProbe(backups)]
+            for probes in (first,) if clock.device.type == "meta" else (first, [clock]):
+                with Session(model, probes, other_threads="ignore"):
                     inputs.run(model)
         counter.warn()
         #: The statistics of every module, by path; that of the root is `""`.
