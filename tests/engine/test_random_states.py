@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
+from microtome.engine.random_states import numpy_state, preserve_random_states
 from tests.engine.quiet import Noisy, Quiet
 
 ACTIONS: dict[str, Callable[[nn.Module, Tensor], object]] = {
@@ -111,3 +112,19 @@ def test_a_seed_that_the_forward_sets_is_taken_back(thread: ThreadPoolExecutor) 
     mt.trace(Seeds(), torch.ones(1))
     assert torch.rand(1) == wanted
     assert torch.initial_seed() == 3
+
+
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64])
+def test_every_part_of_the_state_of_numpy_is_compared_and_restored(kind: type[np.random.BitGenerator]) -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(kind(0))
+    try:
+        for _ in range(9):  # Philox draws four numbers at once, PCG64 keeps half of one
+            state = numpy_state()
+            with preserve_random_states((), ()):
+                number = np.random.randint(0, 9, dtype=np.uint32)
+                assert numpy_state() != state
+            assert numpy_state() == state
+            assert np.random.randint(0, 9, dtype=np.uint32) == number
+    finally:
+        np.random.set_bit_generator(before)

@@ -89,9 +89,14 @@ def numpy_state() -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
-    state = numpy.random.get_state(legacy=False)
-    parts = [part.tobytes() if hasattr(part, "tobytes") else part for part in state["state"].values()]
-    return parts, state.get("has_gauss"), state.get("gauss")
+    return _comparable(numpy.random.get_state(legacy=False))
+
+
+def _comparable(state: Any) -> Any:
+    """Replace arrays in dicts by their bytes."""
+    if isinstance(state, dict):
+        return {key: _comparable(part) for key, part in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 def code_refers_to(classes: Iterable[type], package: str) -> bool:
