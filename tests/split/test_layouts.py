@@ -111,3 +111,22 @@ def test_a_member_of_an_enum_crosses_as_itself() -> None:
 def test_a_number_of_a_class_of_its_own_is_refused() -> None:
     with pytest.raises(NoMatch, match=r"'first' runs in the head, and it returns a Kilo, which is no tensor, number"):
         mt.split(Painted(Kilo(3)), torch.ones(1, 4), at="first")
+
+
+class Quantize(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+
+
+class Dequantize(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.dequantize()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch deprecates quantized dtypes
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_quantized_tensor_may_stay_before_the_cut(layout: torch.memory_format) -> None:
+    model = nn.Sequential(nn.ReLU(), Quantize(), Dequantize(), nn.ReLU())
+    x = torch.randn(2, 3, 4, 5).to(memory_format=layout)
+    head, tail = mt.split(model, x, at="2")
+    assert torch.equal(tail(mt.Boundary.from_bytes(head(x).to_bytes())), model(x))

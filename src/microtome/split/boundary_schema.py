@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from microtome.errors import BadBoundary
 from microtome.files.types import find_mismatch, from_plain, to_plain
 from microtome.split.decoder import are_sizes
-from microtome.split.serialization import DTYPE_NAMES, DTYPES
 from microtome.split.signature import CallSignature
 from microtome.split.structure_spec import Plain
 
@@ -43,8 +43,15 @@ class StorageView(NamedTuple):
     kind: Literal["storage_view"] = "storage_view"
 
 
+#: The dtypes of placeholders, by name: all of torch's, quantized ones too, since placeholders have no values.
+PLACEHOLDER_DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+_PLACEHOLDER_DTYPE_NAMES = {dtype: name for name, dtype in PLACEHOLDER_DTYPES.items()}
+
+
 class PlaceholderSpec(NamedTuple):
-    """A tensor that does not cross; without strides it is contiguous."""
+    """A tensor that does not cross; without strides it is contiguous, or quantized."""
 
     shape: list[int]
     strides: list[int] | None
@@ -54,8 +61,9 @@ class PlaceholderSpec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, *, requires_grad: bool) -> Self:
-        strides = None if tensor.is_contiguous() else list(tensor.stride())
-        return cls(list(tensor.shape), strides, DTYPE_NAMES[tensor.dtype], requires_grad)
+        # Torch has no meta tensors of a quantized dtype with strides.
+        strides = None if tensor.is_contiguous() or tensor.is_quantized else list(tensor.stride())
+        return cls(list(tensor.shape), strides, _PLACEHOLDER_DTYPE_NAMES[tensor.dtype], requires_grad)
 
 
 class RepeatedTensor(NamedTuple):
@@ -236,7 +244,7 @@ def _is_possible(item: OutputItem | ContainerItem, position: int) -> bool:
     if isinstance(item, SentTensor | PlainItem):
         return True
     if isinstance(item, PlaceholderSpec):
-        return item.dtype in DTYPES and _is_layout(item.shape, item.strides)
+        return item.dtype in PLACEHOLDER_DTYPES and _is_layout(item.shape, item.strides)
     if isinstance(item, StorageView | ArgumentView):
         return abs(item.offset) < 2**62 and _is_layout(item.shape, item.strides)  # torch checks the rest
     return 0 <= item.position < (position if isinstance(item, RepeatedTensor) else 2**31)

@@ -12,6 +12,7 @@ from microtome.engine.torch_internals import version_of
 from microtome.errors import BadBoundary, Unsupported, describe_error
 from microtome.split.boundary import Boundary
 from microtome.split.boundary_schema import (
+    PLACEHOLDER_DTYPES,
     ArgumentView,
     BoundaryRecord,
     PlaceholderSpec,
@@ -22,7 +23,6 @@ from microtome.split.boundary_schema import (
 from microtome.split.crossing import ValueLocation
 from microtome.split.placeholder import Placeholder, unwrap
 from microtome.split.schedule import Schedule
-from microtome.split.serialization import DTYPES
 from microtome.split.size_bounds import SizeBudget
 from microtome.split.tensor_bytes import duplicate, moved
 
@@ -135,7 +135,7 @@ class ReceivedTensors:
             raise BadBoundary(f"the boundary lacks tensor {name!r}: send it again")
 
     def _placeholder(self, spec: PlaceholderSpec, owner: str, location: ValueLocation | None) -> Tensor:
-        dtype = DTYPES[spec.dtype]
+        dtype = PLACEHOLDER_DTYPES[spec.dtype]
         self._budget.charge(owner, spec.shape, spec.strides, dtype)
         try:
             meta = torch.empty(spec.shape, dtype=dtype, device="meta")
