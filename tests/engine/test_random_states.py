@@ -116,8 +116,9 @@ def test_a_seed_that_the_forward_sets_is_taken_back(thread: ThreadPoolExecutor) 
 
 @pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64])
 def test_every_part_of_the_state_of_numpy_is_compared_and_restored(kind: type[np.random.BitGenerator]) -> None:
-    before = np.random.get_bit_generator()
-    np.random.set_bit_generator(kind(0))
+    numpy_random: Any = np.random  # its types lack these functions
+    before = numpy_random.get_bit_generator()
+    numpy_random.set_bit_generator(kind(0))
     try:
         for _ in range(9):  # Philox draws four numbers at once, PCG64 keeps half of one
             state = numpy_state()
@@ -127,4 +128,4 @@ def test_every_part_of_the_state_of_numpy_is_compared_and_restored(kind: type[np
             assert numpy_state() == state
             assert np.random.randint(0, 9, dtype=np.uint32) == number
     finally:
-        np.random.set_bit_generator(before)
+        numpy_random.set_bit_generator(before)

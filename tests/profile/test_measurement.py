@@ -300,6 +300,8 @@ def test_copies_of_inputs_are_freed_without_garbage_collection() -> None:
 class _Weighted(nn.Module):
     """A model with a weight that it only reads, an expanded buffer, and an expanded tensor that is no buffer."""
 
+    ones: Tensor
+
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -326,9 +328,12 @@ def test_measuring_restores_the_storage_of_an_expanded_tensor() -> None:
 def test_measuring_copies_no_weight_that_is_only_read(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
     restore = WriteBackups.restore
-    monkeypatch.setattr(
-        WriteBackups, "restore", lambda self: (copied.extend(len(one) for _, one in self._copies), restore(self))
-    )
+
+    def restore_counting(backups: WriteBackups) -> None:
+        copied.extend(len(copy) for _, copy in backups._copies)
+        restore(backups)
+
+    monkeypatch.setattr(WriteBackups, "restore", restore_counting)
     mt.profile(nn.Linear(4, 4), torch.ones(4), measure="time", repeat=3)
     mt.profile(_Weighted(torch.ones(4)), torch.ones(4), measure="time", repeat=3)
     assert set(copied) == {4}  # the bytes of the one number that is written to
