@@ -26,7 +26,7 @@ from microtome.devices.base import (
 )
 from microtome.devices.cuda import Cuda
 from microtome.errors import SensorFailed, Unsupported
-from microtome.profile import device, passes
+from microtome.profile import accelerator, passes
 from microtome.report.formats import text
 
 ROOT = Path(microtome.__file__).parent
@@ -107,7 +107,7 @@ class KernelBackend(HostBackend):
     def watch_activity(self, *, memory: bool = False) -> Iterator[Activity]:
         activity = Activity()
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(device, "mark", activity.labels.append)
+            monkeypatch.setattr(accelerator, "mark", activity.labels.append)
             yield activity
         for index in range(len(activity.labels)):
             activity.launches.append(Launch(index, "kernel", 1e-3))

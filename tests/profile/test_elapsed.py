@@ -14,8 +14,8 @@ import microtome as mt
 from microtome import zoo
 from microtome.devices.activity import Activity, Launch
 from microtome.profile import timing
+from microtome.profile.accelerator import _elapsed_times
 from microtome.profile.call_tree import CallTree
-from microtome.profile.device import _elapsed_times
 from microtome.results.rows import Row
 from tests.profile.clock import Clock, Takes
 

@@ -18,7 +18,7 @@ from microtome.devices.statistics import spreads
 from microtome.errors import BadQuery, SensorFailed
 from microtome.flops.conventions import find_convention
 from microtome.inputs import Inputs
-from microtome.profile import device, energy, timing
+from microtome.profile import accelerator, energy, timing
 from microtome.profile.call_tree import CallTree
 from microtome.profile.energy import Energies, EnergyModel
 from microtome.profile.load import sample_load
@@ -49,7 +49,7 @@ class MeasurementSpec:
     measure: frozenset[str]
     schedule: PassSchedule
     depth: int | None = None
-    device_time: device.DeviceTimeMethod = "kernels"
+    device_time: accelerator.DeviceTimeMethod = "kernels"
     energy: str | EnergyModel = "share"
     meter: Meter | str | None = None
     backward: bool = False
@@ -71,8 +71,8 @@ class MeasurementSpec:
     def __post_init__(self) -> None:
         for name in self.measure - set(QUANTITIES):
             raise BadQuery(f"expected measure to be of {', '.join(map(repr, QUANTITIES))}, got {name!r}")
-        if self.device_time not in device.METHODS:
-            methods = ", ".join(map(repr, device.METHODS))
+        if self.device_time not in accelerator.METHODS:
+            methods = ", ".join(map(repr, accelerator.METHODS))
             raise BadQuery(f"expected device_time to be one of {methods}, got {self.device_time!r}")
         if not isinstance(self.energy, EnergyModel) and self.energy not in ("share", "replay"):
             raise BadQuery(f"expected energy to be 'share', 'replay' or an EnergyModel, got {self.energy!r}")
@@ -162,8 +162,8 @@ class _Measurer:
         self._methods["timing"] = overhead
 
     def _measure_device_time(self, runs: Passes, overhead: Timing) -> Timing:
-        tree, method = self._tree, device.METHODS[self._spec.device_time]
-        measure_times = device.kernel_times if self._spec.device_time == "kernels" else device.graph_times
+        tree, method = self._tree, accelerator.METHODS[self._spec.device_time]
+        measure_times = accelerator.kernel_times if self._spec.device_time == "kernels" else accelerator.graph_times
         times = measure_times(runs, tree, self._spec.schedule)
         self._set_times("device_s", tree.inclusive(times.forward), method)
         self._set("elapsed_device_s", times.elapsed.quantile(0.5, dim=0).tolist())
@@ -179,7 +179,7 @@ class _Measurer:
 
     def _measure_device_memory(self, runs: Passes) -> None:
         with self._watch_rss("allocations of the device's allocator, including those of weights and inputs"):
-            peaks = device.peak_bytes(runs, self._tree)
+            peaks = accelerator.peak_bytes(runs, self._tree)
         resident = runs.resident_bytes()
         self._set("measured_peak_bytes", [resident + peak for peak in peaks])
 

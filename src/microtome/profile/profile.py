@@ -15,7 +15,7 @@ from microtome.trace.trace import record
 if TYPE_CHECKING:
     from microtome.devices.meters import Meter
     from microtome.flops.conventions.base import Convention
-    from microtome.profile.device import DeviceTimeMethod
+    from microtome.profile.accelerator import DeviceTimeMethod
     from microtome.profile.energy import EnergyModel
     from microtome.profile.measurement import MeasurementSpec
     from microtome.profile.passes import Progress

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from microtome.report.columns import AT_LEAST, OWN, CallColumn, at_least, columns_of, leaves_out, write_metric
+from microtome.report.call_columns import AT_LEAST, OWN, CallColumn, at_least, columns_of, leaves_out, write_metric
 from microtome.report.notes import profile_notes
 from microtome.report.row_selection import RowSelection, check, deepest, depth_of, rows_of, whole_tree
 from microtome.report.table import Bar, Cell, Column, Line, Medium, Note, Report, Table, plain

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from microtome.errors import BadQuery
-from microtome.report.columns import OWN, call_columns, columns_of
+from microtome.report.call_columns import OWN, call_columns, columns_of
 from microtome.results.metrics import Metric, why_unknown
 from microtome.results.profile import Profile
 from microtome.results.rows import Row

@@ -14,7 +14,7 @@ from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import MicrotomeError
 from microtome.flops.conventions import CONVENTIONS
 from microtome.profile import profile as profile_model
-from microtome.profile.device import METHODS
+from microtome.profile.accelerator import METHODS
 from microtome.profile.energy import EnergyModel
 from microtome.report.formats import csv, markdown, text
 from microtome.report.row_selection import RowSelection, check

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import NamedTuple
 
-from microtome.report.columns import at_least, leaves_out
+from microtome.report.call_columns import at_least, leaves_out
 from microtome.report.notes import FEW, interval, profile_notes
 from microtome.results.metrics import METRICS, Metric, page_metrics, why_missing
 from microtome.results.profile import Profile

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from html import escape
 
-from microtome.report.columns import write_metric
+from microtome.report.call_columns import write_metric
 from microtome.report.notes import interval
 from microtome.report.row_selection import fitting_depth, name_in_tree
 from microtome.results.measurements import Alive, Timeline

@@ -1,4 +1,7 @@
-"""The columns of a table of calls: descriptions of a call, and each metric with its share and its interval."""
+"""The columns of a table of calls: descriptions of a call, and each metric with its share and its interval.
+
+To add a number, declare it in results/metrics.py; only text columns are declared here.
+"""
 
 from __future__ import annotations
 
