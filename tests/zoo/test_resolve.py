@@ -308,7 +308,7 @@ def test_a_buffer_that_no_file_holds_would_have_no_values_on_meta(tmp_path: Path
         ("timm:hf-hub:timm/resnet18", "timm has no model 'hf-hub:timm/resnet18'"),
         ("hf:bart-large", "a model type or a folder with a config.json, and downloads nothing. Did you mean hf:bart"),
         ("hf:", r"'hf:' lacks the name of a model: microtome models 'hf:\*' lists them"),
-        ("resnet50", "such as 'timm:resnet50' or 'torchvision:resnet50'"),
+        ("resnet50", "such as 'torchvision:resnet50' or 'timm:resnet50'"),
         ("nowhere.at.all:Net", "'nowhere.at.all' is neither a source nor a module that can be imported"),
         ("torch.nowhere:Net", "cannot import torch.nowhere: there is no module 'torch.nowhere'"),
         ("torch.nn:Linaer", "torch.nn has no 'Linaer'. Did you mean torch.nn:Linear"),
