@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome.engine import meta_run
 from microtome.engine.composite_ops import is_meta_or_fake
+from microtome.engine.thread_stacks import outer_frames, thread_stacks
 from microtome.errors import Unsupported
 from tests.engine.test_calls import Log, X
 
@@ -141,6 +143,30 @@ def test_calls_go_on_while_sessions_open_and_close(eager_switches: None) -> None
             caller.join()
     model(X)
     assert vars(nn.Module)[CALL] is None
+
+
+def test_no_garbage_is_collected_while_the_stacks_of_other_threads_are_read() -> None:
+    """A collection may switch threads; CPython 3.11 then crashes on a frame that the other thread has left."""
+    collecting_in: list[set[str]] = []
+
+    def callback(phase: str, info: dict[str, int]) -> None:
+        collecting_in.append({frame.f_code.co_name for frame in outer_frames(sys._getframe())})
+
+    leave = threading.Event()
+    thread = InThread(leave.wait)
+    threshold = gc.get_threshold()
+    gc.callbacks.append(callback)
+    gc.set_threshold(1)
+    try:
+        assert len(thread_stacks()) > 1
+        assert [[] for _ in range(9)]
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(callback)
+        leave.set()
+        thread.join()
+    assert collecting_in
+    assert not any("outer_frames" in names for names in collecting_in)
 
 
 # -- actions of one thread, and calls of another -----------------------------------------------------------------------

@@ -27,7 +27,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 from torch import nn
 
-from microtome.engine.thread_stacks import outer_frames, thread_frames
+from microtome.engine.thread_stacks import thread_stacks
 from microtome.engine.torch_internals import (
     MODULE_CALL,
     RUN_BACKWARD,
@@ -227,9 +227,7 @@ def _is_at(frame: FrameType, offsets: range) -> bool:
 def _is_read_anywhere(*, ignore: FrameType | None = None) -> bool:
     """Whether any thread is at one of the two reads or between them, where other code may run."""
     return any(
-        frame is not ignore and _is_at(frame, _BOTH_READS)
-        for top in thread_frames().values()
-        for frame in outer_frames(top)
+        frame is not ignore and _is_at(frame, _BOTH_READS) for stack in thread_stacks().values() for frame in stack
     )
 
 

@@ -15,22 +15,23 @@ from microtome.engine.torch_internals import CALL
 _lock = threading.RLock()
 
 
-def thread_frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread, by thread id; for this thread, the caller's.
+def thread_stacks() -> dict[int, list[FrameType]]:
+    """The frames of each thread by its id, innermost first; for this thread, from the caller's on.
 
-    `sys._current_frames` allocates while it holds a lock of the interpreter. If this triggers garbage collection,
-    Python code may run and switch to a thread that waits for the lock: CPython before 3.11.9 and 3.12.3 deadlocks.
+    No garbage is collected meanwhile. `sys._current_frames` and `f_back` allocate, and a collection that this triggers
+    may run Python code and switch threads. CPython before 3.11.9 and 3.12.3 then deadlocks on the lock that the former
+    holds; in `f_back`, CPython 3.11 reads a frame that the other thread has left, and crashes.
     """
     with _lock:
         enabled = gc.isenabled()
         gc.disable()
         try:
             frames = sys._current_frames()
+            frames[threading.get_ident()] = sys._getframe(1)  # this frame would refer to itself, and outlive the call
+            return {thread: list(outer_frames(frame)) for thread, frame in frames.items()}
         finally:
             if enabled:
                 gc.enable()
-    frames[threading.get_ident()] = sys._getframe(1)  # this frame would refer to itself, and outlive the call
-    return frames
 
 
 def outer_frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -48,5 +49,5 @@ def is_in_module_call(frame: FrameType) -> bool:
 def runs_in_other_thread(modules: Iterable[nn.Module]) -> bool:
     """Whether another thread is inside a call of one of these modules."""
     ids, here = set(map(id, modules)), threading.get_ident()
-    frames = [frame for thread, top in thread_frames().items() if thread != here for frame in outer_frames(top)]
+    frames = (frame for thread, stack in thread_stacks().items() if thread != here for frame in stack)
     return any(frame.f_code is CALL and id(frame.f_locals["self"]) in ids for frame in frames)
