@@ -52,7 +52,7 @@ def test_what_is_no_time_is_said(text: Any) -> None:
 
 @pytest.mark.parametrize("joules", [-1.0, float("nan"), float("inf")])
 def test_a_radio_takes_nothing_or_more(joules: float) -> None:
-    with pytest.raises(BadQuery, match="what the radio takes for a byte, 0 or more"):
+    with pytest.raises(BadQuery, match="expected joules_per_byte of 0 or more"):
         mt.Link("1Mbps", joules_per_byte=joules)
 
 

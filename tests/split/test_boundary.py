@@ -577,7 +577,7 @@ def test_a_limit_can_be_a_text_and_must_be_a_size() -> None:
     assert Boundary.from_bytes(data, limit="5MB").nbytes == 4_000_000
     with pytest.raises(BadBoundary, match=r"may take 3.8. MiB of memory, and the limit is 9.. KiB"):
         Boundary.from_bytes(data, limit="1MB")
-    with pytest.raises(BadQuery, match=r"no number of bytes"):
+    with pytest.raises(BadQuery, match=r"expected a number of bytes"):
         Boundary.from_bytes(data, limit="much")
 
 

@@ -203,8 +203,8 @@ def _split_again(model: nn.Module, saved: _SavedSplit, file: Path) -> list[Stage
 
     try:
         return load_stages(model, example, saved.at, saved.fingerprint, saved.more)
-    except Unsupported:  # the model cannot run without weights, whatever the file contains
-        raise
+    except Unsupported as error:  # the model cannot run without weights, or not on the example of the file
+        raise Unsupported(f"cannot split the {saved.model} as {str(file)!r} describes: {error}") from error
     except Exception as error:  # from the model's code, which runs on the example of the file
         raise BadFile(f"{str(file)!r} does not fit this {saved.model}: {describe_error(error)}") from error
 
