@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-from typing import Any
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from microtome import Inputs
 from microtome.errors import BadInputs
@@ -85,3 +86,26 @@ def test_inputs_move_to_a_device_and_represent_nested_values() -> None:
     assert repr(inputs) == "Inputs([2:float32, None], mask={'a': 3:bool})"
     assert inputs.args[0][0].is_meta
     assert inputs.kwargs["mask"]["a"].is_meta
+
+
+class Crops(NamedTuple):
+    first: Tensor
+    second: Any
+
+
+@dataclass(frozen=True)
+class Example:
+    image: Tensor
+    crops: Crops
+    label: str = "cat"
+
+
+def test_tensors_in_named_tuples_dataclasses_and_dicts_move_to_a_device() -> None:
+    example = Example(torch.ones(1), Crops(torch.ones(2), OrderedDict(third=torch.ones(3))))
+    (moved,) = Inputs(example).to("meta").args
+    assert type(moved) is Example
+    assert type(moved.crops) is Crops
+    assert type(moved.crops.second) is OrderedDict
+    assert all(tensor.is_meta for tensor in (moved.image, moved.crops.first, moved.crops.second["third"]))
+    assert moved.label == "cat"
+    assert not example.image.is_meta

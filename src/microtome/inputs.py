@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
 
@@ -52,7 +54,7 @@ class Inputs:
         return model(*self.args, **self.kwargs)
 
     def to(self, device: str | torch.device) -> Inputs:
-        """Return the same arguments with their tensors on a device."""
+        """Return the same arguments with their tensors on a device, also inside named tuples and dataclasses."""
         return Inputs(*_to(self.args, device), **_to(self.kwargs, device))
 
     def __repr__(self) -> str:
@@ -108,9 +110,22 @@ def _tensor(shape: list[int], name: str, generator: torch.Generator, device: str
 def _to(value: Any, device: str | torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
+    if type(value) in (list, tuple):
+        return type(value)(_to(item, device) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
+        return value._make(_to(item, device) for item in value)
+    moved: Any
     if isinstance(value, dict):
-        return {name: _to(item, device) for name, item in value.items()}
-    return type(value)(_to(item, device) for item in value) if type(value) in (list, tuple) else value
+        moved = copy.copy(value)
+        for name, item in value.items():
+            moved[name] = _to(item, device)
+        return moved
+    if is_dataclass(value) and not isinstance(value, type):
+        moved = copy.copy(value)
+        for field in fields(value):  # set past the `__setattr__` of a frozen one
+            object.__setattr__(moved, field.name, _to(getattr(value, field.name), device))
+        return moved
+    return value
 
 
 def _describe(value: Any) -> str:
