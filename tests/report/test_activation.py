@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 import microtome as mt
 from microtome import zoo
 from microtome.capture.attention.attention import Attention
+from microtome.capture.features import Features
 from microtome.errors import BadQuery
 from microtome.report.pictures.activation import plot
 from microtome.report.pictures.pixels import tile
@@ -113,3 +115,11 @@ def test_all_heads_stand_side_by_side() -> None:
     weights = torch.rand(1, 4, 5, 5)
     found = Attention(("a",), (weights,)).plot(head="all")
     assert found.pixels.shape == (224 * 2 + 2, 224 * 2 + 2, 3)
+
+
+def test_features_and_series_have_the_same_options() -> None:
+    options = {
+        name: option for name, option in signature(plot).parameters.items() if option.kind is option.KEYWORD_ONLY
+    }
+    of_features = signature(Features.plot).parameters
+    assert options == {name: option for name, option in of_features.items() if option.kind is option.KEYWORD_ONLY}

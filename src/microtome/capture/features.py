@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from microtome.addresses import Addresses, path_not_found
 from microtome.errors import BadQuery, NoMatch
@@ -75,19 +75,29 @@ class Features(Mapping[str, Any]):
             raise BadQuery("the run was stopped before the model returned: extract with stop=False to get its output")
         return self._output[0]
 
-    def plot(self, name: str, **options: Any) -> Any:
+    def plot(
+        self,
+        name: str,
+        *,
+        sample: int = 0,
+        channels: int = 64,
+        grid: tuple[int, int] | None = None,
+        scale: Literal["each", "all"] = "each",
+        part: int | None = None,
+    ) -> Any:
         """Draw an activation for display in a notebook: its channels side by side, larger values lighter.
 
         (batch, channels, height, width): a map for each channel. (batch, tokens, channels): a map for each channel
         with `grid`, else one map with a row for each token. (batch, channels): one row.
 
-        Options:
+        Args:
             sample: The index in the batch.
-            channels: The maximum number of channels, starting from the first; by default 64.
+            channels: The maximum number of channels, starting from the first.
             grid: The height and width of the image in patches, which are the last tokens.
             scale: `"each"` scales each channel by its own minimum and maximum, `"all"` by common ones.
             part: The index of the tensor, if the module returns several; negative: from the last.
         """
+        options = {"sample": sample, "channels": channels, "grid": grid, "scale": scale, "part": part}
         return render("pictures.activation.plot", self[name], name, **options)
 
     def to_png(self, file: File, name: str, **options: Any) -> None:

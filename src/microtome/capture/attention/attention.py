@@ -153,21 +153,30 @@ class Attention(Sequence[Tensor]):
         """Compute the attention rollout: see `microtome.rollout`."""
         return rollout(self, residual=residual, heads=heads, discard=discard)
 
-    def plot(self, image: Any = None, **options: Any) -> Any:
+    def plot(
+        self,
+        image: Any = None,
+        *,
+        layer: int | str = -1,
+        head: int | Literal["all"] | None = None,
+        row: int = 0,
+        grid: tuple[int, int] | None = None,
+        sample: int = 0,
+        alpha: float = 0.6,
+    ) -> Any:
         """Draw the attention of one query for display in a notebook, overlaid on the input image if one is passed.
 
         Args:
             image: (3, H, W), (H, W, 3) or (H, W), or a batch of the first; integers from 0 to 255, or other numbers,
                 which are scaled; or a PIL image.
-
-        Options:
-            layer: The address or position of the layer, by default the last.
+            layer: The address or position of the layer.
             head: The position among the captured heads; `"all"`: each, side by side; None: their mean.
             row: The position among the captured query rows: the first is the class token's, if the model has one.
             grid: The height and width of the image in patches. None: the largest square of the last keys.
             sample: The index in the batch.
-            alpha: The opacity of the map over the image, by default 0.6.
+            alpha: The opacity of the map over the image.
         """
+        options = {"layer": layer, "head": head, "row": row, "grid": grid, "sample": sample, "alpha": alpha}
         return render("pictures.attention.plot", self, image, **options)
 
     def to_png(self, file: File, image: Any = None, **options: Any) -> None:

@@ -28,16 +28,16 @@ _SIZE = 224
 
 def plot(
     attention: Attention,
-    image: Any = None,
+    image: Any,
     *,
-    layer: int | str = -1,
-    head: int | Literal["all"] | None = None,
-    row: int = 0,
-    grid: tuple[int, int] | None = None,
-    sample: int = 0,
-    alpha: float = 0.6,
+    layer: int | str,
+    head: int | Literal["all"] | None,
+    row: int,
+    grid: tuple[int, int] | None,
+    sample: int,
+    alpha: float,
 ) -> Picture:
-    """Draw the weights of one query. `Attention.plot` describes the options."""
+    """Draw the weights of one query. `Attention.plot` has the options and their defaults."""
     chosen = attention[layer] if isinstance(layer, str) else pick(attention.by_layer, layer, "layer")
     weights = pick(chosen, sample, "sample")
     under = None if image is None else _pixels(image)
