@@ -11,19 +11,19 @@ from typing import Any
 import psutil
 from torch import Tensor, nn
 
-from microtome.devices.load import LoadSampler
 from microtome.devices.machine import environment
 from microtome.devices.meters import Meter, check, pick
 from microtome.devices.statistics import spreads
+from microtome.devices.utilization import LoadSampler
 from microtome.errors import BadQuery, SensorFailed
 from microtome.flops.conventions import find_convention
 from microtome.inputs import Inputs
 from microtome.profile import accelerator, energy, timing
 from microtome.profile.call_tree import CallTree
 from microtome.profile.energy import Energies, EnergyModel
-from microtome.profile.load import sample_load
 from microtome.profile.passes import Passes, PassSchedule, check_calls, open_passes, to_integer
 from microtome.profile.static import ProfileBuilder
+from microtome.profile.utilization import sample_load
 from microtome.results.measurements import MemoryUse, Spread, Timing
 from microtome.results.profile import Profile
 from microtome.results.rows import Row

@@ -8,9 +8,9 @@ from time import perf_counter
 
 import torch
 
-from microtome.devices.load import QUANTITIES, LoadSampler, Sample
 from microtome.devices.meters import Log, Meter, pick
 from microtome.devices.meters.base import finite
+from microtome.devices.utilization import QUANTITIES, LoadSampler, Sample
 from microtome.errors import SensorFailed, describe_error
 from microtome.profile.call_tree import CallTree
 from microtome.profile.passes import Passes, PassSchedule

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import microtome as mt
 from microtome import zoo
-from microtome.devices.load import Sample
+from microtome.devices.utilization import Sample
 from microtome.errors import Unsupported
-from microtome.profile.load import _mean, _overlapping
+from microtome.profile.utilization import _mean, _overlapping
 from tests.profile.meters import Breaks, Steady, no_threads_left
 
 

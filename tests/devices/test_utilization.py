@@ -12,15 +12,15 @@ from time import monotonic, sleep
 import pytest
 import torch
 
-from microtome.devices import load
-from microtome.devices.load import QUANTITIES, LoadSampler, Sample
+from microtome.devices import utilization
+from microtome.devices.utilization import QUANTITIES, LoadSampler, Sample
 from microtome.errors import SensorFailed
 from tests.devices.fake_nvml import NVMLError, install_fake_nvml
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "EVERY_S", 0.002)
+    monkeypatch.setattr(utilization, "EVERY_S", 0.002)
 
 
 def threads() -> list[str]:
