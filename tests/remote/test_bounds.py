@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome.errors import RemoteError
 from microtome.remote import protocol, security
-from microtome.remote.metrics import Metrics
+from microtome.remote.prometheus import Metrics
 from microtome.remote.server import Server
 from microtome.remote.watchdog import MESSAGE_S, PART_S, WRITE_S, Watchdog
 from tests.remote.attack.http2 import Line, prefixed

@@ -9,7 +9,7 @@ import pytest
 
 from microtome.errors import BadQuery
 from microtome.remote.logs import JsonLines
-from microtome.remote.metrics import Metrics
+from microtome.remote.prometheus import Metrics
 
 
 def record(message: str, **beside: object) -> logging.LogRecord:

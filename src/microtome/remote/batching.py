@@ -56,11 +56,14 @@ class Batcher:
         None: the facts contradict the tensors, so that it could corrupt other requests of a batch.
         """
         try:
-            rows = self.rows(boundary)
+            rows = self.batch_size(boundary)
             if not rows or rows % self.unit:
                 return None
             # A tensor with fewer rows would be broadcast over the rows of other requests.
-            if any(len(boundary.tensors[name]) * self._rows != rows * own for name, own in self.example_rows.items()):
+            if any(
+                len(boundary.tensors[name]) * self.example_batch_size != rows * own
+                for name, own in self.example_rows.items()
+            ):
                 return None
             if any(_get(boundary.facts, path) != per_row * rows for path, per_row in self.facts_per_row.items()):
                 return None
@@ -73,12 +76,12 @@ class Batcher:
         ]
         return json.dumps([boundary.at, facts, tensors])
 
-    def rows(self, boundary: Boundary) -> int:
+    def batch_size(self, boundary: Boundary) -> int:
         """Return the batch size of a boundary."""
         return len(boundary.tensors[next(iter(self.example_rows))])
 
     @property
-    def _rows(self) -> int:
+    def example_batch_size(self) -> int:
         """The batch size of the example."""
         return next(iter(self.example_rows.values()))
 
@@ -112,9 +115,11 @@ class Batcher:
         """Return the first rows of a boundary, repeated if it has fewer."""
         tensors = dict(boundary.tensors)
         for name, own in self.example_rows.items():
-            if rows * own % self._rows:
-                raise CannotBatch(f"{name!r} has {own} rows in a batch of {self._rows}, expected a multiple of it")
-            count = rows * own // self._rows
+            if rows * own % self.example_batch_size:
+                raise CannotBatch(
+                    f"{name!r} has {own} rows in a batch of {self.example_batch_size}, expected a multiple of it"
+                )
+            count = rows * own // self.example_batch_size
             tensors[name] = torch.cat([tensors[name]] * -(-count // len(tensors[name])))[:count]
 
         def scale(path: Path, leaf: Any) -> Any:

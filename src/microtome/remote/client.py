@@ -31,7 +31,7 @@ from microtome.split.stage import Stage
 from microtome.units import parse_size, size
 
 #: Seconds for which a request is sent again after a broken stream: without a fallback, and with one.
-_RETRY_S, _RETRY_WITH_FALLBACK_S = 15.0, 1.0
+_RESEND_FOR_S, _RESEND_WITH_FALLBACK_FOR_S = 15.0, 1.0
 #: Seconds that a server has for the warm-up request at a cut.
 _WARM_UP_S = 60.0
 #: The number of requests whose records are kept.
@@ -52,24 +52,25 @@ class Remote:
         connection: Connection,
         server: Any,
         route: Route | Autotuner,
-        options: RequestOptions | None = None,
+        options: RequestOptions = RequestOptions(),  # noqa: B008  it is immutable
     ) -> None:
         self._local = local
         self._connection = connection
-        self._options = options or RequestOptions()
-        self._has_fallback = self._options.has_fallback and local.is_whole
+        self._options = options
+        self._has_fallback = options.has_fallback and local.is_whole
         self._tail_s: dict[str, float] = {}  # seconds of the tail on this device, by cut
-        self._route = route
-        self._autotuner = route if isinstance(route, Autotuner) else None
-        if self._autotuner is not None:
+        self._autotuner: Autotuner | None = None
+        if isinstance(route, Autotuner):
+            self._autotuner, route = route, route.route
             self._autotuner.warm_up = self.warm_up
+        self._route = route  # unused with an autotuner
         self.server = server
         self.requests: deque[RequestRecord] = deque(maxlen=_MAX_RECORDS)
 
     @property
     def route(self) -> Route:
         """The current cut and codec."""
-        return self._route.route if isinstance(self._route, Autotuner) else self._route
+        return self._route if self._autotuner is None else self._autotuner.route
 
     @property
     def history(self) -> list[RouteChange]:
@@ -136,7 +137,7 @@ class Remote:
                 head, _ = self._local.stages_at(at)
                 with torch.no_grad():
                     request.boundary = head(*inputs.args, **inputs.kwargs)
-        request.state = RequestState.HEAD_RUN
+        request.state = RequestState.HEAD_DONE
         return request
 
     def _send(self, request: RemoteRequest) -> RemoteRequest:
@@ -150,7 +151,8 @@ class Remote:
             if request.deadline is not None and not self._has_fallback:
                 request.retry_until = request.deadline
             else:
-                request.retry_until = monotonic() + (_RETRY_WITH_FALLBACK_S if self._has_fallback else _RETRY_S)
+                resend_for_s = _RESEND_WITH_FALLBACK_FOR_S if self._has_fallback else _RESEND_FOR_S
+                request.retry_until = monotonic() + resend_for_s
             example = self._local.spec.example
             request.expected = ExpectedReply(example, request.inputs, self._options.max_reply_bytes)
             request.encode(request.boundary)
@@ -220,7 +222,7 @@ class Remote:
 
     def _fall_back(self, request: RemoteRequest) -> Any:
         """Compute the output here: the tail, or the whole model if the inputs were to be sent."""
-        request.state = RequestState.RAN_HERE
+        request.state = RequestState.LOCAL
         at = request.route.at or INPUTS
         run = partial(request.inputs.run, self._local.model)
         if at != INPUTS:

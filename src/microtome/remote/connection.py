@@ -30,7 +30,7 @@ log = logging.getLogger("microtome.remote")
 #: Seconds before a broken stream is opened again: at first, and at most.
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.02, 1.0
 #: Seconds between the attempts of a unary call.
-_RETRY_S = 0.1
+_RETRY_INTERVAL_S = 0.1
 #: Bytes and seconds of sending from which the bandwidth can be computed: buffers accept the first bytes at once.
 _MIN_SENT_BYTES, _MIN_SENDING_S = 4 << 20, 0.2
 #: The most bytes of the reply to Hello: a few strings, and the addresses of all cuts.
@@ -57,7 +57,9 @@ class Connection:
         _check_address(address, self._security)
         self._channel = self._stream_channel = _open_channel(address, self._security)
         self._channel_bytes = self._reply_bytes = DEFAULT_REPLY_BYTES
-        self._unary = {name: self._channel.unary_unary(method.path) for name, method in METHODS.items()}
+        self._unary = {
+            name: self._channel.unary_unary(method.path) for name, method in METHODS.items() if not method.is_stream
+        }
         self._changed = threading.Condition()
         self._pending: dict[str, RemoteRequest] = {}
         self._cancelled: set[str] = set()  # ids of this stream whose replies are dropped
@@ -93,13 +95,13 @@ class Connection:
                 return self._parse(name, reply)
             except grpc.RpcError as rpc_error:
                 error = from_rpc(rpc_error, self.address, f"answers {name} with more than {size(reply_bytes)}")
-                is_final = error.kind in ("REFUSED", "TOO_LARGE") or left < _RETRY_S
+                is_final = error.kind in ("REFUSED", "TOO_LARGE") or left < _RETRY_INTERVAL_S
                 # Retry here: gRPC's own retries would lose the reason why the server cannot be reached.
                 if is_final or rpc_error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise error from rpc_error
             except ValueError as error:  # raised by gRPC for a closed channel
                 raise self._closed_error() from error
-            sleep(_RETRY_S)
+            sleep(_RETRY_INTERVAL_S)
 
     def _parse(self, name: str, reply: bytes) -> Any:
         if name == "Hello" and len(reply) > _MAX_HELLO_BYTES:

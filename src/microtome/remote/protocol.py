@@ -77,8 +77,8 @@ def split_payload(message_class: Any, data: bytes) -> tuple[Any, memoryview]:
 
     If field 15 is not the last one, or the encoding is unusual, protobuf parses the whole message.
 
-    >>> head, payload = split_payload(Request, with_payload(Request(id="1"), b"abc"))
-    >>> head.id, bytes(payload)
+    >>> header, payload = split_payload(Request, with_payload(Request(id="1"), b"abc"))
+    >>> header.id, bytes(payload)
     ('1', b'abc')
 
     Raises:

@@ -53,17 +53,17 @@ class RequestState(Enum):
     """The state of a request. It ends in one of the last three."""
 
     CREATED = "created"
-    HEAD_RUN = "head run"
+    HEAD_DONE = "head done"
     SENT = "sent"
     REPLIED = "replied"
-    RAN_HERE = "ran here"
+    LOCAL = "local"
     FAILED = "failed"
 
 
 class RemoteRequest:
     """A request from its inputs to its output.
 
-    `CREATED` → `HEAD_RUN` → `SENT` → `REPLIED`. It ends as `RAN_HERE` if this device computes the output, because the
+    `CREATED` → `HEAD_DONE` → `SENT` → `REPLIED`. It ends as `LOCAL` if this device computes the output, because the
     model is not cut, or because the server does not answer; and as `FAILED` if nobody does.
 
     Attributes:
@@ -96,6 +96,8 @@ class RemoteRequest:
         self.is_alone = False
         self.timing: dict[str, float] = {}
         self.reason: str | None = None
+        self._header = protocol.Request()
+        self._message = b""  # the header and the encoded boundary
         self._received_bytes = 0
         self._started = perf_counter()
         self._sent_at = 0.0
@@ -114,18 +116,18 @@ class RemoteRequest:
         return protocol.DEFAULT_REPLY_BYTES if self.expected is None else self.expected.reply_bytes
 
     def encode(self, boundary: Boundary) -> None:
-        """Serialize the boundary, with the head of its message before it in the same bytes."""
-        self._head = protocol.Request(id=self.id, codec=self.route.codec)
+        """Serialize the boundary, with the header of its message before it in the same bytes."""
+        self._header = protocol.Request(id=self.id, codec=self.route.codec)
         self._set_timeout()
         self._message = encode(boundary.metadata, boundary.tensors, self.route.codec, self._prefix)
 
     def _prefix(self, nbytes: int) -> bytes:
         self.nbytes = nbytes
-        return protocol.payload_prefix(self._head, nbytes)
+        return protocol.payload_prefix(self._header, nbytes)
 
     def _set_timeout(self) -> None:
         if self.deadline is not None:
-            self._head.timeout_s = max(self.deadline - monotonic(), 1e-3)
+            self._header.timeout_s = max(self.deadline - monotonic(), 1e-3)
 
     def parts(self, max_bytes: int | None) -> list[memoryview]:
         """Split the encoded boundary for a server that accepts `max_bytes` in a message; None: any number."""
@@ -142,8 +144,8 @@ class RemoteRequest:
             self._set_timeout()
         elif is_whole:
             return self._message
-        self._head.size = 0 if is_whole else self.nbytes
-        return protocol.with_payload(self._head, part)
+        self._header.size = 0 if is_whole else self.nbytes
+        return protocol.with_payload(self._header, part)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
@@ -169,7 +171,7 @@ class RemoteRequest:
 
     def record(self) -> RequestRecord:
         """Return the record of a request that has ended now."""
-        where = {RequestState.REPLIED: "cloud", RequestState.RAN_HERE: "edge"}.get(self.state, "nowhere")
+        where = {RequestState.REPLIED: "cloud", RequestState.LOCAL: "edge"}.get(self.state, "nowhere")
         return RequestRecord(
             self.route.at,
             self.route.codec,

@@ -17,8 +17,8 @@ from microtome.files.reading import read_bytes
 from microtome.remote import protocol
 
 if TYPE_CHECKING:
-    from microtome.remote.metrics import Metrics
     from microtome.remote.peers import Peers
+    from microtome.remote.prometheus import Metrics
 
 log = logging.getLogger("microtome.remote")
 

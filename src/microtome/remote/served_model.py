@@ -108,7 +108,7 @@ class ServedModel:
                 return [self._run(boundaries[0])]
             batcher = self._batcher(boundaries[0].at)
             assert batcher is not None
-            rows = [batcher.rows(boundary) for boundary in boundaries]
+            rows = [batcher.batch_size(boundary) for boundary in boundaries]
             with self._lock:
                 for count in sorted({sum(rows), *rows} - {batcher.unit}):  # and the rows of each request alone
                     batcher.verify(self._run, count)

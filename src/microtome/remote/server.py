@@ -15,8 +15,8 @@ from torch import nn
 from microtome.errors import BadQuery
 from microtome.remote import protocol
 from microtome.remote.health import Health
-from microtome.remote.metrics import Metrics
 from microtome.remote.peers import Peers
+from microtome.remote.prometheus import Metrics
 from microtome.remote.security import AuthInterceptor, ServerSecurity, is_loopback
 from microtome.remote.served_model import ServedModel
 from microtome.remote.service import Service

@@ -24,8 +24,8 @@ from microtome.errors import describe_error
 from microtome.remote import protocol
 from microtome.remote.admission import BytePool, CallLimiter, OpenCall, ReplyBudget, Upload
 from microtome.remote.logs import MAX_ID_CHARS
-from microtome.remote.metrics import Metrics
 from microtome.remote.peers import Peers
+from microtome.remote.prometheus import Metrics
 from microtome.remote.served_model import ServedModel
 from microtome.remote.worker import Limits, QueuedRequest, WorkerPool
 from microtome.split.codecs import CODECS
@@ -52,7 +52,8 @@ class Service:
         queued: Bytes of requests that are complete and not yet computed.
         echoes: Bytes of unwritten echoes.
         profiles: Bytes of unwritten profiles.
-        replies: Bytes of unwritten replies, of half the quarter of the memory: gRPC copies them while it writes them.
+        replies: Bytes of unwritten replies: half of the quarter of the memory for replies, since gRPC copies each one
+            while it writes it.
         draining: Set when no new requests are accepted.
         failure: Why the device is unusable; None: it works.
     """
@@ -196,26 +197,26 @@ class Service:
 
     async def _receive(self, call: OpenCall, data: bytes) -> QueuedRequest:
         """Return a complete request, its bytes reserved among the queued ones; read its other parts if it has any."""
-        head, payload = await self._parse_request(call, data)
-        if not head.size or not call.is_stream:
-            return await self._enqueue(call, QueuedRequest(head, payload))
-        if head.size > self._limits.max_message:
+        header, payload = await self._parse_request(call, data)
+        if not header.size or not call.is_stream:
+            return await self._enqueue(call, QueuedRequest(header, payload))
+        if header.size > self._limits.max_message:
             limit = size(self._limits.max_message)
-            await self._reject(call, f"expected at most {limit}, got a boundary of {size(head.size)}")
-        await self._wait_for_bytes(call, self.uploads, head.size)
+            await self._reject(call, f"expected at most {limit}, got a boundary of {size(header.size)}")
+        await self._wait_for_bytes(call, self.uploads, header.size)
         try:
             call.upload = Upload()
-            whole = memoryview(bytearray(head.size))
+            whole = memoryview(bytearray(header.size))
             try:
-                await self._assemble(call, head, payload, whole)
+                await self._assemble(call, header, payload, whole)
             except BaseException:
                 whole.release()  # the frames of the exception may outlive the reservation
                 raise
             call.upload = None  # from here on it waits for the server alone
-            return await self._enqueue(call, QueuedRequest(head, whole.toreadonly()))
+            return await self._enqueue(call, QueuedRequest(header, whole.toreadonly()))
         finally:
             call.upload = None
-            self.uploads.release(head.size)
+            self.uploads.release(header.size)
 
     async def _enqueue(self, call: OpenCall, request: QueuedRequest) -> QueuedRequest:
         call.in_flight += 1
@@ -239,25 +240,25 @@ class Service:
         finally:
             pool.release(nbytes)
 
-    async def _assemble(self, call: OpenCall, head: Any, part: memoryview, whole: memoryview) -> None:
+    async def _assemble(self, call: OpenCall, header: Any, part: memoryview, whole: memoryview) -> None:
         """Fill in a boundary that arrives in parts, of which this is the first."""
         offset = 0
         while True:
-            if offset + len(part) > head.size or not len(part):
-                left = head.size - offset
+            if offset + len(part) > header.size or not len(part):
+                left = header.size - offset
                 await self._reject(call, f"expected {left} more bytes of the boundary, got {len(part)}")
             whole[offset : offset + len(part)] = part
             offset += len(part)
             assert call.upload is not None
             call.upload.add(len(part))
-            if offset == head.size:
+            if offset == header.size:
                 return
             data = await call.read()
             if data is None:
-                await self._reject(call, f"expected a boundary of {head.size} bytes, got {offset}")
+                await self._reject(call, f"expected a boundary of {header.size} bytes, got {offset}")
                 raise AssertionError("`_reject` raises")
-            part_head, part = await self._parse_request(call, data)
-            if part_head.id != head.id:
+            part_header, part = await self._parse_request(call, data)
+            if part_header.id != header.id:
                 await self._reject(call, "expected the next part of a request, got another request")
 
     async def _parse_request(self, call: OpenCall, data: bytes) -> tuple[Any, memoryview]:

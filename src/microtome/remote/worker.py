@@ -17,7 +17,7 @@ from microtome.remote import protocol
 from microtome.remote.admission import ReplyBudget
 from microtome.remote.error_kinds import Draining, Late, TooLarge, to_message
 from microtome.remote.logs import MAX_ID_CHARS
-from microtome.remote.metrics import Metrics
+from microtome.remote.prometheus import Metrics
 from microtome.remote.served_model import ServedModel
 from microtome.split.boundary import Boundary
 from microtome.split.codecs import parse_codec
@@ -74,12 +74,12 @@ class QueuedRequest:
         timing: Seconds of each phase.
     """
 
-    def __init__(self, head: Any, data: memoryview) -> None:
-        self.id: str = head.id
-        self.codec: str = head.codec or "raw"
+    def __init__(self, header: Any, data: memoryview) -> None:
+        self.id: str = header.id
+        self.codec: str = header.codec or "raw"
         self.arrived = perf_counter()
-        self.deadline = self.arrived + (head.timeout_s if head.timeout_s > 0 else inf)
-        self.nbytes = len(data) + len(self.id) + len(head.codec)
+        self.deadline = self.arrived + (header.timeout_s if header.timeout_s > 0 else inf)
+        self.nbytes = len(data) + len(self.id) + len(header.codec)
         self.data: memoryview | None = data
         self.boundary: Boundary | None = None
         self.at = ""
@@ -229,8 +229,8 @@ class WorkerPool:
         start = perf_counter()
         data = self._served.encode(output, request.at, request.codec)
         request.timing["encode_s"] = perf_counter() - start
-        head = protocol.Reply(id=request.id, timing=protocol.Timing(**request.timing, batch=batch))
-        return protocol.with_payload(head, data)
+        header = protocol.Reply(id=request.id, timing=protocol.Timing(**request.timing, batch=batch))
+        return protocol.with_payload(header, data)
 
     def _count(self, request: QueuedRequest, batch: int) -> None:
         self._metrics.requests.labels(request.at).inc()

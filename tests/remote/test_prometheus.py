@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from microtome.remote import metrics
-from microtome.remote.metrics import Metrics
+from microtome.remote import prometheus
+from microtome.remote.prometheus import Metrics
 
 
 @pytest.fixture
 def waiting_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `Server.wait_closed` wait for connections, as it does from Python 3.12 on, and these last an hour."""
-    monkeypatch.setattr(metrics, "_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(prometheus, "_TIMEOUT_S", 3600.0)
     if sys.version_info < (3, 12):
 
         async def wait_closed(server: Any) -> None:
