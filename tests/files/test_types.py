@@ -30,10 +30,21 @@ class Pair(NamedTuple):
         ([(1, True), (1, 0)], list[tuple[int, bool]], "[1][1]: expected true or false, got 0"),
         ((1, 2, "a"), tuple[int, ...], "[2]: expected an integer, got 'a'"),
         (None, tuple[int, str] | None, None),
+        ([1], bool | int | float | str | None, ": expected a bool, int, float, string or None, got [1]"),
+        ((1, 2), tuple[int, str] | None, "[1]: expected a string, got 2"),
+        (10**101, int, f": expected an integer, got {10**101!r:.80}"),
     ],
 )
 def test_mismatches_are_located_inside_of_values(value: Any, hint: Any, words: str | None) -> None:
     assert find_mismatch(value, hint) == words
+
+
+def test_numbers_of_any_size_are_accepted_on_request() -> None:
+    for number in (10**101, -(10**400), 1e300, float("inf")):
+        assert find_mismatch([number], list[int | float | str], finite=False) is None
+        assert find_mismatch(number, float, finite=False) is None
+    assert find_mismatch(1.0, int, finite=False) == ": expected an integer, got 1.0"
+    assert find_mismatch(True, int, finite=False) == ": expected an integer, got True"
 
 
 class Circle(NamedTuple):

@@ -122,7 +122,7 @@ def find_mismatch(value: Any, hint: Any, *, finite: bool = True) -> str | None:
     Dataclasses, named tuples, tuples, lists, dicts, numbers, strings, booleans, literals and unions are checked.
 
     Args:
-        finite: Refuse floats beyond those of results, such as infinity.
+        finite: Refuse numbers beyond those of results, such as infinity.
     """
     return _check(hint, finite)(value)
 
@@ -134,7 +134,7 @@ def _check(hint: Any, finite: bool) -> Check:
     if origin in (Union, UnionType):
         if (members := _tagged_members(args)) is not None:
             return partial(_check_tagged, {member: _check(member, finite) for member in members.values()})
-        return partial(_check_union, [_check(arg, finite) for arg in args if arg is not NoneType], NoneType in args)
+        return partial(_check_union, args, [_check(arg, finite) for arg in args if arg is not NoneType])
     if origin is Literal:
         return _expect(f"one of {args}", lambda value: type(value) is str and value in args)
     if origin is tuple and args[1:] != (...,):
@@ -143,8 +143,9 @@ def _check(hint: Any, finite: bool) -> Check:
         return partial(_check_items, origin, _check(args[1] if origin is dict else args[0], finite))
     if is_dataclass(hint) or hasattr(hint, "_fields"):
         return partial(_check_fields, hint, [(field.name, _check(field.hint, finite)) for field in _fields_of(hint)])
-    if hint is float and not finite:
-        return lambda value: None if type(value) is float else _SIMPLE[float](value)
+    if not finite and hint in (int, float):
+        types = (int, float) if hint is float else (int,)
+        return lambda value: None if type(value) in types else _SIMPLE[hint](value)
     return _SIMPLE.get(hint, _accept)
 
 
@@ -165,12 +166,14 @@ _SIMPLE: dict[Any, Check] = {
 }
 
 
-def _check_union(checks: list[Check], is_optional: bool, value: Any) -> str | None:
-    mismatch = None
-    for check in () if is_optional and value is None else checks:
-        if (mismatch := check(value)) is None:
-            return None
-    return mismatch
+def _check_union(members: tuple[Any, ...], checks: list[Check], value: Any) -> str | None:
+    if value is None and NoneType in members:
+        return None
+    mismatches = [check(value) for check in checks]
+    if None in mismatches or len(checks) == 1:
+        return None if None in mismatches else mismatches[0]
+    *names, last = ({str: "string", NoneType: "None"}.get(member, member.__name__) for member in members)
+    return f": expected a {', '.join(names)} or {last}, got {value!r:.80}"
 
 
 def _check_tagged(checks: dict[Any, Check], value: Any) -> str | None:
