@@ -66,7 +66,8 @@ class OpMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         info = _infos.get(id(func)) or _add_info(func)
-        if self.silent:
+        is_silent = self.silent
+        if is_silent:
             self.has_run = True
             output = _compute(info, args, kwargs)
         elif info.category == "metadata query":
@@ -86,7 +87,7 @@ class OpMode(TorchDispatchMode):
                 output = _compute(info, args, kwargs)
         if info.is_random:
             record_draw(output, (*args, *kwargs.values()))
-        if not self.silent:
+        if not is_silent:
             for callback in self._after:
                 callback(where, func, args, kwargs, output)
         return output

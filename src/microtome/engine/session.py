@@ -116,9 +116,9 @@ class Session(SignalSafe[Any]):
         chain.force_eager()
         self._threads = Threads(everywhere=self._other_threads == "observe")
         self._owners = AutogradOwners(self._threads, self._index) if self._backward else None
+        self._update_interventions()
         if self._probes.op or self._probes.op_begins or self._replace_op:
             self._ops = OpDispatcher(self._threads, self._owners, self._probes, self._replace_op, self._composite)
-        self._update_interventions()
         with ExitStack() as stack:
             handle = register_module_module_registration_hook(self._index.on_registration)
             stack.callback(handle.remove)

@@ -180,7 +180,7 @@ class TraceRecorder(Probe):
         self._running_op = func
         if where.autocast and self._tensor_mode == "meta":
             raise CannotSubstitute("autocast chooses dtypes by the device")
-        if (where.part_of is not None or self._group is not None) and self._is_grouped(where, args, kwargs):
+        if (where.part_of is not None or self._group is not None) and self._add_to_group(where, args, kwargs):
             return
         schema = op_schema(func)
         if not schema.may_write:  # its operands are the same afterwards
@@ -283,7 +283,7 @@ class TraceRecorder(Probe):
 
     # -- backward of composite operators -------------------------------------------------------------------------------
 
-    def _is_grouped(self, where: Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _add_to_group(self, where: Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Add the operator that begins to a group if it is in the backward of a composite operator."""
         with DisableTorchFunction():
             if self._group is not None and self._group.where.part_of is not where.part_of:
