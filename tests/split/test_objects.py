@@ -212,7 +212,7 @@ def test_an_object_that_a_call_changes_is_refused() -> None:
             return self.last(self.changes(boxes)) + boxes.tensor
 
     (cut, _) = mt.cuts(Around(), torch.randn(2, 4)).refused
-    assert cut.refused == "'changes' runs in the head, and it changes a Boxes that it is given"
+    assert cut.refused == "'changes' runs in the head, and it mutates a Boxes among its arguments"
 
 
 def test_what_is_a_record_is_mapped_and_compared_by_structure() -> None:
@@ -252,7 +252,20 @@ class Packed(nn.Module):
         return self.last(pad_packed_sequence(hidden, batch_first=True)[0])
 
 
+class Picture:
+    """As an image of Pillow: it can be converted to an array, and is none."""
+
+    def __init__(self, pixels: bytes) -> None:
+        self.pixels = pixels
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"shape": (len(self.pixels),), "typestr": "|u1", "version": 3, "data": self.pixels}
+
+
 VALUES: list[tuple[Any, Any]] = [
+    (Picture(b"a"), Picture(b"b")),
+    (np.float32(1), np.float32(2)),
     ({1, 2}, {1, 3}),
     (frozenset({"a"}), frozenset({"a", "b"})),
     ({torch.ones(1)}, {torch.zeros(1)}),

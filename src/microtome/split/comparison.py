@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ def differences(value: Any, expected: Any, path: str = "", depth: int = 0) -> It
             yield Difference(path, f"{value!r} instead of {expected!r}")
     elif isinstance(value, torch.dtype | torch.layout | torch.memory_format | Enum | type):  # compared by identity
         yield Difference(path, f"{value} instead of {expected}")
-    elif hasattr(value, "__array_interface__"):  # of numpy, which may not be imported
+    elif (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.ndarray | numpy.generic):
         yield from _compare_arrays(value, expected, path, depth)
     elif not isinstance(value, nn.Module) and not callable(value):
         if attributes := attributes_of(value):
