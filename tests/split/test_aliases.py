@@ -229,7 +229,7 @@ def test_a_boundary_that_names_an_argument_that_is_not_there_is_refused() -> Non
     boundary = head(x, y)
     assert boundary.facts["calls"][-1]["outputs"] == [{"kind": "argument", "position": position} for position in (0, 1)]
     boundary.facts["calls"][-1]["outputs"][1]["position"] = 7
-    with pytest.raises(BadBoundary, match=r"expected argument 0 to 1 of 'pair#2', got 7"):
+    with pytest.raises(BadBoundary, match=r"expected one of 2 arguments of 'pair#2', got position 7"):
         tail(boundary)
 
 

@@ -124,7 +124,7 @@ def test_what_a_call_changes_and_did_not_on_the_example(make: Any, change: Any, 
     assert f"'one' mutates a {name} among its arguments, before the cut" in errors["one"]
     if name not in ("list", "dict"):
         found = refusals(model, "3x4")
-        assert f"'one' runs in the head, and it changes a {name} that it is given" in found["one"]
+        assert f"'one' runs in the head, and it mutates a {name} among its arguments" in found["one"]
 
 
 def test_a_number_that_becomes_one_of_another_kind_is_changed() -> None:
@@ -144,7 +144,7 @@ def test_a_list_that_a_module_keeps_is_refused_wherever_it_keeps_it(where: str) 
 
     model: Any = Net(around, one=Does(lambda x, kept: kept.extend([x, x + 1]) or x))
     model.kept, model.b.kept = {"list": []}, []
-    assert "it changes a list or a dict that it is given" in refusals(model, "2x4")["one"]
+    assert "it mutates a list or dict among its arguments" in refusals(model, "2x4")["one"]
 
 
 # -- after the cut -----------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_a_view_as_another_dtype_of_what_is_written_into_later_is_refused() -> N
         return net.b(y) + z
 
     found = refusals(Net(around, one=Does(lambda y: y.view(torch.int32))), "2x4")
-    assert "is a view of something that is written into later" in found["one"]
+    assert "is a view of something that is written to later" in found["one"]
 
 
 @pytest.mark.parametrize("what", ["count", "last"])
@@ -253,7 +253,7 @@ def test_a_view_that_makes_no_sense_is_refused(item: Any, message: str) -> None:
         ([None], r"facts.calls\[0\].containers\[0\]: expected a ContainerRecord, got None"),
         ([{"keys": None, "items": [3]}], r"containers\[0\].items\[0\]: expected a PlainItem or .*, got 3"),
         ([{"keys": ["n"], "items": [{"kind": "value", "value": 1}]}], r"expected the items of a list that 'one' mut"),
-        ([{"keys": None, "items": [{"kind": "output", "position": 1}]}], r"expected output 0 to 0 of 'one', got 1"),
+        ([{"keys": None, "items": [{"kind": "output", "position": 1}]}], r"one of 1 outputs of 'one', got position 1"),
         ([{"keys": ["n"], "items": []}], r"facts.calls\[0\].containers\[0\]: expected 0 keys, got 1"),
     ],
 )

@@ -114,7 +114,7 @@ class Change(nn.Module):
 def test_a_call_in_the_head_that_changes_an_array_is_refused() -> None:
     cuts = mt.cuts(Changing(), np.ones((2, 4), np.float32))
     assert not cuts.offered
-    refusal = "'change' runs in the head, and it changes a ndarray that it is given"
+    refusal = "'change' runs in the head, and it mutates a ndarray among its arguments"
     assert {cut.refused for cut in cuts.refused} == {refusal}
 
 

@@ -54,7 +54,7 @@ def test_what_an_object_among_the_outputs_holds_crosses() -> None:
     assert list(live) == ["attention.key", "attention.query", "attention.out"]
     assert live["attention.out"] == ["attention.key", "attention.out"]
     assert [cut.at for cut in cuts.refused] == ["attention", "last"]
-    assert all("it changes a Keys that it is given" in str(cut.refused) for cut in cuts.refused)
+    assert all("it mutates a Keys among its arguments" in str(cut.refused) for cut in cuts.refused)
     for at in live:
         stages = mt.split(model, x, at=at)
         assert stages.verified == "bit-equal"

@@ -507,7 +507,7 @@ def test_a_list_that_a_call_changes_is_refused_where_the_tail_cannot_have_what_i
     assert "the tail reads a value (2x4) that is made inside 'appends', which does not return it" in found["appends"]
     found = refusals(Net(reads_back, appends=Appends("list")), "2x4")
     assert list(found) == ["appends", "b"]
-    assert "'appends' runs in the head, and it changes a list or a dict that it is given" in found["appends"]
+    assert "'appends' runs in the head, and it mutates a list or dict among its arguments" in found["appends"]
 
 
 def test_a_list_that_outlives_the_run_is_refused_where_a_call_in_the_head_changes_it() -> None:
@@ -516,7 +516,7 @@ def test_a_list_that_outlives_the_run_is_refused_where_a_call_in_the_head_change
 
     model = Net(body, appends=Appends("argument"))
     model.seen = []  # type: ignore[assignment]
-    assert "it changes a list or a dict that it is given" in refusals(model, "2x4")["appends"]
+    assert "it mutates a list or dict among its arguments" in refusals(model, "2x4")["appends"]
 
 
 def test_a_list_that_a_call_changes_and_returns_is_refused() -> None:
@@ -531,7 +531,7 @@ def test_a_list_that_a_call_changes_and_returns_is_refused() -> None:
         again.append(x)
         return net.b(seen[1])
 
-    assert "it changes a list or a dict" in refusals(Net(body, returns=Returns()), "2x4")["returns"]
+    assert "it mutates a list or dict" in refusals(Net(body, returns=Returns()), "2x4")["returns"]
 
 
 class Cache:

@@ -254,7 +254,7 @@ def test_a_hook_inside_a_call_that_is_left_out_refuses_the_cut(at: str) -> None:
     assert list(check(model, x)) == ["block.0", "block.1"]
     for cut in mt.cuts(model, x).refused:
         assert cut.refused is not None
-        assert cut.refused.startswith(f"a forward hook of {at!r} changes kept of the model, and would not run in the")
+        assert cut.refused.startswith(f"a forward hook of {at!r} sets kept on the model, and would not run in the")
 
 
 def test_an_error_of_the_models_code_in_the_tail_is_a_refusal() -> None:

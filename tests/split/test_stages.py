@@ -678,7 +678,7 @@ def test_it_says_what_was_verified() -> None:
 def test_a_model_that_differs_from_run_to_run_is_not_called_equal() -> None:
     runs = itertools.count(1)
     model = Net(lambda net, x: net.b(net.a(x)) * next(runs))  # which is no state of the model
-    assert "two runs of the whole model differ so too" in mt.split(model, "2x4", at="a").verified
+    assert "two runs of the whole model differ as much" in mt.split(model, "2x4", at="a").verified
 
 
 def test_what_a_codec_does_to_the_output_is_tried() -> None:

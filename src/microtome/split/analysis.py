@@ -202,7 +202,7 @@ class Analysis:
 class _Attempt(NamedTuple):
     """The probes of one traced run: a model is traced on meta tensors, then on real ones if that fails."""
 
-    analysis: CallRecorder
+    calls: CallRecorder
     state: StateProbe
     python_draws: PythonDrawProbe
     call_order: CallOrderProbe

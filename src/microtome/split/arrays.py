@@ -39,7 +39,7 @@ def to_array(tensor: Tensor) -> Any:
     try:
         return duplicate(tensor, "cpu").numpy()
     except TypeError as error:
-        raise BadBoundary(f"expected numbers of an array, got {tensor.dtype}: have it sent again") from error
+        raise BadBoundary(f"expected numbers of an array, got {tensor.dtype}: send it again") from error
 
 
 def array_name(index: int) -> str:

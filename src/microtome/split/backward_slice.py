@@ -170,7 +170,7 @@ class BackwardSlice:
                 base, self.views[location] = next(iter(bases.items()))
                 needed[base] = needed.get(base, False) or is_certain
             elif is_certain:
-                self._refuse(call, value, "is a view of something that is written into later, and")
+                self._refuse(call, value, "is a view of something that is written to later, and")
             if self._liveness.existed_before(value, call.begins):
                 needed.setdefault(value, False)
         if not needed:

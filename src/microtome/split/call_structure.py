@@ -145,11 +145,11 @@ def _find_side_effect(call: Call, arguments: CallArguments, output: Any, spec: S
     containers = [arguments.containers[index] for index in arguments.mutated_containers()]
     if containers and not _is_replayable(containers, call, output):
         other = [type(container).__name__ for container in containers if not isinstance(container, list | dict)]
-        side_effect = f"it changes a {other[0] if other else 'list or a dict'} that it is given"
+        side_effect = f"it mutates a {other[0] if other else 'list or dict'} among its arguments"
     for item in arguments.mutated_objects():
-        side_effect = f"it changes a {type(item).__name__} that it is given"
+        side_effect = f"it mutates a {type(item).__name__} among its arguments"
     if side_effect is None and spec.unsupported is not None:
-        side_effect = f"it returns a {spec.unsupported}, which is no tensor, number, text or structure of these"
+        side_effect = f"it returns a {spec.unsupported}, which is no tensor, number, string or structure of these"
     if side_effect is not None and "Cache" in side_effect:
         side_effect += ": call the model with use_cache=False"
     return side_effect

@@ -48,7 +48,8 @@ class _SavedSplit(NamedTuple):
         model: The qualified name of the model's class.
         at: The addresses of the cuts.
         inputs: The example without values.
-        more: The locations of values that cross each cut, as `Stages.save` describes them.
+        more: The locations of the further values that cross each cut, from `Splitter.export_locations`. It keeps the
+            name of the key in the file.
     """
 
     model: str

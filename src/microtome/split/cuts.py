@@ -27,7 +27,7 @@ def cuts(model: nn.Module, inputs: Any) -> Cuts:
     module that runs, however deep.
 
     Args:
-        inputs: A tensor, a tuple, a dict, an `Inputs`, or a text such as `"1x3x224x224"`.
+        inputs: A tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
 
     >>> import microtome as mt
     >>> from microtome import zoo

@@ -133,7 +133,7 @@ def _digest(*parts: str) -> str:
 
 
 def describe_scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scalars:
-    """Describe the arguments of an operator other than tensors, in a text that is the same in every process."""
+    """Describe the arguments of an operator other than tensors, in a string that is the same in every process."""
     full: list[str] = []
     without_integers: list[str] = []
     tensors: dict[int, int] = {}

@@ -115,7 +115,7 @@ class Liveness:
                 continue
             has_one_dtype = len({values[value].dtype for value in members}) == 1
             if memory in written and not has_one_dtype:
-                crossing.refused = "the tail writes into a value that crosses, and that it also reads as another dtype"
+                crossing.refused = "the tail writes to a value that crosses, and that it also reads as another dtype"
             is_smaller = self._trace.memories[memory].nbytes <= sum(values[value].nbytes for value in members)
             if has_one_dtype and (is_smaller or memory in written or memory in viewed):
                 crossing.joined.add(memory)

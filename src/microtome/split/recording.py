@@ -59,7 +59,7 @@ class _OpenCall(NamedTuple):
     signature: CallSignature
 
 
-class Recorder:
+class BoundaryRecorder:
     """Records the inputs, calls and random operators before a cut, and the tensors that cross it."""
 
     def __init__(self, schedule: Schedule) -> None:

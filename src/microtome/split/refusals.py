@@ -13,7 +13,7 @@ def find_refusal(analysis: Analysis, crossing: Crossing) -> str | None:
     if analysis.draws and len(analysis.scalars) != len(analysis.trace.ops):  # in a backward that the forward runs
         return "the model draws random numbers, and it is not known in which of its operators"
     if (unsupported := analysis.input_spec.unsupported) is not None:
-        return f"the model is given a {unsupported}, which cannot be sent: give tensors, numbers and texts"
+        return f"the model is given a {unsupported}, which cannot be sent: give tensors, numbers and strings"
     return (
         _refuse_fused(analysis, crossing)
         or _refuse_side_effects(analysis, crossing)
@@ -29,7 +29,7 @@ def _refuse_fused(analysis: Analysis, crossing: Crossing) -> str | None:
             name = repr(level.call.address) if level.call.address else "the model itself"
             return (
                 f"it lies inside {name}, a {level.call.type}, which torch runs as one fused operator when no gradient "
-                "is wanted: the parts give other last bits"
+                "is wanted: separately they round differently"
             )
     return None
 
@@ -62,10 +62,10 @@ def _refuse_hooks(analysis: Analysis, crossing: Crossing, call: TracedCall) -> s
     for inner in analysis.trace.below(call):
         for path, names in analysis.call_structures[inner.index].hook_mutations if inner is not call else ():
             if names and path in enclosing:
-                where = f"the {path!r} around it" if path else "the model"
+                where = f"the enclosing {path!r}" if path else "the model"
                 return (
-                    f"a forward hook of {inner.address!r} changes {', '.join(names)} of {where}, and would not run in "
-                    f"the tail, which leaves out {call.address!r}: put the hook on {call.address!r}"
+                    f"a forward hook of {inner.address!r} sets {', '.join(names)} on {where}, and would not run in "
+                    f"the tail, which skips {call.address!r}: put the hook on {call.address!r}"
                 )
     return None
 

@@ -236,7 +236,9 @@ def _check_fit(schedule: Schedule, record: BoundaryRecord) -> None:
 
 def _item_at(tensors: list[Tensor], item: ArgumentAlias | OutputAlias, call: SkippedCall) -> Tensor:
     if item.position >= len(tensors):
-        raise BadBoundary(f"expected {item.kind} 0 to {len(tensors) - 1} of {call.address!r}, got {item.position}")
+        raise BadBoundary(
+            f"expected one of {len(tensors)} {item.kind}s of {call.address!r}, got position {item.position}"
+        )
     return tensors[item.position]
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: Digests of how the arguments or the outputs of a call were computed; see `Dataflow`.
 Flow = tuple[str, ...]
 
-#: Marks what cannot be compared between processes: two marked texts may be of the same thing, or not.
+#: Marks what cannot be compared between processes: two marked strings may be of the same thing, or not.
 INCOMPARABLE = "\0"
 
 #: Equal in two processes if sets of strings have the same order in both.
@@ -117,7 +117,7 @@ def _describe_key(key: Any) -> str:
 
 
 def _describe_leaf(value: Any, model: nn.Module | None) -> str:
-    """Describe a leaf in a text that is the same in every process."""
+    """Describe a leaf in a string that is the same in every process."""
     kind = type(value).__name__
     if isinstance(value, Enum):
         return f"{kind}.{value.name}"

@@ -28,7 +28,7 @@ from microtome.split.randomness import devices_of, save_random_state
 from microtome.split.schedule import build_schedule
 from microtome.split.stage import Stage
 from microtome.split.stages import BIT_EQUAL, Stages
-from microtome.split.structure_spec import Example, ModelSpec, TensorSpec, flatten
+from microtome.split.structure_spec import Example, SplitSpec, TensorSpec, flatten
 from microtome.split.verification import hide_attributes, refuse_errors
 from microtome.split.weights import weights_of
 
@@ -70,7 +70,7 @@ class Splitter:
         return len(self._analysis.trace.calls)
 
     @cached_property
-    def spec(self) -> ModelSpec:
+    def spec(self) -> SplitSpec:
         """The structure of the model's inputs and output."""
         trace, root = self._analysis.trace, self._analysis.trace.calls[0]
         output = self._analysis.call_structures[0]
@@ -85,7 +85,7 @@ class Splitter:
             outputs=specs_of(root.outputs, output.output_ranks),
             is_static=not trace.reads and not any(map(self._liveness.value_reads, trace.ops)),
         )
-        return ModelSpec(self._analysis.input_spec, output.output, example)
+        return SplitSpec(self._analysis.input_spec, output.output, example)
 
     def cut(self, where: Any) -> Cut:
         """The one cut that a user names."""
@@ -224,9 +224,9 @@ class Splitter:
             where = f" at {worst.path}" if worst.path else ""
             raise Unsupported(
                 f"the {type(self.model).__name__} cannot be cut at {', '.join(cut.at for cut in chosen)}: the stages "
-                f"give{where} {worst.description}. Something crosses there that is no tensor"
+                f"give{where} {worst.description}. State other than tensors crosses the cut"
             )
-        return f"{worst.description}; two runs of the whole model differ so too"
+        return f"{worst.description}; two runs of the whole model differ as much"
 
     def _run_whole(self) -> Any:
         return copy_inputs(self.example, self.model).run(self.model)

@@ -20,7 +20,7 @@ from microtome.split.boundary import Boundary
 from microtome.split.placeholder import Placeholder
 from microtome.split.schedule import Schedule
 from microtome.split.stage_run import DrawingStageRun, StageRun
-from microtome.split.structure_spec import ModelSpec, check_structure, flatten
+from microtome.split.structure_spec import SplitSpec, check_structure, flatten
 from microtome.split.weights import tensor_at
 
 
@@ -44,7 +44,7 @@ class Stage:
         index: int,
         begins: Schedule | None,
         ends: Schedule | None,
-        spec: ModelSpec,
+        spec: SplitSpec,
         parameters: Iterable[str],
         fingerprint: str,
         state: str | None = None,

@@ -11,7 +11,7 @@ from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.inputs import Inputs
 from microtome.split.boundary import Boundary
-from microtome.split.recording import Recorder
+from microtome.split.recording import BoundaryRecorder
 from microtome.split.replay import Replayer
 from microtome.split.schedule import Schedule
 from microtome.split.structure_spec import StructureSpec
@@ -28,7 +28,7 @@ class StageRun(Probe):
     def reset(self) -> None:
         """Drop all references to the last run."""
         self._replayer: Replayer | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: BoundaryRecorder | None = None
 
     def begin(self, boundary: Boundary | None, device: torch.device | None, *, release: bool) -> None:
         """Begin a run in this thread.
@@ -43,7 +43,7 @@ class StageRun(Probe):
             assert self._begins is not None
             self._replayer = Replayer(self._begins, boundary, device, release=release)
         if self._ends is not None:
-            self._recorder = Recorder(self._ends)
+            self._recorder = BoundaryRecorder(self._ends)
 
     def make_inputs(self, spec: StructureSpec) -> Inputs:
         """The model's arguments, from the boundary."""

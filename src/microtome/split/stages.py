@@ -103,7 +103,8 @@ class Stages(Sequence[Stage]):
         expected = example.run(self._splitter.model)
         changes = list(differences(value, expected))
         if any(difference.largest is None for difference in changes):
-            raise Unsupported(f"with {codec} the output is another one: {changes[0].path} has {changes[0].description}")
+            where = f" at {changes[0].path}" if changes[0].path else ""
+            raise Unsupported(f"with {codec} the structure of the output changes{where}: {changes[0].description}")
         largest = max((difference.largest or 0.0 for difference in changes), default=0.0)
         if largest and is_lossless(codec) and self.verified == BIT_EQUAL:
             raise Unsupported(f"the output changed by {largest:.3g} with {codec}, which is lossless: please report it")

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple, Self
 
@@ -73,13 +73,14 @@ class StructureSpec:
         if self is _TENSOR:
             return tensors[0]
         leaves = {"T": tensors, "S": plain, "N": arrays}
+        objects = cache(lambda: list(opaque_objects_in(arguments)))  # few structures refer to them
 
         def fill(leaf: Any) -> Any:
             if type(leaf) is not Slot:
                 return leaf
             if leaf.count is not None:
                 return torch.Size(plain[leaf : leaf + leaf.count])
-            return list(opaque_objects_in(arguments))[leaf] if leaf.kind == "A" else leaves[leaf.kind][leaf]
+            return objects()[leaf] if leaf.kind == "A" else leaves[leaf.kind][leaf]
 
         return map_tensors(_refuse_tensor, self.template, fill)
 
@@ -114,7 +115,7 @@ class Example(NamedTuple):
     is_static: bool
 
 
-class ModelSpec(NamedTuple):
+class SplitSpec(NamedTuple):
     """The structure of a model's arguments `(args, kwargs)` and of its output, on an example."""
 
     inputs: StructureSpec
