@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
-from microtome.profile import load
+from microtome.profile import utilization
 from tests.marks import slow
 
 GLOBAL = torch.ones(4, requires_grad=True)
@@ -22,7 +22,7 @@ HIDDEN = {"w": [torch.ones(4, requires_grad=True)]}
 @pytest.fixture(autouse=True)
 def sample_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sample the load for as long as the passes take, not for a second."""
-    monkeypatch.setattr(load, "_MIN_S", 0.0)
+    monkeypatch.setattr(utilization, "_MIN_S", 0.0)
 
 
 ACTIONS: dict[str, Callable[[nn.Module, Tensor], object]] = {
