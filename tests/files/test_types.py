@@ -79,3 +79,17 @@ def test_the_members_of_a_union_are_distinguished_by_type() -> None:
 )
 def test_a_member_of_a_union_that_is_none_of_them_is_found(shape: Any, words: str) -> None:
     assert find_mismatch(from_plain({"shapes": [shape]}, Drawing), Drawing) == words
+
+
+class Options(NamedTuple):
+    name: str
+    sizes: tuple[int, ...] = ()
+    limit: int | None = None
+    total: int = 0
+
+
+def test_empty_defaults_are_omitted_on_request() -> None:
+    assert to_plain([Options("a")], compact=True) == [{"name": "a", "total": 0}]
+    assert to_plain(Options("a", (1,), 0), compact=True) == {"name": "a", "sizes": [1], "limit": 0, "total": 0}
+    assert to_plain(Options("a")) == {"name": "a", "sizes": [], "limit": None, "total": 0}
+    assert from_plain({"name": "a", "total": 0}, Options) == Options("a")

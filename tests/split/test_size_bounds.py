@@ -171,12 +171,14 @@ def halves(name: str) -> tuple[nn.Module, Tensor, Any, Any]:
 
 def items_of(facts: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Where the facts state a shape: the container, and the key in it."""
-    holders: list[Any] = [facts["inputs"]["tensors"], *(draw["outputs"] for draw in facts["draws"])]
+    holders: list[Any] = [facts["inputs"]["tensors"], *(draw["outputs"] for draw in facts.get("draws", ()))]
     for call in facts["calls"]:
-        holders += [call["outputs"], *(container["items"] for container in call["containers"])]
+        holders += [call["outputs"], *(container["items"] for container in call.get("containers", ()))]
     for holder in holders:
         yield from ((holder, key) for key in range(len(holder)) if "shape" in holder[key])
-    yield from ((item, "tensor") for call in facts["calls"] for item in call["written"] if "shape" in item["tensor"])
+    yield from (
+        (item, "tensor") for call in facts["calls"] for item in call.get("written", ()) if "shape" in item["tensor"]
+    )
 
 
 def placeholder_of_output(boundary: Boundary) -> dict[str, Any]:

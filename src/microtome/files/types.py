@@ -19,30 +19,43 @@ _SCALARS = (int, float, str, bool, NoneType)
 _MAX_NUMBER = 1e100
 
 
-def to_plain(value: Any) -> Any:
-    """Convert a value to dicts, lists, numbers and strings; dataclasses and named tuples become dicts."""
+def to_plain(value: Any, *, compact: bool = False) -> Any:
+    """Convert a value to dicts, lists, numbers and strings; dataclasses and named tuples become dicts.
+
+    Args:
+        compact: Omit the fields of named tuples that have their default, if that is None or empty.
+    """
     cls: Any = type(value)
-    return _dumper(cls)(value)
+    return _dumper(cls, compact)(value)
 
 
 @cache
-def _dumper(cls: Any) -> Callable[[Any], Any]:
+def _dumper(cls: Any, compact: bool) -> Callable[[Any], Any]:
     """Return the conversion of a type, cached since a boundary has many small records."""
+    dump = partial(to_plain, compact=compact)
     if is_dataclass(cls) or hasattr(cls, "_fields"):
         names = [field.name for field in fields(cls)] if is_dataclass(cls) else cls._fields
-        return lambda value: {name: to_plain(getattr(value, name)) for name in names}
+        defaults = getattr(cls, "_field_defaults", {}) if compact else {}
+        if empty := {name: default for name, default in defaults.items() if default is None or default == ()}:
+            return lambda value: {
+                name: dump(item)
+                for name, item in zip(names, value, strict=True)
+                if name not in empty or item != empty[name]
+            }
+        return lambda value: {name: dump(getattr(value, name)) for name in names}
     if issubclass(cls, list | tuple):
-        return lambda value: [item if type(item) in _SCALARS else to_plain(item) for item in value]
+        return lambda value: [item if type(item) in _SCALARS else dump(item) for item in value]
     if issubclass(cls, dict):
-        return lambda value: {key: to_plain(item) for key, item in value.items()}
+        return lambda value: {key: dump(item) for key, item in value.items()}
     return _identity
 
 
 def from_plain(data: dict[str, Any], cls: Any) -> Any:
     """Build an instance of a class from the dict of `to_plain`; unknown fields are ignored.
 
-    A field whose default is None or NaN may be missing, as in files of an older microtome. Values of a wrong type are
-    left for `find_mismatch`. The members of a union of named tuples are told apart by the default of a field `kind`.
+    A field whose default is None, NaN or empty may be missing, as in files of an older microtome. Values of a wrong
+    type are left for `find_mismatch`. The members of a union of named tuples are told apart by the default of a field
+    `kind`.
     """
     return _construct(cls, _fields_of(cls), data)
 
@@ -64,7 +77,7 @@ def _fields_of(cls: Any) -> list[_Field]:
     else:
         defaults = {name: cls._field_defaults.get(name, MISSING) for name in cls._fields}
     return [
-        _Field(name, hints[name], _builder(hints[name]), default is None or default != default)
+        _Field(name, hints[name], _builder(hints[name]), default is None or default == () or default != default)
         for name, default in defaults.items()
     ]
 

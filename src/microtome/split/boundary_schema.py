@@ -54,16 +54,16 @@ class PlaceholderSpec(NamedTuple):
     """A tensor that does not cross; without strides it is contiguous, or quantized."""
 
     shape: list[int]
-    strides: list[int] | None
     dtype: str
     requires_grad: bool
+    strides: list[int] | None = None
     kind: Literal["placeholder"] = "placeholder"
 
     @classmethod
     def of(cls, tensor: Tensor, *, requires_grad: bool) -> Self:
         # Torch has no meta tensors of a quantized dtype with strides.
         strides = None if tensor.is_contiguous() or tensor.is_quantized else list(tensor.stride())
-        return cls(list(tensor.shape), strides, _PLACEHOLDER_DTYPE_NAMES[tensor.dtype], requires_grad)
+        return cls(list(tensor.shape), _PLACEHOLDER_DTYPE_NAMES[tensor.dtype], requires_grad, strides)
 
 
 class RepeatedTensor(NamedTuple):
@@ -149,8 +149,8 @@ class SkippedCallRecord(NamedTuple):
     signature: CallSignature
     outputs: tuple[OutputItem, ...]
     plain: list[Plain]
-    written: tuple[WrittenArgument, ...]
-    containers: tuple[ContainerRecord, ...]
+    written: tuple[WrittenArgument, ...] = ()
+    containers: tuple[ContainerRecord, ...] = ()
 
 
 class DrawRecord(NamedTuple):
@@ -166,24 +166,24 @@ class BoundaryRecord(NamedTuple):
     Attributes:
         calls: The calls before the cut, in the order of the head.
         enclosing: The signatures of the calls that enclose the cut, from the outermost inwards.
+        hash_seed: Equal in two processes if they iterate over sets of strings in the same order.
         draws: The random operators between the calls, in order.
         overlapping: The names of tensors that may share memory with another: a write to one may change the other.
         requires_grad: The names of tensors that required a gradient in the head.
-        hash_seed: Equal in two processes if they iterate over sets of strings in the same order.
     """
 
     inputs: InputsRecord
     calls: tuple[SkippedCallRecord, ...]
     enclosing: tuple[CallSignature, ...]
-    draws: tuple[DrawRecord, ...]
-    overlapping: tuple[str, ...]
-    requires_grad: tuple[str, ...]
     hash_seed: str
+    draws: tuple[DrawRecord, ...] = ()
+    overlapping: tuple[str, ...] = ()
+    requires_grad: tuple[str, ...] = ()
     schema: int = SCHEMA
 
     def to_facts(self) -> dict[str, Any]:
         """Convert the record to JSON for `Boundary.facts`."""
-        facts: dict[str, Any] = to_plain(self)
+        facts: dict[str, Any] = to_plain(self, compact=True)
         return facts
 
     @classmethod

@@ -177,10 +177,10 @@ class BoundaryRecorder:
             self._inputs,
             tuple(self._calls),
             tuple(self._enclosing),
+            HASH_SEED,
             tuple(self._draws),
             (*overlapping_names(self._tensors), *self._overlapping_inputs),
             tuple(self._requires_grad),
-            HASH_SEED,
         )
         return Boundary(self._schedule.at, fingerprint, self._tensors, record.to_facts())
 

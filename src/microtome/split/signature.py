@@ -166,8 +166,8 @@ class CallSignature(NamedTuple):
     key: str
     plain: list[bool | int | float | str | None]
     tensors: list[list[Any]]
-    flow: Flow | None
-    output_flow: Flow
+    flow: Flow | None = None
+    output_flow: Flow = ()
 
 
 def sign(key: str, arguments: Arguments, flow: Flow | None, output_flow: Flow = ()) -> CallSignature:
