@@ -281,7 +281,7 @@ VALUES: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "other"), VALUES, ids=repr)
+@pytest.mark.parametrize(("value", "other"), VALUES)
 def test_values_of_every_kind_are_compared(value: Any, other: Any) -> None:
     assert len(list(differences([value], [other]))) == 1
     assert not list(differences([value], [deepcopy(value)]))
