@@ -84,20 +84,23 @@ class ProfileBuilder:
         return groups
 
     def _group(self, name: str, ops: list[Op], *, moves: bool) -> Group:
+        macs, flops, madds = self._sum_costs(ops)
         return Group(
             name=name,
             runs=len(ops),
-            macs=self._sum_costs(ops, "macs"),
-            flops=self._sum_costs(ops, "flops"),
-            madds=self._madds(self._sum_costs(ops, "madds")),
+            macs=macs,
+            flops=flops,
+            madds=self._madds(madds),
             read_bytes=sum(op.read_bytes for op in ops) if moves else 0,
             write_bytes=sum(op.write_bytes for op in ops) if moves else 0,
         )
 
-    def _sum_costs(self, ops: list[Op], name: str) -> int | None:
-        """Sum a quantity over operators of known cost; None if there are operators and none is known."""
-        costs = (self._op_costs[op.index] for op in ops)
-        return _sum(None if cost is None else getattr(cost, name) for cost in costs)
+    def _sum_costs(self, ops: list[Op]) -> tuple[int | None, int | None, int | None]:
+        """Sum the MACs, FLOPs and MAdds of operators of known cost; None if there are operators and none is known."""
+        known = [cost for op in ops if (cost := self._op_costs[op.index]) is not None]
+        if ops and not known:
+            return None, None, None
+        return _sum(cost.macs for cost in known), _sum(cost.flops for cost in known), _sum(cost.madds for cost in known)
 
     def _madds(self, madds: int | None) -> int | None:
         return madds if self._convention.has_madds else None
@@ -105,11 +108,12 @@ class ProfileBuilder:
     def _own(self, call: TracedCall, groups: list[Group], backward: list[Op]) -> Amounts:
         forward = {name: _sum(getattr(group, name) for group in groups) for name in _FORWARD}
         forward["madds"] = self._madds(forward["madds"])
+        backward_macs, backward_flops, _ = self._sum_costs(backward) if self._counts_backward else (None, None, None)
         return Amounts(
             **self._parameter_owners.counted(call),
             **forward,  # type: ignore[arg-type]
-            backward_macs=self._sum_costs(backward, "macs") if self._counts_backward else None,
-            backward_flops=self._sum_costs(backward, "flops") if self._counts_backward else None,
+            backward_macs=backward_macs,
+            backward_flops=backward_flops,
             saved_bytes=self._saved.get(call.index, 0) if self._backward else None,
         )
 
