@@ -24,7 +24,7 @@ TESTS = Path(__file__).parent
 #: Files of which every test is marked `integration`: sweeps over models, actions or cuts.
 SWEEPS = """
     engine/test_arguments.py engine/test_signals.py engine/test_laws.py files/test_corruption.py plan/test_plan.py
-    profile/test_conventions.py profile/test_energy.py profile/test_laws.py profile/test_load.py
+    profile/test_conventions.py profile/test_energy.py profile/test_laws.py profile/test_utilization.py
     profile/test_measurement.py profile/test_modes.py profile/test_published.py report/test_page_browser.py
     split/test_addresses.py split/test_aliases.py split/test_random_replay.py split/test_checkpoint.py
     split/test_hash_seeds.py
