@@ -109,7 +109,7 @@ def swin() -> nn.Module:
     return models.SwinTransformer([4, 4], 16, [2, 2], [2, 4], window_size=[4, 4], num_classes=4)
 
 
-@pytest.mark.parametrize("make", [vit, swin])
+@pytest.mark.parametrize("make", [vit, *slow(swin)])
 def test_transformers_of_torchvision_are_exact_at_every_layer(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     check_every_layer(make().eval(), torch.randn(2, 3, 32, 32), depth=LEAVES)

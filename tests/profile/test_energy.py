@@ -119,6 +119,7 @@ def test_an_estimate_has_the_backwards_operations_and_refuses_to_leave_out_its_b
         mt.profile(nn.Linear(2, 2), "1x2", measure="energy", energy=mt.EnergyModel(joules_per_byte=1.0), backward=True)
 
 
+@pytest.mark.slow
 def test_layers_that_differ_in_an_attribute_alone_are_replayed_both() -> None:
     class Loops(nn.Module):
         def __init__(self, times: int) -> None:

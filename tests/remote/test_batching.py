@@ -57,7 +57,7 @@ def served_batches(server: Server) -> float:
 
 
 @pytest.mark.parametrize("name", ["tiny-vit", *slow("tiny-resnet")])
-@pytest.mark.parametrize("at", [0, 7, ""])
+@pytest.mark.parametrize("at", [7, *slow(0, "")])
 def test_requests_together_give_what_each_gives_alone(name: str, at: int | str) -> None:
     model, x = small(name)
     cut = mt.cuts(model, x)[at].at if isinstance(at, int) else at
@@ -73,6 +73,7 @@ def test_requests_together_give_what_each_gives_alone(name: str, at: int | str) 
             torch.testing.assert_close(result, model(given), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_cuts_at_once_are_not_mixed() -> None:
     model, x = small()
     cuts = mt.cuts(model, x)[::6]

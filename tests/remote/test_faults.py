@@ -103,6 +103,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_tensor_and_started_again_ans
         assert (remote.requests[-1].where, len(remote.requests)) == ("cloud", 1)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_with_requests_at_every_point_answers_each_once_when_it_is_back() -> None:
     """Of four clients: one request has not arrived, one has in part, one is computed, one has half of its reply."""
     killed = threading.Event()

@@ -225,6 +225,7 @@ def test_an_output_that_is_an_input_is_that_input() -> None:
     assert exact(Net(lambda net, x: (net.b(net.a(x)), x)), torch.randn(2, 4)) == 2
 
 
+@pytest.mark.slow
 def test_other_batch_sizes_lengths_and_sides() -> None:
     model, _ = zoo.build("tiny-resnet")
     others = (torch.randn(1, 3, 16, 24), torch.randn(7, 3, 40, 32))

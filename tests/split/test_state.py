@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome.errors import NoMatch, Unsupported
 from microtome.remote.served_model import ServedModel
+from tests.marks import slow
 from tests.split.test_cuts import Net, refusals
 from tests.split.test_stages import same
 
@@ -122,7 +123,7 @@ def around(net: Any, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", ["list", "in place", *slow(*(how for how in HOWS if how not in ("list", "in place")))])
 def test_state_inside_a_module_stays_with_its_side(how: str) -> None:
     with torch.no_grad():
         offered, refused = check(Net(around, one=Keeps(how)))
