@@ -198,3 +198,30 @@ def test_recordings_without_checksums_are_read_and_appended_to(tmp_path: Path) -
     with open_folder(folder) as recording:
         assert len(recording["0"]) == 4
         assert [one.tolist() for one in recording["1"]][:3] == expected
+
+
+class Interrupting(dict[str, torch.Tensor]):
+    """The waiting tensors of a batch; a signal comes as the next is added."""
+
+    is_armed = True
+
+    def __setitem__(self, key: str, tensor: torch.Tensor) -> None:
+        if self.is_armed:
+            self.is_armed = False
+            raise KeyboardInterrupt
+        super().__setitem__(key, tensor)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_tensor_whose_addition_is_interrupted_is_dropped(before: int, after: int, tmp_path: Path) -> None:
+    with DiskStore(tmp_path / "acts", MANIFEST) as store:
+        for number in range(before):
+            store.add("a", torch.full((2,), float(number)))
+        store._batch.tensors = Interrupting(store._batch.tensors)
+        with pytest.raises(KeyboardInterrupt):
+            store.add("a", torch.zeros(3))
+        for number in range(after):
+            store.add("a", torch.full((4,), float(before + number)))
+    if before + after:
+        assert [tensor.mean().item() for tensor in open_folder(tmp_path / "acts")["a"]] == [*range(before + after)]

@@ -106,6 +106,7 @@ class Batch:
         piece, key = self._piece(name, empty_stats), tensor_key(name, number)
         if not piece.shapes:
             piece.first = number
+        piece.truncate(number - piece.first)  # a signal may have interrupted the last addition
         piece.shapes.append(list(tensor.shape))
         piece.dtypes.append(DTYPE_CODES[tensor.dtype])
         piece.runs.append(run)
@@ -189,6 +190,9 @@ class ShardWriter:
             line.file_bytes, sums = shard.finish(sync=self._sync)
             line.add_sums(sums)
             self._shard = None
+        else:
+            for piece in line.pieces.values():
+                piece.truncate(0)
         self._deferred.append(line)
         if line.ends_run:
             self._write_deferred()

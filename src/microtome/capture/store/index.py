@@ -59,6 +59,11 @@ class SeriesEntry:
         pairs = zip(self.shapes, self.dtypes, strict=True)
         return sum(math.prod(shape) * CODE_DTYPES[dtype].itemsize for shape, dtype in pairs)
 
+    def truncate(self, count: int) -> None:
+        """Keep only the first tensors."""
+        for entries in (self.shapes, self.dtypes, self.runs):
+            del entries[count:]
+
 
 @dataclass
 class IndexLine:
@@ -81,10 +86,12 @@ class IndexLine:
     header_sum: str | None = None
 
     def add_sums(self, sums: ShardSums) -> None:
+        """Add the checksums of a shard; drop a tensor without, whose addition a signal interrupted."""
         self.header_sum = sums.header
         for name, piece in self.pieces.items():
             keys = (tensor_key(name, piece.first + at) for at in range(len(piece.shapes)))
-            piece.sums = [sums.tensors[key] for key in keys]
+            piece.sums = [sums.tensors[key] for key in keys if key in sums.tensors]
+            piece.truncate(len(piece.sums))
 
     def text(self) -> bytes:
         pieces = {name: vars(piece) | {"stats": piece.stats.as_dict()} for name, piece in self.pieces.items()}
