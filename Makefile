@@ -16,13 +16,13 @@ PYTEST := -m pytest -n auto --dist loadfile --durations 10
 SELECTED := not gpu and not zoo and not slow
 QUICK := --hypothesis-profile quick -m '$(SELECTED)'
 
-test: $(VENV)/.docs $(VENV)/.browser ## all tests but the slow ones, and every example in docs and docstrings: under five minutes on two cores
+test: $(VENV)/.docs $(VENV)/.browser ## all tests but the slow ones, and every example in docs and docstrings: about five minutes on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(QUICK)
 
 test-all: $(VENV)/.docs $(VENV)/.browser ## everything that CI runs: also the tests marked slow, and all examples of every property test
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
 
-test-fast: $(VENV)/.dev   ## unit tests for the edit loop, under a minute: no subprocesses, sockets, browsers or sweeps over models
+test-fast: $(VENV)/.dev   ## unit tests for the edit loop, about a minute: no subprocesses, sockets, browsers or sweeps over models
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --hypothesis-profile quick -m '$(SELECTED) and not integration' $(UNITS)
 
 # Other packages are those of constraints.txt, except torchvision: pip chooses the version for this torch.
