@@ -94,7 +94,7 @@ class OpMode(TorchDispatchMode):
 
 
 class _OpInfo(NamedTuple):
-    """How to run an operator; it keeps the operator alive, since it is looked up by id.
+    """The way to run an operator; it keeps the operator alive, since it is looked up by id.
 
     Attributes:
         category: `"metadata query"`: returns metadata of a tensor. Torch may call it from C++ code that cannot

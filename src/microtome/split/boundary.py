@@ -22,7 +22,7 @@ _parse_size = lru_cache(parse_size)  # nearly always called with the same limit
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Boundary:
-    """What crosses from the head of a split model to its tail.
+    """The values that cross from the head of a split model to its tail.
 
     >>> boundary = Boundary("layer2", "8d1f", {"layer2": torch.ones(2, 3)}, {"batch": 2})
     >>> boundary

@@ -53,7 +53,7 @@ class CallStructure:
 
 
 class _CallStart(NamedTuple):
-    """What is recorded when a call begins, to be compared when it ends.
+    """The state recorded when a call begins, to be compared when it ends.
 
     Attributes:
         enclosing: The state of the modules that enclose one with forward hooks.

@@ -45,7 +45,7 @@ class Level:
 
 @dataclass
 class Crossing:
-    """What crosses one cut.
+    """The values that cross one cut.
 
     Attributes:
         levels: The enclosing calls, from the model inwards.

@@ -239,7 +239,7 @@ class BoundaryRecorder:
 
 
 def _choose_sent(sent: dict[int, SentValue], firsts: list[int], index: int, owner: str) -> SentValue | None:
-    """How a tensor crosses that occurs several times, perhaps not so on the example; None: it does not cross."""
+    """Choose how a tensor crosses that occurs several times, perhaps not so on the example; None: it does not cross."""
     chosen = [sent[other] for other, first in enumerate(firsts) if first == firsts[index] and other in sent]
     if len({(value.is_copied, value.is_storage) for value in chosen}) > 1:
         names = " and ".join(dict.fromkeys(repr(value.name) for value in chosen))
