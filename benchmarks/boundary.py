@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.report import Target
 from microtome.files.tensors import memory_of
-from microtome.split.boundary import Boundary
+from microtome.split.boundary.boundary import Boundary
 
 MB = 1_000_000
 SIZES_MB = (0.1, 0.3, 1, 3, 10, 50)

@@ -13,7 +13,7 @@ import microtome as mt
 from benchmarks.report import Target
 from benchmarks.trace import torchvision_model
 from microtome.plan.codec_benchmark import codec_costs
-from microtome.split.cuts import cuts as find_cuts
+from microtome.split.cuts.cuts import cuts as find_cuts
 
 CODECS = ("raw", "zstd")
 

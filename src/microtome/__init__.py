@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from microtome.results.plan import Plan
     from microtome.results.profile import Profile
     from microtome.results.trace import Trace
-    from microtome.split.boundary import Boundary
+    from microtome.split.boundary.boundary import Boundary
     from microtome.split.checkpoint import load_stage
-    from microtome.split.cuts import cuts
+    from microtome.split.cuts.cuts import cuts
     from microtome.split.run_until import run_until
 
 __version__ = "0.1.0"
@@ -97,7 +97,7 @@ def __getattr__(name: str) -> Any:
 register_renderers(find_renderer)
 
 _LATER = {
-    "Boundary": "microtome.split.boundary",
+    "Boundary": "microtome.split.boundary.boundary",
     "Cuts": "microtome.results.cuts",
     "EnergyModel": "microtome.profile.energy",
     "Features": "microtome.capture.features",
@@ -108,7 +108,7 @@ _LATER = {
     "Trace": "microtome.results.trace",
     "attention": "microtome.capture.attention.attention",
     "connect": "microtome.remote.client",
-    "cuts": "microtome.split.cuts",
+    "cuts": "microtome.split.cuts.cuts",
     "edit": "microtome.capture.edit",
     "extract": "microtome.capture.extract",
     "load_stage": "microtome.split.checkpoint",

@@ -36,7 +36,7 @@ EXCEPTIONS = {
     "cli/options/model.py": "help of --device",
     "compat/tracr/settings.py": "an example in an error about tracr's configuration",
     "engine/meta_tensors.py": "the names of `torch.Tensor`'s flags of devices, such as `is_cuda`",
-    "split/signature.py": "device strings in a serialized signature",
+    "split/analysis/signature.py": "device strings in a serialized signature",
 }
 
 

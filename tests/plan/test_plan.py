@@ -443,7 +443,7 @@ def test_codecs_are_measured_on_noise_or_on_what_a_model_gives() -> None:
     import torch
     from torch import nn
 
-    from microtome.split.cuts import cuts as cuts_of
+    from microtome.split.cuts.cuts import cuts as cuts_of
 
     model, x = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 8)), torch.randn(4, 64)
     found = cuts_of(model.eval(), x)

@@ -28,8 +28,8 @@ import microtome as mt
 from microtome import zoo
 from microtome.errors import BadBoundary
 from microtome.remote import protocol
-from microtome.split.serialization import CHECKSUM_BYTES, HEADER_OFFSET, MAGIC, PREFIX, VERSION, padding
-from microtome.split.tensor_bytes import BLOCK
+from microtome.split.boundary.serialization import CHECKSUM_BYTES, HEADER_OFFSET, MAGIC, PREFIX, VERSION, padding
+from microtome.split.boundary.tensor_bytes import BLOCK
 from tests.remote.process import ServerProcess
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -19,7 +19,7 @@ from microtome.remote import protocol
 from microtome.remote.connection import Connection
 from microtome.remote.request import RemoteRequest, Route
 from microtome.remote.security import Security
-from microtome.split.boundary import Boundary
+from microtome.split.boundary.boundary import Boundary
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from microtome.remote.payloads import ExpectedReply
 from microtome.remote.protocol import DEFAULT_REPLY_BYTES
 from microtome.remote.security import Security
 from microtome.remote.served_model import ServedModel
-from microtome.split.boundary import Boundary
+from microtome.split.boundary.boundary import Boundary
 from microtome.split.splitter import Splitter
 from tests.remote.hostile import Answer, Hostile
 

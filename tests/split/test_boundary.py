@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from microtome.errors import BadBoundary, BadQuery, MicrotomeError
-from microtome.split.boundary import Boundary
-from microtome.split.serialization import DTYPES
-from microtome.split.tensor_bytes import BLOCK
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.serialization import DTYPES
+from microtome.split.boundary.tensor_bytes import BLOCK
 from tests.marks import slow
 
 LOSSY = ["fp16", "bf16", "int8", "int8_tensor"]
@@ -584,7 +584,7 @@ def test_a_limit_can_be_a_text_and_must_be_a_size() -> None:
 BOMB = """
 import resource, sys, torch
 from microtome.errors import BadBoundary
-from microtome.split.boundary import Boundary
+from microtome.split.boundary.boundary import Boundary
 data = open(sys.argv[1], "rb").read()
 Boundary.from_bytes(Boundary("", "", {"x": torch.zeros(1000)}, {}).to_bytes(sys.argv[2]))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

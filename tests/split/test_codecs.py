@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from microtome.errors import BadBoundary, NoMatch, NotInstalled
-from microtome.split.boundary import Boundary
-from microtome.split.codecs import COMPRESSORS, is_lossless, parse_codec
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.codecs import COMPRESSORS, is_lossless, parse_codec
 
 LOSSLESS = ["raw", "zstd", "lz4"]
 LOSSY = ["fp16", "bf16", "int8", "int8_tensor"]

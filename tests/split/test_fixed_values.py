@@ -15,7 +15,7 @@ from torch.nn.functional import relu, softplus
 
 import microtome as mt
 from microtome.errors import BadInputs, NoMatch
-from microtome.split.structure_spec import flatten, qualified_name
+from microtome.split.analysis.structure_spec import flatten, qualified_name
 
 
 class Mode(enum.Enum):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome.errors import BadBoundary, NoMatch
-from microtome.split.tensor_bytes import duplicate, moved
+from microtome.split.boundary.tensor_bytes import duplicate, moved
 from tests.split.test_stages import same
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome.errors import BadBoundary
-from microtome.split.boundary import Boundary
+from microtome.split.boundary.boundary import Boundary
 
 #: What reading may take: little beside what the attacks state.
 LIMIT = "1MB"

@@ -16,7 +16,7 @@ from microtome.results.codec_costs import CodecCosts
 from microtome.results.cuts import Cuts
 from microtome.results.link import Link
 from microtome.results.profile import Profile
-from microtome.split.codecs import parse_codec
+from microtome.split.boundary.codecs import parse_codec
 from microtome.units import parse_size
 
 #: The codec of compressed inputs, a baseline of every plan.

@@ -19,10 +19,10 @@ from microtome.errors import BadInputs
 from microtome.inputs import Inputs
 from microtome.results.codec_costs import CodecCost, CodecCosts
 from microtome.results.cuts import Cuts, Live
-from microtome.split.arrays import to_tensor
-from microtome.split.boundary import Boundary
-from microtome.split.codecs import parse_codec
-from microtome.split.structure_spec import flatten
+from microtome.split.analysis.arrays import to_tensor
+from microtome.split.analysis.structure_spec import flatten
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.codecs import parse_codec
 
 #: The most repetitions of encoding and decoding a value, and the seconds after which no further one begins.
 _MAX_REPEAT, _BUDGET_S = 5, 0.05
@@ -41,7 +41,7 @@ def codec_costs(
 
     Args:
         cuts: The cuts of the model.
-        codecs: The names of the codecs, such as `"raw"`, `"zstd"` or `"fp16"`; see `microtome.split.codecs`.
+        codecs: The names of the codecs, such as `"raw"`, `"zstd"` or `"fp16"`; see `microtome.split.boundary.codecs`.
         model: Run it once on the inputs, and encode the values that cross. None: encode noise of the same shapes, which
             lossless codecs can hardly compress.
 

@@ -21,7 +21,7 @@ from microtome.remote.request import Route
 from microtome.remote.server_probe import fetch_profile, measure_link
 from microtome.results.link import Link, LinkMeasurement
 from microtome.results.plan import Candidate, Plan
-from microtome.split.codecs import COMPRESSORS
+from microtome.split.boundary.codecs import COMPRESSORS
 from microtome.units import rate, seconds
 
 if TYPE_CHECKING:

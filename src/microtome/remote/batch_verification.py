@@ -19,10 +19,10 @@ from torch import Tensor
 
 from microtome.engine.dependence import Dependence
 from microtome.errors import MicrotomeError
-from microtome.split.boundary import Boundary
+from microtome.split.analysis.structure_spec import flatten
+from microtome.split.boundary.boundary import Boundary
 from microtome.split.comparison import differences
-from microtome.split.placeholder import unwrap
-from microtome.split.structure_spec import flatten
+from microtome.split.execution.placeholder import unwrap
 
 if TYPE_CHECKING:
     from microtome.remote.batching import Batcher

@@ -21,8 +21,8 @@ from microtome.engine.pytree import map_tensors
 from microtome.errors import MicrotomeError, describe_error
 from microtome.inputs import Inputs
 from microtome.remote.batch_verification import CannotBatch, Tail, perturb, variants, verify_batch
-from microtome.split.boundary import Boundary
-from microtome.split.structure_spec import flatten
+from microtome.split.analysis.structure_spec import flatten
+from microtome.split.boundary.boundary import Boundary
 
 log = logging.getLogger("microtome.remote")
 

@@ -25,8 +25,8 @@ from microtome.remote.request import RemoteRequest, RequestOptions, RequestState
 from microtome.remote.security import Security
 from microtome.results.plan import Plan
 from microtome.results.requests import RequestRecord
-from microtome.split.boundary import Boundary
-from microtome.split.codecs import parse_codec
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.codecs import parse_codec
 from microtome.split.stage import Stage
 from microtome.units import parse_size, size
 

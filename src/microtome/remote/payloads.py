@@ -11,11 +11,11 @@ from torch import Tensor
 from microtome.errors import BadBoundary, Unsupported
 from microtome.inputs import Inputs
 from microtome.remote.protocol import DEFAULT_REPLY_BYTES, MAX_MESSAGE_BYTES
-from microtome.split.arrays import to_array, to_tensor
-from microtome.split.boundary import Boundary
-from microtome.split.size_bounds import stated_bytes
-from microtome.split.structure_spec import Example, Plain, StructureSpec, TensorSpec, check_structure, flatten
-from microtome.split.tensor_bytes import moved
+from microtome.split.analysis.arrays import to_array, to_tensor
+from microtome.split.analysis.structure_spec import Example, Plain, StructureSpec, TensorSpec, check_structure, flatten
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.size_bounds import stated_bytes
+from microtome.split.boundary.tensor_bytes import moved
 
 #: The cut before the first layer: the inputs cross, and the whole model runs where they are sent.
 INPUTS = ""

@@ -16,8 +16,8 @@ from microtome.inputs import Inputs
 from microtome.remote import protocol
 from microtome.remote.payloads import ExpectedReply
 from microtome.results.requests import RequestRecord
-from microtome.split.boundary import Boundary
-from microtome.split.serialization import encode
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.serialization import encode
 
 #: Bytes of each part of a request that is sent in several messages: short, so that the server sees progress.
 _PART_BYTES = 1 << 20

@@ -16,7 +16,7 @@ from microtome.profile import profile
 from microtome.remote.batching import Batcher, build_batcher
 from microtome.remote.error_kinds import WrongModel
 from microtome.remote.payloads import INPUTS, pack_inputs, pack_output, unpack_inputs
-from microtome.split.boundary import Boundary
+from microtome.split.boundary.boundary import Boundary
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
 

@@ -28,7 +28,7 @@ from microtome.remote.peers import Peers
 from microtome.remote.prometheus import Metrics
 from microtome.remote.served_model import ServedModel
 from microtome.remote.worker import Limits, QueuedRequest, WorkerPool
-from microtome.split.codecs import CODECS
+from microtome.split.boundary.codecs import CODECS
 from microtome.units import size
 
 log = logging.getLogger("microtome.remote")

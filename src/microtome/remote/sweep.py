@@ -28,7 +28,7 @@ from microtome.results.cuts import Cut
 from microtome.results.link import LinkMeasurement
 from microtome.results.requests import RequestRecord
 from microtome.results.sweep import CutTiming, Sweep
-from microtome.split.codecs import parse_codec
+from microtome.split.boundary.codecs import parse_codec
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
 

@@ -19,8 +19,8 @@ from microtome.remote.error_kinds import Draining, Late, TooLarge, to_message
 from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.prometheus import Metrics
 from microtome.remote.served_model import ServedModel
-from microtome.split.boundary import Boundary
-from microtome.split.codecs import parse_codec
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.codecs import parse_codec
 from microtome.units import size
 
 log = logging.getLogger("microtome.remote")

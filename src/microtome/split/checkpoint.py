@@ -21,7 +21,7 @@ from microtome.files.tensors import DTYPE_CODES, read_tensors, write_tensors
 from microtome.files.types import find_mismatch, from_plain, to_plain
 from microtome.files.writing import translate_write_errors, write_atomically, write_buffers
 from microtome.inputs import Inputs
-from microtome.split.serialization import DTYPES
+from microtome.split.boundary.serialization import DTYPES
 from microtome.split.stage import Stage
 from microtome.split.weights import strip_weights, tensor_at
 

@@ -11,7 +11,7 @@ from microtome.engine import Call, Probe, Selector
 from microtome.engine.pytree import map_tensors
 from microtome.engine.selectors import CallSelection
 from microtome.errors import BadQuery, NoMatch
-from microtome.split.boundary import Boundary
+from microtome.split.boundary.boundary import Boundary
 from microtome.split.splitter import Splitter
 
 

@@ -17,18 +17,18 @@ from microtome.engine.snapshot import restore_afterwards
 from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs, device_of
 from microtome.results.cuts import Cut, Cuts
-from microtome.split.analysis import Analysis, analyze
-from microtome.split.boundary import Boundary
+from microtome.split.analysis.analysis import Analysis, analyze
+from microtome.split.analysis.randomness import devices_of, save_random_state
+from microtome.split.analysis.structure_spec import Example, SplitSpec, TensorSpec, flatten
+from microtome.split.boundary.boundary import Boundary
 from microtome.split.comparison import Difference, differences
-from microtome.split.crossing import Crossing, ValueLocation
-from microtome.split.cuts import list_cuts
-from microtome.split.liveness import Liveness
-from microtome.split.placeholder import PlaceholderRead
-from microtome.split.randomness import devices_of, save_random_state
-from microtome.split.schedule import build_schedule
+from microtome.split.cuts.crossing import Crossing, ValueLocation
+from microtome.split.cuts.cuts import list_cuts
+from microtome.split.cuts.liveness import Liveness
+from microtome.split.execution.placeholder import PlaceholderRead
+from microtome.split.execution.schedule import build_schedule
 from microtome.split.stage import Stage
 from microtome.split.stages import BIT_EQUAL, Stages
-from microtome.split.structure_spec import Example, SplitSpec, TensorSpec, flatten
 from microtome.split.verification import hide_attributes, refuse_errors
 from microtome.split.weights import weights_of
 

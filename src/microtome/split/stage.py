@@ -16,11 +16,11 @@ from microtome.engine.selectors import named_modules
 from microtome.engine.signals import signal_safe
 from microtome.errors import BadBoundary, BadInputs, MicrotomeError, Unsupported
 from microtome.inputs import Inputs
-from microtome.split.boundary import Boundary
-from microtome.split.placeholder import Placeholder
-from microtome.split.schedule import Schedule
-from microtome.split.stage_run import DrawingStageRun, StageRun
-from microtome.split.structure_spec import SplitSpec, check_structure, flatten
+from microtome.split.analysis.structure_spec import SplitSpec, check_structure, flatten
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.execution.placeholder import Placeholder
+from microtome.split.execution.schedule import Schedule
+from microtome.split.execution.stage_run import DrawingStageRun, StageRun
 from microtome.split.weights import tensor_at
 
 

@@ -10,11 +10,11 @@ from microtome.engine.pytree import tensors_in
 from microtome.errors import Unsupported
 from microtome.files.reading import File
 from microtome.results.cuts import Cut
-from microtome.split.boundary import Boundary
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.codecs import is_lossless
 from microtome.split.checkpoint import save_stages
-from microtome.split.codecs import is_lossless
 from microtome.split.comparison import differences
-from microtome.split.crossing import ValueLocation
+from microtome.split.cuts.crossing import ValueLocation
 from microtome.split.stage import Stage
 from microtome.split.weights import copy_with_weights
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from microtome.engine.fingerprint import named_weights
 from microtome.engine.module_state import replace_tensors
 from microtome.engine.torch_internals import own_buffers, own_parameters
-from microtome.split.analysis import Analysis
-from microtome.split.crossing import Crossing
+from microtome.split.analysis.analysis import Analysis
+from microtome.split.cuts.crossing import Crossing
 
 
 def weights_of(analysis: Analysis, begins: Crossing | None, ends: Crossing | None) -> list[str]:

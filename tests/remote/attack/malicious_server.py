@@ -17,7 +17,7 @@ from microtome.errors import MicrotomeError
 from microtome.remote import protocol
 from microtome.remote.protocol import DEFAULT_REPLY_BYTES
 from microtome.remote.served_model import ServedModel
-from microtome.split.boundary import Boundary
+from microtome.split.boundary.boundary import Boundary
 from tests.remote.attack.harness import Outcome, Tally, run_limited
 from tests.remote.hostile import Answer, Hostile, truthful
 

@@ -17,7 +17,7 @@ from microtome.inputs import Inputs
 from microtome.remote.connection import Connection
 from microtome.remote.request import RemoteRequest, Route
 from microtome.remote.security import Security
-from microtome.split.boundary import Boundary
+from microtome.split.boundary.boundary import Boundary
 from tests.remote.attack.harness import MAX_MESSAGE, Outcome, Tally, Target, attack_server
 
 #: Rows that are stated: the example has two.

@@ -14,7 +14,7 @@ from microtome.cli.progress import show_progress
 from microtome.report.cuts import CutSelection, details
 from microtome.report.formats import markdown, text
 from microtome.results.cuts import By
-from microtome.split.cuts import cuts as find_cuts
+from microtome.split.cuts.cuts import cuts as find_cuts
 
 
 @click.command()

@@ -10,7 +10,7 @@ import torch
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import show_progress
-from microtome.split.cuts import cuts as find_cuts
+from microtome.split.cuts.cuts import cuts as find_cuts
 from microtome.trace import trace
 
 _DEPTH = "Draw calls up to this depth (default: as deep as fits)."

@@ -16,7 +16,7 @@ from microtome.plan.codec_benchmark import codec_costs
 from microtome.plan.plan import OBJECTIVES
 from microtome.report.formats import text
 from microtome.results.link import Link
-from microtome.split.cuts import cuts as find_cuts
+from microtome.split.cuts.cuts import cuts as find_cuts
 
 if TYPE_CHECKING:
     from microtome.zoo import Resolved

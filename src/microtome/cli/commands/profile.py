@@ -18,7 +18,7 @@ from microtome.profile.accelerator import METHODS
 from microtome.profile.energy import EnergyModel
 from microtome.report.formats import csv, markdown, text
 from microtome.report.row_selection import RowSelection, check
-from microtome.split.cuts import cuts as find_cuts
+from microtome.split.cuts.cuts import cuts as find_cuts
 from microtome.zoo.sources import SOURCES
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from microtome.engine.pytree import map_tensors, named_tensors, tensors_in
 from microtome.errors import BadBoundary, BadInputs, Unsupported
-from microtome.split.boundary import Boundary
+from microtome.split.boundary.boundary import Boundary
 
 
 class HookExitException(Exception):

@@ -18,10 +18,10 @@ from microtome.engine.probes import AnyOp, Where
 from microtome.engine.pytree import reachable_tensors, tensors_in
 from microtome.engine.torch_internals import storage_id
 from microtome.results.trace import TracedCall
-from microtome.split.call_arguments import state_of
-from microtome.split.crossing import Crossing
-from microtome.split.dataflow import describe_scalars
-from microtome.split.signature import describe
+from microtome.split.analysis.call_arguments import state_of
+from microtome.split.analysis.dataflow import describe_scalars
+from microtome.split.analysis.signature import describe
+from microtome.split.cuts.crossing import Crossing
 
 #: The path of a module, and the name of an attribute.
 Location = tuple[str, str]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from microtome.split.signature import INCOMPARABLE, Flow
+from microtome.split.analysis.signature import INCOMPARABLE, Flow
 
 if TYPE_CHECKING:
     from microtome.results.trace import Trace, TracedCall

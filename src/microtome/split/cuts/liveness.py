@@ -23,10 +23,10 @@ from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
 
 from microtome.results.trace import Op, Read, TracedCall
-from microtome.split.analysis import Analysis
-from microtome.split.backward_slice import BackwardSlice, Needs
-from microtome.split.crossing import Crossing, Level, ValueLocation
-from microtome.split.placeholder import MASKS, SHAPE_ONLY, operator_named, reads_values
+from microtome.split.analysis.analysis import Analysis
+from microtome.split.cuts.backward_slice import BackwardSlice, Needs
+from microtome.split.cuts.crossing import Crossing, Level, ValueLocation
+from microtome.split.execution.placeholder import MASKS, SHAPE_ONLY, operator_named, reads_values
 
 _INDEX = "aten.index.Tensor"
 

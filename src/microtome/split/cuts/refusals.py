@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from microtome.addresses import strip_first_index
 from microtome.results.trace import Op, Trace, TracedCall
-from microtome.split.analysis import Analysis
-from microtome.split.crossing import Crossing
+from microtome.split.analysis.analysis import Analysis
+from microtome.split.cuts.crossing import Crossing
 
 
 def find_refusal(analysis: Analysis, crossing: Crossing) -> str | None:

@@ -12,12 +12,12 @@ from torch import nn
 from microtome.engine.selectors import check_model
 from microtome.results.cuts import Cut, Cuts, Live
 from microtome.results.trace import Value
-from microtome.split.analysis import Analysis, analyze
-from microtome.split.arrays import array_name
-from microtome.split.crossing import Crossing, ValueLocation
-from microtome.split.liveness import Liveness
-from microtome.split.refusals import find_refusal
-from microtome.split.structure_spec import TensorSpec
+from microtome.split.analysis.analysis import Analysis, analyze
+from microtome.split.analysis.arrays import array_name
+from microtome.split.analysis.structure_spec import TensorSpec
+from microtome.split.cuts.crossing import Crossing, ValueLocation
+from microtome.split.cuts.liveness import Liveness
+from microtome.split.cuts.refusals import find_refusal
 
 
 def cuts(model: nn.Module, inputs: Any) -> Cuts:

@@ -18,7 +18,7 @@ from microtome.engine.torch_internals import (
     schema_of,
 )
 from microtome.errors import Unsupported, describe_error
-from microtome.split.crossing import ValueLocation
+from microtome.split.cuts.crossing import ValueLocation
 from microtome.trace.op_schema import op_schema
 
 _call_without_torch_function: Any = disabled_torch_function

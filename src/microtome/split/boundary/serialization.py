@@ -36,8 +36,15 @@ from xxhash import xxh3_64_digest, xxh3_128_digest
 from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.errors import BadBoundary, describe_error
 from microtome.files.tensors import memory_of
-from microtome.split.codecs import COMPRESSORS, Codec, parse_codec
-from microtome.split.tensor_bytes import ALIGNMENT, alignment_offset, allocate_bytes, copy_hashed, to_cpu, to_dense
+from microtome.split.boundary.codecs import COMPRESSORS, Codec, parse_codec
+from microtome.split.boundary.tensor_bytes import (
+    ALIGNMENT,
+    alignment_offset,
+    allocate_bytes,
+    copy_hashed,
+    to_cpu,
+    to_dense,
+)
 
 MAGIC = b"\x89MTBOUND"
 VERSION = 2

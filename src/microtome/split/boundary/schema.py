@@ -15,9 +15,9 @@ from torch import Tensor
 
 from microtome.errors import BadBoundary
 from microtome.files.types import find_mismatch, from_plain, to_plain
-from microtome.split.decoder import are_sizes
-from microtome.split.signature import CallSignature
-from microtome.split.structure_spec import Plain
+from microtome.split.analysis.signature import CallSignature
+from microtome.split.analysis.structure_spec import Plain
+from microtome.split.boundary.decoder import are_sizes
 
 #: Increases with every change that older versions cannot read.
 SCHEMA = 1

@@ -9,9 +9,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from microtome.split.decoder import decode
-from microtome.split.serialization import encode
-from microtome.split.tensor_bytes import moved
+from microtome.split.boundary.decoder import decode
+from microtome.split.boundary.serialization import encode
+from microtome.split.boundary.tensor_bytes import moved
 from microtome.units import parse_size, size
 
 #: A JSON value: a number, string, bool or None, or a list or dict (with strings as keys) of these.
@@ -65,11 +65,11 @@ class Boundary:
         return replace(self, tensors={name: moved(tensor, device) for name, tensor in self.tensors.items()})
 
     def to_bytes(self, codec: str = "raw") -> bytes:
-        """Serialize the boundary; `split/serialization.py` documents the format.
+        """Serialize the boundary; `split/boundary/serialization.py` documents the format.
 
         Args:
-            codec: The encoding of tensors; `split/codecs.py` lists them with their errors. "raw", "zstd" and "lz4" are
-                lossless.
+            codec: The encoding of tensors; `split/boundary/codecs.py` lists them with their errors. "raw", "zstd" and
+                "lz4" are lossless.
 
         Raises:
             BadBoundary: If a tensor is not strided, or the facts are not JSON.

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from microtome.errors import MicrotomeError
-from microtome.split.boundary import Boundary
-from microtome.split.boundary_schema import BoundaryRecord
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.schema import BoundaryRecord
 from tests.split.test_size_bounds import MODELS, halves
 
 ODD: list[Any] = [

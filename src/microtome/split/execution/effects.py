@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from microtome.engine.torch_internals import storage_id
-from microtome.split.call_arguments import CallArguments
-from microtome.split.placeholder import Placeholder, unwrap
-from microtome.split.schedule import SkippedCall, differs_from_example
-from microtome.split.tensor_bytes import span_of
+from microtome.split.analysis.call_arguments import CallArguments
+from microtome.split.boundary.tensor_bytes import span_of
+from microtome.split.execution.placeholder import Placeholder, unwrap
+from microtome.split.execution.schedule import SkippedCall, differs_from_example
 
 
 def check_effects(call: SkippedCall, arguments: CallArguments, outputs: list[Tensor]) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from microtome.errors import BadBoundary
-from microtome.split.serialization import DTYPES
-from microtome.split.tensor_bytes import duplicate, span_of
+from microtome.split.boundary.serialization import DTYPES
+from microtome.split.boundary.tensor_bytes import duplicate, span_of
 
 
 def is_array(value: Any) -> bool:

@@ -14,9 +14,17 @@ from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from microtome.errors import BadBoundary, NotInstalled, describe_error
 from microtome.files.tensors import memory_of
-from microtome.split.codecs import COMPRESSORS, CodedTensor, dequantize, is_coded_dtype, scale_dtype
-from microtome.split.serialization import CHECKSUM_BYTES, DTYPES, HEADER_OFFSET, MAGIC, PREFIX, VERSION, padding
-from microtome.split.tensor_bytes import ALIGNMENT, copy_hashed, copy_strided, hash_blocks, is_dense, span_of
+from microtome.split.boundary.codecs import COMPRESSORS, CodedTensor, dequantize, is_coded_dtype, scale_dtype
+from microtome.split.boundary.serialization import (
+    CHECKSUM_BYTES,
+    DTYPES,
+    HEADER_OFFSET,
+    MAGIC,
+    PREFIX,
+    VERSION,
+    padding,
+)
+from microtome.split.boundary.tensor_bytes import ALIGNMENT, copy_hashed, copy_strided, hash_blocks, is_dense, span_of
 from microtome.units import size
 
 #: The most bytes of Python objects for a byte of JSON: `{"":0},` is 7 bytes and takes 232.

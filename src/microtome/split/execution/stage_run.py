@@ -10,11 +10,11 @@ import torch
 from microtome.engine import Call, Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.inputs import Inputs
-from microtome.split.boundary import Boundary
-from microtome.split.recording import BoundaryRecorder
-from microtome.split.replay import Replayer
-from microtome.split.schedule import Schedule
-from microtome.split.structure_spec import StructureSpec
+from microtome.split.analysis.structure_spec import StructureSpec
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.execution.recording import BoundaryRecorder
+from microtome.split.execution.replay import Replayer
+from microtome.split.execution.schedule import Schedule
 
 
 class StageRun(Probe):

@@ -14,13 +14,13 @@ from xxhash import xxh3_64_hexdigest
 from microtome.engine import Probe
 from microtome.inputs import Inputs, device_of
 from microtome.results.trace import Trace, TracedCall
-from microtome.split.call_structure import CallRecorder, CallStructure, ranks
-from microtome.split.dataflow import Dataflow, Scalars
-from microtome.split.randomness import CallOrderProbe, Draw, PythonDraw, PythonDrawProbe, find_varying_calls
-from microtome.split.serialization import DTYPES
-from microtome.split.signature import describe
-from microtome.split.state import State, StateProbe, analyze_state
-from microtome.split.structure_spec import StructureSpec, TensorSpec, flatten
+from microtome.split.analysis.call_structure import CallRecorder, CallStructure, ranks
+from microtome.split.analysis.dataflow import Dataflow, Scalars
+from microtome.split.analysis.randomness import CallOrderProbe, Draw, PythonDraw, PythonDrawProbe, find_varying_calls
+from microtome.split.analysis.signature import describe
+from microtome.split.analysis.structure_spec import StructureSpec, TensorSpec, flatten
+from microtome.split.boundary.serialization import DTYPES
+from microtome.split.cuts.state import State, StateProbe, analyze_state
 from microtome.trace.trace import record
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from microtome.engine.pytree import MAPPING, SEQUENCE, SET, node_type
 from microtome.errors import Unsupported
 
 if TYPE_CHECKING:
-    from microtome.split.schedule import EnclosingCall, SkippedCall
+    from microtome.split.execution.schedule import EnclosingCall, SkippedCall
 
 #: Digests of how the arguments or the outputs of a call were computed; see `Dataflow`.
 Flow = tuple[str, ...]

@@ -14,9 +14,12 @@ from microtome.engine.pytree import tensors_in
 from microtome.engine.torch_internals import storage_id, version_of
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
-from microtome.split.arrays import array_name, to_tensor
-from microtome.split.boundary import Boundary
-from microtome.split.boundary_schema import (
+from microtome.split.analysis.arrays import array_name, to_tensor
+from microtome.split.analysis.call_arguments import CallArguments, record_arguments
+from microtome.split.analysis.signature import HASH_SEED, CallSignature, describe, sign
+from microtome.split.analysis.structure_spec import check_structure, flatten
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.schema import (
     ArgumentAlias,
     ArgumentView,
     BoundaryRecord,
@@ -36,19 +39,16 @@ from microtome.split.boundary_schema import (
     StorageView,
     WrittenArgument,
 )
-from microtome.split.call_arguments import CallArguments, record_arguments
-from microtome.split.effects import (
+from microtome.split.boundary.tensor_bytes import duplicate
+from microtome.split.execution.effects import (
     check_effects,
     find_alias,
     first_occurrences,
     is_same_view,
     overlapping_names,
 )
-from microtome.split.placeholder import Placeholder, PlaceholderRead, unwrap
-from microtome.split.schedule import Schedule, ScheduleFollower, SentValue, SkippedCall
-from microtome.split.signature import HASH_SEED, CallSignature, describe, sign
-from microtome.split.structure_spec import check_structure, flatten
-from microtome.split.tensor_bytes import duplicate
+from microtome.split.execution.placeholder import Placeholder, PlaceholderRead, unwrap
+from microtome.split.execution.schedule import Schedule, ScheduleFollower, SentValue, SkippedCall
 
 
 class _OpenCall(NamedTuple):

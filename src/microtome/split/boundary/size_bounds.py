@@ -16,9 +16,9 @@ import torch
 
 from microtome.errors import BadBoundary
 from microtome.results.trace import Trace
-from microtome.split.boundary import Boundary
-from microtome.split.crossing import Crossing
-from microtome.split.tensor_bytes import span_of
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.tensor_bytes import span_of
+from microtome.split.cuts.crossing import Crossing
 from microtome.units import size
 
 

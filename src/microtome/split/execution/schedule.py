@@ -11,13 +11,13 @@ from microtome.engine import Call
 from microtome.engine.probes import AnyOp, Where
 from microtome.errors import Unsupported
 from microtome.results.trace import TracedCall
-from microtome.split.analysis import Analysis
-from microtome.split.crossing import Crossing, ValueLocation
-from microtome.split.cuts import location_name
-from microtome.split.randomness import is_random, op_name
-from microtome.split.signature import Arguments, Flow, describe
-from microtome.split.size_bounds import ExampleBytes, example_bytes
-from microtome.split.structure_spec import StructureSpec
+from microtome.split.analysis.analysis import Analysis
+from microtome.split.analysis.randomness import is_random, op_name
+from microtome.split.analysis.signature import Arguments, Flow, describe
+from microtome.split.analysis.structure_spec import StructureSpec
+from microtome.split.boundary.size_bounds import ExampleBytes, example_bytes
+from microtome.split.cuts.crossing import Crossing, ValueLocation
+from microtome.split.cuts.cuts import location_name
 
 _T = TypeVar("_T")
 

@@ -12,8 +12,8 @@ from xxhash import xxh3_64_hexdigest
 from microtome.engine.attributes import dict_of
 from microtome.engine.pytree import MAPPING, node_type, tensor_occurrences
 from microtome.engine.torch_internals import version_of
-from microtome.split.arrays import is_array
-from microtome.split.structure_spec import opaque_objects_in
+from microtome.split.analysis.arrays import is_array
+from microtome.split.analysis.structure_spec import opaque_objects_in
 
 
 class CallArguments(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 from microtome.engine.attributes import dict_of
 from microtome.engine.pytree import RECORD, SEQUENCE, SET, find_unsupported, map_tensors, node_type
 from microtome.errors import BadInputs
-from microtome.split.arrays import is_array, overlap
+from microtome.split.analysis.arrays import is_array, overlap
 
 #: Leaves that are sent by value.
 Plain = bool | int | float | str | None

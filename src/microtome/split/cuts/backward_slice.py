@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from microtome.results.trace import Op, Read, TracedCall
-from microtome.split.crossing import Crossing, ValueLocation
-from microtome.split.placeholder import SHAPE_ONLY
+from microtome.split.cuts.crossing import Crossing, ValueLocation
+from microtome.split.execution.placeholder import SHAPE_ONLY
 
 if TYPE_CHECKING:
-    from microtome.split.liveness import Liveness
+    from microtome.split.cuts.liveness import Liveness
 
 #: The needed values in each memory; False: needed only if somebody still refers to the value by an older tensor.
 Needs = dict[int, dict[int, bool]]

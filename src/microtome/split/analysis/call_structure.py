@@ -12,12 +12,12 @@ from microtome.engine import Call, Probe
 from microtome.engine.module_state import has_forward_hooks
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.pytree import reachable_tensors
-from microtome.split.call_arguments import CallArguments, containers_in, record_arguments
-from microtome.split.dataflow import Scalars, describe_scalars
-from microtome.split.randomness import Draw, is_random
-from microtome.split.signature import Arguments, describe
-from microtome.split.state import TORCH_ATTRIBUTES, changed_attributes, module_state
-from microtome.split.structure_spec import StructureSpec, flatten
+from microtome.split.analysis.call_arguments import CallArguments, containers_in, record_arguments
+from microtome.split.analysis.dataflow import Scalars, describe_scalars
+from microtome.split.analysis.randomness import Draw, is_random
+from microtome.split.analysis.signature import Arguments, describe
+from microtome.split.analysis.structure_spec import StructureSpec, flatten
+from microtome.split.cuts.state import TORCH_ATTRIBUTES, changed_attributes, module_state
 
 if TYPE_CHECKING:
     from microtome.trace.recorder import TraceRecorder

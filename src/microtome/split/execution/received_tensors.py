@@ -10,8 +10,8 @@ from torch import Tensor
 from microtome.engine.arguments import as_non_leaf
 from microtome.engine.torch_internals import version_of
 from microtome.errors import BadBoundary, Unsupported, describe_error
-from microtome.split.boundary import Boundary
-from microtome.split.boundary_schema import (
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.schema import (
     PLACEHOLDER_DTYPES,
     ArgumentView,
     BoundaryRecord,
@@ -20,11 +20,11 @@ from microtome.split.boundary_schema import (
     StorageView,
     TensorItem,
 )
-from microtome.split.crossing import ValueLocation
-from microtome.split.placeholder import Placeholder, unwrap
-from microtome.split.schedule import Schedule
-from microtome.split.size_bounds import SizeBudget
-from microtome.split.tensor_bytes import duplicate, moved
+from microtome.split.boundary.size_bounds import SizeBudget
+from microtome.split.boundary.tensor_bytes import duplicate, moved
+from microtome.split.cuts.crossing import ValueLocation
+from microtome.split.execution.placeholder import Placeholder, unwrap
+from microtome.split.execution.schedule import Schedule
 
 
 class ReceivedTensors:

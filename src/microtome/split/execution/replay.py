@@ -14,9 +14,12 @@ from microtome.engine.probes import AnyOp, Where
 from microtome.engine.pytree import map_tensors, reachable_tensors, tensor_occurrences
 from microtome.errors import BadBoundary, Unsupported
 from microtome.inputs import Inputs
-from microtome.split.arrays import array_name, to_array
-from microtome.split.boundary import Boundary
-from microtome.split.boundary_schema import (
+from microtome.split.analysis.arrays import array_name, to_array
+from microtome.split.analysis.call_arguments import containers_in
+from microtome.split.analysis.signature import HASH_SEED, check_same_call, describe, find_call
+from microtome.split.analysis.structure_spec import StructureSpec
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.schema import (
     ArgumentAlias,
     ArgumentView,
     BoundaryRecord,
@@ -29,13 +32,10 @@ from microtome.split.boundary_schema import (
     RepeatedTensor,
     SkippedCallRecord,
 )
-from microtome.split.call_arguments import containers_in
-from microtome.split.crossing import ValueLocation
-from microtome.split.placeholder import Placeholder, PlaceholderRead, unwrap
-from microtome.split.received_tensors import ReceivedTensors
-from microtome.split.schedule import Schedule, ScheduleFollower, SkippedCall
-from microtome.split.signature import HASH_SEED, check_same_call, describe, find_call
-from microtome.split.structure_spec import StructureSpec
+from microtome.split.cuts.crossing import ValueLocation
+from microtome.split.execution.placeholder import Placeholder, PlaceholderRead, unwrap
+from microtome.split.execution.received_tensors import ReceivedTensors
+from microtome.split.execution.schedule import Schedule, ScheduleFollower, SkippedCall
 from microtome.trace.op_schema import op_schema
 
 

@@ -1,0 +1,1 @@
+"""The boundary: the values that cross a cut, and their wire format."""
