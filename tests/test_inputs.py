@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+import microtome
 from microtome import Inputs
 from microtome.errors import BadInputs
 
@@ -33,6 +35,80 @@ Pair = namedtuple("Pair", "a b")
 def test_inputs_become_arguments(given: Any, args: Any, kwargs: Any) -> None:
     found = Inputs.of(given)
     assert (str(found.args), str(found.kwargs)) == (str(args), str(kwargs))
+
+
+class Encoding(UserDict[str, Any]):
+    """A mapping that is not a dict, as the `BatchEncoding` of transformers."""
+
+
+@pytest.mark.parametrize(
+    ("given", "described"),
+    [
+        ((1, 3, 8, 8), "1x3x8x8:float16"),
+        ([1, 3, 8, 8], "1x3x8x8:float16"),
+        (torch.Size([2, 4]), "2x4:float16"),
+        ([(1, 3), (2, 4)], "1x3:float16, 2x4:float16"),
+        (((1, 3), torch.Size([2, 4])), "1x3:float16, 2x4:float16"),
+        ([(1, 3), "1x77:int64"], "1x3:float16, 1x77:int64"),
+        ({"x": (1, 3), "ids": "1x77:int64"}, "x=1x3:float16, ids=1x77:int64"),
+        ("1x3", "1x3:float16"),
+        ("1x3:float32", "1x3:float32"),
+        (Encoding(x=T), "x=2:float32"),
+        (np.zeros((2, 3)), "2x3:float16"),
+        ((np.zeros(3, np.int64), T), "3:int64, 2:float32"),
+        ({"x": np.zeros(3, bool)}, "x=3:bool"),
+        (np.broadcast_to(np.float32(1), (2, 2)), "2x2:float16"),  # read-only
+        (np.ones(2, ">i4")[::-1], "2:int32"),
+        ((T, (2, 3)), "2:float32, (2, 3)"),  # not all are shapes
+        ({"size": (2, 3), "x": T}, "size=(2, 3), x=2:float32"),
+        (("hello",), "'hello'"),
+        ((True, 2), "True, 2"),
+        (Inputs(2, 3), "2, 3"),
+        (Inputs(np.zeros(1)), "array([0.])"),
+    ],
+    ids=str,
+)
+def test_shapes_arrays_and_mappings_become_arguments(given: Any, described: str) -> None:
+    found = Inputs.of(given, nn.Linear(2, 2).half())
+    assert repr(found) == f"Inputs({described})"
+
+
+def test_tensors_from_shapes_are_on_the_device_of_the_model() -> None:
+    model = nn.Linear(2, 2, device="meta")
+    assert [Inputs.of(given, model).args[0].device.type for given in ("1x2", (1, 2), np.zeros((1, 2)))] == ["meta"] * 3
+
+
+def test_inputs_of_a_bfloat16_model_need_no_dtype() -> None:
+    assert Inputs.of("3x2", model := nn.Linear(2, 2).bfloat16()).run(model).dtype == torch.bfloat16
+
+
+def test_an_array_is_copied() -> None:
+    array = np.ones(3, np.float32)
+    tensor = Inputs.of(array).args[0]
+    tensor.zero_()
+    assert array.sum() == 3
+
+
+@pytest.mark.parametrize("given", ["1x4", (1, 4)])
+def test_an_error_of_the_model_names_inputs_that_were_created_from_shapes(given: Any) -> None:
+    model = nn.Embedding(2, 2)
+    with pytest.raises(RuntimeError) as caught:
+        microtome.profile(model, given)
+    notes = "".join(caught.value.__notes__)
+    assert f"The inputs {given!r} were taken for shapes: the model ran on Inputs(1x4:float32)" in notes
+    assert "'1x128:int64' for token ids" in notes
+
+
+def test_an_error_of_the_model_has_no_note_if_its_inputs_were_passed() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        Inputs.of(T).run(nn.Linear(3, 3))
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_batch_encoding_of_transformers_is_a_mapping() -> None:
+    transformers = pytest.importorskip("transformers")
+    encoding = transformers.BatchEncoding({"input_ids": torch.zeros(1, 3, dtype=torch.int64)})
+    assert repr(Inputs.of(encoding)) == "Inputs(input_ids=1x3:int64)"
 
 
 def test_a_text_of_shapes_becomes_tensors() -> None:
@@ -69,6 +145,9 @@ def test_integers_are_indices_that_every_embedding_has() -> None:
         ("a=1, a=2", "the input 'a' appears twice"),
         ("a=1, 2", "expected positional inputs before named ones, got '2'"),
         ({1: T}, "names of arguments as keys"),
+        ((1, -3), r"expected sizes of 0 or more in the shape of an input, got \(1, -3\)"),
+        (["1x3", "a=1x3"], "expected one shape in each string of a list or dict of inputs, got 'a=1x3'"),
+        (np.array(["text"]), "expected an array of numbers, got <U4"),
     ],
 )
 def test_invalid_inputs_raise(given: Any, message: str) -> None:

@@ -148,8 +148,11 @@ def strip_first_index(address: str) -> str:
     return address.removesuffix("#0")
 
 
-def find_address(name: object, addresses: Collection[str]) -> str:
+def find_address(name: object, addresses: Collection[str], aliases: Mapping[str, str] | None = None) -> str:
     """The address in a result that a name refers to; the only call of a module may be named with `#0`.
+
+    Args:
+        aliases: Further paths of modules, each with the path used in the addresses.
 
     Raises:
         NoMatch: There is none, or the module ran several times and the name has no index.
@@ -159,10 +162,16 @@ def find_address(name: object, addresses: Collection[str]) -> str:
     for address in (name, strip_first_index(name)):
         if address in addresses:
             return address
-    calls = [address for address in addresses if address != name and split_call_index(address)[0] == name]
+    path, index = split_call_index(name)
+    alias = aliases.get(path) if aliases else None
+    if alias is not None and (index is not None or alias in addresses):
+        return find_address(alias + ("" if index is None else f"#{index}"), addresses)
+    calls = [address for address in addresses if split_call_index(address) not in ((name, None), (alias, None))]
+    calls = [address for address in calls if split_call_index(address)[0] in (name, alias)]
     if calls:
-        raise NoMatch(f"{name!r} ran {len(calls)} times: say which of {_enumerate(calls)}")
-    raise path_not_found(name, addresses)
+        what = repr(name) if alias is None else f"{name!r}, which is {alias!r},"
+        raise NoMatch(f"{what} ran {len(calls)} times: say which of {_enumerate(calls)}")
+    raise path_not_found(name, [*addresses, *(aliases or ())])
 
 
 def split_call_index(selector: Any) -> tuple[Any, int | None]:

@@ -7,7 +7,7 @@
     ├── NoMatch           a path, selector or name matches nothing; the message lists the nearest
     ├── BadInputs         the inputs are not arguments of the model
     ├── BadWeights        a file of weights cannot be read, or does not fit the model
-    ├── NotInstalled      a package that a model needs is not installed
+    ├── NotInstalled      a package that a model or a function needs is not installed
     ├── BuildFailed       code that builds a model cannot be imported or called, or raised
     ├── BadFormula        a formula is of no operator, fails, or returns no count
     ├── BadFile           a file is missing, corrupt, not a result of microtome, or of another version
@@ -86,7 +86,7 @@ class BadWeights(MicrotomeError, ValueError):
 
 
 class NotInstalled(MicrotomeError, ImportError):
-    """A package that a model needs is not installed."""
+    """A package that a model or a function needs is not installed."""
 
 
 class BuildFailed(MicrotomeError, RuntimeError):

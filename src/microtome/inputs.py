@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
@@ -18,44 +20,95 @@ _PART = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<
 
 
 class Inputs:
-    """The positional and keyword arguments of a model.
+    """The positional and keyword arguments of a model, which `Inputs(...)` passes on as they are.
 
-    `Inputs.of` accepts a tensor, a tuple of positional arguments, a dict of keyword arguments, an `Inputs`, or a string
-    of shapes. Anything else becomes the only positional argument.
+    `Inputs.of` also accepts:
+
+    - a tensor, or a tuple of positional arguments;
+    - a dict, or another mapping such as a `BatchEncoding` of transformers, of keyword arguments;
+    - a numpy array, alone or in one of these: it becomes a tensor;
+    - a shape, such as `(1, 3, 224, 224)` or `"1x3x224x224"`, or a list, tuple or dict of shapes. `":int64"` at the end
+      of a string sets the dtype.
+
+    Anything else becomes the only positional argument. Tensors that are created from shapes and arrays have the device
+    of the model and, if they are floating-point, its dtype.
 
     >>> Inputs.of({"x": None}).kwargs
     {'x': None}
-    >>> [tuple(tensor.shape) for tensor in Inputs.of("1x3x8x8, 1x77:int64").args]
-    [(1, 3, 8, 8), (1, 77)]
-    >>> Inputs.of("input_ids=2x4:int64").kwargs["input_ids"].dtype
-    torch.int64
+    >>> Inputs.of("1x3x8x8, 1x77:int64")
+    Inputs(1x3x8x8:float32, 1x77:int64)
+    >>> Inputs.of([(1, 3, 8, 8), "1x77:int64"])
+    Inputs(1x3x8x8:float32, 1x77:int64)
+    >>> Inputs.of({"x": (4, 2)}, model=nn.Linear(2, 2).bfloat16())
+    Inputs(x=4x2:bfloat16)
+
+    Attributes:
+        created_from: The shapes from which the tensors were created; None if they were passed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args = args
         self.kwargs = kwargs
+        self.created_from: Any = None
 
     @classmethod
-    def of(cls, inputs: Any, *, device: str = "cpu") -> Inputs:
-        """Convert `inputs` to arguments; tensors of a string of shapes are created on the device."""
+    def of(cls, inputs: Any, model: nn.Module | None = None, *, device: str | None = None) -> Inputs:
+        """Convert `inputs` to arguments.
+
+        Args:
+            model: The model, whose dtype and device created tensors have.
+            device: The device of created tensors, if not that of the model.
+        """
         if isinstance(inputs, Inputs):
             return inputs
+        create = _TensorFactory(device or ("cpu" if model is None else device_of(model)), _dtype_of(model))
         if isinstance(inputs, str):
-            return _parse(inputs, device)
-        if isinstance(inputs, dict):
+            return create.parse(inputs)
+        if isinstance(inputs, Mapping):
             if not all(isinstance(name, str) for name in inputs):
                 raise BadInputs(f"expected the names of arguments as keys of a dict of inputs, got {list(inputs)!r}")
-            return cls(**inputs)
+            return create.arguments((), dict(inputs))
+        if _is_shape(inputs):
+            return create.arguments((inputs,), {})
+        if isinstance(inputs, list) and inputs and all(map(_is_shape_or_text, inputs)):
+            return create.arguments(tuple(inputs), {})
         # A named tuple is a structure of the model, and so a single argument.
-        return cls(*inputs) if type(inputs) is tuple else cls(inputs)
+        return create.arguments(inputs if type(inputs) is tuple else (inputs,), {})
 
     def run(self, model: nn.Module) -> Any:
-        """Call the model with these arguments."""
-        return model(*self.args, **self.kwargs)
+        """Call the model with these arguments; an error names those that were created from shapes."""
+        try:
+            return model(*self.args, **self.kwargs)
+        except Exception as error:
+            if self.created_from is not None:
+                error.add_note(
+                    f"The inputs {self.created_from!r} were taken for shapes: the model ran on {self!r}. Write "
+                    "'1x128:int64' for token ids; mt.Inputs(...) passes any values as they are."
+                )
+            raise
 
     def to(self, device: str | torch.device) -> Inputs:
         """Return the same arguments with their tensors on a device, also inside named tuples and dataclasses."""
-        return Inputs(*_to(self.args, device), **_to(self.kwargs, device))
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device)
+
+        return self.with_arguments(_map_tensors(move, self.args), _map_tensors(move, self.kwargs))
+
+    def cast_to(self, model: nn.Module) -> Inputs:
+        """Return the same arguments on the device of the model, with floating-point tensors in its dtype."""
+        dtype = _dtype_of(model)
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(device_of(model), dtype if tensor.is_floating_point() else None)
+
+        return self.with_arguments(_map_tensors(cast, self.args), _map_tensors(cast, self.kwargs))
+
+    def with_arguments(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Inputs:
+        """Return other arguments of the same origin, such as copies."""
+        copied = Inputs(*args, **kwargs)
+        copied.created_from = self.created_from
+        return copied
 
     def __repr__(self) -> str:
         parts = [_describe(value) for value in self.args]
@@ -63,67 +116,118 @@ class Inputs:
         return f"Inputs({', '.join(parts)})"
 
 
-def _parse(text: str, device: str) -> Inputs:
-    """Create deterministic tensors from a string such as `1x3x224x224:bfloat16, mask=1x77:bool`."""
-    args: list[Tensor] = []
-    kwargs: dict[str, Tensor] = {}
-    generator = torch.Generator().manual_seed(0)
-    if "," in text and all(part.strip().isdecimal() for part in text.split(",")):
-        suggestion = "x".join(part.strip() for part in text.split(","))
-        raise BadInputs(f"commas separate inputs, and 'x' separates sizes: did you mean {suggestion!r}?")
-    for part in text.split(","):
-        match = _PART.fullmatch(part.strip())
-        if match is None:
-            raise BadInputs(
-                f"cannot read {part.strip()!r} in the inputs {text!r}: write a shape and, if not float32, a dtype, "
-                "such as '1x3x224x224', '1x77:int64' or 'input_ids=1x128:int64', separated by commas"
-            )
-        tensor = _tensor(
-            [int(size) for size in match["shape"].split("x")], match["dtype"] or "float32", generator, device
-        )
-        if match["name"] in kwargs:
-            raise BadInputs(f"the input {match['name']!r} appears twice in {text!r}")
-        if match["name"]:
-            kwargs[match["name"]] = tensor
-        elif kwargs:
-            raise BadInputs(f"expected positional inputs before named ones, got {part.strip()!r} last in {text!r}")
-        else:
-            args.append(tensor)
-    return Inputs(*args, **kwargs)
+class _TensorFactory:
+    """Creates deterministic tensors from shapes, and converts numpy arrays."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._generator = torch.Generator().manual_seed(0)
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        """Create the arguments: from shapes if all of them are shapes."""
+        values = (*args, *kwargs.values())
+        are_shapes = bool(values) and all(map(_is_shape_or_text, values))
+        convert = self._from_shape if are_shapes else self._from_array
+        inputs = Inputs(*map(convert, args), **{name: convert(value) for name, value in kwargs.items()})
+        if are_shapes:
+            inputs.created_from = kwargs or (args if len(args) > 1 else args[0])
+        return inputs
+
+    def parse(self, text: str) -> Inputs:
+        """Parse a string such as `1x3x224x224:bfloat16, mask=1x77:bool`."""
+        args: list[Tensor] = []
+        kwargs: dict[str, Tensor] = {}
+        if "," in text and all(part.strip().isdecimal() for part in text.split(",")):
+            suggestion = "x".join(part.strip() for part in text.split(","))
+            raise BadInputs(f"commas separate inputs, and 'x' separates sizes: did you mean {suggestion!r}?")
+        for part in text.split(","):
+            match = _PART.fullmatch(part.strip())
+            if match is None:
+                raise BadInputs(
+                    f"cannot read {part.strip()!r} in the inputs {text!r}: write a shape and, if not the model's, a "
+                    "dtype, such as '1x3x224x224', '1x77:int64' or 'input_ids=1x128:int64', separated by commas"
+                )
+            tensor = self._create([int(size) for size in match["shape"].split("x")], match["dtype"])
+            if match["name"] in kwargs:
+                raise BadInputs(f"the input {match['name']!r} appears twice in {text!r}")
+            if match["name"]:
+                kwargs[match["name"]] = tensor
+            elif kwargs:
+                raise BadInputs(f"expected positional inputs before named ones, got {part.strip()!r} last in {text!r}")
+            else:
+                args.append(tensor)
+        inputs = Inputs(*args, **kwargs)
+        inputs.created_from = text
+        return inputs
+
+    def _from_shape(self, value: Any) -> Tensor:
+        if not isinstance(value, str):
+            return self._create(list(value), None)
+        inputs = self.parse(value)
+        if len(inputs.args) != 1 or inputs.kwargs:
+            raise BadInputs(f"expected one shape in each string of a list or dict of inputs, got {value!r}")
+        tensor: Tensor = inputs.args[0]
+        return tensor
+
+    def _from_array(self, value: Any) -> Any:
+        if not _is_array(value):
+            return value
+        if value.dtype.kind not in "fiubc":
+            raise BadInputs(f"expected an array of numbers, got {value.dtype}: mt.Inputs(...) passes it as it is")
+        # A copy: the array may be read-only, reversed, or of another byte order.
+        tensor = torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
+        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
+
+    def _create(self, shape: list[int], dtype_name: str | None) -> Tensor:
+        dtype = self._dtype if dtype_name is None else getattr(torch, dtype_name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise BadInputs(f"expected a dtype of torch, such as float32, bfloat16, int64 or bool, got {dtype_name!r}")
+        if min(shape, default=0) < 0:
+            raise BadInputs(f"expected sizes of 0 or more in the shape of an input, got {tuple(shape)}")
+        if self._device == "meta":
+            return torch.empty(shape, dtype=dtype, device="meta")
+        try:
+            if dtype.is_floating_point or dtype.is_complex:
+                return torch.randn(shape, generator=self._generator, device="cpu").to(self._device, dtype)
+            return torch.zeros(shape, dtype=dtype, device=self._device)  # a valid index of every embedding
+        except RuntimeError as error:
+            hint = "pass torch.empty(..., device='meta')"
+            raise BadInputs(f"not enough memory for an input of {'x'.join(map(str, shape))}: {hint}") from error
 
 
-def _tensor(shape: list[int], name: str, generator: torch.Generator, device: str) -> Tensor:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise BadInputs(f"expected a dtype of torch, such as float32, bfloat16, int64 or bool, got {name!r}")
-    if device == "meta":
-        return torch.empty(shape, dtype=dtype, device="meta")
-    try:
-        if dtype.is_floating_point or dtype.is_complex:
-            return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
-        return torch.zeros(shape, dtype=dtype, device=device)  # a valid index of every embedding
-    except RuntimeError as error:
-        text = "x".join(map(str, shape))
-        raise BadInputs(f"not enough memory for an input of {text}: pass torch.empty(..., device='meta')") from error
+def _is_shape(value: Any) -> bool:
+    """Whether this is a tuple, list or `torch.Size` of integers."""
+    is_sequence = type(value) in (tuple, list, torch.Size)
+    return is_sequence and bool(value) and all(type(size) is int for size in value)
 
 
-def _to(value: Any, device: str | torch.device) -> Any:
+def _is_shape_or_text(value: Any) -> bool:
+    return _is_shape(value) or (isinstance(value, str) and _PART.fullmatch(value.strip()) is not None)
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.to(device)
+        return function(value)
     if type(value) in (list, tuple):
-        return type(value)(_to(item, device) for item in value)
+        return type(value)(_map_tensors(function, item) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
-        return value._make(_to(item, device) for item in value)
+        return value._make(_map_tensors(function, item) for item in value)
     moved: Any
     if isinstance(value, dict):
         moved = copy.copy(value)
         for name, item in value.items():
-            moved[name] = _to(item, device)
+            moved[name] = _map_tensors(function, item)
         return moved
     if is_dataclass(value) and not isinstance(value, type):
         moved = copy.copy(value)
         for field in fields(value):  # set past the `__setattr__` of a frozen one
-            object.__setattr__(moved, field.name, _to(getattr(value, field.name), device))
+            object.__setattr__(moved, field.name, _map_tensors(function, getattr(value, field.name)))
         return moved
     return value
 
@@ -145,3 +249,10 @@ def _describe(value: Any) -> str:
 def device_of(model: nn.Module) -> str:
     """Return the device of the model's first tensor; the CPU if it has none."""
     return next((str(tensor.device) for tensor in chain(model.parameters(), model.buffers())), "cpu")
+
+
+def _dtype_of(model: nn.Module | None) -> torch.dtype:
+    """Return the dtype of the model's first floating-point tensor; float32 if it has none."""
+    tensors = () if model is None else chain(model.parameters(), model.buffers())
+    dtypes = (tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.dtype.itemsize > 1)
+    return next(dtypes, torch.float32)

@@ -210,7 +210,7 @@ def test_an_object_that_cannot_be_copied_is_refused() -> None:
 
     held = Guarded()
     before = describe(held)
-    message = r"expected arguments that can be copied, got a Guarded in held that cannot be: .*there is one of me"
+    message = r"expected arguments that can be copied, got a Guarded in 'held' that cannot be: .*there is one of me"
     for action in ACTIONS.values():
         with pytest.raises(Unsupported, match=message):
             action(Model(), Inputs(torch.ones(3, 4), held=held))
@@ -241,7 +241,7 @@ def test_an_iterator_that_the_run_would_exhaust_is_refused() -> None:
             return x * next(more)
 
     numbers = (number for number in range(3))
-    with pytest.raises(Unsupported, match=r"got a generator in args\[1\] that cannot be: .*__deepcopy__"):
+    with pytest.raises(Unsupported, match=r"got a generator in 'more' that cannot be: .*__deepcopy__"):
         mt.trace(Reads(), (torch.ones(2), numbers))
     assert next(numbers) == 0
 
@@ -304,12 +304,12 @@ def test_a_copy_has_strides_and_takes_only_the_memory_that_its_original_spans(vi
 def test_arguments_that_hold_themselves_are_refused() -> None:
     held: list[Any] = []
     held.append(held)
-    with pytest.raises(Unsupported, match=r"expected finite arguments, got a list in args\[0\] that contains itself"):
+    with pytest.raises(Unsupported, match=r"expected finite arguments, got a list in 'input' that contains itself"):
         mt.trace(nn.Identity(), Inputs(held))
 
 
 def test_a_lock_is_refused_by_its_place() -> None:
-    with pytest.raises(Unsupported, match=r"got a lock in guard that cannot be"):
+    with pytest.raises(Unsupported, match=r"got a lock in 'guard' that cannot be"):
         mt.trace(Model(), Inputs(torch.ones(3, 4), guard=threading.Lock()))
 
 

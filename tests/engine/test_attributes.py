@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,25 @@ def test_a_copy_keeps_what_may_not_be_read() -> None:
     made = map_tensors(lambda tensor: tensor + 1, Config(size=5))
     assert fields_of(made)["width"] == 8
     assert (made.size, made.offset.tolist()) == (5, [2.0] * 4)
+
+
+class Callback(partial[Tensor]):
+    """A subclass of a class written in C, whose attributes are read-only."""
+
+
+class Calls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.callback = nn.Linear(4, 4), Callback(torch.mul, torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.callback(self.linear(x))
+
+
+def test_read_only_attributes_of_classes_written_in_c_are_left_alone() -> None:
+    model, x = Calls(), torch.ones(1, 4)
+    before = model.callback.func, model.callback.args
+    assert mt.profile(model, x).total.macs == 16
+    head, tail = mt.split(model, x, at="linear")
+    assert torch.equal(tail(head(x)), model(x))
+    assert (model.callback.func, model.callback.args) == before

@@ -34,6 +34,7 @@ def broken() -> dict[str, dict[str, list[str]]]:
     return dict(json.loads(line) for line in run.stdout.splitlines())
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("symbol", BREAKS)
 def test_a_torch_that_ignores_a_symbol_is_refused_by_name(symbol: str, broken: dict[str, Any]) -> None:
     name = symbol.removeprefix("missing: ")
@@ -44,6 +45,7 @@ def test_a_torch_that_ignores_a_symbol_is_refused_by_name(symbol: str, broken: d
         assert message.startswith(f"torch {torch.__version__} is not supported: ")
 
 
+@pytest.mark.integration
 def test_every_public_action_refuses_a_torch_that_hides_calls(broken: dict[str, Any]) -> None:
     assert broken["torch.nn.Module._compiled_call_impl"].keys() >= {"track", "cuts", "profile", "split", "trace"}
 

@@ -297,7 +297,7 @@ def but(address: str, **change: Any) -> Any:
         ({"edge": 5}, "expected 'edge' as a Profile, or a file of one, got 5"),
         (
             {"edge": without_times(EDGE, time_s=None)},
-            "'edge' has no times: .* measure='time' .microtome profile --time",
+            r"'edge' has no times: .* with measure=\[\"time\"\]$",
         ),
         ({"cloud": without_times(CLOUD)}, "'cloud' is of an older microtome"),
         ({"edge": replace(EDGE, model="Other")}, "the cuts are of a Chain, and the profile of 'edge' is of a Other"),
@@ -309,7 +309,7 @@ def but(address: str, **change: Any) -> Any:
         ({"objective": "speed"}, "expected objective 'latency', 'energy' or 'throughput', got 'speed'"),
         (
             {"objective": "energy", "edge": CLOUD},
-            "'edge' has no energy: .* measure='energy' .microtome profile --energy",
+            r"'edge' has no energy: .* with measure=\[\"energy\"\], or estimate",
         ),
         (
             {"objective": "energy", "edge": replace(CLOUD, unavailable={"energy": "no sensor"})},

@@ -383,7 +383,7 @@ def test_bytes_that_are_no_reply_are_refused(resnet: tuple[nn.Module, Tensor, Se
 
 @pytest.mark.parametrize("address", ["example.invalid:7070", "192.0.2.1:7070", "dns:example.invalid:7070"])
 def test_a_token_without_tls_is_warned_about(address: str) -> None:
-    with pytest.warns(RuntimeWarning, match=f"the token is sent to {address} without TLS.*--tls, --ca") as warned:
+    with pytest.warns(RuntimeWarning, match=f"the token is sent to {address} without TLS.*tls=True or ca=") as warned:
         Connection(address, Security(token="secret")).close()
     assert "secret" not in str(warned[0].message)
     Connection(address, Security(token="secret", tls=True)).close()

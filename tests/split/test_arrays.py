@@ -112,7 +112,7 @@ class Change(nn.Module):
 
 
 def test_a_call_in_the_head_that_changes_an_array_is_refused() -> None:
-    cuts = mt.cuts(Changing(), np.ones((2, 4), np.float32))
+    cuts = mt.cuts(Changing(), mt.Inputs(np.ones((2, 4), np.float32)))
     assert not cuts.offered
     refusal = "'change' runs in the head, and it mutates a ndarray among its arguments"
     assert {cut.refused for cut in cuts.refused} == {refusal}
@@ -143,7 +143,7 @@ class Ignoring(nn.Module):
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_array_that_no_tensor_can_stand_for_is_refused(name: str) -> None:
     other, kind = REFUSED[name]
-    cuts = mt.cuts(Ignoring(), (torch.ones(2, 4), other))
+    cuts = mt.cuts(Ignoring(), mt.Inputs(torch.ones(2, 4), other))
     assert not cuts.offered
     assert all(str(cut.refused).startswith(f"the model is given a {kind}") for cut in cuts.refused)
     assert len(cuts.refused) == 2

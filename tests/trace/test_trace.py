@@ -54,7 +54,7 @@ def test_values_know_who_made_them_who_reads_them_and_who_changes_them() -> None
     assert t.ops[transposed.producer or 0].name == "aten.t.default"
     assert (transposed.memory, transposed.device) == (weight.memory, "cpu")
     (x,) = (value for value in t.values if value.origin == "input")
-    assert (x.name, [t.ops[op].name for op in x.consumers]) == ("args[0]", ["aten.addmm.default"])
+    assert (x.name, [t.ops[op].name for op in x.consumers]) == ("x", ["aten.addmm.default"])
     y, y_too = (t.values[index] for index in t[""].outputs)
     assert [t.ops[op].name for op in y_too.mutated_by] == ["aten.relu_.default"]
     assert t.ops[y.producer or 0].name == "aten.addmm.default"
@@ -582,7 +582,7 @@ def test_inputs_may_be_a_text_and_structures_pass_through() -> None:
             return [ids + 1, None, extra]
 
     t = mt.trace(Takes(), mt.Inputs(torch.ones(2), extra={"deep": (torch.ones(3), None, "text")}))
-    assert [value.name for value in t.values if value.origin == "input"] == ["args[0]", "extra"]
+    assert [value.name for value in t.values if value.origin == "input"] == ["ids", "extra"]
     assert [value.shape for value in mt.trace(Takes(), "ids=2x3:int64").values] == [(2, 3), (2, 3)]
 
 

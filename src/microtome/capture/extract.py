@@ -23,7 +23,7 @@ from microtome.engine.selectors import check_model, named_modules, path_aliases
 from microtome.engine.signals import grad_mode
 from microtome.errors import BadQuery, Unsupported
 from microtome.flops.composite import COMPOSITE_FORMULAS
-from microtome.inputs import Inputs, device_of
+from microtome.inputs import Inputs
 
 
 def extract(
@@ -43,7 +43,7 @@ def extract(
     """Run the model once and return the outputs of the selected modules.
 
     Args:
-        model_inputs: A tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
+        model_inputs: A tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`.
         at: The modules: a path, a glob, a module type, … or several; `"path#1"` for one call of a module;
             `"path/operator"` for operators in their calls.
         stop: End the run after the last selected call. A run on tensors without values, which hooks and edits see too,
@@ -63,7 +63,7 @@ def extract(
     (torch.Size([1, 3]), True)
     """
     check_model(model)
-    targets, run = Targets(model, at), Inputs.of(model_inputs, device=device_of(model))
+    targets, run = Targets(model, at), Inputs.of(model_inputs, model)
     if not isinstance(inputs, bool):
         raise BadQuery(
             f"expected inputs=True or False, whether to capture the arguments of calls, got a {type(inputs).__name__}: "

@@ -117,6 +117,11 @@ class Features(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def _repr_html_(self) -> str:
+        """Render the tensors as a table with pictures for a notebook."""
+        html: str = render("captures.features", self)
+        return html
+
     def __repr__(self) -> str:
         some: Sequence[str] = list(self)[:4]
         more = ", …" if len(self) > 4 else ""

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -25,6 +26,7 @@ _WATCH_S = 0.6
 def environment(devices: Sequence[torch.device] = ()) -> dict[str, str]:
     """Describe the machine, the software and the accelerators in use; the state of the first is as of now."""
     return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "cpu": _cpu(),
         **_cpu_clock(),
         "cores": str(os.cpu_count()),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from microtome.engine.argument_names import named_arguments
 from microtome.engine.pytree import children_of
 from microtome.engine.selectors import named_modules
 from microtome.engine.torch_internals import disable_current_modes
@@ -33,16 +34,19 @@ def copy_arguments(
     """Copy arguments deeply, and each tensor, also inside objects, by `copy_tensor`.
 
     Args:
-        modules: Modules of the model, to which objects may refer. Neither these nor modules among the arguments are
-            copied.
+        modules: Modules of the model, itself first, to which objects may refer. Neither these nor modules among the
+            arguments are copied.
 
     Raises:
         Unsupported: An argument cannot be copied.
     """
+    modules = list(modules)
     shared = [*modules, *modules_in(inputs)]
     copier = _ArgumentCopier(copy_tensor, {id(module): module for module in shared})
-    args = [copier.copy(value, f"args[{index}]") for index, value in enumerate(inputs.args)]
-    return Inputs(*args, **{name: copier.copy(value, name) for name, value in inputs.kwargs.items()})
+    arguments = named_arguments(modules[0] if modules else None, inputs)
+    copies = {name: copier.copy(value, name) for name, value in arguments.items()}
+    args = list(copies.values())[: len(inputs.args)]
+    return inputs.with_arguments(args, {name: copies[name] for name in inputs.kwargs})
 
 
 def modules_in(inputs: Inputs) -> list[nn.Module]:
@@ -79,7 +83,7 @@ class _ArgumentCopier:
         if kind not in (list, tuple, dict, set, frozenset) and not is_named_tuple:
             return self._copy_object(value, place)
         if id(value) in self._open:
-            raise Unsupported(f"expected finite arguments, got a {kind.__name__} in {place} that contains itself")
+            raise Unsupported(f"expected finite arguments, got a {kind.__name__} in {place!r} that contains itself")
         if id(value) not in self._memo:
             self._open.add(id(value))
             if kind is dict:
@@ -102,7 +106,7 @@ class _ArgumentCopier:
         except Exception as error:  # `__deepcopy__` and the like are somebody else's code
             kind = type(value).__name__
             raise Unsupported(
-                f"expected arguments that can be copied, got a {kind} in {place} that cannot be: "
+                f"expected arguments that can be copied, got a {kind} in {place!r} that cannot be: "
                 f"{describe_error(error)}. The run may change it, and what the caller passes must stay as it is: "
                 f"define {kind}.__deepcopy__, or pass what the model needs of it"
             ) from error

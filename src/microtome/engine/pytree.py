@@ -13,6 +13,7 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Size, Tensor, UntypedStorage, device, dtype, layout, memory_format, nn, strided
@@ -234,6 +235,10 @@ def named_tensors(value: Any, path: str = "", ancestors: tuple[int, ...] = ()) -
             yield from named_tensors(item, f"{path}[{key}]", inside)
 
 
+#: Types whose instances `reachable_tensors` does not look into.
+_NO_ATTRIBUTES = (int, float, str, bytes, nn.Module, ModuleType, type, type(None))
+
+
 def reachable_tensors(value: Any, depth: int = 12) -> Iterator[Tensor]:
     """Every tensor that a value refers to, through the attributes of any object but modules, to a depth; each once."""
     visited: dict[int, Any] = {}
@@ -241,7 +246,7 @@ def reachable_tensors(value: Any, depth: int = 12) -> Iterator[Tensor]:
     for _ in range(depth + 1):
         level, pending = pending, []
         for item in level:
-            if id(item) in visited or isinstance(item, int | float | str | bytes | nn.Module | type | None):
+            if id(item) in visited or isinstance(item, _NO_ATTRIBUTES):
                 continue
             visited[id(item)] = item
             if isinstance(item, Tensor):

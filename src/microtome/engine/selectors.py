@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from microtome.addresses import CALL_ADDRESS, glob, is_glob, split_call_index, suggest_similar
 from microtome.engine.call import Call
@@ -21,7 +21,13 @@ def check_model(model: object) -> nn.Module:
     """Return the model, or raise if it is not an `nn.Module`."""
     if isinstance(model, nn.Module):
         return model
-    hint = "; create it first, with its arguments" if isinstance(model, type) and issubclass(model, nn.Module) else ""
+    hint = ""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        hint = "; create it first, with its arguments"
+    elif isinstance(model, Tensor):
+        hint = "; the model comes first, then its inputs"
+    elif isinstance(model, str):
+        hint = "; microtome.zoo.resolve builds a model from a name such as 'torchvision:resnet50'"
     raise NotAModule(f"expected a torch.nn.Module, got {_describe(model)}{hint}")
 
 
@@ -42,10 +48,53 @@ def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> Iterato
 
 
 def path_aliases(model: nn.Module) -> dict[str, str]:
-    """The further paths of shared modules, each with the first one, which their calls carry."""
+    """The further paths of shared modules, and those without wrappers; each with the path that calls carry."""
     first = {id(module): path for path, module in named_modules(model)}
-    paths = named_modules(model, remove_duplicate=False)
-    return {path: first[id(module)] for path, module in paths if path != first[id(module)]}
+    paths = dict(named_modules(model, remove_duplicate=False))
+    aliases = {path: first[id(module)] for path, module in paths.items() if path != first[id(module)]}
+    unwrapped = {path: first[id(module)] for path, module in _unwrapped_modules(model)}
+    return aliases | {path: name for path, name in unwrapped.items() if path not in paths}
+
+
+#: The attributes in which wrappers keep a module, and the classes that use them: compiled modules, FSDP, activation
+#: checkpointing, DataParallel and DistributedDataParallel, averaged models, peft, and Lightning.
+_WRAPPERS: dict[str, tuple[str, ...]] = {
+    "_orig_mod": ("OptimizedModule",),
+    "_fsdp_wrapped_module": ("FullyShardedDataParallel",),
+    "_checkpoint_wrapped_module": ("ActivationWrapper",),
+    "module": ("DataParallel", "DistributedDataParallel", "AveragedModel"),
+    "base_model": ("PeftModel",),
+    "model": ("BaseTuner", "LightningModule"),
+}
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The module inside wrappers such as a compiled module or DataParallel; the model itself if it is none."""
+    while (name := next((name for name in _WRAPPERS if _is_wrapper(model, name)), None)) is not None:
+        model = getattr(model, name)
+    return model
+
+
+def _is_wrapper(module: nn.Module, name: str) -> bool:
+    """Whether a module is a wrapper of its child of this name."""
+    is_wrapper = any(base.__name__ in _WRAPPERS.get(name, ()) for base in type(module).__mro__)
+    return is_wrapper and isinstance(module._modules.get(name), nn.Module)
+
+
+def _unwrapped_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules by their paths without the names that wrappers add; a wrapper stands for what is inside it."""
+    modules = dict(named_modules(model, remove_duplicate=False))
+    unwrapped = {"": ""}
+    yield "", model
+    for path, module in modules.items():
+        if path:
+            above, _, name = path.rpartition(".")
+            begin = unwrapped[above]
+            if _is_wrapper(modules[above], name):
+                unwrapped[path] = begin
+            else:
+                unwrapped[path] = f"{begin}.{name}" if begin else name
+                yield unwrapped[path], module
 
 
 def select(model: nn.Module, selector: Selector) -> dict[str, nn.Module]:
@@ -84,11 +133,16 @@ def _match(model: nn.Module, selector: Any) -> set[int]:
         return set().union(*(_match(model, part) for part in selector))
     # Only strings and regexes can match an alias of a shared module; all other selectors visit each module once.
     modules = list(named_modules(model, remove_duplicate=not isinstance(selector, str | re.Pattern)))
-    predicate = _predicate(selector, modules)
-    matches = {id(module) for path, module in modules if predicate(path, module)}
-    if not matches:
-        raise _no_match(selector, modules)
-    return matches
+    names = [modules]
+    if isinstance(selector, str | re.Pattern):  # the names that wrappers add may be left out
+        unwrapped = list(_unwrapped_modules(model))
+        is_path = any(path == selector for path, _ in modules)
+        names = [modules, unwrapped] if is_path else [unwrapped, modules]
+    for known in names:
+        predicate = _predicate(selector, known)
+        if matches := {id(module) for path, module in known if predicate(path, module)}:
+            return matches
+    raise _no_match(selector, names[0])
 
 
 def _predicate(selector: Atom, modules: list[tuple[str, nn.Module]]) -> Callable[[str, nn.Module], bool]:
@@ -106,6 +160,8 @@ def _predicate(selector: Atom, modules: list[tuple[str, nn.Module]]) -> Callable
         return lambda _, module: module is selector
     if callable(selector) and not isinstance(selector, type):
         return selector
+    if isinstance(selector, Tensor):
+        raise BadSelector(f"expected modules, such as 'blocks.0', got inputs of the model: {_describe(selector)}")
     raise BadSelector(
         f"cannot select modules by {_describe(selector)}: expected a path ('blocks.0'), a glob ('blocks.*.attn'), a "
         "compiled regex, a module type (nn.Linear), a module, a callable (path, module) -> bool, or a list of these"
@@ -134,7 +190,7 @@ def _no_match(selector: Atom, modules: list[tuple[str, nn.Module]]) -> NoMatch:
 def _describe(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    text = repr(value)
+    text = "x".join(map(str, value.shape)) if isinstance(value, Tensor) else repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
-from types import FunctionType, MemberDescriptorType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -273,15 +273,15 @@ def _has_own_state(cls: Any) -> bool:
     """Whether a class is written in Python, outside torch and the standard library, and may keep state in instances."""
     top = cls.__module__.partition(".")[0]
     is_python = bool(cls.__flags__ & 1 << 9)  # Py_TPFLAGS_HEAPTYPE
-    is_object = not issubclass(cls, type | Enum | Tensor | BaseException)
+    is_object = not issubclass(cls, type | ModuleType | Enum | Tensor | BaseException)
     return is_python and is_object and top not in ("torch", "numpy") and top not in sys.stdlib_module_names
 
 
 @cache
 def _slots_of(cls: Any) -> tuple[str, ...]:
-    return tuple(
-        name for base in cls.__mro__ for name, slot in vars(base).items() if type(slot) is MemberDescriptorType
-    )
+    """The attributes that classes declare in `__slots__`; those of classes written in C may be read-only."""
+    bases = [base for base in cls.__mro__ if "__slots__" in vars(base)]
+    return tuple(name for base in bases for name, slot in vars(base).items() if type(slot) is MemberDescriptorType)
 
 
 def _restore_slots(states: list[tuple[Any, tuple[str, ...], dict[str, Any]]]) -> None:

@@ -21,6 +21,7 @@ _MAX_BUFFERS = 1024
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _NEW |= getattr(os, "O_BINARY", 0)
 _IN_PLACE = os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_IN_PLACE |= getattr(os, "O_BINARY", 0)
 
 
 @contextmanager
@@ -102,6 +103,8 @@ class AtomicFile:
 
 
 def _sync_folder(folder: Path) -> None:
+    if os.name == "nt":  # which cannot open a folder, and journals its changes
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

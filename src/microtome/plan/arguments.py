@@ -15,6 +15,7 @@ from microtome.results.base import load_result
 from microtome.results.codec_costs import CodecCosts
 from microtome.results.cuts import Cuts
 from microtome.results.link import Link
+from microtome.results.metrics import ENERGY
 from microtome.results.profile import Profile
 from microtome.split.boundary.codecs import parse_codec
 from microtome.units import parse_size
@@ -127,6 +128,6 @@ def devices_with_energy(
             reason = by_name[name].profile.unavailable.get("energy")
             raise BadQuery(
                 f"the profile of {name!r} has no energy{f' ({reason})' if reason else ''}: profile the model there "
-                "with measure='energy' (microtome profile --energy), or estimate it with a microtome.EnergyModel"
+                f"with {ENERGY.advice}, or estimate it with a microtome.EnergyModel"
             )
     return names

@@ -67,7 +67,7 @@ def codec_costs(
         for codec in names:
             table[codec][name] = _cost(tensor, codec)
 
-    _run(model, copy_inputs(Inputs.of(inputs), model), values, measure)
+    _run(model, copy_inputs(Inputs.of(inputs, model), model), values, measure)
     return CodecCosts(cuts.model, "what a run of the model gave", table, environment())
 
 

@@ -15,6 +15,7 @@ from microtome.errors import BadQuery, NoMatch
 from microtome.plan.codec_benchmark import crossing_values
 from microtome.results.codec_costs import CodecCosts
 from microtome.results.cuts import Cut, Cuts
+from microtome.results.metrics import TIME
 from microtome.results.profile import Profile
 from microtome.units import shape
 
@@ -31,7 +32,9 @@ def check_profile(cuts: Cuts, name: str, profile: Profile) -> None:
         BadQuery: If they differ in anything else.
     """
     if profile.model != cuts.model:
-        raise BadQuery(f"the cuts are of a {cuts.model}, and the profile of {name!r} is of a {profile.model}")
+        raise BadQuery(
+            f"the cuts are of a {cuts.model}, and the profile of {name!r} is of a {profile.model}: {_ADVICE}"
+        )
     all_cuts = sorted((*cuts.offered, *cuts.refused), key=lambda cut: cut.index)
     _check_calls(cuts, all_cuts, name, profile)
     for expected, got, advice in _compared_values(cuts, all_cuts, profile):
@@ -39,10 +42,7 @@ def check_profile(cuts: Cuts, name: str, profile: Profile) -> None:
             raise BadQuery(f"expected {expected}, as in the cuts; got {got} in the profile of {name!r}: {advice}")
     _check_layers(all_cuts, name, profile)
     if profile.total.time_s is None:
-        raise BadQuery(
-            f"the profile of {name!r} has no times: profile the model there with measure='time' (microtome profile "
-            "--time)"
-        )
+        raise BadQuery(f"the profile of {name!r} has no times: profile the model there with {TIME.advice}")
     if profile.total.elapsed_s is None:
         raise BadQuery(
             f"the profile of {name!r} is of an older microtome, without times between layers: profile the model there "

@@ -99,6 +99,7 @@ def plan(
     ranked = candidates(chain, objective)
     return Plan(
         model=cuts.model,
+        name=cuts.name,
         inputs=next(iter(profiles.values())).inputs,
         objective=objective,
         devices={name: _machine(profile) for name, profile in profiles.items()},
@@ -110,6 +111,7 @@ def plan(
         codec_costs=source,
         energy_of=tuple(chain.energy_of),
         notes=tuple(_notes(cuts, chain, compressed)),
+        aliases=cuts.aliases,
     )
 
 

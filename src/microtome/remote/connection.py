@@ -23,6 +23,7 @@ from microtome.remote.error_kinds import from_message, from_rpc
 from microtome.remote.protocol import DEFAULT_REPLY_BYTES, MAX_MESSAGE_BYTES, METHODS
 from microtome.remote.request import RemoteRequest
 from microtome.remote.security import Security, is_loopback
+from microtome.results.metrics import advise
 from microtome.units import size
 
 log = logging.getLogger("microtome.remote")
@@ -298,7 +299,7 @@ def _check_address(address: str, security: Security) -> None:
     if security.token is not None and not security.is_encrypted and not _is_local(address):
         warnings.warn(
             f"the token is sent to {address} without TLS: anybody on the way can read and use it. Encrypt the "
-            "connection with tls=True or ca= (--tls, --ca)",
+            f"connection with {advise('tls=True or ca=', '--tls or --ca')}",
             RuntimeWarning,
             stacklevel=4,
         )

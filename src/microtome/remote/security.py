@@ -15,6 +15,7 @@ import grpc
 from microtome.errors import BadFile, BadQuery
 from microtome.files.reading import read_bytes
 from microtome.remote import protocol
+from microtome.results.metrics import advise
 
 if TYPE_CHECKING:
     from microtome.remote.peers import Peers
@@ -92,10 +93,10 @@ class ServerSecurity:
         """Return the credentials of a port; None: it is not encrypted."""
         if self.tls_cert is None and self.tls_key is None:
             if self.client_ca is not None:
-                raise BadQuery("client certificates need TLS: add --tls-cert and --tls-key")
+                raise BadQuery(f"client certificates need TLS: add {_cert_and_key()}")
             return None
         if self.tls_cert is None or self.tls_key is None:
-            raise BadQuery("TLS needs both --tls-cert and --tls-key")
+            raise BadQuery(f"TLS needs both {_cert_and_key()}")
         ca = None if self.client_ca is None else _read_file(self.client_ca)
         pair = [(_read_file(self.tls_key), _read_file(self.tls_cert))]
         return grpc.ssl_server_credentials(pair, ca, require_client_auth=ca is not None)
@@ -165,3 +166,7 @@ def _check_token(token: str | None) -> None:
 
 def _read_file(file: str) -> bytes:
     return read_bytes(file, 1 << 20)
+
+
+def _cert_and_key() -> str:
+    return advise("tls_cert= and tls_key=", "--tls-cert and --tls-key")

@@ -188,7 +188,7 @@ def serve(
 
     Args:
         model: The model, in eval mode; or its last stage, from `mt.load_stage`.
-        inputs: Example inputs: a tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
+        inputs: Example inputs: a tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`.
         listen: The address to listen on; port 0 picks a free one, which `Server.address` has.
         tls_cert: PEM file of the server's certificate, to encrypt connections; `tls_key` is its private key.
         client_ca: PEM file of the authority that signs the certificates that clients must have.

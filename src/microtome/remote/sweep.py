@@ -14,6 +14,7 @@ from torch import nn
 
 from microtome.devices.machine import environment
 from microtome.devices.meters import metered, pick
+from microtome.engine.argument_names import describe_arguments
 from microtome.engine.pytree import accelerators_in
 from microtome.errors import BadFile, BadQuery, MicrotomeError, NoMatch, RemoteError, SensorFailed, Unsupported
 from microtome.remote.autotune import measure_devices, route_of
@@ -97,7 +98,7 @@ def sweep(
     rows = (replace(row, energy_j=joules.get(route), planned_s=planned.get(route)) for route, row in experiment.rows())
     return Sweep(
         model=type(splitter.model).__name__,
-        inputs=repr(splitter.example),
+        inputs=describe_arguments(splitter.model, splitter.example),
         server=server,
         device=hello.device,
         codec=codec,

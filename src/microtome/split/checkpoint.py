@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from microtome.engine.argument_names import named_arguments
 from microtome.engine.module_state import replace_tensors, set_attribute, set_buffer
 from microtome.engine.selectors import check_model, named_modules
 from microtome.engine.torch_internals import own_buffers, own_parameters
@@ -71,9 +72,11 @@ def save_stages(
 ) -> None:
     """Write what `load_stage` reads."""
     seen: dict[int, int] = {}
+    arguments = named_arguments(stages[0].model, example)
+    described = {name: _describe(value, name, seen) for name, value in arguments.items()}
     inputs = {
-        "args": [_describe(value, f"args[{index}]", seen) for index, value in enumerate(example.args)],
-        "kwargs": {name: _describe(value, name, seen) for name, value in example.kwargs.items()},
+        "args": list(described.values())[: len(example.args)],
+        "kwargs": {name: described[name] for name in example.kwargs},
     }
     path = Path(folder)
     with translate_write_errors(repr(str(path))):

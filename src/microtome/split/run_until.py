@@ -41,7 +41,7 @@ def run_until(model: nn.Module, inputs: Any, at: str, *, save: Selector | None =
     """Run the model to the exit of a call and no further.
 
     Args:
-        inputs: A tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
+        inputs: A tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`; see `Inputs`.
         at: The address of the call.
         save: A selector of modules, or addresses of calls, whose outputs are saved.
 

@@ -27,7 +27,7 @@ def split(
     other batch sizes and lengths.
 
     Args:
-        inputs: An example: a tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
+        inputs: An example: a tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`.
         at: Where to cut: the address of a call, at whose exit the head ends; several for more than two stages; or
             `"auto"` for the cut of the plan.
         plan: A plan of `mt.plan`, which may also be given as `at`.

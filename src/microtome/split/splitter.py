@@ -15,7 +15,7 @@ from microtome.engine.pytree import map_tensors
 from microtome.engine.selectors import check_model
 from microtome.engine.snapshot import restore_afterwards
 from microtome.errors import BadQuery, Unsupported
-from microtome.inputs import Inputs, device_of
+from microtome.inputs import Inputs
 from microtome.results.cuts import Cut, Cuts
 from microtome.split.analysis.analysis import Analysis, analyze
 from microtome.split.analysis.randomness import devices_of, save_random_state
@@ -50,7 +50,7 @@ class Splitter:
     def __init__(self, model: nn.Module, inputs: Any, fingerprint: str | None = None) -> None:
         self.model = check_model(model)
         with SUBSTITUTION_LOCK:
-            original = Inputs.of(inputs, device=device_of(model))
+            original = Inputs.of(inputs, model)
             self.example = copy_inputs(original, model)  # the caller may write to the original
             self._analysis: Analysis = analyze(model, self.example)
             # Of the original, since copies of arrays do not overlap in memory.

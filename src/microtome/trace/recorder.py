@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from microtome.addresses import number_calls
 from microtome.engine import Call, Probe, tensors_in
+from microtome.engine.argument_names import named_arguments
 from microtome.engine.arguments import CannotSubstitute
 from microtome.engine.composite_ops import CompositeOp, is_meta_or_fake
 from microtome.engine.module_index import untraced_root_error
@@ -104,8 +105,7 @@ class TraceRecorder(Probe):
             self._values.record(parameter, "parameter", name)
         for name, buffer in model.named_buffers():
             self._values.record(buffer, "buffer", name)
-        arguments = {**{f"args[{index}]": value for index, value in enumerate(inputs.args)}, **inputs.kwargs}
-        for name, value in arguments.items():
+        for name, value in named_arguments(model, inputs).items():
             for index, tensor in enumerate(found := list(tensors_in(value))):
                 self._values.record(tensor, "input", name if len(found) == 1 else f"{name}[{index}]")
 

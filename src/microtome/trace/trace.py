@@ -15,7 +15,7 @@ from microtome.engine.arguments import CannotSubstitute
 from microtome.engine.backward import preserve_gradients
 from microtome.engine.meta_run import SUBSTITUTION_LOCK, substitute_tensors
 from microtome.engine.pytree import clone_tensors
-from microtome.engine.selectors import check_model
+from microtome.engine.selectors import check_model, path_aliases
 from microtome.engine.signals import grad_mode
 from microtome.errors import BadInputs, MicrotomeError, Unsupported, describe_error
 from microtome.inputs import Inputs
@@ -36,7 +36,7 @@ def trace(model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool |
     mode applies. Afterwards model and random state are as before; meanwhile, no other thread may use the model.
 
     Args:
-        inputs: A tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
+        inputs: A tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`; see `Inputs`.
         backward: Also run the backward of the sum of the outputs.
         fake: True runs on fake tensors; False runs the model as it is.
 
@@ -77,7 +77,7 @@ def record(
     if fake not in (None, True, False):
         raise BadInputs(f"expected fake to be True, False or None, got {fake!r}")
     check_model(model)
-    inputs = Inputs.of(inputs)
+    inputs = Inputs.of(inputs, model)
     with SUBSTITUTION_LOCK:  # while another thread traces the model, its weights are on meta
         device, has_meta = _devices(model, inputs)
     reasons: list[str] = []
@@ -97,7 +97,7 @@ def record(
                     raise CannotSubstitute(f"its code does not run {stopped_at[1]} there")
                 reasons.append(f"a real run has {stopped_at[1]}, and may differ")
                 trace = replace(trace, how=How(mode, "; ".join(reasons)))
-            return trace, recorder.costs
+            return replace(trace, aliases=path_aliases(model)), recorder.costs
         except Exception as error:  # whatever a model raises, it may run on more expensive tensors
             cause = error.__cause__ if isinstance(error.__cause__, CannotSubstitute) else error
             if isinstance(cause, MicrotomeError) or mode == modes[-1] == "real":

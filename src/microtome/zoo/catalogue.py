@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from microtome.errors import MicrotomeError, NoMatch
-from microtome.zoo.packages import operators_note
 from microtome.zoo.sources import SOURCES
 
 
@@ -45,7 +44,7 @@ def listing(pattern: str | None = None) -> Listing:
     matching = tuple(name for name in names if fnmatchcase(name, full_pattern))
     if not matching:
         raise NoMatch(_explain_no_match(pattern or "", names, unavailable))
-    return Listing(matching, (*unavailable, *operators_note()))
+    return Listing(matching, tuple(unavailable))
 
 
 def _matching_sources(pattern: str | None) -> list[str]:

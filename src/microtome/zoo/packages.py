@@ -53,13 +53,13 @@ def import_torchvision() -> ModuleType:
     return import_package("torchvision", _import_torchvision)
 
 
-def operators_note() -> tuple[str, ...]:
-    """Return a note on the operators that `import_torchvision` declared, if any."""
+def explain_missing_operators() -> str | None:
+    """Explain why torchvision's operators are missing; None if they are not, or torchvision is not imported."""
     if not _declared:
-        return ()
+        return None
     return (
-        f"torchvision's compiled operators do not fit this torch: declared {', '.join(_declared)} so that its "
-        "pure-PyTorch models work",
+        f"the compiled operators of this torchvision do not fit torch {torch.__version__}: install the torchvision "
+        "that was built for it"
     )
 
 

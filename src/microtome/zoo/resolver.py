@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from microtome.engine.argument_names import describe_arguments
 from microtome.engine.pytree import map_tensors
 from microtome.errors import BadInputs, BuildFailed, MicrotomeError, NoMatch, NotAModule, Unsupported, describe_error
 from microtome.inputs import Inputs
@@ -41,6 +42,11 @@ class Resolved:
     model: nn.Module
     inputs: Inputs
     notes: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> str:
+        """The inputs by the names of the parameters of `forward`, such as `x 1x3x224x224`."""
+        return describe_arguments(self.model, self.inputs)
 
 
 def resolve(
@@ -90,6 +96,11 @@ def _find(text: str, args: dict[str, Any], *, meta: bool) -> ModelSpec:
     place, _, name = text.rpartition(":")
     if text.removesuffix(":").endswith(".py"):
         raise NoMatch(f"{text!r} names a file: add a name in it, such as {text.removesuffix(':')}:Net")
+    if Path(text).is_file():
+        raise NoMatch(
+            f"{text!r} is a file, expected the name of a model, such as zoo:tiny-vit or ./net.py:Net; microtome report "
+            "and microtome diff read results"
+        )
     if not place or not name:
         raise _not_a_name(text)
     if not python.exists(place):

@@ -18,7 +18,7 @@ from microtome.engine import Selector, Session
 from microtome.engine.selectors import CallSelection, check_model, path_aliases
 from microtome.errors import BadQuery, NoMatch
 from microtome.files.reading import File
-from microtome.inputs import Inputs, device_of
+from microtome.inputs import Inputs
 from microtome.results.base import render
 from microtome.units import shape
 
@@ -40,7 +40,7 @@ def attention(
     and in the current gradient mode; the weights are detached.
 
     Args:
-        inputs: A tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
+        inputs: A tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`.
         layers: A selector of modules whose attention, or that of modules inside them, is captured. None: all.
         heads: The indices of the heads. None: all.
         rows: The queries: their indices, "cls" for the first, "last" for the last. None: all.
@@ -57,7 +57,7 @@ def attention(
     """
     calls = None if layers is None else CallSelection(model, layers)
     selected = WeightRange(heads, rows)
-    run = Inputs.of(inputs, device=device_of(check_model(model)))
+    run = Inputs.of(inputs, check_model(model))
     captured: dict[str, Tensor] = {}
 
     def capture(address: str, weights: Tensor) -> None:
@@ -182,6 +182,11 @@ class Attention(Sequence[Tensor]):
     def to_png(self, file: File, image: Any = None, **options: Any) -> None:
         """Write the image that `plot` returns, with its options."""
         self.plot(image, **options).save(file)
+
+    def _repr_html_(self) -> str:
+        """Render the weights of each layer as a picture for a notebook."""
+        html: str = render("captures.attention", self)
+        return html
 
     def __repr__(self) -> str:
         kinds = dict.fromkeys(map(_properties, self.by_layer))

@@ -13,6 +13,7 @@ from xxhash import xxh3_64_hexdigest
 from microtome.capture.store.index import INDEX, IndexTotals, read_index
 from microtome.capture.store.stats import Stats
 from microtome.errors import BadFile, BadQuery
+from microtome.files.locking import lock_exclusively, unlock
 from microtome.files.reading import read_json, translate_read_errors
 from microtome.files.writing import open_for_writing, write_atomically, write_buffers
 
@@ -32,15 +33,15 @@ class FolderLock:
     """An exclusive lock of a folder, from its creation until `release` or the end of the process."""
 
     def __init__(self, folder: Path) -> None:
-        import fcntl  # not on Windows, where everything else works
-
         self._descriptor: int | None = open_for_writing(folder / LOCK, os.O_RDWR)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_exclusively(self._descriptor)
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
+            os.write(self._descriptor, str(os.getpid()).encode())
         except BlockingIOError as error:
-            owner = os.pread(self._descriptor, 32, 0).decode(errors="replace") or "unknown"
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
+            owner = os.read(self._descriptor, 32).decode(errors="replace") or "unknown"
             self._close()
             here = " (this process)" if owner == str(os.getpid()) else ""
             raise BadFile(
@@ -53,10 +54,7 @@ class FolderLock:
 
     def release(self) -> None:
         if self._descriptor is not None:
-            import fcntl
-
-            # A child forked meanwhile has the descriptor too; closing it here alone would not release the lock.
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            unlock(self._descriptor)
             self._close()
 
     def _close(self) -> None:

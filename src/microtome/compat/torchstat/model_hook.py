@@ -23,7 +23,6 @@ from microtome.engine.torch_internals import own_parameters
 from microtome.flops.conventions import torchstat
 from microtome.inputs import Inputs
 from microtome.trace.backup_probe import BackupProbe
-from microtome.units import shape
 
 _MB = 1024**2
 
@@ -110,8 +109,7 @@ def _random_image(model: nn.Module, input_size: Any) -> Inputs:
             "expected input_size to be the sizes of one image without the batch, such as (3, 224, 224), got "
             f"{input_size!r}"
         )
-    weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    return Inputs.of(f"{shape((1, *sizes))}:{str(weight.dtype).removeprefix('torch.')}").to(weight.device)
+    return Inputs(*Inputs.of((1, *sizes), model).args)  # as tensors: no error need explain the shape
 
 
 def _count_parameters(model: nn.Module, stats: dict[str, ModuleStat]) -> None:

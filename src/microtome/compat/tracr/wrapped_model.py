@@ -88,7 +88,7 @@ class WrappedModel(nn.Module):
         )
         self.model = check_model(settings.model)
         # A copy: the caller may mutate them.
-        self.inputs = copy_inputs(Inputs.of(settings.inputs, device=device_of(self.model)), self.model)
+        self.inputs = copy_inputs(Inputs.of(settings.inputs, self.model), self.model)
         self.depth = check_integer("depth", settings.depth, 1)
         self.save_layers = settings.save_layers
         self.warmup_iterations = check_integer("warmup_iterations", settings.warmup_iterations, 0)
@@ -259,7 +259,7 @@ class WrappedModel(nn.Module):
             assert stages is not None
             self.banked_output = dict(x())
             return stages[1](x.updated_boundary(self.layers))
-        inputs = Inputs.of(x, device=device_of(self.model)) if isinstance(x, str) else Inputs.of(x)
+        inputs = Inputs.of(x, self.model)
         banked = [layer for layer in self._checked_save_layers() if cut is None or layer < cut]
         if cut is not None:
             banked.append(cut)

@@ -12,6 +12,7 @@ from torch import nn
 from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import Probe
+from microtome.engine.selectors import check_model
 from microtome.inputs import Inputs, device_of
 from microtome.results.trace import Trace, TracedCall
 from microtome.split.analysis.call_structure import CallRecorder, CallStructure, ranks
@@ -210,7 +211,7 @@ class _Attempt(NamedTuple):
 
 def analyze(model: nn.Module, inputs: Any) -> Analysis:
     """Trace one run of the model, without values where possible; three runs if it sets attributes of its modules."""
-    example = Inputs.of(inputs)
+    example = Inputs.of(inputs, check_model(model))
     attempts: list[tuple[_Attempt, TraceRecorder]] = []
     state = State()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -115,6 +116,6 @@ def state_of(value: Any, depth: int = 6) -> Any:
         return [(str(key), state_of(item, depth - 1)) for key, item in value.items()]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return [state_of(item, depth - 1) for item in value]
-    if type(value).__dictoffset__ and not isinstance(value, nn.Module | type):  # it has a `__dict__`
+    if type(value).__dictoffset__ and not isinstance(value, nn.Module | ModuleType | type):  # it has a `__dict__`
         return [(name, state_of(item, depth - 1)) for name, item in dict_of(value).items()]
     return id(value)

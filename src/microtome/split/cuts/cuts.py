@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from microtome.engine.selectors import check_model
+from microtome.engine.selectors import check_model, path_aliases
 from microtome.results.cuts import Cut, Cuts, Live
 from microtome.results.trace import Value
 from microtome.split.analysis.analysis import Analysis, analyze
@@ -27,7 +27,7 @@ def cuts(model: nn.Module, inputs: Any) -> Cuts:
     module that runs, however deep.
 
     Args:
-        inputs: A tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
+        inputs: A tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`; see `Inputs`.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -73,6 +73,7 @@ def list_cuts(model: nn.Module, liveness: Liveness) -> Cuts:
         sum(weight.numel() for weight in weights),
         sum(weight.nbytes for weight in weights),
         None if None in flops else sum(count for count in flops if count is not None),
+        aliases=path_aliases(model),
     )
 
 

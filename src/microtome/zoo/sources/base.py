@@ -51,7 +51,9 @@ class ModelSource(Protocol):
 
 def no_such_model(source: str, name: str, names: Iterable[str], reason: str = "") -> NoMatch:
     """Return the error for a name that a source does not have."""
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    names = list(names)
+    longer = [other for other in names if other.startswith(name)] if name else []
+    near = longer[:3] or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(f'{source}:{other}' for other in near)}?" if near else ""
     return NoMatch(f"{source} has no model {name!r}.{reason}{hint} microtome models '{source}:*' lists them.")
 

@@ -6,6 +6,7 @@ Nothing is downloaded, and no code in a folder is run.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,10 @@ from types import ModuleType
 from typing import Any
 
 from microtome.errors import BadFile, BuildFailed, NoMatch, describe_error
+from microtome.example_inputs import transformers_example
 from microtome.files.reading import read_json
-from microtome.zoo.packages import import_package, import_torchvision, is_installed, operators_note
+from microtome.zoo.packages import import_package, import_torchvision, is_installed
 from microtome.zoo.sources.base import ModelSpec, no_such_model
-from microtome.zoo.sources.hf_inputs import example
 
 PREFIX = "hf"
 
@@ -41,7 +42,7 @@ def find(name: str, args: dict[str, Any]) -> ModelSpec:
         with _offline():
             return model_class._from_config(config)  # as AutoModel.from_config, but runs no code in a folder
 
-    return ModelSpec(build, example, operators_note())
+    return ModelSpec(build, transformers_example)
 
 
 @contextmanager
@@ -81,8 +82,7 @@ def _make_config(transformers: ModuleType, name: str, args: dict[str, Any]) -> A
 
 def _read_config(transformers: ModuleType, folder: str) -> dict[str, Any]:
     if not Path(folder).is_dir():
-        reason = " It takes a model type or a folder with a config.json, and downloads nothing."
-        raise no_such_model("hf", folder, names(), reason)
+        raise _no_such_model(folder)
     file = Path(folder) / "config.json"
     if not file.exists():
         raise NoMatch(f"the folder {folder} has no config.json")
@@ -97,6 +97,24 @@ def _read_config(transformers: ModuleType, folder: str) -> dict[str, Any]:
             "code that comes with a model is not run"
         )
     return dict(values)
+
+
+def _no_such_model(name: str) -> NoMatch:
+    """Return the error for a name that is neither a model type nor a folder; it may be one of the Hugging Face Hub."""
+    types = names()
+    repository = name.rpartition("/")[2].lower()
+    is_misspelled = bool(difflib.get_close_matches(name, types, n=1, cutoff=0.85))
+    near = max((kind for kind in types if repository.startswith((f"{kind}-", f"{kind}_"))), key=len, default=None)
+    if is_misspelled or not (near or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)):
+        reason = " It takes a model type or a folder with a config.json, and downloads nothing."
+        return no_such_model("hf", name, types, reason)
+    by_type = f"pass hf:{near}" if near else "pass its model type, such as hf:bert (see microtome models 'hf:*'),"
+    return NoMatch(
+        f"{name!r} looks like the name of a repository on the Hugging Face Hub, and microtome downloads nothing: "
+        f"{by_type} for the default configuration with random weights; or download the repository (hf download {name} "
+        "--local-dir FOLDER) and pass hf:FOLDER for its configuration, with --weights FOLDER/model.safetensors for its "
+        "weights"
+    )
 
 
 def _model_class(transformers: ModuleType, name: str, config: Any) -> Any:

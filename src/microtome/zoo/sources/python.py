@@ -75,10 +75,16 @@ def _look_up(place: str, module: ModuleType, name: str) -> Any:
         if not hasattr(target, part):
             public = [word for word in vars(target) if not word.startswith("_")]
             near = difflib.get_close_matches(part, public, n=3, cutoff=0.5)
-            hint = f" Did you mean {' or '.join(f'{place}:{other}' for other in near)}?" if near else ""
-            raise NoMatch(f"{place} has no {name!r}.{hint}")
+            near = near or [word for word in public if _is_model(getattr(target, word, None))][:3]
+            hint = f"Did you mean {' or '.join(f'{place}:{other}' for other in near)}?"
+            raise NoMatch(f"{place} has no {name!r}. {hint if near else 'It defines no nn.Module.'}")
         target = getattr(target, part)
     return target
+
+
+def _is_model(value: Any) -> bool:
+    is_class = isinstance(value, type) and issubclass(value, nn.Module) and value is not nn.Module
+    return is_class or isinstance(value, nn.Module)
 
 
 def _check_arguments(name: str, target: Callable[..., Any], args: dict[str, Any]) -> None:

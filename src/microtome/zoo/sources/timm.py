@@ -5,10 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import nn
-
-from microtome.zoo.packages import import_package, import_torchvision, operators_note
+from microtome.example_inputs import timm_example
+from microtome.zoo.packages import import_package, import_torchvision
 from microtome.zoo.sources.base import ModelSpec, no_such_model
 
 PREFIX = "timm"
@@ -25,10 +23,9 @@ def find(name: str, args: dict[str, Any]) -> ModelSpec:
     if not timm.is_model(name):
         raise no_such_model("timm", name, timm.list_models())
 
-    def example(model: nn.Module) -> torch.Tensor:
-        return torch.randn(1, *timm.data.resolve_model_data_config(model, args=args)["input_size"])
-
-    return ModelSpec(lambda: timm.create_model(name, **({"pretrained": False} | args)), example, operators_note())
+    return ModelSpec(
+        lambda: timm.create_model(name, **({"pretrained": False} | args)), lambda model: timm_example(model, **args)
+    )
 
 
 def _import_timm() -> ModuleType:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from microtome.inputs import Inputs
-from microtome.zoo.packages import import_torchvision, operators_note
+from microtome.example_inputs import torchvision_example
+from microtome.zoo.packages import explain_missing_operators, import_torchvision
 from microtome.zoo.sources.base import ModelSpec, no_such_model
 
 PREFIX = "torchvision"
@@ -27,12 +27,11 @@ def find(name: str, args: dict[str, Any]) -> ModelSpec:
         raise no_such_model("torchvision", name, models.list_models())
     builder = models.get_model_builder(name)
     task = builder.__module__.removeprefix("torchvision.models.").partition(".")[0]
-    notes = operators_note()
-    if task == "detection" and not hasattr(torch.ops.torchvision, "roi_align"):
-        notes += (f"{name} fails when it calls a compiled operator of torchvision: they are missing",)
+    reason = explain_missing_operators() if task == "detection" else None  # no other task calls them
+    notes = () if reason is None else (f"{name} fails if it calls an operator of torchvision: {reason}",)
     return ModelSpec(
         lambda: builder(**(_defaults(builder) | args)),
-        lambda model: _example(task, model, models.get_model_weights(name)),
+        lambda model: _example(model, models.get_model_weights(name)),
         notes,
     )
 
@@ -47,21 +46,14 @@ def _defaults(builder: Callable[..., nn.Module]) -> dict[str, Any]:
     return defaults
 
 
-def _example(task: str, model: nn.Module, weights: Any) -> Any:
+def _example(model: nn.Module, weights: Any) -> Any:
     default = getattr(weights, "DEFAULT", None)
     if default is None:
         return None
-    if task == "detection":
-        # The size to which the model resizes every image.
-        transform: Any = model.transform
-        height, width = transform.fixed_size or 2 * transform.min_size[-1:]
-        return Inputs([torch.rand(3, height, width)])
-    if task == "optical_flow":
-        # The crop size of FlyingChairs, on which RAFT is trained first.
-        return Inputs(torch.rand(1, 3, 368, 496), torch.rand(1, 3, 368, 496))
     transforms = default.transforms()
-    size = getattr(model, "image_size", None) or getattr(transforms, "crop_size", None) or transforms.resize_size
-    height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
-    if task == "video":
-        return torch.rand(1, 3, max(16, default.meta.get("min_temporal_size", 0)), height, width)
-    return torch.rand(1, 3, height, width)
+    size = getattr(transforms, "crop_size", None) or getattr(transforms, "resize_size", None)
+    example = torchvision_example(model, size)
+    frames = default.meta.get("min_temporal_size", 0)
+    if isinstance(example, torch.Tensor) and example.ndim == 5 and frames > example.shape[2]:
+        return torch.rand(1, 3, frames, *example.shape[3:])
+    return example

@@ -1,19 +1,73 @@
-"""Example inputs for models of transformers, from the configuration and the signature of `forward`."""
+"""Example inputs of models of transformers, timm and torchvision, found from the model itself."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from microtome.inputs import Inputs
+
 _MAX_TOKENS = 128
 
 
-def example(model: nn.Module) -> dict[str, Tensor] | None:
+def example_inputs(model: nn.Module) -> Inputs | None:
+    """Return example inputs of the model, in its dtype and on its device; None if it is of none of these packages.
+
+    Random numbers come from a seed, and the global random state is unchanged.
+    """
+    package = type(model).__module__.partition(".")[0]
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(0)
+        if package == "transformers":
+            example: Any = transformers_example(model)
+        elif package == "timm":
+            example = timm_example(model)
+        else:
+            example = torchvision_example(model) if package == "torchvision" else None
+    return None if example is None else Inputs.of(example).cast_to(model)
+
+
+# -- timm and torchvision ----------------------------------------------------------------------------------------------
+
+
+def timm_example(model: nn.Module, **args: Any) -> Tensor:
+    """Return an image of the size in the model's pretrained configuration, which arguments may override."""
+    timm = sys.modules["timm"]
+    return torch.randn(1, *timm.data.resolve_model_data_config(model, args=args)["input_size"])
+
+
+def torchvision_example(model: nn.Module, size: Any = None) -> Any:
+    """Return an image, a clip or a pair of images.
+
+    Args:
+        size: The height and width of images; by default the model's own or, if any size will do, 224.
+    """
+    task = type(model).__module__.removeprefix("torchvision.models.").partition(".")[0]
+    if task == "detection":
+        # The size to which the model resizes every image.
+        transform: Any = model.transform
+        height, width = transform.fixed_size or 2 * transform.min_size[-1:]
+        return Inputs([torch.rand(3, height, width)])
+    if task == "optical_flow":
+        # The crop size of FlyingChairs, on which RAFT is trained first.
+        return Inputs(torch.rand(1, 3, 368, 496), torch.rand(1, 3, 368, 496))
+    size = getattr(model, "image_size", None) or size or (299 if task == "inception" else 224)
+    height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
+    return torch.rand(1, 3, *([16] if task == "video" else []), height, width)
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def transformers_example(model: nn.Module) -> dict[str, Tensor] | None:
     """Return keyword arguments for the model, or None if it requires one of an unknown kind.
+
+    They follow from the configuration and the signature of `forward`.
 
     There is no attention mask: models branch on its values, and without one they attend to every token.
     """
