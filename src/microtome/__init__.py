@@ -1,28 +1,31 @@
-"""microtome opens a PyTorch model at any layer: measure it, watch it, cut it."""
+"""microtome opens a PyTorch model at any layer: measure it, watch it, cut it.
 
+Public names are imported when they are first used: `import microtome` does not import torch.
+"""
+
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from microtome.engine import Call, Probe, Replace, Session, Skip, Stop, Stopped, select
-from microtome.errors import MicrotomeError
-from microtome.flops import OpCost, register_formula
-from microtome.inputs import Inputs
-from microtome.load import load
-from microtome.plan import plan
-from microtome.profile import profile
 from microtome.report import find_renderer
 from microtome.results.base import register_renderers
-from microtome.split import split
-from microtome.trace import trace
-from microtome.track import Tracker, track
 
 if TYPE_CHECKING:
+    from microtome import errors, zoo
     from microtome.capture.attention.attention import attention, rollout
     from microtome.capture.edit import edit, noise, patch_from, scale, zero
     from microtome.capture.extract import extract
     from microtome.capture.features import Features
     from microtome.capture.record import record
     from microtome.devices.meters import Meter, register_meter
+    from microtome.engine import Call, Probe, Replace, Session, Skip, Stop, Stopped, select
+    from microtome.errors import MicrotomeError
+    from microtome.flops import OpCost, register_formula
+    from microtome.inputs import Inputs
+    from microtome.load import load
+    from microtome.plan import plan
+    from microtome.profile import profile
     from microtome.profile.energy import EnergyModel
     from microtome.remote.client import connect
     from microtome.remote.server import serve
@@ -32,10 +35,13 @@ if TYPE_CHECKING:
     from microtome.results.plan import Plan
     from microtome.results.profile import Profile
     from microtome.results.trace import Trace
+    from microtome.split import split
     from microtome.split.boundary.boundary import Boundary
     from microtome.split.checkpoint import load_stage
     from microtome.split.cuts.cuts import cuts
     from microtome.split.run_until import run_until
+    from microtome.trace import trace
+    from microtome.track import Tracker, track
 
 __version__ = "0.1.0"
 
@@ -64,6 +70,7 @@ __all__ = [
     "connect",
     "cuts",
     "edit",
+    "errors",
     "extract",
     "load",
     "load_stage",
@@ -84,42 +91,69 @@ __all__ = [
     "trace",
     "track",
     "zero",
+    "zoo",
 ]
+
+#: The module that defines each name of `__all__`.
+_MODULES = {
+    name: module
+    for module, names in {
+        "microtome.capture.attention.attention": ["attention", "rollout"],
+        "microtome.capture.edit": ["edit", "noise", "patch_from", "scale", "zero"],
+        "microtome.capture.extract": ["extract"],
+        "microtome.capture.features": ["Features"],
+        "microtome.capture.record": ["record"],
+        "microtome.devices.meters": ["Meter", "register_meter"],
+        "microtome.engine": ["Call", "Probe", "Replace", "Session", "Skip", "Stop", "Stopped", "select"],
+        "microtome.errors": ["MicrotomeError"],
+        "microtome.flops": ["OpCost", "register_formula"],
+        "microtome.inputs": ["Inputs"],
+        "microtome.load": ["load"],
+        "microtome.plan": ["plan"],
+        "microtome.profile": ["profile"],
+        "microtome.profile.energy": ["EnergyModel"],
+        "microtome.remote.client": ["connect"],
+        "microtome.remote.server": ["serve"],
+        "microtome.results.cuts": ["Cuts"],
+        "microtome.results.link": ["Link"],
+        "microtome.results.metrics": ["register_column"],
+        "microtome.results.plan": ["Plan"],
+        "microtome.results.profile": ["Profile"],
+        "microtome.results.trace": ["Trace"],
+        "microtome.split": ["split"],
+        "microtome.split.boundary.boundary": ["Boundary"],
+        "microtome.split.checkpoint": ["load_stage"],
+        "microtome.split.cuts.cuts": ["cuts"],
+        "microtome.split.run_until": ["run_until"],
+        "microtome.trace": ["trace"],
+        "microtome.track": ["Tracker", "track"],
+    }.items()
+    for name in names
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what most runs do not need when it is first asked for."""
-    if name not in _LATER:
+    """Import a public name, and keep it."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LATER[name]), name)
+    module = import_module(_MODULES.get(name, f"microtome.{name}"))
+    globals()[name] = value = getattr(module, name) if name in _MODULES else module
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, imported or not."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
+class _Package(ModuleType):
+    """Keeps `microtome.profile` the function when the subpackage of the same name is imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import system sets each imported submodule as an attribute of its package.
+        if name not in _MODULES or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
 
 
 register_renderers(find_renderer)
-
-_LATER = {
-    "Boundary": "microtome.split.boundary.boundary",
-    "Cuts": "microtome.results.cuts",
-    "EnergyModel": "microtome.profile.energy",
-    "Features": "microtome.capture.features",
-    "Link": "microtome.results.link",
-    "Meter": "microtome.devices.meters",
-    "Plan": "microtome.results.plan",
-    "Profile": "microtome.results.profile",
-    "Trace": "microtome.results.trace",
-    "attention": "microtome.capture.attention.attention",
-    "connect": "microtome.remote.client",
-    "cuts": "microtome.split.cuts.cuts",
-    "edit": "microtome.capture.edit",
-    "extract": "microtome.capture.extract",
-    "load_stage": "microtome.split.checkpoint",
-    "noise": "microtome.capture.edit",
-    "patch_from": "microtome.capture.edit",
-    "record": "microtome.capture.record",
-    "register_column": "microtome.results.metrics",
-    "register_meter": "microtome.devices.meters",
-    "rollout": "microtome.capture.attention.attention",
-    "run_until": "microtome.split.run_until",
-    "scale": "microtome.capture.edit",
-    "serve": "microtome.remote.server",
-    "zero": "microtome.capture.edit",
-}
+sys.modules[__name__].__class__ = _Package

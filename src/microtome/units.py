@@ -154,8 +154,6 @@ def shape(sizes: Sequence[int]) -> str:
 
 #: Units that have multiples or fractions.
 SCALED = {"count", "bytes", *_FRACTIONS}
-#: The most characters of a number in a unit smaller than its own.
-_WIDEST = 8
 
 
 class Scale(NamedTuple):
@@ -183,7 +181,7 @@ class Scale(NamedTuple):
 
 
 def scale_of_largest(numbers: Iterable[float | None], unit: Unit) -> Scale:
-    """Return the scale in which the largest of several numbers has three digits.
+    """Return the scale in which the largest of several numbers is below 1000, with two digits after the point.
 
     >>> scale = scale_of_largest([9_355_584, 73_728, 12], "count")
     >>> scale.unit, [scale.write(number) for number in (9_355_584, 73_728, 12)]
@@ -195,32 +193,7 @@ def scale_of_largest(numbers: Iterable[float | None], unit: Unit) -> Scale:
     """
     largest = max((abs(number) for number in numbers if number is not None), default=0.0)
     value, name = _choose_unit(largest, unit)
-    return Scale(value, name, 0 if value == 1.0 and unit in _MULTIPLES else _digits(largest / value))
-
-
-def scale_of_all(numbers: Iterable[float | None], unit: Unit) -> Scale | None:
-    """Return the scale in which the least of several numbers has two digits, or one; None if the largest is too long.
-
-    >>> scale = scale_of_all([9_355_584, 73_728, 640], "count")
-    >>> scale.unit, [scale.write(number) for number in (9_355_584, 73_728, 640)]
-    ('k', ['9,355.58', '73.73', '0.64'])
-    >>> scale_of_all([0.00013, 0.0000072], "seconds").write(0.0000072)
-    '7.2'
-    >>> scale_of_all([9_355_584_000, 640], "count") is None
-    True
-    """
-    known = [abs(number) for number in numbers if number]
-    first = scale_of_largest(known, unit)
-    if not known or (first.size == 1.0 and unit in _MULTIPLES):
-        return first
-    every = _FRACTIONS[unit] if unit in _FRACTIONS else _MULTIPLES[unit]
-    smaller = [Scale(value, name, digits) for value, name in every if value <= first.size for digits in (0, 1, 2)]
-    fitting = [scale for scale in (first, *smaller) if len(scale.write(max(known))) <= _WIDEST]
-    for least in (10, 1):
-        for scale in fitting:
-            if min(known) / scale.size >= least * 10.0**-scale.digits:
-                return scale
-    return None
+    return Scale(value, name, 0 if value == 1.0 and unit in _MULTIPLES else 2)
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

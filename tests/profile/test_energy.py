@@ -101,6 +101,7 @@ def test_a_replay_has_no_backward() -> None:
         mt.profile(nn.Linear(2, 2), "1x2", measure="energy", energy="replay", backward=True, meter=Steady(), repeat=3)
 
 
+@pytest.mark.slow
 def test_calls_at_the_depth_are_replayed_as_a_whole() -> None:
     p = mt.profile(*zoo.build("tiny-resnet"), measure="energy", energy="replay", depth=0, meter=Steady(), repeat=3)
     assert p.energy is not None

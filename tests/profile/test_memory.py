@@ -24,7 +24,7 @@ def test_live_bytes_of_a_chain_are_those_of_its_values() -> None:
     assert line.live_bytes == (32, 48)
     assert line.calls == (1, 2)
     assert line.peak == 1
-    assert line.alive == (Alive("input", "args[0]", 16), Alive("op", "0", 16), Alive("op", "1", 16))
+    assert line.alive == (Alive("input", "input", 16), Alive("op", "0", 16), Alive("op", "1", 16))
 
 
 @pytest.mark.parametrize("name", ["tiny-resnet", "tiny-vit", "tiny-decoder"])
@@ -41,7 +41,8 @@ def test_tensors_at_the_peak_sum_to_it(name: str, backward: bool) -> None:
 
 def test_files_of_before_have_no_timeline(tmp_path: Path) -> None:
     profile = mt.profile(*zoo.build("tiny-resnet"))
-    data = json.loads(profile.to_json(tmp_path / "p.json"))
+    profile.to_json(tmp_path / "p.json")
+    data = json.loads((tmp_path / "p.json").read_text())
     assert mt.load(tmp_path / "p.json") == profile
     del data["timeline"]
     (tmp_path / "old.json").write_text(json.dumps(data))

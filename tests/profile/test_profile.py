@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.errors import BadFile, BadInputs, BadQuery, NoMatch, Unsupported
+from microtome.errors import BadFile, BadInputs, BadQuery, NoMatch, NotInstalled, Unsupported
 from microtome.results.metrics import Amounts
 from microtome.results.rows import AMOUNTS
 
@@ -219,14 +220,14 @@ def test_invalid_queries_raise(p: mt.Profile) -> None:
         p.rows(depth=1, granularity=1)
     with pytest.raises(BadQuery, match="expected granularity of 1 or more, got 0"):
         p.rows(granularity=0)
-    with pytest.raises(BadQuery, match="expected a metric of params, .* to order by, got 'speed'"):
+    with pytest.raises(BadQuery, match="no metric 'speed' to order by: expected one of params, "):
         p.top(3, by="speed")
     with pytest.raises(NoMatch, match="expected a convention of 'microtome'"):
         mt.profile(Net(), IDS, convention="thop")
     with pytest.raises(BadQuery, match="expected n of 1 or more, got -1"):
         p.top(-1)
     with pytest.raises(BadInputs, match="expected fake to be True, False or None, got 'meta'"):
-        mt.profile(Net(), IDS, fake="meta")  # type: ignore[arg-type]
+        mt.profile(Net(), IDS, fake="meta")  # type: ignore[call-overload]
 
 
 def test_the_top_by_an_unmeasured_quantity_names_the_option() -> None:
@@ -234,11 +235,11 @@ def test_the_top_by_an_unmeasured_quantity_names_the_option() -> None:
     unknown = [name for name in AMOUNTS if all(getattr(row.own, name) is None for row in p.calls)]
     assert {"time_s", "device_s", "energy_j", "backward_flops", "saved_bytes"} <= {*unknown}
     for name in unknown:
-        with pytest.raises(BadQuery, match=f"no call has a value of '{name}' to order by: add --"):
+        with pytest.raises(BadQuery, match=f"no call has a value of '{name}' to order by: add [a-z]+="):
             p.top(by=name)
     for name in {*AMOUNTS} - {*unknown}:
         assert all(getattr(row.own, name) is not None for row in p.top(by=name))
-    with pytest.raises(BadQuery, match=r"'time_s' to order by: add --time \(in Python measure=\[\"time\"\]\)"):
+    with pytest.raises(BadQuery, match=r"'time_s' to order by: add measure=\[\"time\"\]$"):
         p.top(by="time_s")
 
 
@@ -268,9 +269,9 @@ def test_the_tree_holds_every_row_once(p: mt.Profile) -> None:
 
 def test_json_round_trip(tmp_path: Path) -> None:
     p = mt.profile(*zoo.build("tiny-decoder"), backward=True)
-    text = p.to_json(tmp_path / "p.json")
+    assert p.to_json(tmp_path / "p.json") == str(tmp_path / "p.json")
     assert mt.load(tmp_path / "p.json") == p
-    data = json.loads(text)
+    data = json.loads(p.to_json())
     assert (data["kind"], data["schema"], data["coverage"]["fraction"]) == ("profile", 2, 1.0)
     assert {"param_bytes", "read_bytes", "peak_bytes", "saved_bytes", "macs"} <= data["calls"][0].keys()
 
@@ -292,7 +293,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str, message
 
 
 def test_a_profile_whose_calls_lie_inside_each_other_is_refused(tmp_path: Path) -> None:
-    data = json.loads(mt.profile(*zoo.build("tiny-resnet")).to_json(tmp_path / "p.json"))
+    data = json.loads(mt.profile(*zoo.build("tiny-resnet")).to_json())
     data["calls"][0]["parent"] = data["calls"][1]["address"]
     (tmp_path / "p.json").write_text(json.dumps(data))
     with pytest.raises(BadFile, match="expected the call 'stem' before '', which is inside it"):
@@ -300,7 +301,7 @@ def test_a_profile_whose_calls_lie_inside_each_other_is_refused(tmp_path: Path) 
 
 
 def test_csv_and_pandas_have_a_line_for_each_call(p: mt.Profile, tmp_path: Path) -> None:
-    lines = list(csv.DictReader(io.StringIO(p.to_csv(tmp_path / "p.csv"))))
+    lines = list(csv.DictReader(io.StringIO(p.to_csv())))
     assert [line["address"] for line in lines] == [row.address for row in p]
     assert [int(line["macs"]) for line in lines] == [row.macs for row in p]
     frame = p.to_pandas()
@@ -322,9 +323,15 @@ def test_a_profile_changes_nothing() -> None:
 def test_a_failing_forward_names_the_call_and_those_before() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(5, 2))
     with pytest.raises(RuntimeError) as raised:
-        mt.profile(model, "3x4")
+        mt.profile(model, torch.ones(3, 4))
     assert raised.value.__notes__ == ["in the call '2' (Linear)", "layers that ran before: 0, 1"]
 
 
 def test_amounts_are_all_that_adds_up() -> None:
     assert set(AMOUNTS) == set(Amounts.__dataclass_fields__)
+
+
+def test_to_pandas_without_pandas_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(NotInstalled, match=r"pandas is not installed: pip install 'microtome\[pandas\]'"):
+        mt.profile(nn.Linear(2, 2), "1x2").to_pandas()

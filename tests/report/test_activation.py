@@ -30,14 +30,14 @@ def pixel(picture: Any, y: int, x: int) -> list[int]:
 def test_channels_stand_side_by_side_each_scaled_by_itself() -> None:
     value = torch.tensor([[[0.0, 1.0]], [[5.0, 4.0]]])[None]  # two channels of 1 x 2
     found = plot(value)
-    # 48 pixels wide, 24 high; two of them make a column, with two pixels between.
-    assert found.pixels.shape == (24 + 2 + 24, 48, 3)
-    assert [pixel(found, 0, 0), pixel(found, 0, 47)] == [DARK, LIGHT]
-    assert [pixel(found, 49, 0), pixel(found, 49, 47)] == [LIGHT, DARK]
+    # 96 pixels wide, 48 high; two of them make a column, with two pixels between.
+    assert found.pixels.shape == (48 + 2 + 48, 96, 3)
+    assert [pixel(found, 0, 0), pixel(found, 0, 95)] == [DARK, LIGHT]
+    assert [pixel(found, 97, 0), pixel(found, 97, 95)] == [LIGHT, DARK]
     together = plot(value, scale="all")
     assert pixel(together, 0, 0) == DARK
-    assert pixel(together, 49, 0) == LIGHT
-    assert pixel(together, 0, 47) not in (DARK, LIGHT)
+    assert pixel(together, 97, 0) == LIGHT
+    assert pixel(together, 0, 95) not in (DARK, LIGHT)
 
 
 def test_tokens_are_lines_or_maps_on_a_grid() -> None:
@@ -45,12 +45,14 @@ def test_tokens_are_lines_or_maps_on_a_grid() -> None:
     lines = plot(value)
     assert lines.pixels.shape == (5 * 76, 3 * 76, 3)
     maps = plot(value, grid=(2, 2))
-    assert maps.pixels.shape == (98, 98, 3)
-    assert [pixel(maps, 0, 0), pixel(maps, 47, 47)] == [DARK, LIGHT]
+    assert maps.pixels.shape == (2 * 96 + 2, 2 * 96 + 2, 3)
+    assert [pixel(maps, 0, 0), pixel(maps, 95, 95)] == [DARK, LIGHT]
 
 
 def test_a_vector_is_one_line_and_what_is_not_finite_does_not_matter() -> None:
-    assert plot(torch.rand(1, 1000)).pixels.shape == (16, 1000, 3)
+    assert plot(torch.rand(1, 1000)).pixels.shape == (24, 1000, 3)
+    value = torch.rand(1, 10)
+    assert torch.equal(plot(value[..., None, None]).pixels, plot(value).pixels)  # maps of one value each
     found = plot(torch.tensor([[0.0, float("nan"), 2.0]]))
     assert [pixel(found, 0, 0), pixel(found, 0, 383 // 3 * 3)] == [DARK, LIGHT]
 
@@ -60,8 +62,8 @@ def test_features_are_written(tmp_path: Path) -> None:
     feats = mt.extract(model, x, ["layer1.*"])
     feats.to_png(tmp_path / "a.png", "layer1.0", channels=4)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    # Four maps of 32 x 32 make two rows of two.
-    assert feats.plot("layer1.0", channels=4).pixels.shape == (66, 66, 3)
+    # Four maps of 32 x 32, each value three pixels wide, make two rows of two.
+    assert feats.plot("layer1.0", channels=4).pixels.shape == (2 * 96 + 2, 2 * 96 + 2, 3)
 
 
 def test_tensors_of_a_recording_are_drawn(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_png_holds_the_pixels() -> None:
 def test_the_map_alone_has_one_square_for_each_patch() -> None:
     # 1 + 2 x 2 tokens; token 2 is the second patch, at the upper right
     pixels = read_png(one_hot(5, 2).plot(head=0)._repr_png_())
-    assert pixels.shape == (224, 224, 3)
+    assert pixels.shape == (384, 384, 3)
     assert tuple(pixels[10, 200].tolist()) == LIGHT
     assert {tuple(pixels[y, x].tolist()) for y, x in [(10, 10), (200, 10), (200, 200)]} == {DARK}
 
@@ -77,19 +77,19 @@ def test_images_of_all_layouts(image: Any, tmp_path: Path) -> None:
     file = tmp_path / "map.png"
     one_hot(5, 1).to_png(file, image, head=0, alpha=1.0)
     pixels = read_png(file.read_bytes())
-    assert pixels.shape == (8, 12, 3)
+    assert pixels.shape == (8 * 32, 12 * 32, 3)  # a small image is enlarged to 384 pixels
     assert tuple(pixels[0, 0].tolist()) == LIGHT
     assert tuple(pixels[-1, -1].tolist()) == DARK
 
 
 def test_an_image_is_scaled_between_its_least_and_greatest_and_blended() -> None:
     image = torch.tensor([[-2.0, 2.0], [0.0, 2.0]])
-    under = one_hot(5, 1).plot(image, alpha=0.0).pixels
+    under = one_hot(5, 1).plot(image, alpha=0.0).pixels[::192, ::192]
     assert under[..., 0].tolist() == [[0, 255], [128, 255]]
     over = one_hot(5, 1).plot(image, head=0, alpha=0.5).pixels
     assert over[0, 0].tolist() == [round(channel / 2) for channel in LIGHT]
     coloured = torch.randint(256, (3, 4, 4), dtype=torch.uint8)
-    assert torch.equal(picture(torch.rand(4), coloured, alpha=0.0).pixels, coloured.permute(1, 2, 0))
+    assert torch.equal(picture(torch.rand(4), coloured, alpha=0.0, least=1).pixels, coloured.permute(1, 2, 0))
 
 
 def test_the_map_is_smooth_over_the_image() -> None:
@@ -101,7 +101,7 @@ def test_the_map_is_smooth_over_the_image() -> None:
 def test_a_grid_may_be_given() -> None:
     values = torch.tensor([9.0, 0, 0, 0, 0, 0, 1])
     pixels = picture(values, grid=(2, 3)).pixels
-    assert pixels.shape == (2 * 74, 3 * 74, 3)
+    assert pixels.shape == (2 * 128, 3 * 128, 3)
     assert tuple(pixels[-1, -1].tolist()) == LIGHT
     with pytest.raises(BadQuery, match="expected a grid of at most 7 patches, one a token, got 3 x 3"):
         picture(values, grid=(3, 3))
@@ -136,21 +136,21 @@ def test_bad_questions_are_said(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_picture_says_its_size() -> None:
-    assert repr(picture(torch.ones(4), torch.zeros(3, 4, 6))) == "<Picture, 6 wide, 4 high>"
+    assert repr(picture(torch.ones(4), torch.zeros(3, 4, 6), least=6)) == "<Picture, 6 wide, 4 high>"
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_whole_numbers_up_to_255_are_bytes_of_whatever_dtype(dtype: torch.dtype) -> None:
     image = torch.tensor([[0, 51], [102, 204]], dtype=dtype)
-    pixels = picture(torch.rand(4), image, alpha=0.0).pixels
+    pixels = picture(torch.rand(4), image, alpha=0.0, least=1).pixels
     assert pixels[..., 0].tolist() == [[0, 51], [102, 204]]
 
 
 def test_other_whole_numbers_are_scaled() -> None:
     # the least is black and the greatest white
-    pixels = picture(torch.rand(4), torch.tensor([[-100, 155], [1000, 450]]), alpha=0.0).pixels
+    pixels = picture(torch.rand(4), torch.tensor([[-100, 155], [1000, 450]]), alpha=0.0, least=1).pixels
     assert pixels[..., 0].tolist() == [[0, 59], [255, 128]]
-    pixels = picture(torch.rand(4), torch.tensor([[True, False]]), alpha=0.0).pixels
+    pixels = picture(torch.rand(4), torch.tensor([[True, False]]), alpha=0.0, least=1).pixels
     assert pixels[..., 0].tolist() == [[255, 0]]
 
 
@@ -160,5 +160,5 @@ def test_images_of_pil_are_drawn_on(mode: str) -> None:
 
     image = Image.new("RGB", (6, 4), (204, 204, 204)).convert(mode)
     pixels = one_hot(5, 1).plot(image, alpha=0.0).pixels
-    assert pixels.shape == (4, 6, 3)
+    assert pixels.shape == (4 * 64, 6 * 64, 3)
     assert set(pixels.flatten().tolist()) == {204}

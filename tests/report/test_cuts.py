@@ -42,11 +42,11 @@ def wide(count: int, refused: tuple[Cut, ...] = ()) -> mt.Cuts:
 
 
 GOLDEN = """\
-Sequential on 4x6:float32: 3 cuts
+Sequential on input 4x6: 3 cuts
            ┃        ┃       ┃          ┃ head ┃ tail ┃   head ┃   tail ┃
 cut        ┃ module ┃ bytes ┃          ┃ MACs ┃ MACs ┃ params ┃ params ┃ crosses
 ━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━╇━━━━━━━━━━╇━━━━━━╇━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━━
-  (input)  │        │  96 B │ ██████   │      │      │        │        │ args[0]
+  (input)  │        │  96 B │ ██████   │      │      │        │        │ input
 * 0        │ Linear │ 128 B │ ████████ │  192 │   96 │     56 │     27 │ itself
   1        │ ReLU   │ 128 B │ ████████ │  192 │   96 │     56 │     27 │ itself
 * 2        │ Linear │  48 B │ ███      │  288 │    0 │     83 │      0 │ itself
@@ -119,7 +119,7 @@ def test_places_that_are_refused_are_listed_by_reason() -> None:
             return y * self.runs
 
     shown = str(mt.cuts(Scales(*(nn.Linear(3, 3) for _ in range(4))), "2x3"))
-    assert shown.startswith("Scales on 2x3:float32: 0 cuts, 4 places refused\n")
+    assert shown.startswith("Scales on x 2x3: 0 cuts, 4 places refused\n")
     assert shown.count("refused at") == 1
     assert "refused at 0, 1, 2 and 1 more: " in shown
     assert "'runs' of the model is state" in " ".join(shown.split())
@@ -137,7 +137,7 @@ def test_of_many_reasons_some_are_told() -> None:
 
 def test_a_model_in_which_no_module_runs_has_a_word_on_that() -> None:
     assert "none runs inside this one" in str(mt.cuts(nn.Linear(3, 3), "1x3"))
-    assert str(mt.cuts(nn.Linear(3, 3), "1x3")).startswith("Linear on 1x3:float32: 0 cuts\n")
+    assert str(mt.cuts(nn.Linear(3, 3), "1x3")).startswith("Linear on input 1x3: 0 cuts\n")
 
 
 def test_counts_that_are_not_known_are_dashes() -> None:

@@ -94,7 +94,7 @@ def test_less_is_never_over_a_limit_and_something_from_nothing_is() -> None:
 
 def test_what_is_not_known_cannot_be_limited() -> None:
     same = net().diff(net())
-    with pytest.raises(BadQuery, match="time is not known of both profiles: measure both with --time"):
+    with pytest.raises(BadQuery, match=r"time is not known of both profiles: measure both with measure=\[\"time\"\]"):
         same.over({"time": 0.1})
     with pytest.raises(BadQuery, match="expected a metric of params, macs, .*, got 'speed'"):
         same.over({"speed": 0.1})
@@ -135,7 +135,7 @@ def test_the_peak_of_a_backward_counts_and_gradients_are_told() -> None:
     assert "memory is that of the forward: one of the two has no backward" in changed.notes
     assert "memory is not comparable: after, it holds what a backward needs" in changed.notes
     assert trained.diff(trained)["backward"].growth == 0.0
-    with pytest.raises(BadQuery, match="backward is not known of both profiles: count both with --backward"):
+    with pytest.raises(BadQuery, match="backward is not known of both profiles: count both with backward=True"):
         changed.over({"backward": 0.1})
 
 

@@ -56,26 +56,26 @@ def joined(found: Graph) -> set[tuple[str, str, int]]:
 def test_edges_have_the_bytes_of_what_goes_from_one_to_the_other(t: mt.Trace) -> None:
     # Every value is 2 x 4 floats. What is changed in place comes from the one that changed it.
     assert joined(build_graph(t, 1)) == {
-        ("args[0]", "a", 32),
+        ("x", "a", 32),
         ("a", "act", 32),
         ("act", "b", 32),
         ("b", "add", 32),
-        ("args[0]", "add", 32),
+        ("x", "add", 32),
         ("add", "output", 32),
     }
 
 
 def test_depth_says_what_is_opened(t: mt.Trace) -> None:
-    assert [node.name for node in build_graph(t, 0).nodes] == ["args[0]", "Residual", "output"]
+    assert [node.name for node in build_graph(t, 0).nodes] == ["x", "Residual", "output"]
     assert [node.name for node in build_graph(t, 2).nodes if node.kind == "call"] == ["a", "act", "b.0"]
     assert [node.name for node in build_graph(t).nodes] == [node.name for node in build_graph(t, 2).nodes]
 
 
 def test_what_contains_a_cut_is_opened_and_what_crosses_is_marked(t: mt.Trace) -> None:
     found = build_graph(t, 1, "b.0")
-    assert [node.name for node in found.nodes if node.is_head] == ["args[0]", "a", "act", "b.0"]
+    assert [node.name for node in found.nodes if node.is_head] == ["x", "a", "act", "b.0"]
     crossing = {found.nodes[edge.source].name for edge in found.edges if edge.crosses}
-    assert crossing == {"b.0", "args[0]"}
+    assert crossing == {"b.0", "x"}
     assert found.cut == "cut at b.0: 64 B on its edges"
 
 

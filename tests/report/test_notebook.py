@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from typing import Any
 
@@ -11,11 +15,14 @@ from torch import nn
 
 import microtome as mt
 from microtome import zoo
+from microtome.capture.attention.attention import Attention
+from microtome.report.pictures.attention import overview
 from microtome.results.requests import RequestLog
+from microtome.units import UNKNOWN
 from tests.report.test_foreign_text import RESULTS
 
 HOSTILE = "<script>alert(1)</script>&\"'"
-VOID = {"br"}
+VOID = {"br", "img"}
 
 
 class Checked(HTMLParser):
@@ -30,7 +37,8 @@ class Checked(HTMLParser):
         assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert {name for name, _ in attrs} <= {"style", "title"}
+        assert {name for name, _ in attrs} <= ({"style", "title"} if tag != "img" else {"style", "src"})
+        assert tag != "img" or str(dict(attrs)["src"]).startswith("data:image/png;base64,")
         self.tags.append(tag)
         if tag not in VOID:
             self.open.append(tag)
@@ -70,13 +78,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "trace": mt.trace(model, x),
         "recording": mt.load(folder),
         "recorder": recorder,
+        "features": mt.extract(model, x, "*"),
+        "diff": profile.diff(replace(profile, calls=profile.calls[:-2])),
+        "attention": Attention((HOSTILE, "last"), (torch.rand(1, 2, 5, 5), torch.rand(1, 2, 5, 5))),
     }
 
 
-@pytest.mark.parametrize("kind", ["profile", "cuts", "plan", "trace", "recording", "recorder"])
+@pytest.mark.parametrize(
+    "kind",
+    ["profile", "cuts", "plan", "trace", "recording", "recorder", "features", "diff", "attention"],
+)
 def test_html_is_whole_without_script_and_with_names_escaped(results: dict[str, Any], kind: str) -> None:
     found = Checked(results[kind]._repr_html_())
-    assert set(found.tags) <= {"div", "span", "br", "b", "table", "thead", "tbody", "tr", "th", "td"}
+    assert set(found.tags) <= {"div", "span", "br", "b", "table", "thead", "tbody", "tr", "th", "td", "img"}
     assert HOSTILE in found.text
     assert "last" in found.text
 
@@ -87,6 +101,79 @@ def test_a_profile_says_what_its_text_says(results: dict[str, Any]) -> None:
     assert "params30" in text
     assert "time share" in text
     assert "FLOPs share" in Checked(mt.profile(Named(), "1x4")._repr_html_() or "").text
+
+
+def rows_of(html: str) -> list[list[str]]:
+    """The texts of the cells of each row."""
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", html)
+    cells = ([re.sub("<.*?>", "", cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for row in rows)
+    return [[unescape(cell).strip("\xa0") for cell in row] for row in cells if row]
+
+
+def test_the_cap_hides_the_middle_and_neither_the_costliest_nor_the_last_rows() -> None:
+    wide = [8] * 100
+    wide[55:57] = [500, 500]  # layers 54 to 56 are the costliest, in the middle
+    layers = [nn.Linear(before, after, bias=at % 2 == 0) for at, (before, after) in enumerate(itertools.pairwise(wide))]
+    profile = mt.profile(nn.Sequential(*layers), "1x8")
+    rows = rows_of(profile._repr_html_())
+    names = [row[0] for row in rows]
+    assert names[-1] == "total"
+    assert {"(root)", "0", "97", "98", "54", "55", "56"} < set(names)
+    gaps = [int(name.split()[1]) for name in names if name.startswith("… ")]
+    shown = len(names) - len(gaps) - 1
+    assert shown == 40
+    assert shown + sum(gaps) == len(profile)
+    assert "shown: 40 of 100 rows; the total is of all" in profile._repr_html_()
+    assert "… " not in str(profile)
+    kept = [row[0] for row in rows_of(mt.cuts(nn.Sequential(*layers), "1x8")._repr_html_())]
+    assert {"0", "98"} < set(kept)
+    assert sum(name.startswith("… ") for name in kept) >= 1
+
+
+def test_features_have_shapes_statistics_and_pictures() -> None:
+    model, x = zoo.build("tiny-resnet")
+    feats = mt.extract(model, x, ["layer1.*", "pool", "fc"])
+    html = feats._repr_html_()
+    rows = {row[0]: row for row in rows_of(html)}
+    assert list(rows) == list(feats.addresses)
+    out = feats["fc"].double()
+    expected = [f"{float(value):.4g}" for value in (out.mean(), out.std(), out.min(), out.max())]
+    assert rows["fc"][1:3] == ["2x10", "float32"]
+    assert rows["fc"][4:8] == expected
+    assert html.count("<img ") == len(feats.addresses)
+
+
+def test_features_without_values_have_no_statistics_and_no_pictures() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(1, 4)
+    html = mt.extract(model, x, "*")._repr_html_()
+    assert [row[4:] for row in rows_of(html)] == [[UNKNOWN] * 5] * 2
+    with torch.no_grad():
+        several = mt.extract(nn.LSTM(4, 4), torch.ones(3, 2, 4), [""], stop=False)
+    assert "3x2x4, 1x2x4, 1x2x4" in several._repr_html_()
+
+
+def test_attention_has_a_picture_of_each_layer() -> None:
+    model, x = zoo.build("tiny-vit")
+    found = mt.attention(model, x)
+    html = found._repr_html_()
+    assert html.count("<img ") == len(found)
+    assert all(f"{layer}</span>" in html for layer in found.layers)
+    long = Attention(tuple(map(str, range(50))), (torch.rand(1, 2, 300, 300),) * 50)
+    assert long._repr_html_().count("<img ") == 24
+    assert "shown: 24 of 50 layers" in long._repr_html_()
+    one_query = overview(torch.rand(2, 3, 1, 8)).pixels  # a row for each of 3 heads, 8 keys of 20 pixels
+    assert one_query.shape == (3 * 20, 8 * 20, 3)
+    assert overview(torch.rand(1, 2, 1000, 500)).pixels.shape == (160, 160, 3)
+
+
+def test_a_diff_has_its_changes_in_front_and_in_colour(results: dict[str, Any]) -> None:
+    profile = mt.profile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "1x4")
+    larger = mt.profile(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), "1x4")
+    html = profile.diff(larger)._repr_html_()
+    assert Checked(html).text.index("MACs+100.0 %") < Checked(html).text.index("before")
+    assert "color:#d1493f" in html
+    assert "color:#2e9e5b" in larger.diff(profile)._repr_html_()
 
 
 def test_large_results_are_cut_and_say_so() -> None:

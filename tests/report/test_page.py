@@ -16,12 +16,14 @@ from torch import nn
 
 import microtome as mt
 from microtome import zoo
+from microtome.devices.machine import environment
 from microtome.errors import BadQuery
 from microtome.report.html import document
+from microtome.report.html.data import bar_base, model_bytes
 from microtome.report.html.table import full_bar
 from microtome.results.measurements import EnergyUse, Spread
 from microtome.results.metrics import METRICS
-from microtome.units import UNKNOWN
+from microtome.units import UNKNOWN, size
 from tests.report.pages import HOSTILE, hostile_profile, large, timed
 
 
@@ -118,6 +120,58 @@ def test_of_what_does_not_add_up_the_most_is_a_full_bar(profile: mt.Profile) -> 
     assert full_bar(profile, METRICS["output_bytes"]) == most > profile.total.output_bytes
 
 
+def test_bars_of_the_peak_begin_where_the_weights_end() -> None:
+    # 4 MiB of weights and a bias of 4 KiB, and an input of 4 KiB, all float32.
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8, bias=False))
+    profile = mt.profile(model.eval(), "1x1024")
+    weights = 4 * (1024 * 1024 + 1024 + 1024 * 8)
+    assert model_bytes(profile) == weights == bar_base(profile, METRICS["peak_bytes"])
+    assert bar_base(profile, METRICS["macs"]) == 0
+    page = Page(profile.to_html())
+    table = page.page[page.page.index('id="layers"') :].partition("</table>")[0]
+    bars = [int(cells[-1]) for row in table.split("<tr>")[2:] if (cells := re.findall(r'"n b(\d+)"', row))]
+    above = [row.peak_bytes - weights for row in profile]
+    assert bars == [round(100 * nbytes / max(above)) for nbytes in above]
+    assert len(set(bars)) > 1
+
+
+def test_headline_and_chart_have_the_same_peak_with_the_weights_stated(profile: mt.Profile) -> None:
+    for one in (profile, mt.profile(*zoo.build("tiny-resnet"), backward=True)):
+        page = Page(one.to_html())
+        memory = page.data["memory"]
+        assert isinstance(memory, dict)
+        assert one.timeline
+        assert memory["live_bytes"][memory["peak"]] == one.peak_bytes
+        assert memory["model_bytes"] == one.total.param_bytes + one.total.buffer_bytes
+        cards = dict(zip(page.inside["dt"], zip(page.inside["b"], page.inside["span"], strict=False), strict=False))
+        assert cards["peak memory"][0] == size(one.peak_bytes)
+        assert f"{size(memory['model_bytes'])} weights and buffers" in cards["peak memory"][1]
+
+
+def test_the_header_has_model_input_device_and_date(profile: mt.Profile) -> None:
+    def facts(one: mt.Profile) -> dict[str, str]:
+        return dict(re.findall(r"<li><small>(.*?)</small>(.*?)</li>", one.to_html()))
+
+    assert "<h1>ResNet</h1>" in profile.to_html()
+    assert facts(profile)["input"] == "x 2x3x32x32"
+    assert facts(profile)["device"] == "none: counted, nothing measured"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", facts(profile)["page written"])
+    machine = {"date": "2026-01-02 03:04 UTC", "cpu": "a CPU", "threads": "4", "torch": "2.9"}
+    measured = facts(replace(profile, environment=machine))
+    assert measured == {
+        "input": "x 2x3x32x32",
+        "device": "a CPU, 4 threads",
+        "torch": "2.9",
+        "measured": "2026-01-02 03:04 UTC",
+    }
+    assert facts(replace(profile, environment=machine | {"gpu": "a <GPU>"}))["device"] == "a &lt;GPU&gt;"
+
+
+def test_measurements_have_their_date() -> None:
+    found = environment()["date"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", found)
+
+
 def test_device_times_and_energies_have_cards(profile: mt.Profile) -> None:
     calls = tuple(replace(row, device_s=0.002, energy_j=0.5, net_energy_j=0.25) for row in timed(profile))
     use = EnergyUse("share", "nvml", Spread(0.5, 0.4, 0.6, 0.45, 0.55, 5, 0), 70.0, 0.01, 0.0, 0.0, {})
@@ -127,12 +181,23 @@ def test_device_times_and_energies_have_cards(profile: mt.Profile) -> None:
     assert cards["energy"] == ("500 mJ", "nvml, by share; 50.0 % above idle")
 
 
-def test_unknown_is_a_dash_with_its_reason_and_never_0(profile: mt.Profile) -> None:
+def quiet(page: str) -> str:
+    found = re.search(r'<p class="quiet">(.*?)</p>', page)
+    assert found
+    return re.sub("<.*?>", "", found[1])
+
+
+def test_what_was_not_measured_is_one_quiet_line_and_no_card(profile: mt.Profile) -> None:
     page = Page(profile.to_html())
-    cards = dict(zip(page.inside["dt"], zip(page.inside["b"], page.inside["span"], strict=False), strict=False))
-    assert cards["time"][0] == UNKNOWN
-    assert "not measured: add --time (in Python measure=" in cards["time"][1]
-    assert cards["energy"][0] == UNKNOWN
+    assert page.inside["dt"] == ["peak memory", "MACs", "parameters"]
+    counted = f"{profile.coverage.ops} operators counted on meta tensors, microtome convention."
+    missing = "Not measured: time, memory, energy, load; not counted: the backward (how to)."
+    assert quiet(page.page) == f"{counted} {missing}"
+    assert "Not measured: memory, energy, load; " in quiet(timed(profile).to_html())
+
+
+def test_unknown_is_a_dash_with_its_reason_and_never_0(profile: mt.Profile) -> None:
+    assert "not measured: add measure=[&quot;time&quot;]" in profile.to_html()
     unavailable = replace(profile, unavailable={"energy": "no sensor: rapl cannot be read"})
     assert "not measured: no sensor: rapl cannot be read" in unavailable.to_html()
     calls = (profile.calls[0], replace(profile.calls[1], macs=None), *profile.calls[2:])
@@ -142,7 +207,7 @@ def test_unknown_is_a_dash_with_its_reason_and_never_0(profile: mt.Profile) -> N
 
 def test_what_needs_times_says_so_where_there_are_none(profile: mt.Profile) -> None:
     page = profile.to_html()
-    assert "There are no times to weigh cuts by: profile with measure=&#x27;time&#x27;" in page
+    assert "There are no times to weigh cuts by: profile with measure=[&quot;time&quot;]" in page
     assert "There are no times to compute rates from" in page
     assert "No cuts were given: write profile.to_html(file, cuts=mt.cuts(model, inputs))" in timed(profile).to_html()
 
@@ -247,8 +312,11 @@ def test_cuts_and_profiles_may_be_files(profile: mt.Profile, tmp_path: Path) -> 
     cuts = mt.cuts(*zoo.build("tiny-resnet"))
     cuts.to_json(tmp_path / "cuts.json")
     timed(profile).to_json(tmp_path / "other.json")
-    page = timed(profile).to_html(tmp_path / "page.html", cuts=tmp_path / "cuts.json", compare=tmp_path / "other.json")
-    assert (tmp_path / "page.html").read_text("utf-8") == page
+    others = {"cuts": tmp_path / "cuts.json", "compare": tmp_path / "other.json"}
+    assert timed(profile).to_html(tmp_path / "page.html", **others) == str(tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text("utf-8"))
+    assert page.data["explorer"].keys() >= {"names", "sent"}  # type: ignore[attr-defined]
+    assert page.data["compare"] is not None
     with pytest.raises(BadQuery, match="expected the cuts that microtome.cuts returns, or the file that holds it, got"):
         profile.to_html(cuts=tmp_path / "other.json")
     with pytest.raises(BadQuery, match="expected a profile to compare with, or the file"):

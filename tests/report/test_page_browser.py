@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,6 +18,8 @@ from torch import nn
 
 import microtome as mt
 from microtome import zoo
+from microtome.results.metrics import METRICS
+from microtome.units import count, seconds, size
 from tests.report.pages import costing, hostile_model, hostile_profile, large, timed
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -137,7 +139,8 @@ def test_the_table_says_with_a_script_what_it_says_without(opened: Open, page: s
     tab.page.locator("#grid").evaluate("grid => { grid.style.maxHeight = 'none' }")
     tab.page.get_by_text("Open all").click()
     tab.until(f"document.querySelectorAll('#layers tbody th').length === {len(rows)}")
-    cells = "rows => rows.map(row => [...row.querySelectorAll('td')].map(cell => cell.firstChild?.data ?? ''))"
+    text = "cell => [...cell.childNodes].filter(node => node.nodeType === 3).map(node => node.data).join('')"
+    cells = f"rows => rows.map(row => [...row.querySelectorAll('td')].map({text}))"
     scripted = tab.page.locator("#layers tbody tr:not(.space)").evaluate_all(cells)
     static = plain.page.locator("#layers tbody tr").count()
     assert static == len(scripted) == len(rows)
@@ -166,7 +169,33 @@ def test_search_keeps_what_matches_and_what_contains_it(opened: Open, page: str)
     assert tab.names() == ["(root)", "layer1", "layer1.0", "layer1.0.conv1", "layer1.0.conv2"]
     tab.page.get_by_role("searchbox").fill("nothing like it")
     assert tab.names() == []
-    assert tab.texts("[role=status]") == ["0 of 43 calls"]
+    assert tab.texts("[role=status]") == ["0 of 43 calls, 0 found"]
+
+
+def test_search_by_name_or_kind_marks_what_matched(opened: Open, page: str, profile: mt.Profile) -> None:
+    tab = opened(page)
+    search = tab.page.get_by_role("searchbox")
+    search.fill("CONV2d")
+    convolutions = [row.address for row in profile if row.type == "Conv2d"]
+    assert tab.texts("#layers tbody td mark") == ["Conv2d"] * len(convolutions)
+    marked = "marks => marks.map(mark => mark.closest('tr').querySelector('th').title)"
+    assert tab.page.locator("#layers tbody td mark").evaluate_all(marked) == convolutions
+    assert f", {len(convolutions)} found" in tab.texts("[role=status]")[0]
+    faded = "nodes => nodes.filter(node => node.className === 'node').map(node => node.ariaLabel.split(',')[0])"
+    containing = {
+        row.address or "(root)" for row in profile if any(one.startswith(row.address) for one in convolutions)
+    }
+    shown = set(tab.page.locator(".icicle .node").evaluate_all(faded))
+    assert shown <= containing
+    assert shown & set(convolutions)
+    search.fill("layer1.0.conv")
+    assert tab.texts("#layers tbody th mark") == ["conv", "conv"]
+    kept = set(tab.page.locator(".icicle .node").evaluate_all(faded))
+    assert kept == {"(root)", "layer1", "layer1.0", "layer1.0.conv1", "layer1.0.conv2"}
+    opacity = "node => getComputedStyle(node).opacity"
+    assert float(tab.page.locator(".node.other").first.evaluate(opacity)) < 0.5
+    search.fill("")
+    assert tab.page.locator("mark, .node.other").count() == 0
 
 
 def test_columns_are_chosen(opened: Open, page: str) -> None:
@@ -182,12 +211,68 @@ def test_the_tree_zooms_and_goes_back_by_its_breadcrumbs(opened: Open, page: str
     tree = tab.page.locator(".icicle")
     tree.get_by_text("layer2", exact=True).click()
     assert tree.get_attribute("data-focus") == "layer2"
-    assert tab.texts(".crumbs button") == ["(root)", "layer2"]
-    tab.page.locator(".crumbs button").first.click()
+    assert tab.texts("[id='section:tree'] .crumbs button") == ["(root)", "layer2"]
+    tab.page.locator("[id='section:tree'] .crumbs button").first.click()
     assert tree.get_attribute("data-focus") == ""
     tab.page.get_by_label("Size", exact=True).select_option("params")
-    tab.page.get_by_label("Colour", exact=True).select_option("type")
     assert "of params" in tab.texts("[id='section:tree'] .status")[0]
+
+
+SHOWN = "one => getComputedStyle(one).display !== 'none'"
+
+
+def test_the_tree_is_coloured_by_kind_with_a_key_and_the_legend_follows_the_choice(opened: Open) -> None:
+    tab = opened(timed(plain(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8))).to_html())
+    kinds, ramp = (tab.page.locator(f"[id='section:tree'] {one}") for one in (".kinds", ".ramp"))
+    assert (kinds.evaluate(SHOWN), ramp.evaluate(SHOWN)) == (True, False)
+    colours = "marks => marks.map(mark => [mark.parentNode.textContent.split(' ')[0], mark.style.background])"
+    explained = dict(tab.page.locator("[id='section:tree'] .key i").evaluate_all(colours))
+    drawn = "nodes => nodes.map(node => [node.ariaLabel.split(', ')[1], node.style.background])"
+    found = {
+        kind: colour for kind, colour in tab.page.locator(".icicle .node").evaluate_all(drawn) if kind in explained
+    }
+    assert found == {kind: explained[kind] for kind in found}
+    assert found.keys() == {"Linear", "LayerNorm", "ReLU"}
+    assert len(set(found.values())) == len(found)
+    tab.page.get_by_label("Colour", exact=True).select_option("macs")
+    assert (kinds.evaluate(SHOWN), ramp.evaluate(SHOWN)) == (False, True)
+    tab.page.get_by_label("Colour", exact=True).select_option("type")
+    assert (kinds.evaluate(SHOWN), ramp.evaluate(SHOWN)) == (True, False)
+
+
+def test_the_ramp_follows_the_zoom(opened: Open, page: str, profile: mt.Profile) -> None:
+    tab = opened(page)
+    tab.page.get_by_label("Size", exact=True).select_option("macs")
+    tab.page.get_by_label("Colour", exact=True).select_option("macs")
+    brightest = "nodes => nodes.map(node => [node.ariaLabel.split(', ')[0], node.style.background])"
+    assert f"{count(profile.total.macs)} (MACs)" in tab.texts(".ramp")[0]
+    before = dict(tab.page.locator(".icicle .node").evaluate_all(brightest))
+    tab.page.locator(".icicle").get_by_text("layer2", exact=True).click()
+    assert f"{count(profile['layer2'].macs)} (MACs, the most in layer2)" in tab.texts(".ramp")[0]
+    after = dict(tab.page.locator(".icicle .node").evaluate_all(brightest))
+    assert before["layer2"] != after["layer2"] == before["(root)"]
+
+
+def test_the_ramp_of_a_peak_begins_at_the_weights(opened: Open, page: str, profile: mt.Profile) -> None:
+    tab = opened(page)
+    tab.page.get_by_label("Colour", exact=True).select_option("peak_bytes")
+    weights = profile.total.param_bytes + profile.total.buffer_bytes
+    assert tab.texts(".ramp span") == [size(weights), f"{size(profile.total.peak_bytes)} (peak memory)"]
+    tab.page.get_by_label("Colour", exact=True).select_option("macs")
+    assert tab.texts(".ramp span")[0] == "0"
+
+
+def test_the_table_fits_1280_pixels(opened: Open, profile: mt.Profile) -> None:
+    measured: dict[str, Any] = {name: 1 for name, metric in METRICS.items() if metric.requires and metric.value is None}
+    rows = tuple(replace(row, **measured) for row in profile)
+    peaks = tuple(replace(row, measured_peak_bytes=row.peak_bytes) for row in profile)
+    for one in (profile, replace(profile, calls=rows), replace(profile, calls=peaks)):
+        tab = opened(one.to_html(), width=1280)
+        assert tab.page.locator("#layers thead th").count() > 6
+        assert tab.page.locator("#grid").evaluate("grid => grid.scrollWidth <= grid.clientWidth")
+        cut_off = "cells => cells.filter(cell => cell.scrollWidth > cell.clientWidth).map(cell => cell.textContent)"
+        assert tab.page.locator("#layers thead button, #layers tbody tr:first-child td").evaluate_all(cut_off) == []
+        assert tab.page.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
 def plain(*inside: nn.Module) -> mt.Profile:
@@ -206,6 +291,7 @@ def test_the_tree_says_what_is_not_known_and_what_costs_nothing(opened: Open) ->
     assert set(widths(tab)) == {"(root)", "2"}
     reason = "– MACs of 1 call not known (no formula is known for its operators): 0."  # noqa: RUF001
     assert tab.texts(".left") == [f"{reason} 1 call costs nothing."]
+    tab.page.get_by_label("Colour", exact=True).select_option("same")
     assert "; grey: not known" in tab.texts(".ramp")[0]
     many = plain(*(nn.Linear(8, 8) for _ in range(9)))
     tab = opened(costing(many, "macs", {str(at): None for at in range(7)}).to_html())
@@ -334,7 +420,7 @@ def test_names_are_readable_however_deep(opened: Open) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_table_that_goes_on_to_the_right_fades_there(opened: Open, page: str, scheme: str) -> None:
-    tab = opened(page, color_scheme=scheme)
+    tab = opened(page, color_scheme=scheme, width=700)
     fades = "grid => getComputedStyle(grid).maskImage !== 'none'"
     grid = tab.page.locator("#grid")
     grid.scroll_into_view_if_needed()
@@ -351,7 +437,8 @@ SPY = """() => {
   const real = uPlot;
   window.charts = {};
   window.uPlot = Object.assign(function (options, data, place) {
-    return charts[place.closest("section").id.slice(8)] = new real(options, data, place);
+    const isPayload = place.className === "payload";
+    return charts[place.closest("section").id.slice(8) + (isPayload ? ":sent" : "")] = new real(options, data, place);
   }, real);
 }"""
 
@@ -364,13 +451,13 @@ def spied(tab: Tab) -> Tab:
     return tab
 
 
-def test_the_roof_has_its_corner_and_reaches_both_ends(opened: Open, page: str) -> None:
+def test_the_roof_has_its_corner_and_reaches_both_ends(opened: Open, page: str, profile: mt.Profile) -> None:
     tab = spied(opened(page))
-    x, one, other, roof = tab.page.evaluate("charts.roofline.data.map(series => [...series])")
-    rates = [(at, y) for at, *ys in zip(x, one, other, strict=True) for y in ys if y is not None]
-    peak, speed = max(y for _, y in rates), max(y / at for at, y in rates)
-    corner = min(range(len(x)), key=lambda at: abs(x[at] - peak / speed))
-    assert (x[corner], roof[corner]) == pytest.approx((peak / speed, peak))
+    x, roof = tab.page.evaluate("charts.roofline.data.map(series => [...series])")
+    layers = [row for row in profile if row.height == 1 and row.flops and row.moved_bytes and row.time_s]
+    peak = max(row.flops / row.time_s for row in layers)  # type: ignore[operator]
+    speed = max(row.moved_bytes / row.time_s for row in layers)  # type: ignore[operator]
+    assert (x[1], roof[1]) == pytest.approx((peak / speed, peak))
     assert x == sorted(x)
     assert [x[0], x[-1]] == tab.page.evaluate("[charts.roofline.scales.x.min, charts.roofline.scales.x.max]")
     assert roof == pytest.approx([min(peak, at * speed) for at in x])
@@ -382,10 +469,15 @@ def test_every_operator_has_its_width_and_its_number_on_the_axis(opened: Open) -
         assert profile.timeline
         live = list(profile.timeline.live_bytes)
         tab = spied(opened(profile.to_html()))
-        tab.page.get_by_label("leave out what the model holds").set_checked(False)
-        x, y = tab.page.evaluate("charts.memory.data.map(series => [...series])")
+        for is_from_zero in (False, True):
+            tab.page.get_by_label("from zero").set_checked(is_from_zero)
+            low, high = tab.page.evaluate("[charts.memory.scales.y.min, charts.memory.scales.y.max]")
+            assert low < max(live) < high
+            assert (low == 0) >= is_from_zero
+        x, y, weights = tab.page.evaluate("charts.memory.data.map(series => [...series])")
         assert x == [at + 0.5 for at in range(len(live) + 1)]
         assert y == [*live, live[-1]]
+        assert set(weights) == {profile.total.param_bytes}
         assert tab.page.evaluate("charts.memory.axes[0]._values") == [str(at + 1) for at in range(len(live))]
         chart = tab.page.locator("[id='section:memory'] .u-over")
         box = chart.bounding_box()
@@ -459,6 +551,103 @@ def test_the_best_cut_is_the_one_that_the_plan_names(
     view.screenshot(path=ARTIFACTS / "explorer.png")
 
 
+@pytest.fixture(scope="module")
+def many_cuts() -> tuple[mt.Profile, mt.Cuts]:
+    """Those of 12 blocks of 15 layers, so 192 cuts with those at the ends of blocks."""
+    blocks = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(15))) for _ in range(12))
+    model = nn.Sequential(*blocks).eval()
+    return timed(mt.profile(model, "2x8")), mt.cuts(model, "2x8")
+
+
+def test_many_cuts_are_grouped_by_module_and_opened_by_a_click(
+    opened: Open, many_cuts: tuple[mt.Profile, mt.Cuts]
+) -> None:
+    profile, cuts = many_cuts
+    assert len(cuts) == 192
+    tab = spied(opened(profile.to_html(cuts=cuts)))
+    chart = tab.page.locator("[id='section:explorer'] .chart")
+    widest = "Math.abs(charts.explorer.valToPos(1, 'x') - charts.explorer.valToPos(0, 'x'))"
+    values = "charts['explorer:sent'].axes[0]._values"
+    assert {f"{at} ▸" for at in range(11)} <= set(tab.page.evaluate(values))
+    assert int(chart.get_attribute("data-bars")) < 40
+    assert tab.page.evaluate(widest) > 12
+    place = tab.page.evaluate(f"{values}.indexOf('3 ▸')")
+    over = tab.page.locator("[id='section:explorer'] .bars .u-over")
+    x = tab.page.evaluate("at => charts.explorer.valToPos(at, 'x')", place)
+    over.hover(position={"x": x, "y": 100})
+    assert "the best of 16 cuts in 3: click to see them" in tab.texts(".tip")[0]
+    over.click(position={"x": x, "y": 100})
+    assert chart.get_attribute("data-bars") == "16"
+    assert tab.texts("[id='section:explorer'] .crumbs button") == ["all 192 cuts", "3"]
+    assert tab.page.evaluate(values) == [*(f"3.{at}" for at in range(15)), "3"]
+    tab.page.locator("[id='section:explorer'] .crumbs button").first.click()
+    assert tab.texts("[id='section:explorer'] .crumbs button") == ["all 192 cuts"]
+    chart.focus()
+    for key in ("ArrowRight",) * (place + 1) + ("Enter",):
+        tab.page.keyboard.press(key)
+    assert tab.texts("[id='section:explorer'] .crumbs button") == ["all 192 cuts", "3"]
+    tab.page.keyboard.press("Escape")
+    box = over.bounding_box()
+    tab.page.mouse.move(box["x"] + x, box["y"] + 50)
+    tab.page.mouse.down()
+    tab.page.mouse.move(box["x"] + x + 3 * tab.page.evaluate(widest), box["y"] + 60, steps=4)
+    tab.page.mouse.up()
+    assert tab.texts("[id='section:explorer'] .crumbs button")[-1] == "3 to 6"
+    tab.page.locator("[id='section:explorer']").screenshot(path=ARTIFACTS / "many-cuts.png")
+
+
+def test_a_bar_of_the_explorer_shows_its_row(opened: Open, page: str, profile: mt.Profile, cuts: mt.Cuts) -> None:
+    tab = spied(opened(page))
+    plan = mt.plan(cuts, edge=profile, cloud=timed(profile, speed=10.0), link=mt.Link("20Mbps", rtt="15ms"))
+    names = tab.page.evaluate("charts['explorer:sent'].axes[0]._values")
+    x = tab.page.evaluate("at => charts.explorer.valToPos(at, 'x')", names.index("layer2.0.conv2"))
+    tab.page.locator("[id='section:explorer'] .bars .u-over").hover(position={"x": x, "y": 100})
+    one = plan["layer2.0.conv2"]
+    rows = dict(text.split("\t") for text in tab.texts(".tip tr"))
+    assert rows == {
+        "edge": seconds(one.seconds("run", where="edge")),
+        "link": seconds(one.seconds("encode", "send", "decode", "back")),
+        "cloud": seconds(one.seconds("run", where="cloud")),
+        "total": seconds(one.latency_s),
+        "sends": size(sum(one.sent_bytes)),
+    }
+
+
+def test_axis_labels_keep_what_differs(opened: Open) -> None:
+    model = nn.Sequential()
+    inner = nn.Sequential()
+    for at in range(6):
+        inner.add_module(f"encoder_layer_with_a_long_name_{at}", nn.Linear(8, 8))
+    model.add_module("encoder", nn.Sequential(inner))
+    model.add_module("head", nn.Linear(8, 8))
+    tab = spied(opened(timed(mt.profile(model.eval(), "2x8")).to_html(cuts=mt.cuts(model.eval(), "2x8"))))
+    labels = tab.page.evaluate("charts['explorer:sent'].axes[0]._values")
+    assert len(set(labels)) == len(labels) > 6
+    ends = [label for label in labels if label.endswith(("name_0", "name_5"))]
+    assert ends == ["encode…h_a_long_name_0", "encode…h_a_long_name_5"]
+
+
+def test_labels_of_marks_are_above_the_plot(opened: Open, page: str) -> None:
+    tab = opened(page)
+    look_at_all(tab)
+    tab.page.evaluate(
+        """() => {
+          window.written = [];
+          const real = CanvasRenderingContext2D.prototype.fillText;
+          CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...rest) {
+            const plot = this.canvas.closest(".uplot").querySelector(".u-over");
+            written.push([text, y, plot.offsetTop * devicePixelRatio]);
+            return real.call(this, text, x, y, ...rest);
+          };
+        }"""
+    )
+    tab.page.emulate_media(color_scheme="dark")
+    tab.until("written.some(([text]) => text.startsWith('best:'))")
+    marks = [one for one in tab.page.evaluate("written") if one[0].startswith(("best:", "peak "))]
+    assert {text.split()[0] for text, _, _ in marks} == {"best:", "peak"}
+    assert all(bottom < top for _, bottom, top in marks)
+
+
 def test_a_line_that_is_off_the_scale_is_said(opened: Open, page: str) -> None:
     tab = opened(page)
     tab.page.locator("[id='section:explorer'] .view").scroll_into_view_if_needed()
@@ -467,7 +656,7 @@ def test_a_line_that_is_off_the_scale_is_said(opened: Open, page: str) -> None:
     assert "all on the edge" in tab.texts(legend)
     for name, value in {"bandwidth_bps": 10, "rtt_s": -4, "edge": -2, "cloud": 3}.items():
         tab.slide(name, value)
-    tab.page.wait_for_timeout(100)
+    tab.page.locator(legend, has_text="all on the edge: ").wait_for()
     takes = re.search(r"All on the edge takes (.*?),", tab.texts(".verdict")[0])
     assert takes
     assert f"all on the edge: {takes[1]}, off the scale" in tab.texts(legend)
@@ -503,6 +692,7 @@ def test_it_fits_a_telephone_and_both_schemes(opened: Open, page: str, scheme: s
     tab = opened(page, width=400, color_scheme=scheme)
     look_at_all(tab)
     assert tab.page.evaluate("document.documentElement.scrollWidth") <= 400
+    assert tab.texts("#layers thead th")[:2] == ["call", "time"]
     paper = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") is (scheme == "light")
     tab.page.evaluate("scrollTo(0, 0)")
@@ -518,7 +708,23 @@ def test_it_prints_every_row(opened: Open, page: str, profile: mt.Profile) -> No
     tab.page.emulate_media(media="print")
     tab.page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert len(tab.names()) == len(profile)
-    assert tab.page.locator("[id='section:explorer'] canvas").count() == 1
+    assert tab.page.locator("details:not(.menu):not([open])").count() == 0
+    for hidden in (".toc", ".controls", ".sliders input"):
+        assert not any(tab.page.locator(hidden).evaluate_all("all => all.map(one => one.offsetParent !== null)"))
+    tab.page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert tab.page.locator("details[open]").count() == 0
+
+
+def test_a_capture_of_the_whole_page_has_every_chart(opened: Open, page: str) -> None:
+    tab = opened(page)  # nothing is scrolled into view
+    blank = """canvas => {
+      const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+      return new Set(new Uint32Array(data.buffer)).size < 5;
+    }"""
+    for name in ("memory", "roofline", "explorer"):
+        canvases = tab.page.locator(f"[id='section:{name}'] .uplot canvas").all()
+        assert canvases
+        assert not any(canvas.evaluate(blank) for canvas in canvases)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def rows(table: str) -> list[list[str]]:
 
 
 GOLDEN = """\
-Sequential on Inputs(4x6:float32)
+Sequential on input 4x6
 call   ┃ module     ┃ output ┃ params ┃ MACs ┃ FLOPs ┃ FLOPs share  ┃ moved B ┃ peak B
 ━━━━━━━╇━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━╇━━━━━━━╇━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━
 (root) │ Sequential │ 4x3    │     83 │  288 │   652 │ ████ 100.0 % │     988 │    604
@@ -60,7 +60,7 @@ def test_the_tree_is_indented_and_ends_with_the_total(p: mt.Profile) -> None:
 
 def test_tied_parameters_are_in_brackets(p: mt.Profile) -> None:
     (head,) = [line for line in rows(str(p)) if line[0] == "lm_head"]
-    assert "(2,048)" in head
+    assert "(2.05)" in head
     assert "parameters in brackets are counted elsewhere" in str(p)
 
 
@@ -184,9 +184,7 @@ def test_it_is_said_where_rows_are_without_the_layers_inside_them(p: mt.Profile)
         assert "(own): without the layers inside it, which have rows of their own" in text(p, view)
 
 
-def test_numbers_of_a_column_have_one_unit_unless_the_small_would_be_lost(
-    p: mt.Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_of_a_column_have_one_unit(p: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     def timed(*seconds: float) -> list[str]:
         calls = tuple(replace(row, time_s=time) for row, time in zip(p.calls, seconds, strict=False))
         table = text(replace(p, calls=calls), RowSelection(columns=("time",), depth=1))
@@ -195,8 +193,8 @@ def test_numbers_of_a_column_have_one_unit_unless_the_small_would_be_lost(
 
     monkeypatch.setenv("COLUMNS", "80")
     assert timed(2.05e-3, 396e-6) == ["time ms", "2.05", "0.40", "2.05"]
-    assert timed(2.05e-3, 4.1e-6) == ["time us", "2,050.0", "4.1", "2,050.0"]
-    assert timed(2.05, 0.0, 4.1e-9) == ["time", "2.05 s", "0 s", "4 ns", "2.05 s"]
+    assert timed(2.05e-3, 4.1e-6) == ["time ms", "2.05", "<0.01", "2.05"]
+    assert timed(2.05, 0.0, 4.1e-9) == ["time s", "2.05", "0", "<0.01", "2.05"]
 
 
 def test_times_have_the_bars_where_they_were_measured(p: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,13 +210,13 @@ def test_a_small_model_is_counted_in_80_columns(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("COLUMNS", "80")
     head = str(mt.profile(*zoo.build("tiny-resnet"))).splitlines()[1]
     assert [cell.strip() for cell in head.split("┃")] == [
-        *["call", "module", "params", "MACs k", "FLOPs k", "FLOPs share"],
+        *["call", "module", "params k", "MACs M", "FLOPs M", "FLOPs share"],
     ]
 
 
 def test_views_choose_columns(p: mt.Profile) -> None:
     head = text(p, RowSelection(columns=("macs", "madds", "intensity", "dtype", "inputs"))).splitlines()[1]
-    assert [cell.strip() for cell in head.split("┃")] == ["call", "MACs k", "MAdds k", "FLOPs/B", "dtype", "input"]
+    assert [cell.strip() for cell in head.split("┃")] == ["call", "MACs k", "MAdds M", "FLOPs/B", "dtype", "input"]
     with pytest.raises(BadQuery, match="^no column 'speed': did you mean 'spread'\\? expected one of type, "):
         text(p, RowSelection(columns=("speed",)))
     with pytest.raises(BadQuery, match=r"^no column 'flop': did you mean 'flops'\? expected one of type, "):
@@ -236,21 +234,24 @@ def test_the_runtime_of_an_accelerator_is_that_of_its_backend(p: mt.Profile) -> 
 
 
 def test_sorting_by_what_is_known_of_no_call_is_an_error_that_says_what_to_add(p: mt.Profile) -> None:
-    with pytest.raises(BadQuery, match=r"no row has a value of 'time' to sort by: add --time \(in Python measure="):
+    with pytest.raises(BadQuery, match=r"no row has a value of 'time' to sort by: add measure=\[\"time\"\]$"):
         text(p, RowSelection(sort="time"))
-    with pytest.raises(BadQuery, match="add --load"):
+    with pytest.raises(BadQuery, match=r"add measure=\[\"load\"\]"):
         text(p, RowSelection(sort="cpu"))
-    with pytest.raises(BadQuery, match="add --energy"):
+    with pytest.raises(BadQuery, match=r"add measure=\[\"energy\"\]"):
         csv(p, RowSelection(by="module", sort="energy_share"))
     plain = mt.profile(nn.Linear(2, 2), "1x2")
-    with pytest.raises(BadQuery, match="add --backward"):
+    with pytest.raises(BadQuery, match="add backward=True"):
         markdown(plain, RowSelection(sort="backward_macs"))
     with pytest.raises(BadQuery, match=r"no formula is known for aten.cholesky_solve.default"):
         text(mt.profile(Solves(), "3x3"), RowSelection(sort="macs"))
 
 
 def test_a_large_model_is_shown_as_deep_as_there_is_room() -> None:
-    deep = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.ReLU())) for _ in range(30)))
+    blocks = [nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.ReLU())) for _ in range(30)]
+    for block in blocks[::2]:
+        block.append(nn.Identity())  # or they would be identical
+    deep = nn.Sequential(*blocks)
     shown = str(mt.profile(deep, "1x2"))
     assert "shown to depth 1 of 3" in shown
     assert len(rows(shown)) == 32
@@ -258,7 +259,7 @@ def test_a_large_model_is_shown_as_deep_as_there_is_room() -> None:
 
 def test_markdown_keeps_the_tree_and_what_it_rests_on(p: mt.Profile) -> None:
     lines = markdown(p).splitlines()
-    assert lines[0] == r"**Decoder on Inputs(input\_ids=2x12:int64)**"
+    assert lines[0] == r"**Decoder on input\_ids 2x12:int64**"
     assert lines[2].startswith("| call | module | output | params | MACs | FLOPs |")
     assert sum(line.startswith("|") for line in lines) == len(p) + 3
     assert "\N{NO-BREAK SPACE}\N{NO-BREAK SPACE}`tokens`" in lines[5]

@@ -24,8 +24,10 @@ def forms_asked_for() -> set[str]:
                 and isinstance(node.func, ast.Name)
                 and node.func.id in ("render", "find_renderer")
             ):
-                form = ast.unparse(node.args[0]).lstrip("f").strip("'\"")
-                found |= {form.replace("{result.kind}", kind) for kind in _KINDS}
+                for argument in node.args:
+                    form = ast.unparse(argument).lstrip("f").strip("'\"")
+                    if isinstance(argument, ast.Constant | ast.JoinedStr):
+                        found |= {form.replace("{result.kind}", kind) for kind in _KINDS}
     return found
 
 

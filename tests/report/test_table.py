@@ -116,7 +116,7 @@ def test_bars_marks_units_totals_and_lists_are_drawn_so(monkeypatch: pytest.Monk
 
 def test_html_escapes_names_and_draws_bars() -> None:
     columns = (Column("a\n<b>"), Column("c"))
-    report = Report("<t>", (Table(columns, (Line(("<x>", Segments(((0.5, 1),), "<tip>"))),)),), ("<note>",))
+    report = Report("<t>", (Table(columns, (Line(("<x>", Segments(((0.5, "#123456"),), "<tip>"))),)),), ("<note>",))
     html = page(report)
     for escaped in ("&lt;t&gt;", "a &lt;b&gt;", "&lt;x&gt;", "&lt;tip&gt;", "&lt;note&gt;"):
         assert escaped in html
@@ -124,6 +124,7 @@ def test_html_escapes_names_and_draws_bars() -> None:
     assert "<x>" not in html
 
 
-def test_names_are_shortened_in_the_middle() -> None:
-    assert shorten("encoder.layer.11.attention.output", 20) == "encode…ention.output"
+def test_names_are_shortened_and_keep_their_indices() -> None:
+    assert shorten("encoder.layer.11.attention.output", 20) == "en…la…11.at…output"
+    assert shorten("encoder.layer.11.attention.output", 10) == "enc…output"  # no room for the index
     assert len(shorten(" " * 30 + "x" * 30, 20)) == 20

@@ -82,9 +82,9 @@ def test_json_has_raw_numbers(p: mt.Profile) -> None:
     assert len(data["top"]["params"]["layers"]) == 2
 
 
-def test_the_largest_number_has_three_digits_in_the_unit_of_all() -> None:
+def test_the_unit_of_all_is_that_of_the_largest_number() -> None:
     scale = scale_of_largest([1536.0, 10 * 1024.0], "bytes")
-    assert (scale.unit, scale.write(1536.0), scale.write(10240.0)) == ("KiB", "1.5", "10.0")
+    assert (scale.unit, scale.write(1536.0), scale.write(10240.0)) == ("KiB", "1.50", "10.00")
     assert scale_of_largest([], "seconds").write(None) == "–"  # noqa: RUF001
     assert scale_of_largest([0.0], "joules").write(0.0) == "0"
     assert scale_of_largest([12.0], "count") == (1.0, "", 0)

@@ -20,7 +20,7 @@ from microtome.report.formats import csv, markdown, text
 from microtome.report.row_selection import RowSelection
 from microtome.report.top import as_json
 from microtome.report.top import text as of_top
-from microtome.results.metrics import METRICS, CallAmounts, Metric, register_metric, why_unknown
+from microtome.results.metrics import METRICS, CallAmounts, Metric, on_command_line, register_metric, why_unknown
 
 #: Twice the bytes that are read: 2 x 4 x (2 x 4 + 4 x 8 + 8) for the first layer below.
 TWICE = Metric(
@@ -97,4 +97,6 @@ def test_a_metric_that_is_missing_names_the_option_that_gives_it(name: str) -> N
     metric = METRICS[name]
     assert metric.requires is not None
     assert metric.of(net().total) is None
-    assert why_unknown(net(), metric).startswith(f"add {metric.requires.option} (in Python {metric.requires.argument}")
+    assert why_unknown(net(), metric) == f"add {metric.requires.argument}"
+    with on_command_line():
+        assert why_unknown(net(), metric) == f"add {metric.requires.option}"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
 
-from microtome.errors import Unsupported
+from microtome.engine.argument_names import describe_arguments
+from microtome.engine.selectors import check_model, path_aliases, unwrap_model
+from microtome.errors import BadInputs, Unsupported
+from microtome.example_inputs import example_inputs
 from microtome.inputs import Inputs
 from microtome.trace.trace import record
 
@@ -20,10 +23,14 @@ if TYPE_CHECKING:
     from microtome.profile.measurement import MeasurementSpec
     from microtome.profile.passes import Progress
     from microtome.results.profile import Coverage, Profile
+    from microtome.results.summary import ModelSummary
     from microtome.results.trace import Trace
     from microtome.trace.costs import TraceCosts
 
 
+@overload
+def profile(model: nn.Module) -> Profile | ModelSummary: ...
+@overload
 def profile(
     model: nn.Module,
     inputs: Any,
@@ -41,13 +48,33 @@ def profile(
     energy: Literal["share", "replay"] | EnergyModel = "share",
     meter: Meter | str | None = None,
     progress: Progress | None = None,
-) -> Profile:
+) -> Profile: ...
+def profile(
+    model: nn.Module,
+    inputs: Any = ...,
+    *,
+    backward: bool = False,
+    convention: str = "microtome",
+    strict: bool = False,
+    fake: bool | None = None,
+    measure: Collection[str] = (),
+    depth: int | None = None,
+    warmup: int | None = None,
+    repeat: int = 30,
+    budget_s: float = 20.0,
+    device_time: DeviceTimeMethod = "kernels",
+    energy: Literal["share", "replay"] | EnergyModel = "share",
+    meter: Meter | str | None = None,
+    progress: Progress | None = None,
+) -> Profile | ModelSummary:
     """Count the parameters, MACs, FLOPs and bytes of each call of a model, and measure more if asked to.
 
     Counting computes nothing where the model can run on meta or fake tensors.
 
     Args:
-        inputs: A tensor, a tuple, a dict, an `Inputs`, or a string such as `"1x3x224x224"`.
+        inputs: A tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`; see `Inputs`. If left out,
+            models of torchvision, timm and transformers run on example inputs, and other models do not run: the result
+            is a `ModelSummary` of their modules and parameters.
         backward: Also count the backward of the sum of the outputs, and the memory saved for it.
         convention: The definition of a FLOP: `"microtome"` (twice the MACs, and every other operation), or that of
             `"torchvision"`, `"fvcore"`, `"ptflops"` or `"torchstat"`.
@@ -92,7 +119,20 @@ def profile(
             backward=backward,
         )
     priced_by = find_convention(convention)
-    run = Inputs.of(inputs)
+    check_model(model)
+    if inputs is ...:
+        example = example_inputs(unwrap_model(model))
+        if example is None:
+            if spec is not None or backward or strict:
+                raise BadInputs(
+                    f"no example inputs are known for a {type(model).__name__}: pass inputs, such as (1, 3, 224, 224), "
+                    "to measure it, to count its backward, or to check its operators"
+                )
+            from microtome.profile.summary import summarize
+
+            return summarize(model)
+        inputs = example
+    run = Inputs.of(inputs, model)
     trace, costs = record(model, run, backward=backward, fake=fake)
     static = profile_trace(trace, costs, model, run, priced_by, backward=backward)
     if strict and static.coverage.unknown:
@@ -114,12 +154,13 @@ def profile_trace(
     builder = ProfileBuilder(trace, costs, model, convention, backward=backward)
     return Profile(
         model=type(model).__name__,
-        inputs=repr(inputs),
+        inputs=describe_arguments(model, inputs),
         convention=convention.name,
         how=f"{trace.how.tensor_mode} tensors" + (f" ({trace.how.why})" if trace.how.why else ""),
         coverage=builder.coverage(),
         calls=builder.rows(),
         timeline=builder.timeline(),
+        aliases=path_aliases(model),
         gradients=backward or (torch.is_grad_enabled() and any(one.requires_grad for one in model.parameters())),
     )
 

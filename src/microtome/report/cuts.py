@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from math import inf
+from typing import Any, get_args
 
-from microtome.report.row_selection import fitting_depth
-from microtome.report.table import Bar, Cell, Column, Line, Medium, Names, Note, Report, Table, text
-from microtome.results.cuts import Cut, Cuts, Live
+from microtome.report.capping import cap, with_gaps
+from microtome.report.row_selection import fitting_depth, no_column
+from microtome.report.table import Bar, Cell, Column, Line, Medium, Names, Note, Report, Table, gap, text
+from microtome.results.cuts import By, Cut, Cuts, Live
 from microtome.results.rows import group
 from microtome.units import count, plural, shape, size, some
 
@@ -30,28 +33,42 @@ class CutSelection:
     Attributes:
         depth: Those at calls down to this depth; None: as deep as there is room for, and those that are marked.
         every: All of them.
+        sort: Order by this quantity, the least first, and by default show all.
+        top: Show only the first rows.
+        columns: The names of the columns; () for those that fit the terminal.
     """
 
     depth: int | None = None
     every: bool = False
+    sort: str | None = None
+    top: int | None = None
+    columns: tuple[str, ...] = ()
 
 
 def report(cuts: Cuts, view: CutSelection | None = None, medium: Medium = "terminal") -> Report:
     """Describe the cuts and the refused places; Markdown has every cut."""
     view = view or CutSelection()
-    if medium == "markdown":
-        view = CutSelection(view.depth, every=view.depth is None)
-    rows = _select_rows(cuts, view)[: _NOTEBOOK_ROWS if medium == "html" else None]
+    if medium == "markdown" and view.depth is None:
+        view = replace(view, every=True)
+    selected = _select_rows(cuts, view)
+    # The fewer bytes cross, the better is a cut.
+    kept = cap([-cut.nbytes for cut in selected], _NOTEBOOK_ROWS) if medium == "html" else range(len(selected))
+    rows = [selected[index] for index in kept]
     most = max(cuts.input_bytes, cuts.output_bytes, *(cut.nbytes for cut in rows), 1)
     columns = _columns(most, medium)
     table = Table.of(
         columns, rows, lambda cut: _MARK if cut.dominates else " ", lambda cut: "bold" if cut.dominates else ""
     )
+    filled = with_gaps(kept, table.lines, len(selected))
+    lines = tuple(line if isinstance(line, Line) else gap(line, len(columns) - 1) for line in filled)
+    table = replace(table, lines=lines)
     notes: list[str | Note] = [*_notes(cuts, view, rows, _MARK if medium == "terminal" else "bold")]
     if medium == "terminal":
-        table = replace(table, lines=_between_ends(cuts, table.lines, most))
+        if view.sort is None:
+            table = replace(table, lines=_between_ends(cuts, table.lines, most))
         if any(live.source == cut.at for cut in rows for live in cut.live):
             notes.append(Note("itself: the output of the call at the cut", (columns[-1],)))
+    table = table.with_columns(view.columns)
     figures = [("cuts", str(len(cuts))), ("input", size(cuts.input_bytes)), ("output", size(cuts.output_bytes))]
     figures += [("fewest bytes", f"{size(cuts.best().nbytes)} at {cuts.best().at}")] if len(cuts) else []
     return Report(_title(cuts), (table,) if rows else (), (*notes, *_refusals(cuts)), figures=tuple(figures))
@@ -68,7 +85,7 @@ def details(cut: Cut, cuts: Cuts) -> str:
     crossing = f"{size(cut.nbytes)} cross; the input has {size(cuts.input_bytes)}"
     head = f"{count(cut.head_macs)} MACs, {count(cut.head_params)} parameters ({size(cut.head_param_bytes)})"
     tail = f"{count(cut.tail_macs)} MACs, {count(cut.tail_params)} parameters ({size(cut.tail_param_bytes)})"
-    title = f"{cuts.model} cut at {cut.at} ({cut.type}): {crossing}"
+    title = f"{cuts.title} cut at {cut.at} ({cut.type}): {crossing}"
     return text(Report(title, (Table.of(columns, cut.live),), (f"head: {head}", f"tail: {tail}")))
 
 
@@ -135,12 +152,22 @@ def _crossing(cut: Cut, medium: Medium) -> tuple[str, ...]:
 
 
 def _select_rows(cuts: Cuts, view: CutSelection) -> list[Cut]:
-    if view.every:
-        return list(cuts)
+    rows = list(cuts)
     if view.depth is not None:
-        return [cut for cut in cuts if cut.depth <= view.depth]
-    depth = _depth(cuts)
-    return [cut for cut in cuts if cut.depth <= depth or cut.dominates]
+        rows = [cut for cut in cuts if cut.depth <= view.depth]
+    elif not view.every and view.sort is None:
+        depth = _depth(cuts)
+        rows = [cut for cut in cuts if cut.depth <= depth or cut.dominates]
+    if view.sort is not None:
+        rows = sorted(rows, key=partial(_sort_key, by=view.sort))
+    return rows[: view.top]
+
+
+def _sort_key(cut: Cut, by: str) -> float:
+    if by not in get_args(By):
+        raise no_column(by, " to sort by", get_args(By))
+    value = getattr(cut, "nbytes" if by == "bytes" else by)
+    return inf if value is None else value
 
 
 def _depth(cuts: Cuts) -> int:
@@ -153,12 +180,12 @@ def _depth(cuts: Cuts) -> int:
 def _title(cuts: Cuts) -> str:
     refused = f", {len(cuts.refused)} places refused" if cuts.refused else ""
     inputs = ", ".join(map(_input, cuts.inputs)) or "no tensor"
-    return f"{cuts.model} on {inputs}: {plural(len(cuts), 'cut')}{refused}"
+    return f"{cuts.title} on {inputs}: {plural(len(cuts), 'cut')}{refused}"
 
 
 def _input(live: Live) -> str:
-    name = "" if live.name.startswith("args[") else f"{live.name}="
-    return f"{name}{shape(live.shape)}:{live.dtype}"
+    name = "" if live.name.startswith("args[") else f"{live.name} "
+    return f"{name}{shape(live.shape)}{'' if live.dtype == 'float32' else f':{live.dtype}'}"
 
 
 def _notes(cuts: Cuts, view: CutSelection, rows: Sequence[Cut], mark: str) -> Iterator[str]:
@@ -169,7 +196,9 @@ def _notes(cuts: Cuts, view: CutSelection, rows: Sequence[Cut], mark: str) -> It
         yield f"fewest bytes: {best.at}, {size(best.nbytes)}; {fewer}"
     if any(cut.dominates for cut in rows):
         yield f"{mark}: sends fewer bytes than every cut before it"
-    if len(rows) < len(cuts):
+    if len(rows) < len(cuts) and (view.sort is not None or view.top is not None):
+        yield f"shown: {len(rows)} of {len(cuts)} cuts"
+    elif len(rows) < len(cuts):
         marked = f" and those marked {_MARK}" if view.depth is None else ""
         depth = _depth(cuts) if view.depth is None else view.depth
         yield f"shown: {len(rows)} of {len(cuts)} cuts, those to depth {depth}{marked}"

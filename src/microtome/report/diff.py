@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import isinf
 from typing import Any
 
+from microtome.report.row_selection import no_column
 from microtome.report.table import Column, Line, Medium, Report, Styled, Table
 from microtome.results.diff import Diff, LayerChange, MetricChange
 from microtome.results.metrics import compared_metrics
-from microtome.units import UNKNOWN, write
+from microtome.units import UNKNOWN, plural, write
 
 #: The most layers on a terminal and in Markdown.
 _LAYERS = 30
@@ -18,17 +20,66 @@ _FOLDED = 12
 _MINUS = "\N{MINUS SIGN}"
 
 
-def report(diff: Diff, medium: Medium = "terminal") -> Report:
+@dataclass(frozen=True)
+class ChangeSelection:
+    """The changes that the table of layers shows.
+
+    Attributes:
+        depth: Layers down to this depth.
+        sort: Order layers by the absolute change of this metric, the largest first; leave out those without it.
+        top: Show so many layers.
+        columns: Show the changes of these metrics.
+    """
+
+    depth: int | None = None
+    sort: str | None = None
+    top: int | None = None
+    columns: tuple[str, ...] = ()
+
+
+def report(diff: Diff, view: ChangeSelection | None = None, medium: Medium = "terminal") -> Report:
     """Describe the totals, and the layers that changed the most; Markdown folds a long list of them."""
+    view = view or ChangeSelection()
+    layers = _select_layers(diff, view)
+    most = _LAYERS if view.top is None else view.top
     changes = (Column("before"), Column("after"), Column("change"))
-    totals = tuple(Line((name_of(change), *_cells(change))) for change in diff.totals)
+    shown = [change for change in diff.totals if not view.columns or change.quantity in view.columns]
+    totals = tuple(Line((name_of(change), *_cells(change))) for change in shown)
     tables = [Table((Column("total", align="left"), *changes), totals)]
-    if diff.layers:
+    if layers:
         columns = (Column("layer", align="left", is_name=True), Column("", align="left", wraps=True), *changes)
-        lines = tuple(line for layer in diff.layers[:_LAYERS] for line in _lines(layer))
-        tables.append(Table(columns, lines, summary=_changed(diff) if len(diff.layers) >= _FOLDED else ""))
+        lines = tuple(line for layer in layers[:most] for line in _lines(layer))
+        tables.append(Table(columns, lines, summary=_changed(diff) if len(layers) >= _FOLDED else ""))
     title = diff.after if diff.before == diff.after else f"{diff.before}, then {diff.after}"
-    return Report(title, tuple(tables), tuple(_notes(diff)))
+    changed = [(name_of(change), growth(change)) for change in diff.totals if change.growth]
+    figures = (*changed, ("layers", _changed(diff)))
+    return Report(title, tuple(tables), tuple(_notes(diff, len(layers), most)), figures=figures)
+
+
+def _select_layers(diff: Diff, view: ChangeSelection) -> list[LayerChange]:
+    for name in (*view.columns, *([] if view.sort is None else [view.sort])):
+        if name not in compared_metrics():
+            raise no_column(name, " to compare", compared_metrics())
+    layers = [layer for layer in diff.layers if view.depth is None or len(layer.address.split(".")) <= view.depth]
+    if view.columns:
+        chosen = [
+            replace(layer, changes=tuple(change for change in layer.changes if change.quantity in view.columns))
+            for layer in layers
+        ]
+        layers = [layer for layer in chosen if layer.changes]
+    if view.sort is not None:
+        sizes = {layer.address: _change_of(layer, view.sort) for layer in layers}
+        layers = [layer for layer in layers if sizes[layer.address] is not None]
+        layers.sort(key=lambda layer: -(sizes[layer.address] or 0))
+    return layers
+
+
+def _change_of(layer: LayerChange, quantity: str) -> float | None:
+    """Return the absolute change of a metric of a layer; None if it did not change."""
+    for change in layer.changes:
+        if change.quantity == quantity:
+            return abs((change.after or 0) - (change.before or 0))
+    return None
 
 
 def records(diff: Diff) -> list[dict[str, Any]]:
@@ -98,10 +149,12 @@ def _changed(diff: Diff) -> str:
     return f"{changed or 'no layer changed'}; {diff.unchanged} as before"
 
 
-def _notes(diff: Diff) -> Iterator[str]:
+def _notes(diff: Diff, selected: int, most: int) -> Iterator[str]:
     yield f"layers: {_changed(diff)}"
-    if len(diff.layers) > _LAYERS:
-        yield f"shown: the {_LAYERS} layers that changed the most"
+    if selected > most:
+        yield f"shown: the {plural(most, 'layer')} that changed the most"
+    elif selected < len(diff.layers):
+        yield f"shown: {selected} of {plural(len(diff.layers), 'changed layer')}"
     if diff.noise:
         yield f"{diff.noise} layers took another time within what repeated passes spread by: noise"
     if any(one.is_noise and one.growth for one in diff.totals):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv as csv_format
 import io
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
-from microtome.errors import sanitize_text
+from microtome.errors import BadQuery, sanitize_text
 from microtome.report import find_renderer, table
 from microtome.report.notebook import page
 from microtome.report.table import Cell, Column, Line, Medium, Names, Report, Table, plain
@@ -26,6 +28,39 @@ def describe(result: Result, *options: Any, medium: Medium = "terminal") -> Repo
 
 def text(result: Result, *options: Any) -> str:
     return table.text(describe(result, *options))
+
+
+def show(result: Result, selection: str = "", **options: Any) -> None:
+    """Print the selected rows and columns of a result; in a notebook, display them as HTML.
+
+    Args:
+        selection: The name of the class of its options, such as `"cuts.CutSelection"`; "": it has none.
+    """
+    selected = [find_renderer(selection)(**_check_options(options))] if selection else []
+    if is_notebook():
+        display = import_module("IPython.display")
+        display.display(display.HTML(html(result, *selected)))
+    else:
+        sys.stdout.write(text(result, *selected) + "\n")
+
+
+def _check_options(options: dict[str, Any]) -> dict[str, Any]:
+    for name, least in (("depth", 0), ("granularity", 1), ("top", 1)):
+        value = options.get(name)
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise BadQuery(f"expected {name} of {least} or more, got {value!r}")
+    groups = ("module", "type", "op")
+    if options.get("by") not in (None, *groups):
+        raise BadQuery(f"expected by to be one of {', '.join(groups)}, got {options['by']!r}")
+    columns = options["columns"]
+    return options | {"columns": (columns,) if isinstance(columns, str) else tuple(columns)}
+
+
+def is_notebook() -> bool:
+    """Whether the code runs in a Jupyter kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
 
 
 def html(result: Result, *options: Any) -> str:

@@ -7,12 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from microtome.results.measurements import EnergyUse, Spread, Timing
+from microtome.results.metrics import advise
 from microtome.results.profile import Coverage, Profile
-from microtome.results.rows import group
+from microtome.results.rows import Row, group
 from microtome.units import UNKNOWN, joules, seconds, size, some, watts
 
 #: Above this ratio, measuring has changed the measured times.
 _DISTURBED = 1.05
+#: Signs of a busy machine: measured passes over bare ones below this, quartiles this far apart, calls inside a call
+#: longer than it by this, where it takes this share of the total.
+_FASTER, _WIDE, _EXCEEDED, _WEIGHT = 0.95, 0.25, 1.05, 0.1
 #: The most operators or modules that a note names.
 _NAMES = 6
 #: With fewer passes, their range covers the true median with a probability, 1 - 2 ** (1 - passes), below 95 %.
@@ -91,7 +95,34 @@ def _gpu(where: dict[str, str]) -> str:
     return "; " + ", ".join(parts)
 
 
+def _noise(profile: Profile, timing: Timing) -> Iterator[str]:
+    """Say that the times are unreliable, with the reasons; nothing if they are not."""
+    bare, reasons = timing.bare, []
+    if timing.ratio < _FASTER:
+        reasons.append("passes with time stamps were faster than bare ones")
+    if bare.q3 - bare.q1 > _WIDE * bare.median:
+        reasons.append(f"the middle half of the passes takes from {seconds(bare.q1)} to {seconds(bare.q3)}")
+    if bare.count >= FEW and (row := _exceeded(profile)) is not None:
+        reasons.append(f"the calls inside {row.address or 'the model'} took longer than it")
+    if reasons:
+        yield (
+            f"this machine was too busy for these times: {'; '.join(reasons)}. Close other programs, or measure more "
+            f"passes with {advise('repeat=', '--repeat')}"
+        )
+
+
+def _exceeded(profile: Profile) -> Row | None:
+    """Return a call of some weight that took less time than the calls inside it together."""
+    least = _WEIGHT * (profile.total.time_s or 0)
+    for row in profile:
+        inside = [child.time_s for child in profile.children(row) if child.time_s is not None]
+        if row.time_s is not None and row.time_s > least and sum(inside) > _EXCEEDED * row.time_s:
+            return row
+    return None
+
+
 def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
+    yield from _noise(profile, timing)
     bare = timing.bare
     yield (
         f"time: median of {bare.count} passes after {timing.warmups}; a bare forward takes {seconds(bare.median)} "
@@ -126,7 +157,7 @@ def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
             "may be more than that of the call around them"
         )
     if max(timing.ratio, timing.backward_ratio or 0.0) > _DISTURBED:
-        less = ": measure with a smaller depth (--depth)" if len(profile) > 1 else ""
+        less = f": measure with a smaller {advise('depth=', '--depth')}" if len(profile) > 1 else ""
         yield f"time stamps cost more than 5 %, so short calls look longer than they are{less}"
 
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import cycle
-from math import isinf
+from math import inf, isinf
 from typing import Any
 
+from rich.text import Text
+
+from microtome.errors import BadQuery
+from microtome.report.palette import LINK, device_colours
+from microtome.report.row_selection import no_column
 from microtome.report.table import Column, Medium, Report, Segments, Table
-from microtome.report.text import StackedBar, sample, stacked_bars
+from microtome.report.text import StackedBar, colour_characters, sample, stacked_bars
+from microtome.results.metrics import ENERGY
 from microtome.results.plan import Candidate, Plan
 from microtome.units import UNKNOWN, count, joules, rate, ratio, seconds, size
 
@@ -20,9 +27,25 @@ _LONGEST = 6
 _DEVICES, _BETWEEN = "█▓▒▚", "░"
 
 
-def report(plan: Plan, top: int = _ROWS, medium: Medium = "terminal") -> Report:
+@dataclass(frozen=True)
+class CandidateSelection:
+    """The candidates that a table shows.
+
+    Attributes:
+        sort: Order by this quantity, the least first, not by the objective.
+        top: Show so many, beside the winner and the whole model on one device; None: as many as there is room for.
+        columns: The names of the columns; () for those that fit the terminal.
+    """
+
+    sort: str | None = None
+    top: int | None = None
+    columns: tuple[str, ...] = ()
+
+
+def report(plan: Plan, view: CandidateSelection | None = None, medium: Medium = "terminal") -> Report:
     """Describe the winner, the candidates and the chart; files have every candidate that can be chosen."""
-    rows = _select_rows(plan, len(plan) if medium == "markdown" else 12 if medium == "html" else top)
+    view = view or CandidateSelection()
+    rows = _select_rows(plan, view, {"markdown": len(plan), "html": 12, "terminal": _ROWS}[medium])
     columns = [Column("cut", lambda one: one.name, "left"), *_columns(plan)]
     if medium == "html":
         longest = max(one.latency_s for one in rows) or 1.0
@@ -34,6 +57,7 @@ def report(plan: Plan, top: int = _ROWS, medium: Medium = "terminal") -> Report:
         lambda one: "*" if one is winner else " ",
         lambda one: "bold green" if one is winner else "dim" if one.refused else "",
     )
+    table = table.with_columns(view.columns)
     figures = [("best", winner.name), ("latency", seconds(winner.latency_s)), ("sent", size(sum(winner.sent_bytes)))]
     figures += [("energy", joules(winner.energy_j))] if winner.energy_j is not None else []
     return Report(
@@ -42,7 +66,7 @@ def report(plan: Plan, top: int = _ROWS, medium: Medium = "terminal") -> Report:
         tuple(_notes(plan, rows)),
         chart=lambda width: _chart(plan, width),
         figures=tuple(figures),
-        legend=(*plan.devices, "between"),
+        legend=(*_colours(plan).items(), ("between", LINK)),
     )
 
 
@@ -75,10 +99,28 @@ def _record(plan: Plan, candidate: Candidate) -> dict[str, Any]:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _select_rows(plan: Plan, top: int) -> list[Candidate]:
-    """Return the best, the winner, and the whole model on one device, in the plan's order."""
-    best = {id(candidate) for candidate in [one for one in plan if one.refused is None][:top]}
-    return [one for one in plan if id(one) in best or one.is_baseline or one is plan.winner]
+#: The quantities to sort by.
+_SORTS: dict[str, Callable[[Candidate], float | None]] = {
+    "latency": lambda one: one.latency_s,
+    "throughput": lambda one: one.slowest_s,
+    "energy": lambda one: one.energy_j,
+    "sent": lambda one: sum(one.sent_bytes),
+}
+
+
+def _select_rows(plan: Plan, view: CandidateSelection, most: int) -> list[Candidate]:
+    """Return the best, the winner, and the whole model on one device, in the plan's or the selected order."""
+    candidates = list(plan)
+    if view.sort is not None:
+        if view.sort not in _SORTS:
+            raise no_column(view.sort, " to sort by", _SORTS)
+        keys = {id(one): _SORTS[view.sort](one) for one in candidates}
+        if all(key is None for key in keys.values()):
+            raise BadQuery(f"no candidate has a value of {view.sort!r} to sort by: profile with {ENERGY.advice}")
+        candidates.sort(key=lambda one: inf if (key := keys[id(one)]) is None else key)
+    top = most if view.top is None else view.top
+    best = {id(candidate) for candidate in [one for one in candidates if one.refused is None][:top]}
+    return [one for one in candidates if id(one) in best or one.is_baseline or one is plan.winner]
 
 
 def _columns(plan: Plan) -> list[Column]:
@@ -107,16 +149,19 @@ def _columns(plan: Plan) -> list[Column]:
 
 
 def _segments(plan: Plan, one: Candidate, longest: float) -> Segments:
-    devices = list(plan.devices)
-    colours = [devices.index(step.where) if step.what == "run" else len(devices) for step in one.steps]
-    parts = tuple((step.seconds / longest, colour) for step, colour in zip(one.steps, colours, strict=True))
+    colours = _colours(plan)
+    parts = tuple((step.seconds / longest, colours[step.where] if step.what == "run" else LINK) for step in one.steps)
     return Segments(parts, ", ".join(f"{step.what} {step.where} {seconds(step.seconds)}" for step in one.steps))
+
+
+def _colours(plan: Plan) -> dict[str, str]:
+    return dict(zip(plan.devices, device_colours(len(plan.devices)), strict=True))
 
 
 # -- the chart ---------------------------------------------------------------------------------------------------------
 
 
-def _chart(plan: Plan, width: int) -> str:
+def _chart(plan: Plan, width: int) -> Text:
     """Draw the latency of each cut in the order of the run, as stacked bars of devices, codecs and links."""
     signs = dict(zip(plan.devices, cycle(_DEVICES), strict=False))
     bars = [
@@ -133,8 +178,10 @@ def _chart(plan: Plan, width: int) -> str:
     ]
     latencies = sorted(bar.total_s for bar in bars)
     names = " ".join(f"{sign} {name}" for name, sign in signs.items())
-    legend = f"latency in the order of the run: {names} {_BETWEEN} between"
-    return "\n".join([legend, *stacked_bars(bars, _LONGEST * latencies[len(latencies) // 2], width)])
+    colours = {signs[name]: colour for name, colour in _colours(plan).items()} | {_BETWEEN: LINK}
+    legend = colour_characters(f"latency in the order of the run: {names} {_BETWEEN} between", colours)
+    drawn = stacked_bars(bars, _LONGEST * latencies[len(latencies) // 2], width, colours)
+    return Text("\n").join([legend, *drawn])
 
 
 def _over_cuts(plan: Plan) -> list[Candidate]:
@@ -159,7 +206,7 @@ def _title(plan: Plan) -> str:
         for near, far, link in zip(devices, devices[1:], plan.links, strict=False)
     )
     chosen = f"chosen by {plan.strategy}" if plan.strategy else f"best {plan.objective}"
-    return f"{plan.model} on {plan.inputs}: {plan.winner.name} ({chosen}; {links})"
+    return f"{plan.title} on {plan.inputs}: {plan.winner.name} ({chosen}; {links})"
 
 
 def _notes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:

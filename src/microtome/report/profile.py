@@ -6,18 +6,22 @@ from dataclasses import replace
 from typing import Any
 
 from microtome.report.call_columns import AT_LEAST, OWN, CallColumn, at_least, columns_of, leaves_out, write_metric
+from microtome.report.call_tree import tree_rows
+from microtome.report.capping import cap, with_gaps
 from microtome.report.notes import profile_notes
 from microtome.report.row_selection import RowSelection, check, deepest, depth_of, rows_of, whole_tree
-from microtome.report.table import Bar, Cell, Column, Line, Medium, Note, Report, Table, plain
-from microtome.results.metrics import IMPORTANCE, METRICS
+from microtome.report.table import Bar, Cell, Column, Line, Medium, Note, Report, Table, gap, plain
+from microtome.results.metrics import IMPORTANCE, METRICS, advise
 from microtome.results.profile import Profile
 from microtome.results.rows import Group, Row, flat
-from microtome.units import SCALED, scale_of_all, write
+from microtome.units import SCALED, scale_of_largest, write
 
 #: The width of the longest bar: with it, the counts of a small model fit in 80 columns.
 _BAR = 4
 #: The most rows in a notebook.
 _NOTEBOOK_ROWS = 40
+#: The metrics by which calls are costly: the first that is known.
+_COSTS = ("device_s", "time_s", "flops", "params")
 #: The columns that may have bars: the first that there is.
 _BARS = ("device_share", "time_share", "share")
 _STYLES = {"type": "cyan", "outputs": "dim"}
@@ -32,7 +36,9 @@ def report(profile: Profile, view: RowSelection | None = None, medium: Medium = 
     if medium == "markdown":
         view = whole_tree(profile, view)
     check(view)
-    pairs = rows_of(profile, view)[: _NOTEBOOK_ROWS if medium == "html" else None]
+    selected = rows_of(profile, view)
+    kept = _capped(profile, [row for row, _ in selected]) if medium == "html" else list(range(len(selected)))
+    pairs = [selected[index] for index in kept]
     rows = [row for row, _ in pairs]
     known = columns_of(view.by)
     default = (name for name, column in known.items() if column.is_shown(profile))
@@ -45,12 +51,26 @@ def report(profile: Profile, view: RowSelection | None = None, medium: Medium = 
         columns.append(_column(name, known[name], unit, view, has_bars=name == bars))
         cells.append(_bars(profile, known[name], texts, rows) if name == bars else texts)
     by_row = list(zip(*cells, strict=True)) or [()] * (len(rows) + 1)
-    lines = [Line((name, *row)) for (_, name), row in zip(pairs, by_row, strict=False)]
+    named = [Line((name, *row)) for (_, name), row in zip(pairs, by_row, strict=False)]
+    lines = [
+        line if isinstance(line, Line) else gap(line, len(columns)) for line in with_gaps(kept, named, len(selected))
+    ]
     lines.append(Line(("total", *by_row[-1]), style="bold", kind="total"))
     first = {None: "call", "module": "module", "type": "module", "op": "operator"}[view.by]
     table = Table((Column(first, align="left", is_name=True), *columns), tuple(lines))
     notes = (*profile_notes(profile), *_notes(profile, view, dict(zip(columns, cells, strict=True)), len(rows)))
-    return Report(f"{profile.model} on {profile.inputs}", (table,), notes, figures=_figures(profile))
+    return Report(f"{profile.title} on {profile.inputs}", (table,), notes, figures=_figures(profile))
+
+
+def _capped(profile: Profile, rows: list[Any]) -> list[int]:
+    """Return the indices of the rows that a notebook shows: all, or the first, the last and the costliest."""
+    metric = next(METRICS[name] for name in _COSTS if METRICS[name].of(profile.total) is not None)
+    calls = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row) and not row.type.endswith(OWN)]
+    indices = {row.address: index for index, row in calls}
+    parents = [
+        indices.get(row.parent or "") if isinstance(row, Row) and row.parent is not None else None for row in rows
+    ]
+    return cap([metric.of(row) for row in rows], _NOTEBOOK_ROWS, parents)
 
 
 def records(profile: Profile, view: RowSelection | None = None) -> list[dict[str, Any]]:
@@ -113,8 +133,8 @@ def _texts(
     if metric is None or column.part != "value":
         return unit, [*cells]
     numbers = [metric.of(row) for row in every]
-    numbers += [getattr(row, "shared_params", 0) for row in every if metric.name == "params"]
-    if medium == "terminal" and metric.unit in SCALED and (scale := scale_of_all(numbers, metric.unit)) is not None:
+    if medium == "terminal" and metric.unit in SCALED:
+        scale = scale_of_largest(numbers, metric.unit)
         cells = [write_metric(metric, row, scale.write) for row in every]
         unit = scale.unit
     if metric.counted_by is not None and profile.coverage.unknown:
@@ -150,8 +170,14 @@ def _notes(profile: Profile, view: RowSelection, columns: dict[Column, list[Cell
         notes.append("a layer counts without the layers inside it")
     elif own := where(OWN):
         notes.append(Note(f"{OWN}: without the layers inside it, which have rows of their own", own))
-    if view.is_default and depth_of(profile) < deepest(profile):
-        notes.append(f"shown to depth {depth_of(profile)} of {deepest(profile)}")
+    if view.is_tree:
+        tree = tree_rows(profile, expand=view.expand, calls_only=view.calls_only)
+        depth = depth_of(tree) if view.depth is None else view.depth
+        if any(row.blocks > 1 and row.depth <= depth for row in tree):
+            every = advise("show(expand=True)", "--all")
+            notes.append(f"×: identical blocks, added up; {every} lists each")  # noqa: RUF001
+        if view.depth is None and depth < deepest(profile):
+            notes.append(f"shown to depth {depth} of {deepest(profile)}")
     whole = len(rows_of(profile, replace(view, top=None)))
     if shown < whole:
         notes.append(f"shown: {shown} of {whole} rows; the total is of all")

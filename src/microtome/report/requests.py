@@ -68,7 +68,7 @@ def _title(log: RequestLog) -> str:
     count = len(log.requests)
     samples = f" of {ratio(log.samples / count)} samples" if log.samples > count > 0 else ""
     return (
-        f"{log.model} at {log.server} ({log.device}), {where}: {plural(count, 'request')}{samples} in "
+        f"{log.title} at {log.server} ({log.device}), {where}: {plural(count, 'request')}{samples} in "
         f"{seconds(log.wall_s)}, {ratio(log.rate_per_s)} a second"
     )
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from microtome.errors import BadQuery
 from microtome.report.call_columns import OWN, call_columns, columns_of
+from microtome.report.call_tree import TreeRow, tree_rows
 from microtome.results.metrics import Metric, why_unknown
 from microtome.results.profile import Profile
-from microtome.results.rows import Row
 
 #: The most rows, about, of a table without an explicit depth.
 _ROWS = 60
@@ -28,6 +28,8 @@ class RowSelection:
         sort: Order by this metric, the largest first, and show no tree.
         top: Show only the first rows.
         columns: The names of the columns; () for those that fit the profile and the terminal.
+        expand: Show each of several identical blocks of the tree, not their sum.
+        calls_only: Show no rows for operators between modules.
     """
 
     depth: int | None = None
@@ -36,6 +38,13 @@ class RowSelection:
     sort: str | None = None
     top: int | None = None
     columns: tuple[str, ...] = ()
+    expand: bool = False
+    calls_only: bool = False
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether the rows are the tree of calls."""
+        return (self.granularity, self.by, self.sort) == (None,) * 3
 
     @property
     def is_default(self) -> bool:
@@ -44,8 +53,9 @@ class RowSelection:
 
 
 def whole_tree(profile: Profile, view: RowSelection) -> RowSelection:
-    """Select every call by default, since files have room for them."""
-    return replace(view, depth=deepest(profile)) if view.is_default else view
+    """Select every call by default, and nothing else, since files have room for them."""
+    depth = deepest(profile) if view.is_default else view.depth
+    return replace(view, depth=depth, expand=True, calls_only=True)
 
 
 def rows_of(profile: Profile, view: RowSelection) -> list[tuple[Any, str]]:
@@ -53,9 +63,10 @@ def rows_of(profile: Profile, view: RowSelection) -> list[tuple[Any, str]]:
     if view.by is not None:
         groups = {"module": profile.by_module, "type": profile.by_type, "op": profile.by_op}[view.by]()
         rows: list[tuple[Any, str]] = [(group, name or "(root)") for name, group in groups.items()]
-    elif view.granularity is None and view.sort is None:
-        depth = depth_of(profile) if view.depth is None else view.depth
-        rows = [(row, "  " * row.depth + name_in_tree(row)) for row in profile if row.depth <= depth]
+    elif view.is_tree:
+        tree = tree_rows(profile, expand=view.expand, calls_only=view.calls_only)
+        depth = depth_of(tree) if view.depth is None else view.depth
+        rows = [(one.row, "  " * one.depth + one.name) for one in tree if one.depth <= depth]
     else:
         is_by_depth = view.granularity is None and view.depth is not None
         options = (
@@ -81,22 +92,14 @@ def _number(row: Any, metric: Metric) -> float | None:
 
 
 def fitting_depth(depths: Sequence[int], most: int) -> int:
-    """Return the greatest depth with at most so many rows, or else the least."""
-    fitting = [deepest for deepest in set(depths) if sum(depth <= deepest for depth in depths) <= most]
+    """Return the greatest depth below the root with at most so many rows, or else the least."""
+    fitting = [deepest for deepest in set(depths) if deepest and sum(depth <= deepest for depth in depths) <= most]
     return max(fitting, default=min((depth for depth in depths if depth), default=1))
 
 
-def depth_of(profile: Profile) -> int:
+def depth_of(tree: Sequence[TreeRow]) -> int:
     """Return the depth of a table without options."""
-    return fitting_depth([row.depth for row in profile], _ROWS)
-
-
-def name_in_tree(row: Row) -> str:
-    """Return the name of a call relative to the call that contains it."""
-    if row.parent is None:
-        return "(root)"
-    above = row.parent.partition("#")[0]
-    return row.address.removeprefix(f"{above}.") if above else row.address
+    return fitting_depth([row.depth for row in tree], _ROWS)
 
 
 def check(view: RowSelection) -> None:
@@ -105,17 +108,18 @@ def check(view: RowSelection) -> None:
     rows = {None: "", "module": " of modules", "type": " of types", "op": " of operators"}[view.by]
     for name in view.columns:
         if name not in columns:
-            raise _no_column(name, rows, columns)
+            raise no_column(name, rows, columns)
     sortable = [name for name, column in columns.items() if column.metric and column.part != "interval"]
     if view.sort is not None and view.sort not in sortable:
-        raise _no_column(view.sort, f"{rows} to sort by", sortable)
-
-
-def _no_column(name: str, purpose: str, names: Iterable[str]) -> BadQuery:
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return BadQuery(f"no column {name!r}{purpose}: {hint}expected one of {', '.join(names)}")
+        raise no_column(view.sort, f"{rows} to sort by", sortable)
 
 
 def deepest(profile: Profile) -> int:
     return max(row.depth for row in profile)
+
+
+def no_column(name: str, purpose: str, names: Iterable[str]) -> BadQuery:
+    """Return the error for a column that a table does not have."""
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return BadQuery(f"no column {name!r}{purpose}: {hint}expected one of {', '.join(names)}")

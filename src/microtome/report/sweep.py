@@ -7,9 +7,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from rich.text import Text
+
+from microtome.report.palette import CLOUD, EDGE, LINK
 from microtome.report.requests import short
 from microtome.report.table import Column, Medium, Report, Table
-from microtome.report.text import StackedBar, sample, stacked_bars
+from microtome.report.text import StackedBar, colour_characters, sample, stacked_bars
+from microtome.results.metrics import advise
 from microtome.results.sweep import CutTiming, Sweep
 from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size, some
 
@@ -18,6 +22,7 @@ _ROWS, _BARS = 12, 24
 #: A bar longer than this many times the shortest is cut off.
 LONGEST = 6
 _HEAD, _BETWEEN, _TAIL = "█", "░", "▓"
+_COLOURS = {_HEAD: EDGE, _BETWEEN: LINK, _TAIL: CLOUD}
 _BEST, _PLANNED = "*", "p"
 
 
@@ -94,14 +99,15 @@ def _mark(sweep: Sweep, row: CutTiming) -> str:
 # -- the chart ---------------------------------------------------------------------------------------------------------
 
 
-def _chart(sweep: Sweep, width: int) -> str:
+def _chart(sweep: Sweep, width: int) -> Text:
     """Draw the time of each cut in the order of the run as stacked bars; of many, an even sample."""
     bars = []
     for row in sample(sweep.measured, _BARS, lambda one: one is sweep.best or one is sweep.planned):
         parts = ((_HEAD, row.head_s, True), (_BETWEEN, row.between_s, False), (_TAIL, row.tail_s, True))
         bars.append(StackedBar(row.name, f"{_mark(sweep, row):<2}", row.total_s, parts))
     legend = f"in the order of the run: {_HEAD} head {_BETWEEN} codec, wire, queue {_TAIL} tail"
-    return "\n".join([legend, *stacked_bars(bars, LONGEST * sweep.best.total_s, width)])
+    drawn = stacked_bars(bars, LONGEST * sweep.best.total_s, width, _COLOURS)
+    return Text("\n").join([colour_characters(legend, _COLOURS), *drawn])
 
 
 # -- title and notes ---------------------------------------------------------------------------------------------------
@@ -110,7 +116,7 @@ def _chart(sweep: Sweep, width: int) -> str:
 def _title(sweep: Sweep) -> str:
     link = sweep.link
     return (
-        f"{sweep.model} on {sweep.inputs}, the rest at {sweep.server} ({sweep.device}): {sweep.best.name} is the best, "
+        f"{sweep.title} on {sweep.inputs}, the rest at {sweep.server} ({sweep.device}): {sweep.best.name} is the best, "
         f"{seconds(sweep.best.total_s)} ({sweep.codec}; {rate(link.up_bytes_per_s)} there, rtt {seconds(link.rtt_s)})"
     )
 
@@ -130,7 +136,8 @@ def _notes(sweep: Sweep, shown: Sequence[CutTiming]) -> Iterator[str]:
         yield f"cannot be told from the best: {some([row.name for row in sweep.tied], 3)}"
     yield f"medians of {sweep.repeat} requests a cut, taken in turns, one on its way at a time"
     if len(shown) < len(sweep):
-        yield f"shown: {len(shown)} of {len(sweep)}; --csv, --json and --html have all"
+        files = advise("to_csv, to_json and to_html", "--csv, --json and --html")
+        yield f"shown: {len(shown)} of {len(sweep)}; {files} have all"
     failed = [row for row in sweep if row.failed]
     if failed:
         yield f"{len(failed)} could not be measured: such as {failed[0].name}: {failed[0].failed}"

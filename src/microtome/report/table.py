@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions
@@ -20,6 +20,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from microtome.errors import sanitize_text
+from microtome.report.row_selection import no_column
 from microtome.report.text import shorten
 from microtome.units import plural
 
@@ -64,15 +65,22 @@ class Segments:
     """A cell with a stacked bar, for notebooks.
 
     Attributes:
-        parts: The length of each segment, as a fraction of the full width, and the index of its colour.
+        parts: The length of each segment, as a fraction of the full width, and its colour.
         title: The tooltip.
     """
 
-    parts: tuple[tuple[float, int], ...]
+    parts: tuple[tuple[float, str], ...]
     title: str
 
 
-Cell = str | Bar | Styled | Names | Segments
+@dataclass(frozen=True)
+class Image:
+    """A cell with a picture, for notebooks."""
+
+    png: bytes
+
+
+Cell = str | Bar | Styled | Names | Segments | Image
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,11 @@ class Column:
         """The header in one line."""
         return " ".join(self.header.split("\n")).strip()
 
+    @property
+    def name(self) -> str:
+        """The name by which a selection refers to the column."""
+        return self.title.lower().replace(" ", "_")
+
 
 @dataclass(frozen=True)
 class Line:
@@ -125,6 +138,15 @@ class Line:
     mark: str = ""
     style: str = ""
     kind: Literal["row", "total", "section"] = "row"
+
+
+def gap(count: int, columns: int) -> Line:
+    """Return a row that stands for rows that are left out.
+
+    Args:
+        columns: The number of columns after the first.
+    """
+    return Line((f"… {plural(count, 'row')} more", *[""] * columns), style="dim")
 
 
 @dataclass(frozen=True)
@@ -153,6 +175,29 @@ class Table:
         lines = (Line(tuple(column.cell(row) for column in columns), mark(row), style(row)) for row in rows)
         return cls(tuple(columns), tuple(lines))
 
+    def with_columns(self, names: Sequence[str]) -> Table:
+        """Return a table with the names of the rows and these columns, in this order; with all if none is named.
+
+        The name of a column is its header with underscores: `"head_macs"`.
+        """
+        if not names:
+            return self
+        known = {column.name: index for index, column in enumerate(self.columns) if index and column.name}
+        chosen = [0]
+        for name in names:
+            if name not in known:
+                raise no_column(name, "", known)
+            chosen.append(known[name])
+        columns = tuple(replace(self.columns[index], importance=None) for index in chosen)
+        return replace(
+            self,
+            columns=columns,
+            lines=tuple(
+                line if line.kind == "section" else replace(line, cells=tuple(line.cells[index] for index in chosen))
+                for line in self.lines
+            ),
+        )
+
 
 @dataclass(frozen=True)
 class Note:
@@ -170,15 +215,15 @@ class Report:
         notes: Sentences under the tables.
         chart: Draws a chart for a terminal of a given width.
         figures: Headline figures for notebooks, as labels and values.
-        legend: The meanings of the colours of `Segments`.
+        legend: The meanings of the colours of `Segments`, and the colours.
     """
 
     title: str
     tables: tuple[Table, ...]
     notes: tuple[str | Note, ...] = ()
-    chart: Callable[[int], str] | None = None
+    chart: Callable[[int], Text] | None = None
     figures: tuple[tuple[str, str], ...] = ()
-    legend: tuple[str, ...] = ()
+    legend: tuple[tuple[str, str], ...] = ()
 
     def notes_with(self, shown: Iterable[Column] | None = None) -> list[str]:
         """Return the notes under tables that show these columns, by default all columns."""
@@ -203,7 +248,7 @@ class Report:
             yield layout.draw()
         if self.chart is not None:
             yield Text("")
-            yield Text(self.chart(width))
+            yield self.chart(width)
         notes = self.notes_with(column for layout in layouts for column in layout.columns)
         dropped = [column.title for layout in layouts for column in layout.dropped if column.title]
         if dropped:
@@ -321,7 +366,7 @@ def plain(cell: Cell) -> str:
     """Return the text of a cell."""
     if isinstance(cell, Names):
         return ", ".join(cell.names)
-    return cell if isinstance(cell, str) else "" if isinstance(cell, Segments) else cell.text
+    return cell if isinstance(cell, str) else "" if isinstance(cell, Segments | Image) else cell.text
 
 
 def _fitting_names(names: Sequence[str], room: int) -> str:

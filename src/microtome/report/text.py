@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeVar
+
+from rich.text import Text
 
 from microtome.errors import sanitize_text
 from microtome.units import seconds
@@ -16,12 +19,12 @@ Row = TypeVar("Row")
 
 
 def shorten(name: str, most: int) -> str:
-    """Leave out the middle of a name that is too long, since addresses differ at their ends; its indent, too.
+    """Shorten a name that is too long, and its indent: the parts of a path but its indices and its end.
 
-    >>> shorten("encoder.layer.11.attention.output", 20)
-    'encode…ention.output'
-    >>> shorten("            attn", 10)
-    '     …attn'
+    >>> shorten("encoder.layer.11.attention.output", 22)
+    'enc…lay…11.att…output'
+    >>> shorten("            attn", 10), shorten("a_very_long_name_without_parts", 12)
+    ('     …attn', 'a_ve…t_parts')
     """
     if len(name) <= most:
         return name
@@ -32,7 +35,21 @@ def shorten(name: str, most: int) -> str:
     room = most - len(begin)
     if len(bare) <= room:
         return begin + bare
-    return f"{begin}{bare[: room // 3]}…{bare[len(bare) - (room - room // 3 - 1) :]}"
+    return begin + (_shorten_parts(bare, room) or f"{bare[: room // 3]}…{bare[len(bare) - (room - room // 3 - 1) :]}")
+
+
+def _shorten_parts(path: str, most: int) -> str | None:
+    """Shorten the parts of a path to the same length, except indices and the last; None if that is not enough."""
+    *parts, last = path.split(".")
+
+    def shortened(part: str, length: int) -> str:
+        return f"{part}." if part.isdecimal() or len(part) <= length else f"{part[:length]}…"
+
+    for length in range(max(map(len, parts), default=0), 0, -1):
+        text = "".join(shortened(part, length) for part in parts) + last
+        if len(text) <= most:
+            return text
+    return None
 
 
 # -- charts ------------------------------------------------------------------------------------------------------------
@@ -52,17 +69,29 @@ class StackedBar:
     parts: tuple[tuple[str, float, bool], ...]
 
 
-def stacked_bars(bars: Sequence[StackedBar], longest_s: float, width: int) -> list[str]:
-    """Draw bars below each other; those above `longest_s` are cut off."""
+def stacked_bars(bars: Sequence[StackedBar], longest_s: float, width: int, colours: Mapping[str, str]) -> list[Text]:
+    """Draw bars below each other; those above `longest_s` are cut off.
+
+    Args:
+        colours: The colour of each character.
+    """
     marks = max(len(bar.mark) for bar in bars) + 1
     names = min(max(len(bar.name) for bar in bars), max(2 * width // 5, 12), _NAME)
     room = width - names - marks - 11
     whole = min(max(bar.total_s for bar in bars), longest_s) or 1.0
-    return [
-        f"{bar.mark:<{marks}}{shorten(sanitize_text(bar.name), names):<{names}} {seconds(bar.total_s):>8} "
-        f"{_draw(bar, whole, room)}".rstrip()
-        for bar in bars
-    ]
+    lines = []
+    for bar in bars:
+        name = shorten(sanitize_text(bar.name), names)
+        line = Text(f"{bar.mark:<{marks}}{name:<{names}} {seconds(bar.total_s):>8} ")
+        lines.append(line.append_text(colour_characters(_draw(bar, whole, room), colours)))
+        lines[-1].rstrip()
+    return lines
+
+
+def colour_characters(text: str, colours: Mapping[str, str]) -> Text:
+    """Return the text with each of some characters in a colour."""
+    runs = ("".join(run) for _, run in groupby(text))
+    return Text.assemble(*((run, colours.get(run[0], "")) for run in runs))
 
 
 def _draw(bar: StackedBar, whole: float, room: int) -> str:

@@ -82,7 +82,7 @@ def report(profile: Profile, n: int = 10) -> Report:
             cells = [Styled(cell, "bold") if column == name else cell for column, cell in numbers.items()]
             lines.append(Line((row.address or "(root)", row.type, *cells, _bar(known[name], profile, row, rows[0]))))
     return Report(
-        f"{profile.model} on {profile.inputs}: the costliest layers",
+        f"{profile.title} on {profile.inputs}: the costliest layers",
         (Table(tuple(columns), tuple(lines), has_rules=False),),
         (*_missing(profile, ranked), *_NOTES, *profile_notes(profile)),
     )

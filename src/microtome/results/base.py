@@ -25,6 +25,7 @@ _KINDS = {
     "codecs": ("codec_costs", "CodecCosts"),
     "run": ("requests", "RequestLog"),
     "sweep": ("sweep", "Sweep"),
+    "summary": ("summary", "ModelSummary"),
 }
 
 
@@ -63,21 +64,25 @@ class Result:
     def __rich__(self) -> Any:
         return render("formats.describe", self)
 
+    def show(self) -> None:
+        """Print the tables; in a notebook, display them."""
+        render("formats.show", self)
+
     def _repr_html_(self) -> str:
         """Render the tables as HTML for a notebook."""
         html: str = render("formats.html", self)
         return html
 
     def to_markdown(self, file: File | None = None) -> str:
-        """Export Markdown tables; written to the file if one is named."""
+        """Export Markdown tables: return the text, or write it to the file and return its path."""
         return write(render("formats.markdown", self), file)
 
     def to_csv(self, file: File | None = None) -> str:
-        """Export CSV, raw numbers, one line a row; written to the file if one is named."""
+        """Export CSV, raw numbers, one line a row: return the text, or write it to the file and return its path."""
         return write(render("formats.csv", self), file)
 
     def to_json(self, file: File | None = None) -> str:
-        """Export JSON that `microtome.load` reads; written to the file if one is named."""
+        """Export JSON that `microtome.load` reads: return the text, or write it to the file and return its path."""
         data = {"kind": self.kind, "schema": self.schema, **self.as_dict()}
         return write(json.dumps(data, indent=1) + "\n", file)
 
@@ -97,17 +102,18 @@ class Result:
 
 
 def write(text: str, file: File | None) -> str:
-    """Return the text, and write it to the file if there is one.
+    """Return the text, or write it to the file and return its path.
 
     >>> write("text", "/does/not/exist.md")
     Traceback (most recent call last):
         ...
     microtome.errors.BadFile: cannot write '/does/not/exist.md': No such file or directory
     """
-    if file is not None:
-        with translate_write_errors(repr(str(file))):
-            Path(file).write_text(text, encoding="utf-8", errors="replace")  # names may hold lone surrogates
-    return text
+    if file is None:
+        return text
+    with translate_write_errors(repr(str(file))):
+        Path(file).write_text(text, encoding="utf-8", errors="replace")  # names may hold lone surrogates
+    return str(file)
 
 
 def load_result(file: File) -> Any:

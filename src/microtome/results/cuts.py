@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self, get_args, overload
 
 from microtome.addresses import find_address, number_calls
 from microtome.errors import BadQuery, NoMatch
-from microtome.results.base import Result
+from microtome.results.base import Result, render
+from microtome.units import size
 
 
 class Live(NamedTuple):
@@ -17,7 +18,7 @@ class Live(NamedTuple):
 
     Attributes:
         name: The address of the call that returned it, with an index if that returned several: `layer1`, `lstm[0]`; for
-            an input of the model, the argument: `args[0]`, `mask`.
+            an input of the model, the parameter of `forward`: `x`, `mask`.
         source: The address of the call; None: it is an input of the model.
         nbytes: Its bytes, uncompressed.
     """
@@ -29,7 +30,7 @@ class Live(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Cut:
     """A place to cut: the exit of a call. The head runs up to it, the tail after it.
 
@@ -58,6 +59,9 @@ class Cut:
     dominates: bool = False
     refused: str | None = None
 
+    def __repr__(self) -> str:
+        return f"<Cut at {self.at!r}, {'refused' if self.refused else size(self.nbytes)}>"
+
 
 By = Literal["bytes", "head_macs", "tail_macs", "head_params", "tail_params"]
 
@@ -68,6 +72,7 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
 
     Attributes:
         model: The class of the model.
+        name: The name of the model on the command line; None if it was run from Python.
         inputs: The input tensors of the model.
         outputs: Its output tensors.
         offered: The cuts, which are the items of the sequence.
@@ -77,6 +82,7 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
         params: The parameters of the model, read or not, each once; None in files of an older microtome.
         param_bytes: Their bytes.
         flops: FLOPs of the run; None where an operator's are not known, and in files of an older microtome.
+        aliases: Further paths of modules, such as those of shared ones, each with the path in addresses.
     """
 
     model: str
@@ -89,6 +95,13 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
     params: int | None = None
     param_bytes: int | None = None
     flops: int | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+    name: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The name of the model, or else its class."""
+        return self.name or self.model
 
     @property
     def input_bytes(self) -> int:
@@ -119,7 +132,7 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
 
     def find(self, at: str) -> Cut:
         """Return the place at an address, whether the model can be cut there or not."""
-        return self._by_address[find_address(at, self._by_address)]
+        return self._by_address[find_address(at, self._by_address, self.aliases)]
 
     @cached_property
     def _by_address(self) -> dict[str, Cut]:
@@ -134,6 +147,24 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
         if not known:
             raise BadQuery(f"the {self.model} has no cut whose {by} are known")
         return min(known, key=lambda cut: (getattr(cut, name), cut.index))
+
+    def show(
+        self,
+        *,
+        depth: int | None = None,
+        sort: By | None = None,
+        top: int | None = None,
+        columns: Iterable[str] = (),
+    ) -> None:
+        """Print the table; in a notebook, display it.
+
+        Args:
+            depth: Show the cuts at calls down to this depth; by default as deep as there is room for.
+            sort: Order by this quantity, the least first.
+            top: Show only the first rows.
+            columns: Show these columns, such as `["bytes", "head_macs", "crosses"]`.
+        """
+        render("formats.show", self, "cuts.CutSelection", depth=depth, sort=sort, top=top, columns=columns)
 
     def table(self) -> str:
         """Return all cuts as a table."""

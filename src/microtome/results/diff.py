@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, NamedTuple, Self
 
 from microtome.errors import BadQuery
-from microtome.results.base import Result
+from microtome.results.base import Result, render
 from microtome.results.metrics import Metric, compared_metrics
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
@@ -91,7 +91,7 @@ class Diff(Result, kind="diff"):
         change = next((change for change in self.totals if change.quantity == quantity), None)
         if change is None or change.growth is None:
             verbs = {"measured": "measure", "counted": "count"}
-            hint = f": {verbs[needs.done]} both with {needs.option}" if (needs := metric.requires) else ""
+            hint = f": {verbs[needs.done]} both with {needs.advice}" if (needs := metric.requires) else ""
             raise BadQuery(f"{quantity} is not known of both profiles{hint}")
         if self.uncounted and metric.counted_by is not None:
             raise BadQuery(
@@ -99,6 +99,24 @@ class Diff(Result, kind="diff"):
                 "add one with microtome.register_formula"
             )
         return change
+
+    def show(
+        self,
+        *,
+        depth: int | None = None,
+        sort: str | None = None,
+        top: int | None = None,
+        columns: Iterable[str] = (),
+    ) -> None:
+        """Print the tables; in a notebook, display them.
+
+        Args:
+            depth: Show layers down to this depth.
+            sort: Order layers by the absolute change of this metric, the largest first.
+            top: Show so many layers.
+            columns: Show the changes of these metrics, such as `["macs", "time"]`.
+        """
+        render("formats.show", self, "diff.ChangeSelection", depth=depth, sort=sort, top=top, columns=columns)
 
     def over(self, limits: Mapping[str, float]) -> tuple[MetricChange, ...]:
         """Return the metrics of the whole model that grew by more than a limit, noise not counted.
@@ -233,7 +251,13 @@ def _weight(layer: LayerChange, before: Profile, after: Profile) -> float:
 
 
 def _title(profile: Profile) -> str:
-    return f"{profile.model} on {profile.inputs}"
+    return f"{profile.title} on {profile.inputs}"
+
+
+def _have_equal_tensors(before: Profile, after: Profile) -> bool:
+    """Whether profiles whose inputs are written differently, since one is of an older microtome, have the same."""
+    is_older = [profile.inputs.startswith("Inputs(") for profile in (before, after)]
+    return is_older[0] != is_older[1] and before.total.inputs == after.total.inputs
 
 
 def _uncounted(profile: Profile) -> dict[str, int]:
@@ -256,7 +280,7 @@ def _notes(before: Profile, after: Profile) -> Iterator[str]:
         yield f"memory is not comparable: {when}, it holds what a backward needs"
     if _has_backward(before) != _has_backward(after):
         yield "memory is that of the forward: one of the two has no backward"
-    if before.inputs != after.inputs:
+    if before.inputs != after.inputs and not _have_equal_tensors(before, after):
         yield f"the inputs differ: {before.inputs} and {after.inputs}"
     if before.convention != after.convention:
         yield f"the counts are not comparable: they are of the conventions {before.convention} and {after.convention}"

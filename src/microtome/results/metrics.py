@@ -6,7 +6,9 @@ or `CallAmounts`; one that is computed from others is an entry of `_DERIVED`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +18,32 @@ from microtome.units import Unit
 if TYPE_CHECKING:
     from microtome.results.profile import Profile
     from microtome.results.rows import Row
+
+
+#: Whether the caller is the command line, so that advice names options, not arguments.
+_IS_COMMAND: ContextVar[bool] = ContextVar("_IS_COMMAND", default=False)
+
+
+@contextmanager
+def on_command_line() -> Iterator[None]:
+    """Make `advise` name options of the command line inside the block."""
+    token = _IS_COMMAND.set(True)
+    try:
+        yield
+    finally:
+        _IS_COMMAND.reset(token)
+
+
+def advise(argument: str, option: str) -> str:
+    """Return what to write, in the interface in use: Python, or the command line.
+
+    >>> advise('measure=["time"]', "--time")
+    'measure=["time"]'
+    >>> with on_command_line():
+    ...     advise('measure=["time"]', "--time")
+    '--time'
+    """
+    return option if _IS_COMMAND.get() else argument
 
 
 @dataclass(frozen=True)
@@ -33,6 +61,11 @@ class Requirement:
     option: str
     argument: str
     done: Literal["measured", "counted"] = "measured"
+
+    @property
+    def advice(self) -> str:
+        """What to write to have it."""
+        return advise(self.argument, self.option)
 
 
 TIME = Requirement("time", "--time", 'measure=["time"]')
@@ -265,7 +298,7 @@ def why_unknown(profile: Profile, metric: Metric) -> str:
     if metric.counted_by == "" and profile.total.saved_bytes is not None and profile.total.backward_flops is None:
         return f"the {profile.convention} convention does not say what a backward costs"
     if needs is not None:
-        return f"add {needs.option} (in Python {needs.argument})"
+        return f"add {needs.advice}"
     unknown = ", ".join(op.name for op in profile.coverage.unknown)
     return f"no formula is known for {unknown}" if unknown else f"the {profile.convention} convention counts none"
 

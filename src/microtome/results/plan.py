@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -12,6 +12,7 @@ from microtome.errors import BadQuery
 from microtome.files.reading import File
 from microtome.results.base import Result, render, write
 from microtome.results.link import Link
+from microtome.units import seconds as write_seconds
 
 Objective = Literal["latency", "energy", "throughput"]
 TermKind = Literal["run", "encode", "send", "decode", "back"]
@@ -31,7 +32,7 @@ class LatencyTerm(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Candidate:
     """One placement of a model on devices, and its costs.
 
@@ -64,6 +65,9 @@ class Candidate:
     energy_j: float | None
     is_baseline: bool = False
     refused: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<Candidate {self.name!r}, {'refused' if self.refused else write_seconds(self.latency_s)}>"
 
     @property
     def throughput_per_s(self) -> float:
@@ -103,6 +107,7 @@ class Plan(Result, kind="plan"):
 
     Attributes:
         model: The class of the model.
+        name: The name of the model on the command line; None if it was run from Python.
         inputs: The inputs of the profiles.
         objective: The quantity that is minimized.
         devices: The devices in the order of the chain, with descriptions.
@@ -128,6 +133,13 @@ class Plan(Result, kind="plan"):
     codec_costs: str
     energy_of: tuple[str, ...]
     notes: tuple[str, ...]
+    name: str | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The name of the model, or else its class."""
+        return self.name or self.model
 
     @property
     def winner(self) -> Candidate:
@@ -156,7 +168,7 @@ class Plan(Result, kind="plan"):
             raise BadQuery(f"expected the address of a cut, such as 'layer2.0', got {at!r}")
         cuts = dict.fromkeys(name for candidate in self.candidates for name in candidate.at if name is not None)
         if not any(at == candidate.name for candidate in self.candidates):
-            at = find_address(at, cuts)
+            at = find_address(at, cuts, self.aliases)
         return next(candidate for candidate in self.candidates if at in candidate.at or at == candidate.name)
 
     def over_bandwidths(self) -> tuple[Span, ...]:
@@ -166,12 +178,22 @@ class Plan(Result, kind="plan"):
         able = [candidate for candidate in self.candidates if candidate.refused is None]
         return _spans(able, self.objective, self.links[0])
 
+    def show(self, *, sort: str | None = None, top: int | None = None, columns: Iterable[str] = ()) -> None:
+        """Print the table; in a notebook, display it.
+
+        Args:
+            sort: Order by `"latency"`, `"throughput"`, `"energy"` or `"sent"`, the best first; None: by the objective.
+            top: Show so many candidates, beside the winner and the whole model on one device.
+            columns: Show these columns, such as `["latency", "sent"]`.
+        """
+        render("formats.show", self, "plan.CandidateSelection", sort=sort, top=top, columns=columns)
+
     def table(self) -> str:
         """Return the candidates as a table, with a chart."""
         return str(self)
 
     def to_perfetto(self, file: File | None = None) -> str:
-        """Export Chrome trace JSON, a process per device and arrows for transfers; written to the file if named."""
+        """Export Chrome trace JSON, a process per device and arrows for transfers, to the file or as text."""
         return write(render("trace_events.requests.plan_trace", self), file)
 
     def check(self) -> None:

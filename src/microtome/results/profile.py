@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from microtome.addresses import find_address, glob, is_glob, path_not_found
-from microtome.errors import BadQuery
+from microtome.errors import BadQuery, NotInstalled
 from microtome.files.reading import File
 from microtome.results.base import Result, render, write
 from microtome.results.measurements import EnergyUse, MemoryUse, Sampling, Timeline, Timing
@@ -69,6 +70,7 @@ class Profile(Result, kind="profile", schema=2):
 
     Attributes:
         model: The type of the model.
+        name: The name of the model on the command line; None if it was run from Python.
         inputs: The inputs of the model, as text.
         convention: The convention of MACs, FLOPs and MAdds.
         how: The kind of tensors of the run, and why.
@@ -80,6 +82,7 @@ class Profile(Result, kind="profile", schema=2):
         unavailable: The reason why a requested measurement was not made, by its name.
         timeline: The bytes that are live while each operator runs; None in files of an older microtome.
         gradients: Whether torch saved tensors for a backward; None in files of an older microtome.
+        aliases: Further paths of modules, such as those of shared ones, each with the path in addresses.
     """
 
     model: str
@@ -96,6 +99,13 @@ class Profile(Result, kind="profile", schema=2):
     unavailable: dict[str, str] = field(default_factory=dict)
     timeline: Timeline | None = None
     gradients: bool | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+    name: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The name of the model, or else its type."""
+        return self.name or self.model
 
     @property
     def total(self) -> Row:
@@ -110,9 +120,10 @@ class Profile(Result, kind="profile", schema=2):
     def __getitem__(self, address: str) -> Any:
         """Return the row at an address, or, for a glob, a tuple of the rows whose path matches."""
         if not isinstance(address, str) or not is_glob(address) or address in self._by_address:
-            return self._by_address[find_address(address, self._by_address)]
+            return self._by_address[find_address(address, self._by_address, self.aliases)]
         pattern = glob(address)
-        rows = tuple(row for row in self.calls if pattern.fullmatch(row.path))
+        aliased = {path for alias, path in self.aliases.items() if pattern.fullmatch(alias)}
+        rows = tuple(row for row in self.calls if pattern.fullmatch(row.path) or row.path in aliased)
         if not rows:
             raise path_not_found(address, self._by_address)
         return rows
@@ -160,12 +171,19 @@ class Profile(Result, kind="profile", schema=2):
         if deep or low or row.height == 1:
             yield row
             return
-        if any(getattr(row.own, name) for name in AMOUNTS):
-            whole = [name for name, metric in METRICS.items() if metric.adds_up != "sum" and metric.requires]
-            own = {name: None for name in ("load", *whole) if hasattr(row, name)} | {"spreads": {}} | asdict(row.own)
-            yield replace(row, type=f"{row.type} (own)", **own)  # what was measured is of the whole
+        if (own := self.own_row(row)) is not None:
+            yield own
         for child in self.children(row):
             yield from self._cover(child, depth, granularity)
+
+    def own_row(self, row: Row) -> Row | None:
+        """Return the row of a call without the calls inside it, with `(own)` in its type; None if it costs nothing."""
+        if not any(getattr(row.own, name) for name in AMOUNTS):
+            return None
+        whole = [name for name, metric in METRICS.items() if metric.adds_up != "sum" and metric.requires]
+        own = {name: None for name in ("load", *whole) if hasattr(row, name)} | {"spreads": {}} | asdict(row.own)
+        shared = row.shared_params - sum(child.shared_params for child in self.children(row))
+        return replace(row, type=f"{row.type} (own)", shared_params=shared, **own)  # what was measured is of the whole
 
     def by_type(self) -> dict[str, Group]:
         """Return the costs of modules by their type, without the calls inside them, the most FLOPs first."""
@@ -202,13 +220,42 @@ class Profile(Result, kind="profile", schema=2):
         """
         metrics = {name: metric for name, metric in METRICS.items() if metric.adds_up == "sum"}
         if by not in metrics:
-            raise BadQuery(f"expected a metric of {', '.join(metrics)} to order by, got {by!r}")
+            near = difflib.get_close_matches(by, metrics, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise BadQuery(f"no metric {by!r} to order by: {hint}expected one of {', '.join(metrics)}")
         if n < 1:
             raise BadQuery(f"expected n of 1 or more, got {n}")
         costs = [(row, cost) for row in self.calls if (cost := metrics[by].own(row)) is not None]
         if not costs:
             raise BadQuery(f"no call has a value of {by!r} to order by: {why_unknown(self, metrics[by])}")
         return tuple(row for row, _ in sorted(costs, key=lambda pair: -pair[1])[:n])
+
+    def show(
+        self,
+        *,
+        depth: int | None = None,
+        granularity: int | None = None,
+        by: Literal["module", "type", "op"] | None = None,
+        sort: str | None = None,
+        top: int | None = None,
+        columns: Iterable[str] = (),
+        expand: bool = False,
+    ) -> None:
+        """Print the table; in a notebook, display it.
+
+        Args:
+            depth: Show the tree down to this depth.
+            granularity: Show calls of this height, not the tree; 1 for single layers.
+            by: Group by module, by type of module, or by operator.
+            sort: Order by this column, the largest first.
+            top: Show only the first rows.
+            columns: Show these columns, such as `["type", "params", "time"]`.
+            expand: Show each of several identical blocks, not their sum.
+        """
+        if sum(choice is not None for choice in (depth, granularity, by)) > 1:
+            raise BadQuery("expected one of depth, granularity and by, got several")
+        selected: dict[str, Any] = {"depth": depth, "granularity": granularity, "by": by, "expand": expand}
+        render("formats.show", self, "row_selection.RowSelection", sort=sort, top=top, columns=columns, **selected)
 
     def layer_metrics(self, depth: int | None = None) -> list[dict[str, Any]]:
         """Return the metrics of each layer under the names that tracr uses; None where not measured.
@@ -230,24 +277,26 @@ class Profile(Result, kind="profile", schema=2):
         return diff(self, after)
 
     def to_perfetto(self, file: File | None = None) -> str:
-        """Export Chrome trace JSON, which https://ui.perfetto.dev opens; written to the file if one is named.
+        """Export Chrome trace JSON, which https://ui.perfetto.dev opens, to the file or as text.
 
         Calls are nested slices; memory, load and power are counters. Needs times: `measure=["time"]`.
         """
         return write(render("trace_events.profile.perfetto", self), file)
 
     def to_speedscope(self, file: File | None = None) -> str:
-        """Export JSON that https://www.speedscope.app opens; written to the file if one is named. Needs times."""
+        """Export JSON that https://www.speedscope.app opens, to the file or as text. Needs times."""
         return write(render("trace_events.profile.speedscope", self), file)
 
     def to_pandas(self) -> Any:
         """Return the rows as a DataFrame. Needs pandas."""
-        import pandas as pd  # an extra
-
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise NotInstalled("pandas is not installed: pip install 'microtome[pandas]'") from error
         return pd.DataFrame([flat(row) for row in self.calls])
 
     def to_html(self, file: File | None = None, *, cuts: Any = None, compare: Any = None) -> str:
-        """Export one self-contained HTML page; written to the file if one is named.
+        """Export one self-contained HTML page, to the file or as text.
 
         Args:
             cuts: The result of `microtome.cuts`, or its file: with times, the page then compares cuts.

@@ -92,6 +92,7 @@ class RequestLog(Result, kind="run"):
 
     Attributes:
         model: The class of the model.
+        name: The name of the model on the command line; None if it was run from Python.
         server: Its address.
         device: The device of the server.
         window: The most requests in flight.
@@ -113,6 +114,12 @@ class RequestLog(Result, kind="run"):
     moves: tuple[CutMove, ...] = ()
     energy_j: float | None = None
     energy: str = ""
+    name: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The name of the model, or else its class."""
+        return self.name or self.model
 
     @property
     def rate_per_s(self) -> float:
@@ -156,7 +163,7 @@ class RequestLog(Result, kind="run"):
         return [sent for sent in self.requests if sent.where == "cloud"]
 
     def to_perfetto(self, file: File | None = None) -> str:
-        """Export Chrome trace JSON, edge and cloud with arrows for transfers; written to the file if one is named."""
+        """Export Chrome trace JSON, edge and cloud with arrows for transfers, to the file or as text."""
         return write(render("trace_events.requests.log_trace", self), file)
 
     def as_dict(self) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from microtome.addresses import number_calls
 from microtome.results.measurements import Load, Spread
 from microtome.results.metrics import LOAD, METRICS, Amounts, CallAmounts
-from microtome.units import shape
+from microtome.units import plural, shape, write
 
 T = TypeVar("T")
 _NOTHING = Amounts()
@@ -23,7 +23,7 @@ def add(parts: Iterable[Amounts]) -> dict[str, Any]:
     return dict(zip(AMOUNTS, sums, strict=True)) if sums else {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Group(Amounts):
     """The sums of several calls or operators.
 
@@ -35,6 +35,9 @@ class Group(Amounts):
     name: str = ""
     runs: int = 0
 
+    def __repr__(self) -> str:
+        return f"<{self.name}: {plural(self.runs, 'run')}, {_main_amounts(self)}>"
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -44,7 +47,7 @@ class Tensor:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Row(CallAmounts):
     """One call, with all calls inside it; `microtome.results.metrics` describes the metrics.
 
@@ -77,10 +80,40 @@ class Row(CallAmounts):
     load: Load | None = None
     spreads: dict[str, Spread] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"<{self.address or '(root)'}: {self.type}, {_main_amounts(self)}>"
+
     @property
     def is_launch_bound(self) -> bool | None:
         """Whether the host takes longer to launch the work than the GPU to do it; None without device times."""
         return self.time_s > self.device_s if self.device_s and self.time_s is not None else None
+
+
+def merge_rows(rows: Sequence[Row]) -> Row:
+    """Return the sum of several calls as a row at the address of the first: a peak is that of the highest."""
+    summed = add(rows)
+    for metric in METRICS.values():
+        if metric.adds_up == "max":
+            known = [value for row in rows if (value := metric.of(row)) is not None]
+            summed[metric.name] = max(known, default=None)
+    return replace(
+        rows[0],
+        **summed,
+        own=Amounts(**add(row.own for row in rows)),
+        # Further calls of a module share all its parameters with the first.
+        shared_params=sum({row.path: row.shared_params for row in reversed(rows)}.values()),
+        elapsed_s=None,
+        elapsed_device_s=None,
+        load=None,
+        spreads={},
+    )
+
+
+def _main_amounts(row: Amounts) -> str:
+    """Return the amounts of the short description of a row: those by which calls are ranked."""
+    ranked = [METRICS[name] for name in ("params", "macs", "time_s", "device_s", "energy_j")]
+    known = [(metric, value) for metric in ranked if (value := metric.of(row)) is not None]
+    return ", ".join(f"{write(value, metric.unit)} {metric.label}" for metric, value in known)
 
 
 def flat(row: Row) -> dict[str, Any]:

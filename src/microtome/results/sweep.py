@@ -60,6 +60,7 @@ class Sweep(Result, kind="sweep"):
 
     Attributes:
         model: The class of the model.
+        name: The name of the model on the command line; None if it was run from Python.
         inputs: The inputs of a request.
         server: Its address.
         device: Where it computes.
@@ -83,6 +84,12 @@ class Sweep(Result, kind="sweep"):
     energy: str
     no_plan: str
     environment: dict[str, str]
+    name: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The name of the model, or else its class."""
+        return self.name or self.model
 
     @property
     def measured(self) -> tuple[CutTiming, ...]:
@@ -118,11 +125,11 @@ class Sweep(Result, kind="sweep"):
         return known[at] if at in known else known[find_address(at, [name for name in known if name])]
 
     def to_html(self, file: File | None = None) -> str:
-        """Export one self-contained HTML page; written to the file if one is named."""
+        """Export one self-contained HTML page, to the file or as text."""
         return write(render("html.sweep.html", self), file)
 
     def to_perfetto(self, file: File | None = None) -> str:
-        """Export Chrome trace JSON, a request at each cut over edge and cloud; written to the file if one is named."""
+        """Export Chrome trace JSON, a request at each cut over edge and cloud, to the file or as text."""
         return write(render("trace_events.requests.sweep_trace", self), file)
 
     def check(self) -> None:

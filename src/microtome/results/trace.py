@@ -6,7 +6,7 @@ Classes with thousands of instances are named tuples, which are created several 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ class Value(NamedTuple):
     Attributes:
         origin: `"input"`, `"parameter"`, `"buffer"`; `"op"` if an operator produced it; `"constant"` for a tensor that
             the model keeps elsewhere.
-        name: The name of a parameter or buffer, or the argument of an input: `args[0]`, `mask`.
+        name: The name of a parameter or buffer; for an input, of the parameter of `forward`: `x`, `mask`.
         device: The device that it is on, or would be on in a real run.
         nbytes: Elements times their size, even if they overlap in memory.
         producer: The operator that produced it.
@@ -155,6 +155,7 @@ class Trace:
         ops: In the order they ran.
         values: In the order they were first observed.
         reads: Reads of values by Python code without an operator, as by `tolist`.
+        aliases: Further paths of modules, such as those of shared ones, each with the path in addresses.
     """
 
     how: How
@@ -163,11 +164,12 @@ class Trace:
     values: tuple[Value, ...]
     memories: tuple[Memory, ...]
     reads: tuple[Read, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
 
     def __getitem__(self, address: str) -> TracedCall:
         """Return the call at an address. `#0` may be left out where the module ran once."""
         calls = {call.address: call for call in self.calls if call.phase == "forward"}
-        return calls[find_address(address, calls)]
+        return calls[find_address(address, calls, self.aliases)]
 
     def below(self, call: TracedCall) -> Iterator[TracedCall]:
         """Yield the call and all calls inside it."""
@@ -176,7 +178,7 @@ class Trace:
             yield from self.below(self.calls[child])
 
     def to_dot(self, file: File | None = None, *, depth: int | None = None, cut: Any = None) -> str:
-        """Export the dataflow between calls for Graphviz; written to the file if one is named.
+        """Export the dataflow between calls for Graphviz, to the file or as text.
 
         Args:
             depth: Expand the calls above this depth; None: as deep as there is room for.
@@ -186,7 +188,7 @@ class Trace:
         return write(render("graph.drawing.draw_dot", self, depth, cut), file)
 
     def to_svg(self, file: File | None = None, *, depth: int | None = None, cut: Any = None) -> str:
-        """Export the same as an SVG picture; written to the file if one is named."""
+        """Export the same as an SVG picture, to the file or as text."""
         return write(render("graph.drawing.draw_svg", self, depth, cut), file)
 
     def _repr_html_(self) -> str:

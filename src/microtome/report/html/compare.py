@@ -51,7 +51,7 @@ def compare_table(profile: Profile, other: Profile) -> str:
             rows += _row(metric, profile, other, totals.get(metric.name, default))
     notes = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
     here, there = (
-        f"{escape(run.model)} on {escape(run.inputs)} ({escape(_machine(run.environment))})" for run in (profile, other)
+        f"{escape(run.title)} on {escape(run.inputs)} ({escape(_machine(run.environment))})" for run in (profile, other)
     )
     return (
         f"<p>This run, before: {here}. The other, after: {there}.</p>"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import Any
 
-from microtome.results.metrics import page_metrics, why_missing
+from microtome.results.metrics import Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.units import shape
 
@@ -43,6 +43,7 @@ def columns(profile: Profile) -> dict[str, Any]:
 
 def metrics(profile: Profile) -> list[dict[str, Any]]:
     """Return the metrics of the page, with the reason where the profile lacks one."""
+    shown = shown_metrics(profile)
     return [
         {
             "name": metric.name,
@@ -50,7 +51,9 @@ def metrics(profile: Profile) -> list[dict[str, Any]]:
             "unit": metric.unit,
             "description": metric.description,
             "is_sum": metric.adds_up == "sum",
-            "is_shown": metric.shown == "table",
+            "header": header(metric),
+            "base": bar_base(profile, metric),
+            "is_shown": metric in shown,
             "unknown": metric.why_not_each,
             "missing": why_missing(profile, metric),
         }
@@ -62,14 +65,48 @@ def memory(profile: Profile) -> dict[str, Any] | None:
     line = profile.timeline
     if line is None or line.peak is None:
         return None
-    model_bytes = sum(one.nbytes for one in line.alive if one.kind in ("parameter", "buffer"))
     return {
         "live_bytes": line.live_bytes,
         "calls": line.calls,
         "forward": line.forward,
         "peak": line.peak,
-        "model_bytes": model_bytes,
+        "model_bytes": model_bytes(profile),
     }
+
+
+def model_bytes(profile: Profile) -> int:
+    """Return the bytes of weights and buffers, which are live in the whole run; 0 where that is not known."""
+    line = profile.timeline
+    return 0 if line is None else sum(one.nbytes for one in line.alive if one.kind in ("parameter", "buffer"))
+
+
+#: The metrics of the table by importance, after those that are always shown.
+_IMPORTANCE = (
+    "device_s", "time_s", "energy_j", "load_gpu", "load_cpu", "params", "macs", "peak_bytes", "backward_device_s",
+    "backward_s", "flops", "backward_flops", "saved_bytes", "moved_bytes", "load_watts", "measured_peak_bytes",
+)  # fmt: skip
+#: The most metrics that fit beside the names in a window of 1280 pixels.
+_FITTING = 7
+
+
+def shown_metrics(profile: Profile) -> list[Metric]:
+    """Return the metrics that the table shows by default: the most important, as many as fit."""
+    known = [metric.name for metric in page_metrics() if metric.shown == "table" and not why_missing(profile, metric)]
+    chosen = [name for name in (*_IMPORTANCE, *known) if name in known]
+    fitting = list(dict.fromkeys(chosen))[:_FITTING]
+    return [metric for metric in page_metrics() if metric.name in fitting]
+
+
+def header(metric: Metric) -> str:
+    """Return the header of a column, which must not be that of the output's shape."""
+    return metric.header if metric.header != "output" else metric.label
+
+
+def bar_base(profile: Profile, metric: Metric) -> int:
+    """Return where the bars of a metric begin: a peak's at what the model holds all the time, which no call adds."""
+    if metric.adds_up != "max":
+        return 0
+    return min([model_bytes(profile), *(value for row in profile if (value := metric.of(row)))])
 
 
 def _spreads(profile: Profile) -> dict[str, list[list[float | None] | None]]:

@@ -15,8 +15,9 @@ from microtome.errors import BadQuery
 from microtome.report.html.compare import compare_data, compare_table
 from microtome.report.html.data import block, columns, memory, metrics
 from microtome.report.html.explorer import explorer
-from microtome.report.html.overview import about, cards, caveats
+from microtome.report.html.overview import about, cards, caveats, facts, quiet_line
 from microtome.report.html.table import alive_table, layer_table
+from microtome.report.palette import variables
 from microtome.results.base import load_result
 from microtome.results.cuts import Cuts
 from microtome.results.metrics import METRICS, why_missing
@@ -33,15 +34,15 @@ def html(profile: Profile, cuts: Any = None, compare: Any = None) -> str:
     places = _load(cuts, Cuts, "the cuts that microtome.cuts returns")
     other = _load(compare, Profile, "a profile to compare with")
     explored = explorer(profile, places, other)
-    title = escape(f"{profile.model} on {profile.inputs}")
+    title = escape(f"{profile.title} on {profile.inputs}")
     lines = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{policy()}">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
         '<link rel="icon" href="data:,">',
         f"<title>{title}</title><style>{style()}</style></head><body>",
-        f"<header><h1>{escape(profile.model)}</h1><p class=dim>on {escape(profile.inputs)}</p>",
-        f'<nav class="toc" aria-label="Sections">{_contents(other)}</nav></header><main>',
+        f'<header><p class="brand">microtome profile</p><h1>{escape(profile.title)}</h1>{facts(profile)}</header>',
+        f'<nav class="toc" aria-label="Sections">{_contents(other)}</nav><main>',
         *_sections(profile, explored, other),
         "</main>",
         block("data", _data(profile, explored, other)),
@@ -81,6 +82,15 @@ _TITLES = {
 }
 
 
+_LEADS = {
+    "tree": "Each module call is as wide as its cost. Click to zoom.",
+    "table": "Every module call, with all calls inside it. Sort by a column, open a row, or search.",
+    "memory": "Bytes that are live while each operator runs, as computed from the run.",
+    "roofline": "How fast each layer computes for the bytes it moves; the larger a point, the longer its time.",
+    "explorer": "The time to a result if the first part of the model runs on the edge and the rest in the cloud.",
+}
+
+
 def _contents(other: Profile | None) -> str:
     shown = {name: title for name, title in _TITLES.items() if name != "compare" or other is not None}
     return "".join(f'<a href="#section:{name}">{title}</a>' for name, title in shown.items())
@@ -88,7 +98,8 @@ def _contents(other: Profile | None) -> str:
 
 def _sections(profile: Profile, explored: dict[str, Any], other: Profile | None) -> Iterator[str]:
     known = "".join(f"<li>{escape(caveat)}</li>" for caveat in caveats(profile))
-    yield _section("overview", cards(profile) + (f'<ul class="caveats">{known}</ul>' if known else ""))
+    quiet = f'<p class="quiet">{quiet_line(profile)}</p>'
+    yield _section("overview", cards(profile) + quiet + (f'<ul class="caveats">{known}</ul>' if known else ""))
     yield _section("tree", _view("The module tree, as wide as what each call costs"))
     yield _section("table", f'<div id="controls"></div>{layer_table(profile)}')
     yield _section("memory", _memory(profile))
@@ -117,7 +128,9 @@ def _roofline(profile: Profile) -> str:
 
 
 def _section(name: str, body: str) -> str:
-    head = f'<h2 id="title:{name}">{_TITLES[name]}</h2>'
+    has_lead = name in _LEADS and not body.startswith(_REASON)
+    lead = f'<p class="lead">{_LEADS[name]}</p>' if has_lead else ""
+    head = f'<h2 id="title:{name}">{_TITLES[name]}</h2>{lead}'
     return f'<section id="section:{name}" aria-labelledby="title:{name}">{head}{body}</section>'
 
 
@@ -126,21 +139,28 @@ def _view(title: str) -> str:
     return f'<div class="view"></div><p class="dim nojs">{title}: drawn where JavaScript may run.</p>'
 
 
+_REASON = '<p class="reason">'
+
+
 def _reason(why: str) -> str:
-    return f'<p class="reason">– {escape(why)}</p>'  # noqa: RUF001
+    """Return the reason why a section is empty."""
+    return f"{_REASON}– {escape(why)}</p>"  # noqa: RUF001
 
 
 # -- style, scripts and policy -----------------------------------------------------------------------------------------
 
 #: In the order in which they build on each other.
-_OURS = ("format", "dom", "model", "chart", "icicle", "table", "memory", "roofline", "explorer", "compare", "main")
+_OURS = (
+    "format", "dom", "model", "chart", "kinds", "search", "icicle", "table", "memory", "roofline", "cut_groups",
+    "explorer", "compare", "main",
+)  # fmt: skip
 _VENDORED = ("d3-hierarchy.min.js", "uPlot.iife.min.js")
 
 
 @cache
 def style() -> str:
     steps = "".join(f".b{at}{{--b:{at}%}}" for at in range(101)) + "".join(f".d{at}{{--d:{at}}}" for at in range(33))
-    return "\n".join((read_asset("vendor/uPlot.min.css"), read_asset("page.css"), steps))
+    return "\n".join((read_asset("vendor/uPlot.min.css"), variables(), read_asset("page.css"), steps))
 
 
 @cache

@@ -10,6 +10,7 @@ from microtome.errors import MicrotomeError
 from microtome.plan import plan
 from microtome.results.cuts import Cuts
 from microtome.results.link import Link
+from microtome.results.metrics import TIME, advise
 from microtome.results.plan import Candidate, Plan
 from microtome.results.profile import Profile
 
@@ -25,9 +26,9 @@ def explorer(profile: Profile, cuts: Cuts | None, compare: Profile | None, notes
     The cloud is the machine of the other run, if that is of the same model and has times; else this one.
     """
     if profile.total.elapsed_s is None:
-        return {"missing": _NO_TIMES}
+        return {"missing": _no_times()}
     if cuts is None:
-        return {"missing": _NO_CUTS}
+        return {"missing": _no_cuts()}
     other = compare if compare is not None and compare.total.elapsed_s is not None else None
     try:
         plans = list(_plans(cuts, profile, other or profile))
@@ -84,11 +85,10 @@ def _notes(plans: Sequence[Plan], cuts: Cuts, candidates: Sequence[Candidate]) -
     yield f"codecs: {plans[0].codec_costs}"
 
 
-_NO_TIMES = (
-    "There are no times to weigh cuts by: profile with measure='time' "
-    "(microtome profile MODEL --time --html report.html), on the machine that is to be the edge."
-)
-_NO_CUTS = (
-    "No cuts were given: write profile.to_html(file, cuts=mt.cuts(model, inputs)), or "
-    "microtome report profile.json -o report.html --cuts cuts.json."
-)
+def _no_times() -> str:
+    return f"There are no times to weigh cuts by: profile with {TIME.advice}, on the machine that is to be the edge."
+
+
+def _no_cuts() -> str:
+    command = "microtome report profile.json -o report.html --cuts cuts.json"
+    return f"No cuts were given: write {advise('profile.to_html(file, cuts=mt.cuts(model, inputs))', command)}."

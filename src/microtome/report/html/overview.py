@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from html import escape
 from typing import NamedTuple
 
 from microtome.report.call_columns import at_least, leaves_out
+from microtome.report.html.data import model_bytes
 from microtome.report.notes import FEW, interval, profile_notes
+from microtome.results.measurements import EnergyUse
 from microtome.results.metrics import METRICS, Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
-from microtome.units import UNKNOWN, count, joules, seconds, share, size, some
+from microtome.results.rows import group
+from microtome.units import count, joules, seconds, share, size, some
 
 
 class Card(NamedTuple):
@@ -31,23 +35,19 @@ def cards(profile: Profile) -> str:
 
 
 def _cards(profile: Profile) -> Iterator[Card]:
-    total, coverage = profile.total, profile.coverage
-    yield Card("parameters", count(total.params), f"{total.trainable_params:,} trainable; {size(total.param_bytes)}")
-    backward = "" if total.backward_flops is None else f"; backward {count(total.backward_flops)} FLOPs"
-    flops = f"{_counted(profile, 'flops')} FLOPs, {profile.convention} convention{backward}"
-    yield Card("MACs", _counted(profile, "macs"), flops if total.macs is not None else _why(profile, "macs"))
+    """Yield a card for each headline figure that is known, the measured ones first."""
+    total = profile.total
+    if total.time_s is not None:
+        yield _time(profile)
+    if total.energy_j is not None and profile.energy is not None:
+        yield _energy(profile, profile.energy)
     yield _memory(profile)
-    yield _time(profile)
-    yield _energy(profile)
-    if coverage.work is None:
-        counted = f"{coverage.counted:,} of {coverage.ops:,} operators; no formula for {len(coverage.unknown)}"
-        yield Card("coverage", "unknown", f"share of the work; {counted}")
-    else:
-        yield Card("coverage", f"{coverage.work:.1%}", f"of {coverage.ops:,} operators")
-    methods = {"time": profile.timing, "memory": profile.memory, "energy": profile.energy, "load": profile.sampling}
-    measured = ", ".join(name for name, method in methods.items() if method is not None)
-    note = f"counted; measured: {measured}" if measured else "counted, nothing measured"
-    yield Card("method", profile.how.partition(" (")[0], note)
+    if total.macs is not None:
+        backward = "" if total.backward_flops is None else f"; backward {count(total.backward_flops)} FLOPs"
+        yield Card("MACs", _counted(profile, "macs"), f"{_counted(profile, 'flops')} FLOPs{backward}")
+    frozen = total.params - total.trainable_params
+    notes = [size(total.param_bytes), *([f"{frozen:,} of them frozen"] if frozen else [])]
+    yield Card("parameters", count(total.params), "; ".join(notes))
 
 
 def _counted(profile: Profile, name: str) -> str:
@@ -56,21 +56,21 @@ def _counted(profile: Profile, name: str) -> str:
 
 
 def _memory(profile: Profile) -> Card:
-    total = profile.total
-    measured = total.measured_peak_bytes
-    notes = ["computed, weights and inputs included"] if measured is None else [f"measured {size(measured)}"]
+    total, held = profile.total, model_bytes(profile)
+    notes = [f"{size(held)} weights and buffers, {size(max(profile.peak_bytes - held, 0))} tensors of the run"]
+    where = ""
     if profile.peak_bytes > total.peak_bytes:
-        where = " in the forward" if measured is not None else ""
-        notes = [f"in the backward; forward {size(total.peak_bytes)}", *(one + where for one in notes)]
+        notes.append(f"in the backward; forward {size(total.peak_bytes)}")
+        where = " in the forward"
     elif profile.gradients and total.saved_bytes is None:
         notes.append("with what a backward would need")
+    measured = total.measured_peak_bytes
+    notes.append("computed" if measured is None else f"measured {size(measured)}{where}")
     return Card("peak memory", size(profile.peak_bytes), "; ".join(notes))
 
 
 def _time(profile: Profile) -> Card:
     total = profile.total
-    if total.time_s is None:
-        return Card("time", UNKNOWN, _why(profile, "time_s"))
     if total.device_s is not None:
         spread = interval(total.spreads.get("device_s"))
         took = f"; backward {seconds(total.backward_device_s)}" if total.backward_device_s is not None else ""
@@ -79,10 +79,8 @@ def _time(profile: Profile) -> Card:
     return Card("time", seconds(total.time_s), f"95 %: {interval(total.spreads.get('time_s'))}{took}")
 
 
-def _energy(profile: Profile) -> Card:
-    total, use = profile.total, profile.energy
-    if total.energy_j is None or use is None:
-        return Card("energy", UNKNOWN, _why(profile, "energy_j"))
+def _energy(profile: Profile, use: EnergyUse) -> Card:
+    total = profile.total
     spread = total.spreads.get("energy_j")
     method = "an estimate, not measured" if use.whole is None else f"{use.meter}, by {use.method}"
     net = "" if total.net_energy_j is None else f"; {share(total.net_energy_j, total.energy_j)} above idle"
@@ -91,8 +89,45 @@ def _energy(profile: Profile) -> Card:
     )
 
 
-def _why(profile: Profile, name: str) -> str:
-    return why_missing(profile, METRICS[name]) or ""
+#: What a profile may have, by the metric that shows whether it has it.
+_PARTS = {
+    "time_s": "time",
+    "measured_peak_bytes": "memory",
+    "energy_j": "energy",
+    "load_cpu": "load",
+    "saved_bytes": "the backward",
+}
+
+
+def quiet_line(profile: Profile) -> str:
+    """Render how the counts were made, and what was not measured, in a line."""
+    coverage = profile.coverage
+    ops = f"{coverage.ops:,}" if coverage.work is not None else f"{coverage.counted:,} of {coverage.ops:,}"
+    counted = f"{ops} operators counted on {profile.how.partition(' (')[0]}, {profile.convention} convention."
+    missing = group(
+        (metric.requires.done, name)
+        for metric, name in ((METRICS[field], name) for field, name in _PARTS.items())
+        if metric.requires is not None and why_missing(profile, metric) is not None
+    )
+    parts = "; ".join(f"not {done}: {', '.join(names)}" for done, names in missing.items())
+    how = f' {parts.capitalize()} (<a href="#section:about">how to</a>).' if parts else ""
+    return escape(counted) + how
+
+
+def facts(profile: Profile) -> str:
+    """Render the model's inputs, the machine and the date."""
+    where = profile.environment
+    machine = where.get("gpu") or where.get("cpu")
+    threads = f", {where['threads']} threads" if "gpu" not in where and where.get("threads", "1") != "1" else ""
+    pairs = {
+        "input": profile.inputs.removeprefix("Inputs(").removesuffix(")"),
+        "device": f"{machine}{threads}" if machine else "none: counted, nothing measured",
+        "torch": where.get("torch", ""),
+        "measured" if "date" in where else "page written": where.get("date")
+        or f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    }
+    items = "".join(f"<li><small>{name}</small>{escape(value)}</li>" for name, value in pairs.items() if value)
+    return f'<ul class="facts">{items}</ul>'
 
 
 def caveats(profile: Profile) -> list[str]:
@@ -129,7 +164,7 @@ def about(profile: Profile) -> str:
     nothing = "<p>Nothing was measured: counts do not depend on a machine.</p>"
     return (
         f"<h3>How each number was obtained</h3><ul>{notes}</ul>"
-        f"<h3>What the columns are</h3><ul>{described(known)}</ul>"
-        + (f"<h3>What is not known, and why</h3><ul>{described(missing)}</ul>" if missing else "")
-        + f"<h3>Where it was measured</h3>{environment if rows else nothing}"
+        f"<h3>Where it was measured</h3>{environment if rows else nothing}"
+        f'<h3>What the columns are</h3><ul class="columns">{described(known)}</ul>'
+        + (f'<h3>What is not known, and why</h3><ul class="columns">{described(missing)}</ul>' if missing else "")
     )

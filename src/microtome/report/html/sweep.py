@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from microtome.report.html.document import read_asset
+from microtome.report.palette import variables
 from microtome.report.requests import short
 from microtome.report.sweep import CELLS, LONGEST, cell, has_energy
 from microtome.report.text import shorten
@@ -21,15 +22,15 @@ _COLUMNS = ("sent", "received", "head", "encode", "wire", "queue", "tail", "code
 
 def html(sweep: Sweep) -> str:
     """Render the page. Names from a model or a server are escaped."""
-    title = escape(f"{sweep.model} at {sweep.server}")
+    title = escape(f"{sweep.title} at {sweep.server}")
     lines = [
         '<!doctype html><html lang="en"><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
-        f"<title>{title}</title><style>\n{read_asset('sweep.css')}</style>",
+        f"<title>{title}</title><style>\n{variables()}\n{read_asset('sweep.css')}</style>",
         f"<h1>{title}: {escape(sweep.best.name)} is the best, {seconds(sweep.best.total_s)}</h1>",
         *(f"<p>{escape(line)}</p>" for line in _summary(sweep)),
-        '<p class="key dim"><i style="background:var(--head)"></i>head<i style="background:var(--between)"></i>'
-        'codec, wire and queue<i style="background:var(--tail)"></i>tail</p>',
+        '<p class="key dim"><i style="background:var(--edge)"></i>head<i style="background:var(--link)"></i>'
+        'codec, wire and queue<i style="background:var(--cloud)"></i>tail</p>',
         f'<div class="chart">{_chart(sweep)}</div><div class="table">{_table(sweep)}</div>',
         *(f'<p class="dim">{escape(line)}</p>' for line in _footnotes(sweep)),
         "</html>",

@@ -6,12 +6,15 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from html import escape
+from typing import NamedTuple
 
 from microtome.report.call_columns import write_metric
+from microtome.report.call_tree import name_in_tree
+from microtome.report.html.data import bar_base, header, shown_metrics
 from microtome.report.notes import interval
-from microtome.report.row_selection import fitting_depth, name_in_tree
+from microtome.report.row_selection import fitting_depth
 from microtome.results.measurements import Alive, Timeline
-from microtome.results.metrics import Metric, page_metrics, why_missing
+from microtome.results.metrics import Metric
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 from microtome.units import UNKNOWN, shape, share, size, write
@@ -22,11 +25,6 @@ _ROWS = 600
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def shown_metrics(profile: Profile) -> list[Metric]:
-    """Return the metrics that the table shows by default."""
-    return [metric for metric in page_metrics() if metric.shown == "table" and why_missing(profile, metric) is None]
-
-
 def full_bar(profile: Profile, metric: Metric) -> float | None:
     """Return the value of a full bar: that of the whole model, or the largest of any call if it does not add up."""
     if metric.adds_up == "sum":
@@ -35,14 +33,27 @@ def full_bar(profile: Profile, metric: Metric) -> float | None:
     return max((value for row in profile if (value := metric.of(row)) is not None), default=None)
 
 
+class _Scaled(NamedTuple):
+    """A metric, and the values of an empty and of a full bar."""
+
+    metric: Metric
+    base: float
+    full: float | None
+
+    def part(self, value: float) -> float:
+        """Return the length of a bar, from 0 to 100."""
+        whole = (self.full or 0) - self.base
+        return 100 * min(max((value - self.base) / whole, 0), 1) if whole else 0
+
+
 def layer_table(profile: Profile) -> str:
     metrics = shown_metrics(profile)
     rows = _rows(profile)
     heads = "".join(
-        f'<th scope="col" class="n" title="{escape(metric.description)}">{escape(metric.label)}' for metric in metrics
+        f'<th scope="col" class="n" title="{escape(metric.description)}">{escape(header(metric))}' for metric in metrics
     )
-    scales = [full_bar(profile, metric) for metric in metrics]
-    body = "\n".join(_row(row, list(zip(metrics, scales, strict=True))) for row in rows)
+    scaled = [_Scaled(metric, bar_base(profile, metric), full_bar(profile, metric)) for metric in metrics]
+    body = "\n".join(_row(row, scaled) for row in rows)
     return (
         '<div class="scroll" id="grid" tabindex="0" role="region" aria-label="Layer table"><table id="layers">'
         '<caption class="sr">What each call costs, with all calls inside it</caption>'
@@ -62,9 +73,9 @@ def _left_out(profile: Profile, rows: Sequence[Row]) -> str:
     return f'<p class="dim nojs">{len(rows):,} of {len(profile):,} calls are listed; with JavaScript all are.</p>'
 
 
-def _row(row: Row, scaled: Sequence[tuple[Metric, float | None]]) -> str:
+def _row(row: Row, scaled: Sequence[_Scaled]) -> str:
     """Render a row without optional closing tags, since there may be hundreds."""
-    cells = "".join(_cell(row, metric, whole) for metric, whole in scaled)
+    cells = "".join(_cell(row, one) for one in scaled)
     output = ", ".join(shape(tensor.shape) for tensor in row.outputs)
     name = f'<th scope="row" class="d{min(row.depth, 32)}" title="{escape(row.address)}">{_anchor(row)}'
     texts = "".join(f'<td title="{escape(text)}">{escape(text)}' for text in (row.type, output))
@@ -78,21 +89,22 @@ def _anchor(row: Row) -> str:
     return f'<a name="{escape(whole)}">{name}</a>' if whole else name
 
 
-def _cell(row: Row, metric: Metric, whole: float | None) -> str:
+def _cell(row: Row, scaled: _Scaled) -> str:
+    metric = scaled.metric
     value = metric.of(row)
     if value is None:
         return f'<td class="n" title="{escape(metric.why_not_each)}">{UNKNOWN}'
     text = write_metric(metric, row, partial(write, unit=metric.unit))
-    bar = round(100 * min(max(value / whole, 0), 1)) if whole else 0
-    return f'<td class="n b{bar}">{text}{_whisker(row, metric, whole)}'
+    return f'<td class="n b{round(scaled.part(value))}">{text}{_whisker(row, scaled)}'
 
 
-def _whisker(row: Row, metric: Metric, whole: float | None) -> str:
+def _whisker(row: Row, scaled: _Scaled) -> str:
     """Render the interval as a line over the bar."""
+    metric = scaled.metric
     spread = row.spreads.get(metric.name)
-    if spread is None or not whole:
+    if spread is None or not scaled.full:
         return ""
-    low, high = (round(100 * min(max(end / whole, 0), 1), 1) for end in (spread.low, spread.high))
+    low, high = (round(scaled.part(end), 1) for end in (spread.low, spread.high))
     title = escape(f"95 %: {interval(spread, partial(write, unit=metric.unit))}")
     return f'<svg class="w"><title>{title}</title><line x1="{low}%" x2="{high}%" y1="50%" y2="50%"/></svg>'
 

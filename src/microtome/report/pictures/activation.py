@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from microtome.engine.pytree import tensors_in
 from microtome.errors import BadQuery
@@ -13,9 +14,11 @@ from microtome.report.pictures.pixels import Picture, arrange_patches, draw_map,
 from microtome.units import shape
 
 #: The height or width of a map in pixels, about: of several, and of a single one.
-_SMALL, _LARGE = 48, 384
+_SMALL, _LARGE = 96, 384
 #: The least height of a row of values in pixels.
-_LEAST = 16
+_LEAST = 24
+#: A thumbnail in pixels, about, and the most channels in it.
+_THUMBNAIL, _FEW = (44, 340), 8
 
 
 def plot(
@@ -46,6 +49,18 @@ def plot(
     return tile([draw_map(one, height, width) for one in maps])
 
 
+def thumbnail(tensor: Tensor) -> Picture:
+    """Draw a few channels of the first sample in a row, as small as a line of a table."""
+    if not 2 <= tensor.dim() <= 4 or not tensor.numel():
+        raise BadQuery(f"expected a tensor of 2 to 4 dimensions, got {shape(tensor.shape)}")
+    maps = _maps(_tensor(tensor, "", None)[0], None)[:_FEW]
+    high, wide = _THUMBNAIL[0], _THUMBNAIL[0] if len(maps) > 1 else _THUMBNAIL[1]
+    shown = min(maps.shape[1], high), min(maps.shape[2], wide)
+    maps = F.adaptive_avg_pool2d(maps.nan_to_num()[None], shown)[0]
+    zoom = high // shown[0] if shown[0] > 1 else _LEAST, wide // shown[1]
+    return tile([draw_map(scale_values(one), *zoom) for one in maps], len(maps))
+
+
 def _tensor(value: Any, name: str, part: int | None) -> Tensor:
     tensors = list(tensors_in(value))
     if not tensors:
@@ -60,7 +75,9 @@ def _tensor(value: Any, name: str, part: int | None) -> Tensor:
 
 
 def _maps(value: Tensor, grid: tuple[int, int] | None) -> Tensor:
-    """Return the maps of a sample, (maps, height, width)."""
+    """Return the maps of a sample, (maps, height, width); channels of one value each are one row."""
+    if value.dim() == 3 and value.shape[1:].numel() == 1:
+        value = value.flatten()
     if value.dim() == 3:
         return value
     if value.dim() == 1:

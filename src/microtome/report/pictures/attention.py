@@ -22,8 +22,10 @@ from microtome.report.pictures.pixels import (
     tile,
 )
 
-#: The height or width of a map without an image in pixels, about.
-_SIZE = 224
+#: The least height or width of a map in pixels, about: of a single one, and of one of several.
+_SIZE, _SMALL = 384, 224
+#: The most pixels of a map in an overview, in height and in width.
+_OVERVIEW = 160
 
 
 def plot(
@@ -44,21 +46,45 @@ def plot(
     if under is not None and under.dim() == 4:
         under = pick(under, sample, "image")
     if head == "all":
-        return tile([picture(pick(one, row, "row"), under, grid=grid, alpha=alpha).pixels for one in weights])
+        options: dict[str, Any] = {"grid": grid, "alpha": alpha, "least": _SMALL}
+        return tile([picture(pick(one, row, "row"), under, **options).pixels for one in weights])
     heads = weights.mean(0) if head is None else pick(weights, head, "head")
     return picture(pick(heads, row, "row"), under, grid=grid, alpha=alpha)
 
 
-def picture(values: Tensor, image: Any = None, *, grid: tuple[int, int] | None = None, alpha: float = 0.6) -> Picture:
-    """Draw one value for each token, such as a row of weights or of a rollout; by default on a square of patches."""
+def overview(weights: Tensor) -> Picture:
+    """Draw the weights of the first sample: the mean of the heads over queries and keys; of one query, each head."""
+    first = weights[0].detach().float().cpu().nan_to_num()
+    heat = first[:, 0] if first.shape[1] == 1 else first.mean(0)
+    shown = min(heat.shape[0], _OVERVIEW), min(heat.shape[1], _OVERVIEW)
+    heat = scale_values(F.adaptive_avg_pool2d(heat[None, None], shown)[0, 0])
+    zoom = _OVERVIEW // max(shown)
+    return Picture(draw_map(heat, zoom, zoom))
+
+
+def picture(
+    values: Tensor,
+    image: Any = None,
+    *,
+    grid: tuple[int, int] | None = None,
+    alpha: float = 0.6,
+    least: int = _SIZE,
+) -> Picture:
+    """Draw one value for each token, such as a row of weights or of a rollout; by default on a square of patches.
+
+    Args:
+        least: The height or width of the picture in pixels, about: a smaller image is enlarged.
+    """
     side = math.isqrt(len(values))
     heat = scale_values(arrange_patches(values.detach().float().cpu(), grid or (side, side)))
     if image is None:
-        zoom = max(1, _SIZE // max(heat.shape))
+        zoom = max(1, least // max(heat.shape))
         return Picture(draw_map(heat, zoom, zoom))
     if not isinstance(alpha, SupportsFloat) or not 0 <= alpha <= 1:
         raise BadQuery(f"expected alpha from 0 (the image alone) to 1 (the map alone), got {alpha!r}")
     under = _as_image(image)
+    zoom = max(1, least // max(under.shape[:2]))
+    under = under.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
     size = under.shape[0], under.shape[1]
     heat = F.interpolate(heat[None, None], size=size, mode="bilinear", align_corners=False)[0, 0]
     return Picture(as_bytes(torch.lerp(under, colour(heat), alpha)))

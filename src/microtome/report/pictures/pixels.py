@@ -35,8 +35,12 @@ class Picture:
 
     pixels: Tensor
 
-    def _repr_png_(self) -> bytes:
+    @property
+    def png(self) -> bytes:
         return png(self.pixels)
+
+    def _repr_png_(self) -> bytes:
+        return self.png
 
     def save(self, file: File) -> None:
         with translate_write_errors(repr(str(file))):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from microtome.errors import BadQuery
 from microtome.report.trace_events.chrome import ChromeEvents
-from microtome.results.metrics import METRICS
+from microtome.results.metrics import METRICS, TIME
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 from microtome.units import shape
@@ -39,10 +39,7 @@ class Slice(NamedTuple):
 def host_slices(profile: Profile) -> list[Slice]:
     """Return the calls as the host ran them, in the order they began, without those that were not timed."""
     if profile.total.time_s is None:
-        raise BadQuery(
-            "this profile has no times, so there is nothing to lay out in time: "
-            'make it with measure=["time"], or with --time on the command line'
-        )
+        raise BadQuery(f"this profile has no times, so there is nothing to lay out in time: make it with {TIME.advice}")
     return _slices(profile, "time_s", "elapsed_s")
 
 
@@ -94,7 +91,7 @@ def perfetto(profile: Profile) -> str:
     """Export Chrome trace JSON: calls as nested slices, memory, load and power as counters."""
     events = ChromeEvents()
     tracks = _tracks(profile)
-    pid = events.process(f"{profile.model} on {profile.inputs}")
+    pid = events.process(f"{profile.title} on {profile.inputs}")
     for name, slices in tracks.items():
         lane = events.lane(pid, name)
         for row, begin_ns, end_ns in slices:
@@ -170,7 +167,7 @@ def speedscope(profile: Profile) -> str:
         "$schema": "https://www.speedscope.app/file-format-schema.json",
         "shared": {"frames": [{"name": name} for name in names]},
         "profiles": [_evented_profile(name, slices, frames) for name, slices in tracks.items()],
-        "name": f"{profile.model} on {profile.inputs}",
+        "name": f"{profile.title} on {profile.inputs}",
         "activeProfileIndex": 0,
         "exporter": "microtome",
     }

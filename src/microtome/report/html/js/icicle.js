@@ -1,5 +1,5 @@
 // The module tree as an icicle: as wide as what a call costs, zoomed by click or Enter.
-const NODE_HEIGHT = 26;
+const NODE_HEIGHT = 30;
 const LEVELS = 14;
 const NARROW = 2;
 const NAMED = 5;
@@ -11,7 +11,7 @@ function icicle(view) {
   const sums = DATA.metrics.filter((metric) => metric.is_sum);
   const first = ["device_s", "time_s", "macs", "flops", "params"].find((name) => valueOf(name, 0));
   let size = first ?? KNOWN.find((metric) => metric.is_sum).name;
-  let colour = size;
+  let colour = "type";
   let root;
   let focus = 0;
   let nodes = [];
@@ -22,17 +22,18 @@ function icicle(view) {
   const picture = el("div", { class: "icicle", role: "tree", "aria-label": "Module tree; arrows move, Enter zooms, Escape zooms out" });
   const status = el("div", { class: "status dim", "aria-live": "polite" });
   const left = el("div", { class: "left dim" });
-  const ramp = el("canvas", { width: 112, height: 1 });
+  const ramp = el("canvas", { width: 144, height: 1 });
   const most = el("span", {});
-  const legend = el("span", { class: "ramp" }, "0", ramp, most);
-  const colours = [["same", "as size"], ...options(DATA.metrics.filter((metric) => metric.missing === null)), ["type", "kind of module"]];
+  const least = el("span", {});
+  const legend = el("span", { class: "ramp" }, least, ramp, most);
+  const kinds = el("div", { class: "kinds" });
+  const colours = [["type", "kind of module"], ["same", "the same as size"], ...options(DATA.metrics.filter((metric) => metric.missing === null))];
   view.append(
     el("div", { class: "controls" },
       chooser("Size", options(sums), size, (name) => { size = name; layout(); draw(); }),
-      chooser("Colour", colours, "same", (name) => { colour = name; draw(); }),
+      chooser("Colour", colours, colour, (name) => { colour = name; draw(); }),
       legend),
-    crumbs, picture, status, left);
-  colour = "same";
+    kinds, crumbs, picture, status, left);
 
   const inside = (at) => CHILDREN[at].reduce((sum, child) => sum + (costs[child] ?? 0), 0);
   /** By which part of a call the calls inside it take more than it: medians need not add up. */
@@ -51,26 +52,45 @@ function icicle(view) {
     root.each((node) => { nodes[node.data] = node; });
   }
 
+  /** The colour of each call, and the legend that explains it. */
   function painter() {
+    const all = nodes[focus].descendants().map((node) => node.data);
+    legend.hidden = colour === "type";
+    kinds.hidden = colour !== "type";
     if (colour === "type") {
-      const byType = new Map();
-      CALLS.type.forEach((type, at) => { if (!CHILDREN[at].length) byType.set(type, (byType.get(type) ?? 0) + costs[at]); });
-      const rank = new Map([...byType].sort((a, b) => b[1] - a[1]).map(([type], at) => [type, at]));
-      return (at) => (CHILDREN[at].length ? GREY : KINDS[Math.min(rank.get(CALLS.type[at]) ?? 7, 7)]);
+      kinds.replaceChildren(key(...kindsIn(all)));
+      return (at) => (CHILDREN[at].length ? null : kindColour(CALLS.type[at]));
     }
     const name = colour === "same" ? size : colour;
-    const values = CALLS.values[name] ?? [];
-    const top = values.reduce((most, value) => Math.max(most, value ?? 0), 0);
-    most.textContent = `${write(METRICS[name].unit, top)} (${METRICS[name].label})${values.includes(null) ? "; grey: not known" : ""}`;
-    return (at) => (valueOf(name, at) === null ? GREY : shade(top ? valueOf(name, at) / top : 0));
+    // A peak begins at what the model holds: all the calls share that.
+    const { base, unit, label } = METRICS[name];
+    const top = all.reduce((most, at) => Math.max(most, valueOf(name, at) ?? 0), 0);
+    const isUnknown = all.some((at) => valueOf(name, at) === null);
+    least.textContent = base ? write(unit, base) : "0";
+    most.textContent = `${write(unit, top)} (${label}${focus ? `, the most in ${fullName(focus)}` : ""})${isUnknown ? "; grey: not known" : ""}`;
+    paintRamp(ramp);
+    return (at) => (valueOf(name, at) === null ? GREY : shade(top > base ? Math.max(valueOf(name, at) - base, 0) / (top - base) : 0));
+  }
+
+  /** The kinds among some calls with their colours and shares of the size, the costliest first. */
+  function kindsIn(all) {
+    const byType = new Map();
+    for (const at of all) if (!CHILDREN[at].length) byType.set(CALLS.type[at], (byType.get(CALLS.type[at]) ?? 0) + costs[at]);
+    const part = (cost) => (costs[focus] ? ` ${share(cost, costs[focus])}` : "");
+    const costing = [...byType].some(([, cost]) => cost) ? [...byType].filter(([, cost]) => cost) : [...byType];
+    const ranked = costing.sort((a, b) => b[1] - a[1] || a[0] - b[0]);
+    const isNamed = ([type]) => (RANK.get(type) ?? KINDS.length) < KINDS.length;
+    const entries = ranked.filter(isNamed).map(([type, cost]) => [rgb(kindColour(type)), `${CALLS.types[type]}${part(cost)}`]);
+    const others = ranked.filter((one) => !isNamed(one));
+    if (others.length) entries.push([rgb(OTHER_KIND), `${others.length === 1 ? CALLS.types[others[0][0]] : `${others.length} other kinds`}${part(others.reduce((sum, [, cost]) => sum + cost, 0))}`]);
+    if (all.some((at) => CHILDREN[at].length)) entries.push([ink("box"), "holds other modules"]);
+    return entries;
   }
 
   function draw() {
     const zoomed = nodes[focus];
     const width = picture.clientWidth;
     const wide = zoomed.x1 - zoomed.x0;
-    legend.hidden = colour === "type";
-    paintRamp(ramp);
     const paint = painter();
     const boxes = [];
     let deepest = 0;
@@ -87,9 +107,16 @@ function icicle(view) {
     picture.replaceChildren(...boxes);
     picture.dataset.focus = CALLS.address[focus];
     drawCrumbs();
+    markFound();
     say(focus);
     sayLeft(new Set(boxes.map((node) => Number(node.dataset.at))));
   }
+
+  /** Fade what a search does not match. */
+  function markFound() {
+    for (const node of picture.children) node.classList.toggle("other", SEARCH.isActive() && !SEARCH.found.has(Number(node.dataset.at)));
+  }
+  SEARCH.listeners.push(markFound);
 
   /** Say how many of the calls inside the zoomed one are not drawn. */
   function sayLeft(shown) {
@@ -118,15 +145,21 @@ function icicle(view) {
       "aria-label": `${fullName(at)}, ${typeOf(at)}, ${METRICS[size].label} ${formatted(size, at)}`,
       "aria-expanded": CHILDREN[at].length ? "true" : null,
       onclick: () => zoom(at), onfocus: () => say(at), onmouseenter: () => say(at),
-    }, span > 24 ? nameOf(at) : "");
+    }, labelOf(at, span));
     element.dataset.at = at;
     element.style.left = `${left}px`;
     element.style.width = `${span}px`;
     element.style.top = `${level * NODE_HEIGHT}px`;
-    element.style.background = rgb(paint);
-    element.style.color = inkOn(paint);
-    if (span < 12) element.style.padding = "0";
+    element.style.background = paint ? rgb(paint) : "var(--box)";
+    element.style.color = paint ? inkOn(paint) : "var(--ink)";
+    if (span < 14) element.style.padding = "0";
     return element;
+  }
+
+  /** The name where it fits, or enough of it. */
+  function labelOf(at, span) {
+    const name = at === 0 ? typeOf(0) : nameOf(at);
+    return name.length * 7.5 + 12 <= span || span > 44 ? name : "";
   }
 
   function zoom(at) {
@@ -138,6 +171,7 @@ function icicle(view) {
   function drawCrumbs() {
     const parts = pathTo(focus).map((at) => el("button", { type: "button", disabled: at === focus, onclick: () => { focus = at; draw(); } }, nameOf(at)));
     crumbs.replaceChildren(...parts.flatMap((part, at) => (at ? ["›", part] : [part])));
+    crumbs.hidden = focus === 0;
   }
 
   const calls = (count) => `${grouped(count)} call${count === 1 ? "" : "s"}`;

@@ -13,7 +13,8 @@ document.documentElement.classList.add("js");
 document.querySelectorAll(".scroll").forEach(sideways);
 attempt(viewOf("tree"), icicle);
 attempt(document.getElementById("grid"), layerTable);
+// Every chart is built at once, so that a capture of the whole page and a print have them, seen or not.
 for (const [name, build] of Object.entries({ memory: memoryView, roofline: rooflineView, explorer: explorerView, compare: compareView })) {
-  lazily(viewOf(name), (view) => attempt(view, build));
+  if (viewOf(name) !== null) attempt(viewOf(name), build);
 }
 document.documentElement.dataset.ready = "1";

@@ -8,24 +8,25 @@ function layerTable(grid) {
   const table = grid.querySelector("table");
   const body = table.tBodies[0];
   const head = table.tHead;
+  const longest = (texts) => texts.reduce((most, text) => Math.max(most, text.length), 0);
   const columns = [
-    { name: "type", label: "module", text: typeOf, width: 130 },
-    { name: "output", label: "output", text: (at) => CALLS.output[at], width: 130 },
-    ...DATA.metrics.map((metric) => ({ ...metric, width: 120, isNumber: true })),
+    { name: "type", header: "module", label: "module", text: typeOf, cell: kindCell, width: 132, wish: Math.min(7.6 * longest(CALLS.types) + 42, 230) },
+    { name: "output", header: "output", label: "output", text: (at) => CALLS.output[at], width: 128, wish: Math.min(7.6 * longest(CALLS.output) + 24, 230) },
+    ...DATA.metrics.map((metric) => ({ ...metric, width: metric.name === "params" && CALLS.shared.some(Boolean) ? 128 : Math.max(96, 8.8 * metric.header.length + 30), isNumber: true })),
   ];
   const texts = innerWidth <= 640 ? [] : ["type", "output"];
   const shown = new Set([...texts, ...KNOWN.filter((metric) => metric.is_shown).map((metric) => metric.name)]);
   const open = new Set();
   let rowsAre = "tree";
   let sort = null;
-  let query = "";
   let rows = [];
   let active = 0;
+  let isPicked = false;
   let isPrinted = false;
 
   const notFound = el("p", { class: "not-found", role: "alert" });
   const status = el("span", { class: "dim", role: "status" });
-  const search = el("input", { type: "search", placeholder: "Search calls and kinds", "aria-label": "Search calls and kinds of modules", oninput: () => { query = search.value.trim().toLowerCase(); refresh(); } });
+  const search = el("input", { type: "search", placeholder: "Search by name or kind", "aria-label": "Search calls by name or kind of module", oninput: () => SEARCH.set(search.value) });
   const mode = chooser("Rows", [["tree", "tree"], ["layers", "layers (no calls inside)"], ["all", "all calls"]], rowsAre, (value) => { rowsAre = value; if (value === "tree") sort = null; refresh(); });
   document.getElementById("controls").append(
     el("div", { class: "controls" }, search, mode,
@@ -43,11 +44,8 @@ function layerTable(grid) {
 
   // -- which rows ------------------------------------------------------------------------------------------------------
 
-  const matches = (at) => fullName(at).toLowerCase().includes(query) || typeOf(at).toLowerCase().includes(query);
-
   function treeRows() {
-    const matching = query ? new Set() : null;
-    if (matching) for (let at = 0; at < COUNT; at++) if (matches(at)) for (const up of pathTo(at)) matching.add(up);
+    const matching = SEARCH.isActive() ? SEARCH.found : null;
     const indices = [];
     const stack = [0];
     while (stack.length) {
@@ -61,7 +59,7 @@ function layerTable(grid) {
 
   function listRows() {
     const indices = [];
-    for (let at = 0; at < COUNT; at++) if ((rowsAre === "all" || !CHILDREN[at].length) && (!query || matches(at))) indices.push(at);
+    for (let at = 0; at < COUNT; at++) if ((rowsAre === "all" || !CHILDREN[at].length) && (!SEARCH.isActive() || SEARCH.matches(at))) indices.push(at);
     if (sort === null) return indices;
     const column = columns.find((one) => one.name === sort.name);
     const of = column ? (column.isNumber ? (at) => valueOf(column.name, at) : column.text) : fullName;
@@ -86,11 +84,16 @@ function layerTable(grid) {
 
   // -- drawing ---------------------------------------------------------------------------------------------------------
 
-  const used = () => columns.filter((column) => shown.has(column.name));
+  // On a narrow screen few columns are in sight: the most telling comes first.
+  const telling = ["device_s", "time_s", "macs", "params"].find((name) => valueOf(name, 0));
+  const used = () => {
+    const chosen = columns.filter((column) => shown.has(column.name));
+    return innerWidth <= 640 ? chosen.sort((a, b) => (b.name === telling) - (a.name === telling)) : chosen;
+  };
 
   function refresh() {
     rows = rowsAre === "tree" ? treeRows() : listRows();
-    status.textContent = `${grouped(rows.length)} of ${grouped(COUNT)} calls`;
+    status.textContent = `${grouped(rows.length)} of ${grouped(COUNT)} calls${SEARCH.isActive() ? `, ${grouped(rows.filter(SEARCH.matches).length)} found` : ""}`;
     table.setAttribute("role", rowsAre === "tree" ? "treegrid" : "grid");
     table.setAttribute("aria-rowcount", rows.length + 1);
     drawHead();
@@ -99,18 +102,25 @@ function layerTable(grid) {
 
   function drawHead() {
     const narrow = innerWidth <= 640;
-    const widths = [narrow ? 152 : 290, ...used().map((column) => (narrow ? Math.min(column.width, 104) : column.width))];
+    const widths = [narrow ? 152 : 220, ...used().map((column) => (narrow ? Math.min(column.width, 104) : column.width))];
+    let spare = narrow ? 0 : grid.clientWidth - widths.reduce((sum, width) => sum + width, 0);
+    used().forEach((column, at) => {
+      const more = Math.max(Math.min((column.wish ?? 0) - column.width, spare), 0);
+      widths[at + 1] += more;
+      spare -= more;
+    });
     table.querySelector("colgroup")?.remove();
-    const group = el("colgroup", {}, ...widths.map((width) => { const element = el("col"); element.style.width = `${width}px`; return element; }));
+    // The first column takes what the others leave.
+    const group = el("colgroup", {}, ...widths.map((width, place) => { const element = el("col"); if (place || narrow) element.style.width = `${width}px`; return element; }));
     table.insertBefore(group, head);
-    table.style.width = `${widths.reduce((sum, width) => sum + width, 0)}px`;
+    table.style.width = `max(100%, ${widths.reduce((sum, width) => sum + width, 0)}px)`;
     const cell = (name, label, isNumber, title) => {
       const isSorted = sort?.name === name;
       const arrow = isSorted ? (sort.isDown ? " ↓" : " ↑") : "";
       return el("th", { scope: "col", class: isNumber ? "n" : "", title, "aria-sort": isSorted ? (sort.isDown ? "descending" : "ascending") : "none" },
         el("button", { type: "button", onclick: () => { sortBy(name, Boolean(isNumber)); head.querySelector(`[data-name="${name}"]`)?.focus(); } }, label + arrow));
     };
-    const cells = [cell("address", "call", false, "the address of the call"), ...used().map((column) => cell(column.name, column.label, column.isNumber, column.description ?? ""))];
+    const cells = [cell("address", "call", false, "the address of the call"), ...used().map((column) => cell(column.name, column.header, column.isNumber, column.description ? `${column.label}: ${column.description}${barNote(column)}` : ""))];
     [["address"], ...used().map((column) => [column.name])].forEach(([name], at) => { cells[at].firstChild.dataset.name = name; });
     head.replaceChildren(el("tr", {}, ...cells));
   }
@@ -143,39 +153,44 @@ function layerTable(grid) {
 
   function rowAt(at, place) {
     const isTree = rowsAre === "tree";
-    const element = el("tr", { class: at === active ? "on" : "", tabIndex: at === active ? 0 : -1, "aria-rowindex": place + 2,
-      "aria-level": isTree ? DEPTH[at] + 1 : null, "aria-expanded": isTree && CHILDREN[at].length ? String(open.has(at) || Boolean(query)) : null });
+    const element = el("tr", { class: isPicked && at === active ? "on" : "", tabIndex: at === active ? 0 : -1, "aria-rowindex": place + 2,
+      "aria-level": isTree ? DEPTH[at] + 1 : null, "aria-expanded": isTree && CHILDREN[at].length ? String(open.has(at) || SEARCH.isActive()) : null });
     element.dataset.at = at;
-    element.append(nameCell(at, isTree), ...used().map((column) => (column.isNumber ? numberCell(column, at) : el("td", { title: column.text(at) }, column.text(at)))));
+    element.append(nameCell(at, isTree), ...used().map((column) => (column.isNumber ? numberCell(column, at) : el("td", { title: column.text(at) }, ...(column.cell ?? ((one) => [column.text(one)]))(at)))));
     return element;
   }
 
   function nameCell(at, isTree) {
     const element = el("th", { scope: "row", class: isTree ? `d${Math.min(DEPTH[at], 32)}` : "", title: fullName(at) });
-    const isOpen = open.has(at) || Boolean(query);
+    const isOpen = open.has(at) || SEARCH.isActive();
     if (isTree) element.append(CHILDREN[at].length ? el("button", { class: "twist", type: "button", tabIndex: -1, "aria-label": isOpen ? "Close" : "Open", onclick: () => toggle(at) }, isOpen ? "▾" : "▸") : el("span", { class: "twist" }));
     const anchor = link(CALLS.address[at], "");
     anchor.tabIndex = -1;
-    anchor.append(...marked(isTree ? nameOf(at) : fullName(at)));
+    anchor.append(...markedEnd(fullName(at), isTree ? nameOf(at) : fullName(at)));
     const button = el("button", { class: "copy", type: "button", tabIndex: -1, title: "Copy the address", "aria-label": `Copy the address of ${fullName(at)}`, onclick: () => copied(at, button) }, "copy");
     element.append(button, anchor);
     return element;
   }
 
-  function marked(text) {
-    const at = query ? text.toLowerCase().indexOf(query) : -1;
-    return at < 0 ? [text] : [text.slice(0, at), el("mark", {}, text.slice(at, at + query.length)), text.slice(at + query.length)];
+  function kindCell(at) {
+    if (CHILDREN[at].length) return marked(typeOf(at));
+    const patch = el("span", { class: "kind" });
+    patch.style.background = rgb(kindColour(CALLS.type[at]));
+    return [patch, ...marked(typeOf(at))];
   }
+
+  const barNote = (metric) => (metric.base ? `; the bar is what is above the model's ${write(metric.unit, metric.base)} of weights and buffers` : "");
 
   function numberCell(metric, at) {
     const value = valueOf(metric.name, at);
     if (value === null) return el("td", { class: "n", title: metric.missing || metric.unknown }, UNKNOWN);
-    const whole = SCALE[metric.name];
+    const whole = SCALE[metric.name] - metric.base;
     let text = write(metric.unit, value);
     const shared = CALLS.shared[at];
     if (metric.name === "params" && shared) text = value ? `${text} (+${write("count", shared)})` : `(${write("count", shared)})`;
-    const part = (end) => Math.min(Math.max(whole ? end / whole : 0, 0), 1) * 100;
+    const part = (end) => Math.min(Math.max(whole ? (end - metric.base) / whole : 0, 0), 1) * 100;
     const element = el("td", { class: `n b${Math.round(part(value))}` }, text);
+    if (metric.base) element.title = `${write(metric.unit, Math.max(value - metric.base, 0))} above the model's ${write(metric.unit, metric.base)} of weights and buffers`;
     const spread = CALLS.spreads[metric.name]?.[at];
     if (spread && whole) {
       const interval = `95 %: ${write(metric.unit, spread[0])} to ${write(metric.unit, spread[1])}`;
@@ -201,6 +216,7 @@ function layerTable(grid) {
 
   function show(at, { isFocused = false } = {}) {
     active = at;
+    isPicked = true;
     const place = rows.indexOf(at);
     if (place < 0) return;
     const top = place * ROW_HEIGHT;
@@ -225,7 +241,7 @@ function layerTable(grid) {
     if (notFound.textContent) notFound.scrollIntoView({ block: "nearest" });
     if (!isCall) return;
     if (rowsAre !== "tree" && !rows.includes(at)) rowsAre = mode.querySelector("select").value = "all";
-    if (query && !rows.includes(at)) query = search.value = "";
+    if (SEARCH.isActive() && !rows.includes(at)) SEARCH.set(search.value = "");
     for (const up of pathTo(at).slice(0, -1)) open.add(up);
     refresh();
     show(at, { isFocused: true });
@@ -265,6 +281,7 @@ function layerTable(grid) {
       if (first < inPage[0] || last > inPage[1]) draw();
     });
   }, { passive: true });
+  SEARCH.listeners.push(refresh);
   new ResizeObserver(() => refresh()).observe(grid);
   addEventListener("hashchange", follow);
   addEventListener("beforeprint", () => { isPrinted = true; draw(); });

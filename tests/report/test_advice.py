@@ -1,0 +1,98 @@
+"""Python objects advise arguments, and the command line advises its options."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import microtome as mt
+from microtome import zoo
+from microtome.cli import main
+from microtome.errors import BadQuery
+from microtome.report.notes import profile_notes
+from microtome.results.measurements import Spread, Timing
+from microtome.results.metrics import METRICS, TIME, on_command_line, why_missing
+from tests.report.test_foreign_text import RESULTS
+
+
+@pytest.fixture(scope="module")
+def profile() -> mt.Profile:
+    return mt.profile(*zoo.build("tiny-resnet"))
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_no_view_of_a_python_object_advises_an_option(kind: str) -> None:
+    result = RESULTS[kind]()
+    for text in (str(result), result._repr_html_(), result.to_markdown()):
+        assert not re.search("--[a-z]", text)
+
+
+def test_the_page_advises_in_the_interface_that_wrote_it(profile: mt.Profile, tmp_path: Path) -> None:
+    page = profile.to_html()
+    assert "add measure=[&quot;time&quot;]" in page
+    assert "add --time" not in page
+    profile.to_json(tmp_path / "profile.json")
+    words = ["report", str(tmp_path / "profile.json"), "-o", str(tmp_path / "page.html")]
+    assert CliRunner().invoke(main, words).exit_code == 0
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert "add --time" in page
+    assert "measure=[" not in page
+    assert "profile with --time, on the machine" in page
+
+
+def test_the_command_line_leaves_the_advice_of_python_as_it_was(profile: mt.Profile) -> None:
+    result = CliRunner().invoke(main, ["profile", "zoo:tiny-vit", "--sort", "time"])
+    assert "to sort by: add --time" in result.output
+    assert TIME.advice == 'measure=["time"]'
+    with pytest.raises(BadQuery, match=r"add measure=\[\"time\"\]$"):
+        profile.top(by="time_s")
+
+
+def test_reasons_name_the_argument_or_the_option(profile: mt.Profile) -> None:
+    for metric in METRICS.values():
+        reason = why_missing(profile, metric)
+        if metric.requires is not None and reason is not None:
+            assert reason == f"not {metric.requires.done}: add {metric.requires.argument}"
+            with on_command_line():
+                assert why_missing(profile, metric) == f"not {metric.requires.done}: add {metric.requires.option}"
+
+
+def test_notes_name_the_argument_or_the_option(profile: mt.Profile) -> None:
+    slow = replace(profile, timing=Timing(Spread(1.0, 0.9, 1.1, 0.8, 1.2, 9, 0), 1.5, 1e-6, 2))
+    assert "look longer than they are: measure with a smaller depth=" in profile_notes(slow)[-1]
+    with on_command_line():
+        assert "look longer than they are: measure with a smaller --depth" in profile_notes(slow)[-1]
+
+
+BUSY = "this machine was too busy for these times: "
+QUIET = Timing(Spread(1.0, 0.99, 1.01, 0.98, 1.02, 30, 0), 1.01, 1e-6, 2)
+
+
+@pytest.mark.parametrize(
+    ("timing", "reason"),
+    [
+        (replace(QUIET, ratio=0.8), "passes with time stamps were faster than bare ones. Close other programs"),
+        (replace(QUIET, bare=Spread(1.0, 0.8, 1.2, 0.9, 1.1, 30, 0)), "the middle half .* from 800 ms to 1.2 s. Close"),
+    ],
+)
+def test_times_of_a_busy_machine_are_said_to_be_so_once(profile: mt.Profile, timing: Timing, reason: str) -> None:
+    notes = [note for note in profile_notes(replace(profile, timing=timing)) if note.startswith(BUSY)]
+    assert len(notes) == 1
+    assert re.search(reason, notes[0])
+    assert notes[0].endswith("measure more passes with repeat=")
+
+
+def test_calls_that_take_longer_than_the_call_around_them_are_noise(profile: mt.Profile) -> None:
+    def notes(inner: float) -> list[str]:
+        calls = tuple(
+            replace(row, time_s=1.0 if not row.depth else inner if row.depth == 1 else 0.0) for row in profile
+        )
+        shown = profile_notes(replace(profile, calls=calls, timing=QUIET))
+        return [note for note in shown if note.startswith(BUSY)]
+
+    assert "the calls inside the model took longer than it" in notes(0.9)[0]
+    assert notes(0.01) == []
