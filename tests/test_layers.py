@@ -25,6 +25,7 @@ LINES = [
     ["files"],
     ["user_code", "results"],
     ["inputs"],
+    ["example_inputs"],
     ["flops", "devices"],
     ["engine"],
     ["trace"],
@@ -35,6 +36,7 @@ LINES = [
     ["zoo"],
     ["compat"],
     ["cli"],
+    ["__main__"],
 ]
 LINE = {name: number for number, line in enumerate(LINES) for name in line}
 ROOT = Path(microtome.__file__).parent

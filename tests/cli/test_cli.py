@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,7 @@ def test_a_file_that_cannot_be_written_is_an_error_before_the_run(
     def fail(*args: object) -> None:
         raise AssertionError("the command ran")
 
-    monkeypatch.setattr("microtome.cli.commands.doctor.checkup", fail)
+    monkeypatch.setattr("microtome.devices.machine.checkup", fail)
     monkeypatch.setattr("microtome.zoo.listing", fail)
     monkeypatch.setattr("microtome.cli.options.model.ModelOptions.resolve", fail)
     done = microtome(*words, "--json", str(tmp_path / "none" / "x.json"))
@@ -70,3 +72,13 @@ def test_a_file_that_cannot_be_written_is_an_error_before_the_run(
 
 def test_version() -> None:
     assert microtome("--version").output.strip() == f"microtome, version {__version__}"
+
+
+@pytest.mark.integration
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "microtome", "track", "zoo:tiny-vit", "--json", "-"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""

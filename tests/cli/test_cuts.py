@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def run(*words: Any) -> Result:
 def test_a_table_is_printed() -> None:
     result = run("cuts", "zoo:tiny-resnet", "--input", "1x3x64x64")
     assert result.exit_code == 0, result.output
-    assert "ResNet on 1x3x64x64:float32: 42 cuts" in result.output
+    assert "zoo:tiny-resnet on x 1x3x64x64: 42 cuts" in result.output
     assert "* layer2.0.relu#1" in result.output
 
 
@@ -34,7 +35,7 @@ def test_depth_all_and_best_choose_what_is_shown() -> None:
     assert "layer1.0" not in shallow
     assert "layer1.0.conv1" in run("cuts", "zoo:tiny-resnet", "--all").output
     best = run("cuts", "zoo:tiny-decoder", "--best", "bytes").output
-    assert best.startswith("Decoder cut at tokens (Embedding): 3.00 KiB cross; the input has 192 B")
+    assert best.startswith("zoo:tiny-decoder cut at tokens (Embedding): 3.00 KiB cross; the input has 192 B")
 
 
 def test_json_csv_and_markdown_go_to_files_or_to_the_terminal(tmp_path: Path) -> None:
@@ -42,7 +43,7 @@ def test_json_csv_and_markdown_go_to_files_or_to_the_terminal(tmp_path: Path) ->
     result = run("cuts", "zoo:tiny-vit", "--depth", 1, "--json", names[0], "--csv", names[1], "--md", names[2])
     assert result.exit_code == 0, result.output
     found = mt.load(names[0])
-    assert found == mt.cuts(*zoo.build("tiny-vit"))
+    assert found == replace(mt.cuts(*zoo.build("tiny-vit")), name="zoo:tiny-vit")
     rows = list(csv.DictReader(io.StringIO(names[1].read_text())))
     assert [row["at"] for row in rows] == [cut.at for cut in found]
     assert "| **`patch_embed`** |" in names[2].read_text()
@@ -60,7 +61,7 @@ def test_stages_are_verified_and_written(tmp_path: Path) -> None:
     result = run("split", "zoo:tiny-unet", "--at", "middle", "--at", "down.1", "--to", tmp_path / "parts")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert lines[0] == "zoo:tiny-unet cut at down.1, middle: bit-equal, on Inputs(2x3x32x32:float32)"
+    assert lines[0] == "zoo:tiny-unet cut at down.1, middle: bit-equal, on x 2x3x32x32"
     assert "96.0 KiB cross at down.1" in lines[2]
     assert lines[-1].endswith("from middle to the output")
 

@@ -21,6 +21,8 @@ def test_pictures_go_to_files(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "cut at layer1.0: 64.0 KiB cross" in "".join(ElementTree.parse(files[0]).getroot().itertext())
     assert files[1].read_text().startswith("digraph")
+    assert result.stderr.startswith(f"written: {files[0]} (")
+    assert f"{files[1]} (" in result.stderr
 
 
 def test_a_picture_goes_to_the_terminal() -> None:

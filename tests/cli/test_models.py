@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from microtome import zoo
 from microtome.cli import main
+from microtome.zoo.sources.base import ModelSpec
 
 NET = """
 from torch import nn
@@ -100,7 +102,7 @@ def test_a_failing_backward_is_one_clear_message(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(FAILING_BACKWARD)
     done = microtome("track", f"{tmp_path}/net.py:Net", "--input", "2")
     assert done.exit_code == 2
-    assert "does not run on Inputs(2:float32): RuntimeError: no gradient" in done.stderr
+    assert "does not run on x 2: RuntimeError: no gradient" in done.stderr
 
 
 def test_packages_that_are_not_installed_are_said_beside_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +138,27 @@ def test_a_name_is_shown_as_it_is_written(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_notes_go_to_stderr(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("microtome.zoo.sources.torchvision.operators_note", lambda: ("declared nms",))
-    done = microtome("track", "torchvision:squeezenet1_1", "--input", "1x3x32x32", "--json", "-")
-    assert done.stderr == "Note: declared nms\n"
-    assert json.loads(done.stdout)[0]["type"] == "SqueezeNet"
+    spec = ModelSpec(lambda: torch.nn.ReLU(), lambda _: "2", ("look here",))
+    monkeypatch.setattr("microtome.zoo.sources.builtin.find", lambda name, args: spec)
+    done = microtome("track", "zoo:relu", "--json", "-")
+    assert done.stderr == "Note: look here\n"
+    assert json.loads(done.stdout)[0]["type"] == "ReLU"
+
+
+@pytest.mark.parametrize("reason", ["they do not fit", None])
+def test_missing_operators_of_torchvision_are_noted_for_models_that_call_them(
+    reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("microtome.zoo.sources.torchvision.explain_missing_operators", lambda: reason)
+    assert zoo.sources.torchvision.find("squeezenet1_1", {}).notes == ()
+    notes = zoo.sources.torchvision.find("fasterrcnn_resnet50_fpn", {}).notes
+    note = "fasterrcnn_resnet50_fpn fails if it calls an operator of torchvision: they do not fit"
+    assert notes == (() if reason is None else (note,))
+
+
+def test_other_models_of_an_incompatible_torchvision_have_no_note() -> None:
+    assert microtome("track", "torchvision:squeezenet1_1", "--input", "1x3x32x32", "--json", "-").stderr == ""
+    assert microtome("models", "torchvision:squeezenet*").stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -148,7 +167,7 @@ def test_notes_go_to_stderr(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--arg", "width"], "expected NAME=VALUE, such as num_classes=10, got 'width'"),
         ([], "has no example inputs"),
         (["--input", "4x"], "cannot read '4x'"),
-        (["--input", "4x4"], "does not run on Inputs(4x4:float32): RuntimeError: "),
+        (["--input", "4x4"], "does not run on input 4x4: RuntimeError: "),
         (["--input", "4x3", "--arg", "depth=3"], "unexpected keyword argument 'depth'"),
     ],
 )

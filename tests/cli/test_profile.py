@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,10 @@ def test_json_csv_and_markdown_go_to_files_or_to_the_terminal(tmp_path: Path) ->
     assert "total" in result.stdout
     told = ", ".join(f"{file} ({size(file.stat().st_size)})" for file in files)
     assert result.stderr.endswith(f"written: {told}\n")
-    assert mt.load(files[0]) == mt.profile(*zoo.build("tiny-vit"), backward=True)
+    expected = mt.profile(*zoo.build("tiny-vit"), backward=True)
+    assert mt.load(files[0]) == replace(expected, name="zoo:tiny-vit")
     assert next(csv.DictReader(io.StringIO(files[1].read_text())))["type"] == "ViT"
-    assert files[2].read_text().startswith("**ViT on Inputs(2x3x32x32:float32)**")
+    assert files[2].read_text().startswith("**zoo:tiny-vit on x 2x3x32x32**")
     alone = run("zoo:tiny-vit", "--json", "-")
     assert json.loads(alone.stdout)["model"] == "ViT"
     assert "written" not in alone.stderr
@@ -91,7 +93,7 @@ def test_weights_are_loaded(tmp_path: Path) -> None:
         (["zoo:tiny-vit", "--depth", "1", "--by", "op"], "choose one of --depth, --granularity and --by"),
         (["zoo:tiny-vit", "--granularity", "0"], "0 is not in the range"),
         (["zoo:tiny-vit", "--convention", "thop"], "'thop' is not one of"),
-        (["zoo:tiny-vit", "--device", "nowhere"], "--device nowhere: RuntimeError"),
+        (["zoo:tiny-vit", "--device", "nowhere"], "--device nowhere: expected a device of this machine, cpu"),
         (["zoo:tiny-vit", "--device", "cuda:99", "--time"], "--device cuda:99: "),
         (["zoo:tiny-vit", "--time", "--repeat", "0"], "0 is not in the range"),
         (["zoo:tiny-vit", "--time", "--budget", "0"], "0 is not in the range"),
@@ -178,3 +180,26 @@ def test_perfetto_without_times_is_a_wrong_word() -> None:
     result = run("zoo:tiny-resnet", "--perfetto", "p.json")
     assert result.exit_code == 2
     assert "measure them with --time" in result.output
+
+
+def test_the_name_of_the_command_line_heads_the_table_and_the_page(tmp_path: Path) -> None:
+    result = run("zoo:tiny-decoder", "--html", tmp_path / "page.html", "--json", tmp_path / "p.json")
+    assert result.stdout.startswith("zoo:tiny-decoder on input_ids 2x12:int64\n")
+    page = (tmp_path / "page.html").read_text()
+    assert "<title>zoo:tiny-decoder on input_ids 2x12:int64</title>" in page
+    assert "<h1>zoo:tiny-decoder</h1>" in page
+    assert mt.load(tmp_path / "p.json").model == "Decoder"
+
+
+def test_a_profile_without_a_name_is_headed_by_the_class(tmp_path: Path) -> None:
+    data = json.loads(mt.profile(*zoo.build("tiny-vit")).to_json())
+    del data["name"]  # as an older microtome wrote it
+    data["inputs"] = "Inputs(2x3x32x32:float32)"
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    old, new = mt.load(tmp_path / "old.json"), mt.profile(*zoo.build("tiny-vit"))
+    assert old.title == "ViT"
+    assert str(old).startswith("ViT on Inputs(2x3x32x32:float32)\n")
+    assert not [note for note in old.diff(new).notes if "inputs differ" in note]
+    assert [note for note in mt.profile(zoo.build("tiny-vit")[0], "1x3x32x32").diff(new).notes if "differ" in note] == [
+        "the inputs differ: x 1x3x32x32 and x 2x3x32x32"
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import webbrowser
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_where_cuts_cannot_be_found_the_page_is_written_all_the_same(
     def refuse(*_: Any) -> None:
         raise Unsupported("it is not traced")
 
-    monkeypatch.setattr("microtome.cli.commands.profile.find_cuts", refuse)
+    monkeypatch.setattr(import_module("microtome.split.cuts.cuts"), "cuts", refuse)
     file = tmp_path / "report.html"
     result = run("profile", "zoo:tiny-resnet", "--time", "--repeat", 3, "--warmup", 1, "--html", file)
     assert result.exit_code == 0

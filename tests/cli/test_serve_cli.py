@@ -87,7 +87,7 @@ def test_a_stage_is_served_to_a_client_of_the_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--listen", "127.0.0.1:moon"], "cannot listen on '127.0.0.1:moon'"),
+        (["--listen", "127.0.0.1:moon"], "such as host:7070, got '127.0.0.1:moon'"),
         (["--max-message", "much"], "got 'much'"),
         (["--concurrency", "0"], "0 is not in the range x>=1"),
         (["--tls-cert", "/no/such.pem"], "TLS needs both --tls-cert and --tls-key"),

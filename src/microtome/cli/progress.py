@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from microtome.errors import sanitize_text
 
@@ -15,6 +13,9 @@ from microtome.errors import sanitize_text
 @contextmanager
 def show_progress(description: str) -> Iterator[Callable[[str, int, int], None]]:
     """Show a spinner on a terminal; it becomes a bar when the yielded callback gets a step, its count and the total."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     console = Console(stderr=True, markup=False, emoji=False)
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
     with ExitStack() as stack:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import get_args
 
 import click
-import torch
 
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import show_progress
-from microtome.report.cuts import CutSelection, details
-from microtome.report.formats import markdown, text
 from microtome.results.cuts import By
-from microtome.split.cuts.cuts import cuts as find_cuts
 
 
 @click.command()
@@ -32,8 +29,14 @@ def cuts(*, model: ModelOptions, depth: int | None, every: bool, best: By | None
     if (depth is not None) + every + (best is not None) > 1:
         raise click.UsageError("choose one of --depth, --all and --best")
     resolved = model.resolve()
-    with show_progress(f"cutting {model.name}"), wrap_model_errors(model.name, resolved.inputs), torch.no_grad():
-        result = find_cuts(resolved.model, resolved.inputs)
+    import torch
+
+    from microtome.report.cuts import CutSelection, details
+    from microtome.report.formats import markdown, text
+    from microtome.split.cuts.cuts import cuts as find_cuts
+
+    with show_progress(f"cutting {model.name}"), wrap_model_errors(model.name, resolved.arguments), torch.no_grad():
+        result = replace(find_cuts(resolved.model, resolved.inputs), name=model.name)
     selection = CutSelection(depth, every=every)
     shown = partial(text, result, selection) if best is None else partial(details, result.best(best), result)
     outputs.write_result(result, shown, md=partial(markdown, result, selection))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from math import isfinite
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.errors import BadFile
-from microtome.load import load
-from microtome.report.diff import growth, name_of
 from microtome.results.base import Result
-from microtome.results.diff import diff as compare
 from microtome.results.metrics import compared_metrics
-from microtome.results.profile import Profile
+
+if TYPE_CHECKING:
+    from microtome.results.profile import Profile
 
 _FAIL_OVER = "Exit with 1 if a total grew by more than this, such as macs=5% or macs=5%,time=10%."
 
@@ -61,6 +61,9 @@ def diff(context: click.Context, before: str, after: str, *, limits: dict[str, f
     A time that differs by less than the spread of repeated passes is noise and exceeds no limit. Markdown is for pull
     requests.
     """
+    from microtome.report.diff import growth, name_of
+    from microtome.results.diff import diff as compare
+
     result = compare(load_profile(before), load_profile(after))
     exceeded = result.over(limits)
     outputs.write_result(result)
@@ -72,6 +75,9 @@ def diff(context: click.Context, before: str, after: str, *, limits: dict[str, f
 
 
 def load_profile(file: str) -> Profile:
+    from microtome.load import load
+    from microtome.results.profile import Profile
+
     result = load(file)
     if not isinstance(result, Profile):
         got = f"a file of kind {result.kind!r}" if isinstance(result, Result) else "a recording"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
+from microtome.cli.interrupts import import_torch
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import show_progress
-from microtome.devices.base import available_accelerators
-from microtome.devices.machine import Checkup, checkup, describe_device_time, environment
-from microtome.devices.meters import Missing
 from microtome.units import seconds
+
+if TYPE_CHECKING:
+    from microtome.devices.machine import Checkup
+    from microtome.devices.meters import Missing
 
 
 @click.command()
@@ -23,7 +26,11 @@ def doctor(*, outputs: Outputs) -> None:
 
     Every clock and sensor is read: how long a reading takes, and how often its value changes.
     """
+    import_torch()
     with show_progress("checking clocks and sensors"):
+        from microtome.devices.base import available_accelerators
+        from microtome.devices.machine import checkup, describe_device_time, environment
+
         works, missing = checkup()
         devices = available_accelerators()
         device_time = describe_device_time(devices[0]) if devices else "no accelerator"

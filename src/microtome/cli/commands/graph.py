@@ -5,13 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import click
-import torch
 
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import show_progress
-from microtome.split.cuts.cuts import cuts as find_cuts
-from microtome.trace import trace
 
 _DEPTH = "Draw calls up to this depth (default: as deep as fits)."
 
@@ -29,7 +26,12 @@ def graph(*, model: ModelOptions, depth: int | None, at: str | None, outputs: Ou
     if not any(outputs.files.values()):
         raise click.UsageError("expected an output: --svg F or --dot F")
     resolved = model.resolve()
-    with show_progress(f"drawing {model.name}"), wrap_model_errors(model.name, resolved.inputs), torch.no_grad():
+    import torch
+
+    from microtome.split.cuts.cuts import cuts as find_cuts
+    from microtome.trace import trace
+
+    with show_progress(f"drawing {model.name}"), wrap_model_errors(model.name, resolved.arguments), torch.no_grad():
         run = trace(resolved.model, resolved.inputs)
         cut = None if at is None else find_cuts(resolved.model, resolved.inputs)[at]
     formats = {"svg": partial(run.to_svg, depth=depth, cut=cut), "dot": partial(run.to_dot, depth=depth, cut=cut)}

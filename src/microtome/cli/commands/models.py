@@ -6,9 +6,10 @@ import json
 
 import click
 
-from microtome import zoo
+from microtome.cli.completion import cache_names
+from microtome.cli.interrupts import import_torch
 from microtome.cli.options.outputs import Outputs, output_options
-from microtome.cli.progress import print_notes
+from microtome.cli.progress import print_notes, show_progress
 
 
 @click.command()
@@ -18,8 +19,15 @@ def models(pattern: str | None, *, outputs: Outputs) -> None:
     """List the available models.
 
     PATTERN: a word matches anywhere in the name; a pattern such as 'torchvision:resnet*' must match all of it. Models
-    in Python code are not listed; name them package.module:Name or ./file.py:Name.
+    in Python code are not listed; name them package.module:Name or ./file.py:Name. Without PATTERN, shell completion
+    learns the names.
     """
-    listing = zoo.listing(pattern)
+    import_torch()
+    with show_progress("listing models"):
+        from microtome import zoo
+
+        listing = zoo.listing(pattern)
+    if pattern is None:
+        cache_names(listing.names)
     print_notes(listing.notes)
     outputs.write({"json": lambda: json.dumps(listing.names, indent=1) + "\n"}, lambda: "\n".join(listing.names))

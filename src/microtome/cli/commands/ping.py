@@ -9,10 +9,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 
 from microtome import __version__
-from microtome.cli.options.connection import connection_options
+from microtome.cli.interrupts import import_torch
+from microtome.cli.options.connection import check_server, connection_options
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import show_progress
 from microtome.errors import sanitize_text
@@ -28,7 +28,7 @@ _MAX_MESSAGE = 8 << 20
 
 
 @click.command()
-@click.argument("server", metavar="HOST:PORT")
+@click.argument("server", metavar="HOST:PORT", callback=check_server)
 @output_options("json")
 @connection_options
 def ping(server: str, *, outputs: Outputs, security: Security, timeout: float) -> None:
@@ -36,12 +36,15 @@ def ping(server: str, *, outputs: Outputs, security: Security, timeout: float) -
 
     Needs no model on this machine. JSON lists every cut.
     """
+    import_torch()
     with show_progress(f"asking {server}"):
         reply = _ask(server, security, timeout)
     outputs.write({"json": lambda: json.dumps(reply, indent=1) + "\n"}, partial(_text, reply))
 
 
 def _ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
+    import torch
+
     from microtome.remote import protocol
     from microtome.remote.connection import Connection
     from microtome.remote.server_probe import measure_link
@@ -88,6 +91,8 @@ def _text(reply: dict[str, Any]) -> str:
     }
     head = f"{reply['server']} serves {reply['model']} on {reply['device']}"
     text = [head, *(f"  {name:<11} {value}" for name, value in lines.items())]
+    import torch
+
     if reply["torch"].partition("+")[0] != torch.__version__.partition("+")[0]:
         text.append(f"Note: this machine has torch {torch.__version__}: clients must allow another version")
     return "\n".join(map(sanitize_text, text))

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 
+from microtome.cli.interrupts import import_torch
+from microtome.cli.options.choices import OBJECTIVES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import show_progress
-from microtome.plan import plan as plan_cuts
-from microtome.plan.codec_benchmark import codec_costs
-from microtome.plan.plan import OBJECTIVES
-from microtome.report.formats import text
-from microtome.results.link import Link
-from microtome.split.cuts.cuts import cuts as find_cuts
 
 if TYPE_CHECKING:
     from microtome.zoo import Resolved
@@ -73,6 +69,12 @@ def plan(
     measures_codecs = outputs.files["measure_codecs"] is not None
     if costs and measures_codecs:
         raise click.UsageError("choose one of --codec-costs and --measure-codecs")
+    import_torch()
+    from microtome.plan import plan as plan_cuts
+    from microtome.report.formats import text
+    from microtome.report.plan import CandidateSelection
+    from microtome.results.link import Link
+
     link = Link(bandwidth, rtt, jitter, joules_per_byte)
     resolved = model.resolve()
     with show_progress(f"planning {model.name}"):
@@ -81,13 +83,18 @@ def plan(
     formats = {"perfetto": result.to_perfetto}
     if measured is not None:
         formats["measure_codecs"] = measured.to_json
-    outputs.write_result(result, partial(text, result, top), **formats)
+    outputs.write_result(result, partial(text, result, CandidateSelection(top=top)), **formats)
 
 
 def _find_cuts(resolved: Resolved, codecs: tuple[str, ...]) -> tuple[Any, Any]:
     """List the cuts; if codecs are named, also measure their costs on this machine, those of the inputs included."""
-    with wrap_model_errors(resolved.name, resolved.inputs), torch.no_grad():
-        cuts = find_cuts(resolved.model, resolved.inputs)
+    import torch
+
+    from microtome.plan.codec_benchmark import codec_costs
+    from microtome.split.cuts.cuts import cuts as find_cuts
+
+    with wrap_model_errors(resolved.name, resolved.arguments), torch.no_grad():
+        cuts = replace(find_cuts(resolved.model, resolved.inputs), name=resolved.name)
         if not codecs:
             return cuts, None
         names = tuple(dict.fromkeys(("raw", "zstd", *codecs)))

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 
+from microtome.cli.interrupts import import_torch
+from microtome.cli.options.choices import CONVENTIONS, DEVICE_TIMES, SOURCES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, check_opened, open_option, open_page, output_options
 from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import MicrotomeError
-from microtome.flops.conventions import CONVENTIONS
-from microtome.profile import profile as profile_model
-from microtome.profile.accelerator import METHODS
-from microtome.profile.energy import EnergyModel
-from microtome.report.formats import csv, markdown, text
-from microtome.report.row_selection import RowSelection, check
-from microtome.split.cuts.cuts import cuts as find_cuts
-from microtome.zoo.sources import SOURCES
 
 if TYPE_CHECKING:
     from microtome.results.cuts import Cuts
@@ -39,7 +33,8 @@ _ENERGY_MODEL = "Estimate energy from coefficients in joules, such as flop=0.5e-
 @click.option("--sort", metavar="COLUMN", help="Sort by this column, largest first.")
 @click.option("--top", type=click.IntRange(min=1), metavar="K", help="Show the first K rows.")
 @click.option("--columns", metavar="A,B,…", help="Show these columns.")
-@click.option("--convention", type=click.Choice(list(CONVENTIONS)), default="microtome", help="What counts as a FLOP.")
+@click.option("--all", "expand", is_flag=True, help="Show each of several identical blocks.")
+@click.option("--convention", type=click.Choice(CONVENTIONS), default="microtome", help="What counts as a FLOP.")
 @click.option("--backward", is_flag=True, help="Include the backward pass, and the tensors saved for it.")
 @click.option("--train", is_flag=True, help="Profile the model in training mode.")
 @click.option("--strict", is_flag=True, help="Fail if an operator has no FLOP formula.")
@@ -52,7 +47,7 @@ _ENERGY_MODEL = "Estimate energy from coefficients in joules, such as flop=0.5e-
 @click.option(
     "--budget", "budget_s", type=click.FloatRange(min=0, min_open=True), default=20.0, metavar="S", help=_BUDGET
 )
-@click.option("--device-time", type=click.Choice(list(METHODS)), default="kernels", help="How to time a GPU.")
+@click.option("--device-time", type=click.Choice(DEVICE_TIMES), default="kernels", help="How to time a GPU.")
 @click.option("--energy-method", type=click.Choice(["share", "replay"]), default="share", help=_ENERGY_METHOD)
 @click.option("--energy-model", metavar="COEFFICIENTS", help=_ENERGY_MODEL)
 @click.option("--meter", metavar="NAME", help="Read energy from this meter, such as nvml or csv:FILE.")
@@ -67,6 +62,7 @@ def profile(
     sort: str | None,
     top: int | None,
     columns: str | None,
+    expand: bool,
     train: bool,
     energy_method: str,
     energy_model: str | None,
@@ -81,8 +77,10 @@ def profile(
     """
     if sum(choice is not None for choice in (depth, granularity, by)) > 1:
         raise click.UsageError("choose one of --depth, --granularity and --by")
+    from microtome.report.row_selection import RowSelection, check
+
     selected = tuple(name.strip() for name in columns.split(",")) if columns else ()
-    selection = RowSelection(depth, granularity, by, sort, top, selected)
+    selection = RowSelection(depth, granularity, by, sort, top, selected, expand=expand)
     if model.name.partition(":")[0] in SOURCES:  # importing Python code may register columns
         check(selection)
     options["energy"] |= energy_model is not None
@@ -93,6 +91,13 @@ def profile(
         raise click.UsageError("--perfetto and --speedscope need times: measure them with --time")
     if model.meta and model.device is not None:
         raise click.UsageError("choose one of --meta and --device")
+    import_torch()
+    import torch
+
+    from microtome.profile import profile as profile_model
+    from microtome.profile.energy import EnergyModel
+    from microtome.report.formats import csv, markdown, text
+
     options["energy"] = energy_method if energy_model is None else EnergyModel.parse(energy_model)
     resolved = model.resolve()
     check(selection)
@@ -100,12 +105,13 @@ def profile(
     description = f"{'measuring' if measure else 'counting'} {model.name}"
     with (
         show_progress(description) as progress,
-        wrap_model_errors(model.name, resolved.inputs),
+        wrap_model_errors(model.name, resolved.arguments),
         torch.set_grad_enabled(options["backward"]),
     ):
         result = profile_model(
             resolved.model, resolved.inputs, measure=measure, depth=depth, progress=progress, **options
         )
+    result = replace(result, name=model.name)
     cuts = _find_cuts(resolved) if html_file is not None and "time" in measure else None
     outputs.write_result(
         result,
@@ -122,6 +128,10 @@ def profile(
 
 def _find_cuts(resolved: Resolved) -> Cuts | None:
     """List the cuts of the model for the page; print a note and return None if that fails."""
+    import torch
+
+    from microtome.split.cuts.cuts import cuts as find_cuts
+
     try:
         with show_progress(f"cutting {resolved.name}"), torch.no_grad():
             return find_cuts(resolved.model, resolved.inputs)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 
-from microtome.capture.options import Reduction
-from microtome.capture.record import ActivationRecorder, RecordTotals
+from microtome.cli.options.choices import REDUCTIONS
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.progress import show_progress
-from microtome.cli.samples import count_samples, read_batches, single_tensor
 from microtome.errors import BadFile, Unsupported
 from microtome.units import plural, seconds, size
+
+if TYPE_CHECKING:
+    from microtome.capture.record import RecordTotals
 
 
 @click.command()
@@ -27,7 +27,7 @@ from microtome.units import plural, seconds, size
 )
 @click.option("--to", required=True, type=click.Path(file_okay=False), metavar="FOLDER", help="Write to this folder.")
 @click.option("--batch", type=click.IntRange(min=1), default=32, help="Batch size.")
-@click.option("--reduce", type=click.Choice(list(get_args(Reduction))), help="Record this reduction of each output.")
+@click.option("--reduce", type=click.Choice(REDUCTIONS), help="Record this reduction of each output.")
 @click.option("--limit", metavar="SIZE", help="Record at most this many bytes, such as 4GB.")
 @click.option("--keep", type=click.Choice(["all", "stats"]), default="all", help="Record tensors, or only statistics.")
 @click.option("--append", is_flag=True, help="Append to the recording in the folder.")
@@ -39,6 +39,11 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
     """
     model.check_has_values()
     resolved = model.resolve()
+    import torch
+
+    from microtome.capture.record import ActivationRecorder
+    from microtome.cli.samples import count_samples, read_batches, single_tensor
+
     like = single_tensor(resolved.inputs, "record others from Python, with mt.record")
     total = -(-count_samples(data) // batch)
     with show_progress(f"recording {model.name}") as progress:

@@ -26,6 +26,6 @@ def report(profile: str, html_file: str, cuts: str | None, compare: str | None, 
         click.echo(page, nl=False)
         return
     write(page, html_file)
-    click.echo(f"{html_file}: {len(page.encode()) / 1000:,.0f} kB, {result.model} on {result.inputs}")
+    click.echo(f"{html_file}: {len(page.encode()) / 1000:,.0f} kB, {result.title} on {result.inputs}")
     if is_opened:
         open_page(html_file)

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import connection_options, server_option
 from microtome.cli.options.model import ModelOptions, model_options
 from microtome.cli.options.outputs import Outputs, check_distinct, output_options
 from microtome.cli.progress import show_progress
-from microtome.cli.samples import count_samples, read_batches, single_tensor
-from microtome.cli.tensor_files import open_tensors
-from microtome.engine.pytree import accelerators_in, tensors_in
 from microtome.errors import BadInputs, MicrotomeError, RemoteError, SensorFailed, describe_error
-from microtome.inputs import Inputs
 
 if TYPE_CHECKING:
+    from microtome.inputs import Inputs
     from microtome.remote.client import Remote
     from microtome.remote.security import Security
     from microtome.results.requests import RequestRecord
@@ -69,12 +67,14 @@ def run(
     MODEL is as for `microtome profile`, and must be the model that the server has. JSON, CSV and the trace contain
     every request.
     """
-    from microtome.remote.client import connect
-    from microtome.results.requests import RequestLog, cut_moves
-
     if data is not None and repeat is not None:
         raise click.UsageError("choose one of --data and --repeat")
     check_distinct(outputs.files | {"to": to})
+    import_torch()
+    from microtome.cli.tensor_files import open_tensors
+    from microtome.remote.client import connect
+    from microtome.results.requests import RequestLog, cut_moves
+
     target, example = model.load(0)
     items, total = _make_items(data, repeat or 100, batch, example)
     with show_progress(f"connecting to {server}"):
@@ -100,6 +100,7 @@ def run(
         samples=samples,
         requests=tuple(requests),
         moves=moves,
+        name=model.name,
         **energy,
     )
     outputs.write_result(log, perfetto=log.to_perfetto)
@@ -109,6 +110,9 @@ def _make_items(data: str | None, repeat: int, batch: int, example: Inputs) -> t
     """Return the inputs of each request, and the number of requests."""
     if data is None:
         return repeat_item(example, repeat), repeat
+    from microtome.cli.samples import count_samples, read_batches, single_tensor
+    from microtome.inputs import Inputs
+
     like = single_tensor(example, "run others from Python, with mt.connect")
     return map(Inputs, read_batches(data, batch, like)), -(-count_samples(data) // batch)
 
@@ -154,6 +158,8 @@ def _stream(
 
 
 def _batch_size(inputs: Inputs) -> int:
+    from microtome.engine.pytree import tensors_in
+
     first = next(tensors_in((inputs.args, inputs.kwargs)), None)
     return 1 if first is None or not first.ndim else len(first)
 
@@ -162,6 +168,7 @@ def _batch_size(inputs: Inputs) -> int:
 def _measure_energy(example: Inputs) -> Iterator[dict[str, Any]]:
     """Measure the energy of this device, as the energy fields of `RequestLog`, filled in when the block ends."""
     from microtome.devices.meters import Window, pick
+    from microtome.engine.pytree import accelerators_in
 
     fields: dict[str, Any] = {}
     try:

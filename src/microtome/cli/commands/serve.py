@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from microtome.cli.interrupts import import_torch
+from microtome.cli.options.connection import check_server
 from microtome.cli.options.model import ModelOptions, model_options
 from microtome.cli.progress import show_progress
 
@@ -23,7 +25,11 @@ _TRIM_BYTES, _MMAP_BYTES = 64 << 20, 32 << 20
 @click.command()
 @model_options("stages", "weights", "device")
 @click.option(
-    "--listen", default="127.0.0.1:7070", metavar="HOST:PORT", help="Address to listen on; port 0 picks a free port."
+    "--listen",
+    default="127.0.0.1:7070",
+    metavar="HOST:PORT",
+    callback=check_server,
+    help="Address to listen on; port 0 picks a free port.",
 )
 @click.option("--tls-cert", metavar="F", help="Server certificate, PEM.")
 @click.option("--tls-key", metavar="F", help="Private key of --tls-cert, PEM.")
@@ -62,6 +68,7 @@ def serve(
     requests that it has received, and exits.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # keep what clients send out of the log
+    import_torch()
     from microtome.remote.logs import log_to_stderr
     from microtome.remote.peers import raise_descriptor_limit
     from microtome.remote.security import read_token
@@ -72,12 +79,12 @@ def serve(
     log_to_stderr(log_level)
     token = None if token_file is None else read_token(token_file)
     target, inputs = model.load(-1)
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
     with show_progress(f"analysing {model.name}"):
         server = start(target, inputs, token=token, **options)
+    ended = threading.Event()
     try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: ended.set())
         if metrics is not None:
             server.metrics.listen(metrics)
         gc.freeze()  # the model lives as long as the process: later collections can skip it

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import torch
 
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.progress import show_progress
-from microtome.split import split as split_model
 from microtome.units import size
 
 if TYPE_CHECKING:
@@ -27,10 +25,14 @@ def split(*, model: ModelOptions, at: tuple[str, ...], to: str) -> None:
     MODEL is as for `microtome profile`; `microtome cuts` lists the addresses. microtome.load_stage reads the folder.
     """
     resolved = model.resolve()
-    with show_progress(f"splitting {model.name}"), wrap_model_errors(model.name, resolved.inputs), torch.no_grad():
+    import torch
+
+    from microtome.split import split as split_model
+
+    with show_progress(f"splitting {model.name}"), wrap_model_errors(model.name, resolved.arguments), torch.no_grad():
         stages = split_model(resolved.model, resolved.inputs, at)
         stages.save(to)
-    click.echo(f"{model.name} cut at {', '.join(stages.at)}: {stages.verified}, on {resolved.inputs}")
+    click.echo(f"{model.name} cut at {', '.join(stages.at)}: {stages.verified}, on {resolved.arguments}")
     click.echo("\n".join(_describe_stages(stages, Path(to))))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import connection_options, server_option
 from microtome.cli.options.model import ModelOptions, model_options
 from microtome.cli.options.outputs import Outputs, output_options
@@ -31,10 +33,13 @@ def sweep(*, model: ModelOptions, server: str, cuts: str, outputs: Outputs, secu
     MODEL is as for `microtome profile`, and must be the model that the server has. JSON, CSV and HTML list every cut;
     the trace has one request per cut.
     """
+    import_torch()
     from microtome.remote.sweep import sweep as measure
 
-    selected = cuts if cuts in ("all", "dominating") else [word.strip() for word in cuts.split(",")]
     target, inputs = model.load(0)
+    is_word = cuts in ("all", "dominating")
+    selected = cuts if is_word else [address.strip() for address in cuts.split(",")]
     with show_progress(f"sweeping {model.name}") as progress:
         result = measure(target, inputs, server, selected, security=security, progress=progress, **options)
+    result = replace(result, name=model.name)
     outputs.write_result(result, perfetto=result.to_perfetto, html=result.to_html)

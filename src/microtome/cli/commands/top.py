@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import click
-import torch
 
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import show_progress
-from microtome.profile import profile as profile_model
-from microtome.report.top import as_json, text
 
 
 @click.command()
@@ -25,7 +23,13 @@ def top(*, model: ModelOptions, n: int, time: bool, outputs: Outputs) -> None:
     MODEL is as for `microtome profile`, which shows every layer.
     """
     resolved = model.resolve()
+    import torch
+
+    from microtome.profile import profile as profile_model
+    from microtome.report.top import as_json, text
+
     description = f"{'measuring' if time else 'counting'} {model.name}"
-    with show_progress(description) as progress, wrap_model_errors(model.name, resolved.inputs), torch.no_grad():
+    with show_progress(description) as progress, wrap_model_errors(model.name, resolved.arguments), torch.no_grad():
         result = profile_model(resolved.model, resolved.inputs, measure=["time"] if time else [], progress=progress)
+    result = replace(result, name=model.name)
     outputs.write({"json": partial(as_json, result, n)}, partial(text, result, n))

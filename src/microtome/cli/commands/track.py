@@ -7,15 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import click
-import torch
 
-from microtome.addresses import number_calls
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
-from microtome.engine import tensors_in
-from microtome.report.table import Column, Report, Table
-from microtome.report.table import text as render_text
-from microtome.track import track as track_model
 from microtome.units import UNKNOWN
 
 if TYPE_CHECKING:
@@ -50,12 +44,18 @@ def track(*, model: ModelOptions, outputs: Outputs) -> None:
 def _run(model: ModelOptions) -> list[_TrackRow]:
     """Run the model forward and backward once."""
     resolved = model.resolve()
+    import torch
+
+    from microtome.addresses import number_calls
+    from microtome.engine import tensors_in
+    from microtome.track import track as track_model
+
     order: dict[Phase, dict[Call, int]] = {"forward": {}, "backward": {}}
 
     def number(call: Call, phase: Phase) -> None:
         order[phase].setdefault(call, len(order[phase]) + 1)
 
-    with track_model(resolved.model, on_enter=number), wrap_model_errors(model.name, resolved.inputs):
+    with track_model(resolved.model, on_enter=number), wrap_model_errors(model.name, resolved.arguments):
         output = resolved.inputs.run(resolved.model)
         losses = [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]
         if losses:  # none if the model returns indices, or runs without gradients
@@ -68,6 +68,9 @@ def _run(model: ModelOptions) -> list[_TrackRow]:
 
 
 def _text(name: str, rows: list[_TrackRow]) -> str:
+    from microtome.report.table import Column, Report, Table
+    from microtome.report.table import text as render_text
+
     columns = (
         Column("call", lambda row: "  " * row.depth + (row.address or "(root)"), "left"),
         Column("module", lambda row: row.type, "left"),

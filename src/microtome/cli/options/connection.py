@@ -12,7 +12,23 @@ import click
 _CA = "PEM file of the authority that signed the server's certificate (default: the system's authorities)."
 _SERVER_NAME = "Name to expect in the server's certificate, if it differs from the host."
 
-server_option = click.option("--server", required=True, metavar="HOST:PORT", help="Address of the server.")
+
+def check_server(context: click.Context, parameter: click.Parameter, address: str) -> str:
+    """Check the address of a server on the command line, before torch is imported."""
+    host, colon, port = address.rpartition(":")
+    if address.startswith("unix:") or (host and port.isdecimal() and int(port) < 1 << 16):
+        return address
+    hint = ""
+    if host.isdecimal() and port and not port.isdecimal():
+        hint = f": did you mean {port}:{host}?"
+    elif not colon:
+        hint = f": did you mean 127.0.0.1:{address}?" if address.isdecimal() else ": add the port, such as :7070"
+    raise click.BadParameter(f"expected the address of a server such as host:7070, got {address!r}{hint}")
+
+
+server_option = click.option(
+    "--server", required=True, metavar="HOST:PORT", callback=check_server, help="Address of the server."
+)
 
 
 def connection_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -7,18 +7,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from torch import nn
 
-from microtome import zoo
+from microtome.cli.completion import complete_model
+from microtome.cli.interrupts import import_torch
 from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import BadInputs, MicrotomeError, describe_error
-from microtome.inputs import Inputs
-from microtome.split.checkpoint import load_stage
-from microtome.split.stage import Stage
-from microtome.zoo import Resolved
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from microtome.inputs import Inputs
+    from microtome.split.stage import Stage
+    from microtome.zoo import Resolved
 
 _INPUT = "Shapes of the inputs, such as 1x3x224x224 or input_ids=1x128:int64, comma-separated (default: an example)."
 _ARG = "Keyword argument of the model's class or factory, such as num_classes=10; repeatable."
@@ -38,6 +41,7 @@ class ModelOptions:
 
     def resolve(self) -> Resolved:
         """Build the model and its inputs on their device, and print the notes on it."""
+        self._check_device()
         resolved = self._build()
         if self.device is None:
             return resolved
@@ -50,9 +54,13 @@ class ModelOptions:
         if self.weights is not None and self.stages is not None:
             raise click.UsageError("choose one of --weights and --stages")
         self.check_has_values()
+        self._check_device()
         if self.stages is None:
             resolved = self.resolve()
             return resolved.model, resolved.inputs
+        import_torch()
+        from microtome.split.checkpoint import load_stage
+
         inputs: list[Inputs] = []
 
         def make() -> nn.Module:
@@ -69,8 +77,30 @@ class ModelOptions:
         if self.device is not None and self.device.partition(":")[0] == "meta":
             raise BadInputs("--device meta: expected a device that computes values")
 
+    def _check_device(self) -> None:
+        """Raise if the device is not of this machine, before the model is built."""
+        if self.device is None:
+            return
+        import_torch()
+        import torch
+
+        from microtome.devices.base import available_accelerators
+
+        available = ["cpu", *map(str, available_accelerators())]
+        kinds = {name.partition(":")[0] for name in available}
+        kind, _, index = self.device.partition(":")
+        if kind in kinds | {"meta"} and (not index or self.device in [*available, "cpu:0", "meta:0"]):
+            return
+        without_cuda = kind == "cuda" and not torch.backends.cuda.is_built()
+        build = f" (torch {torch.__version__} is a build without CUDA)" if without_cuda else ""
+        got = f"got {self.device!r}{build}"
+        raise BadInputs(f"--device {self.device}: expected a device of this machine, {', '.join(available)}, {got}")
+
     def _build(self) -> Resolved:
+        import_torch()
         with show_progress(f"building {self.name}"):
+            from microtome import zoo
+
             resolved = zoo.resolve(self.name, inputs=self.inputs, args=self.args, meta=self.meta, weights=self.weights)
         print_notes(resolved.notes)
         return resolved
@@ -102,7 +132,7 @@ def _parse_arguments(context: click.Context, parameter: click.Parameter, words: 
 
 
 _OPTIONS = {
-    "model": click.argument("model"),
+    "model": click.argument("model", shell_complete=complete_model),
     "inputs": click.option("--input", "inputs", metavar="SPEC", help=_INPUT),
     "args": click.option("--arg", "args", multiple=True, metavar="NAME=VALUE", callback=_parse_arguments, help=_ARG),
     "weights": click.option(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import webbrowser
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import click
 
+from microtome.cli.completion import complete_file
 from microtome.cli.progress import print_notes
 from microtome.errors import BadFile
 from microtome.results.base import Result, write
@@ -78,7 +78,10 @@ def output_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
             command(*args, outputs=Outputs(files), **options)
 
         for name in reversed(names):
-            wrapper = click.option(_flag(name), f"{name}_file", metavar="F", help=_HELP[name])(wrapper)
+            option = click.option(
+                _flag(name), f"{name}_file", metavar="F", help=_HELP[name], shell_complete=complete_file
+            )
+            wrapper = option(wrapper)
         return wrapper
 
     return decorate
@@ -107,7 +110,8 @@ def check_writable(file: str) -> None:
         code = errno.EACCES
     else:
         return
-    raise BadFile(f"cannot write {file!r}: {os.strerror(code)}")
+    advice = f": create the folder {str(path.parent)!r} first" if code == errno.ENOENT else ""
+    raise BadFile(f"cannot write {file!r}: {os.strerror(code)}{advice}")
 
 
 def _flag(name: str) -> str:
@@ -122,5 +126,7 @@ def check_opened(file: str | None, *, is_opened: bool) -> None:
 
 def open_page(file: str) -> None:
     """Open a page in a browser, if there is one."""
+    import webbrowser
+
     if not webbrowser.open(Path(file).resolve().as_uri()):
         print_notes([f"there is no browser to open {file} in"])

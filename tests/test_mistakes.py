@@ -1,0 +1,93 @@
+"""Likely mistakes in Python: each error names the mistake and what to do; `tests/cli/test_mistakes.py` has others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import microtome
+from microtome import zoo
+
+mt: Any = microtome  # mistakes that a type checker would find, too
+
+RESNET, X = zoo.build("tiny-resnet")
+VIT, IMAGE = zoo.build("tiny-vit")
+LINK: dict[str, Any] = {"rtt": "1ms"}
+
+
+def profile() -> microtome.Profile:
+    return microtome.profile(RESNET, X)
+
+
+def stages() -> Any:
+    return mt.split(RESNET, X, at="layer1")
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    # -- the model
+    "a class": (lambda: mt.profile(nn.Linear, "1x2"), "got the class Linear; create it first, with its arguments"),
+    "inputs first": (lambda: mt.cuts(X, RESNET), "got Tensor 2x3x32x32; the model comes first, then its inputs"),
+    "a name": (lambda: mt.profile("resnet50", "1x3"), "microtome.zoo.resolve builds a model from a name such as"),
+    "a name of the zoo": (lambda: zoo.build("resnet"), "no model 'resnet'. Did you mean 'tiny-resnet'"),
+    "a typo in a source": (lambda: zoo.resolve("torchvision:resnet5"), "Did you mean torchvision:resnet50"),
+    # -- inputs
+    "commas": (lambda: mt.profile(RESNET, "1,3,32,32"), "did you mean '1x3x32x32'?"),
+    "a typo in a dtype": (lambda: mt.profile(RESNET, "1x3:flaot32"), "expected a dtype of torch, .* got 'flaot32'"),
+    "a negative size": (lambda: mt.profile(RESNET, (-1, 3)), "expected sizes of 0 or more"),
+    "numbers as names": (lambda: mt.profile(RESNET, {0: X}), "expected the names of arguments as keys"),
+    # -- options
+    "a typo in measure": (lambda: mt.profile(RESNET, X, measure="tiem"), "to be of 'time', .*, got 'tiem'"),
+    "few repeats": (lambda: mt.profile(RESNET, X, measure="time", repeat=1), "expected repeat to be at least 3"),
+    "a convention": (lambda: mt.profile(RESNET, X, convention="thop"), "expected a convention of .* got 'thop'"),
+    "a meter": (lambda: mt.profile(RESNET, X, measure="energy", meter="nvlm"), "expected a meter of nvml, .* 'nvlm'"),
+    # -- addresses
+    "a typo in a path": (lambda: profile()["layer1.0.conv"], "Did you mean .*'layer1.0.conv1'"),
+    "a repeated module": (lambda: profile()["layer1.0.relu"], "ran 2 times: say which of 'layer1.0.relu#0', "),
+    "a type that is not there": (lambda: mt.extract(RESNET, X, nn.LSTM), "has no module of type LSTM. There are: "),
+    "modules before inputs": (lambda: mt.extract(RESNET, "layer1", X), "expected modules, .* got inputs of the model"),
+    "inputs as modules": (lambda: mt.record(RESNET, X), "expected modules, .* got inputs of the model: Tensor 2x"),
+    "a cut that is not there": (lambda: mt.split(RESNET, X, at="layer9"), "Did you mean .*'layer1'"),
+    # -- results
+    "a metric": (lambda: profile().top(by="time"), "no metric 'time' to order by: did you mean 'time_s'"),
+    "times that were not measured": (lambda: profile().top(by="time_s"), 'to order by: add measure=["time"]'),
+    "a plan without times": (
+        lambda: mt.plan(mt.cuts(RESNET, X), edge=profile(), cloud=profile(), link=mt.Link("20Mbps", **LINK)),
+        "the profile of 'edge' has no times: profile the model there with measure=[\"time\"]",
+    ),
+    "a plan of another model": (
+        lambda: mt.plan(mt.cuts(VIT, IMAGE), edge=profile(), cloud=profile(), link=mt.Link("20Mbps", **LINK)),
+        "the cuts are of a ViT, and the profile of 'edge' is of a ResNet",
+    ),
+    "a link without a unit": (lambda: mt.Link("20", **LINK), "expected a bandwidth, such as 20Mbps .* got '20'"),
+    "attention of a CNN": (lambda: mt.attention(RESNET, X), "computed no attention|no attention"),
+    # -- edits and stages
+    "an edit that is not called": (lambda: mt.edit(RESNET, {"layer1": mt.zero}), "call it, as in mt.zero"),
+    "a tail on inputs": (lambda: stages()[1](X), "takes the output of the stage before it: expected one Boundary"),
+    "a head with more inputs": (lambda: stages()[0](X, X), "expected|differ"),
+    "bytes that are no boundary": (lambda: mt.Boundary.from_bytes(b"hello"), "not a boundary: expected at least"),
+    # -- files and servers
+    "a missing file": (lambda: mt.load("nothing.json"), "cannot read 'nothing.json': No such file"),
+    "a missing folder": (lambda: profile().to_html("/does/not/exist.html"), "cannot write '/does/not/exist.html'"),
+    "a server without a port": (lambda: mt.connect(RESNET, X, "localhost", at="layer1"), "host:7070, got 'localhost'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_with_what_to_do(name: str) -> None:
+    make, message = MISTAKES[name]
+    with pytest.raises(microtome.MicrotomeError) as caught:
+        make()
+    assert re.search(message.replace("[", r"\[").replace("?", r"\?"), str(caught.value))
+
+
+def test_an_error_of_the_model_names_the_layer_and_the_inputs() -> None:
+    with pytest.raises(RuntimeError) as caught, torch.no_grad():
+        mt.profile(RESNET, (1, 4, 32, 32))
+    notes = " ".join(caught.value.__notes__)
+    assert "in the call 'stem.0' (Conv2d)" in notes
+    assert "the model ran on Inputs(1x4x32x32:float32)" in notes
