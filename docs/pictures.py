@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from demo.__main__ import draw_attention
 from microtome import zoo
 from microtome.report.cuts import CutSelection
 from microtome.report.formats import describe
+from microtome.report.plan import CandidateSelection
 from microtome.report.row_selection import RowSelection
 from microtome.report.table import Report
 from microtome.report.top import report as top_report
@@ -35,16 +37,19 @@ def draw_tables() -> None:
     """Draw the output of commands, and the graph."""
     model, x = zoo.build("tiny-resnet")
     with torch.no_grad():
-        counted, cuts = mt.profile(model, x), mt.cuts(model, x)
+        name = "zoo:tiny-resnet"  # as commands set it
+        counted, cuts = replace(mt.profile(model, x), name=name), replace(mt.cuts(model, x), name=name)
         timed = mt.profile(model, "8x3x64x64", measure="time", repeat=20)
         mt.trace(model, x).to_svg(FOLDER / "graph.svg", depth=1, cut=cuts["layer1.0.conv1"])
     terminal("profile", "microtome profile zoo:tiny-resnet --depth 2", describe(counted, RowSelection(depth=2)))
     terminal("top", "microtome top zoo:tiny-resnet -n 3", top_report(counted, 3))
     terminal("cuts", "microtome cuts zoo:tiny-resnet", describe(cuts, CutSelection(depth=2)))
     link = mt.Link("10Gbps", rtt="1ms")
-    plan = mt.plan(mt.cuts(model, "8x3x64x64"), edge=timed, cloud=timed, link=link, objective="throughput")
+    plan = mt.plan(
+        replace(mt.cuts(model, "8x3x64x64"), name=name), edge=timed, cloud=timed, link=link, objective="throughput"
+    )
     words = "microtome plan … --bandwidth 10Gbps --rtt 1ms --objective throughput --top 4"
-    terminal("plan", words, describe(plan, 4))
+    terminal("plan", words, describe(plan, CandidateSelection(top=4)))
 
 
 def terminal(name: str, words: str, shown: Report) -> None:
@@ -76,25 +81,23 @@ def _shoot(chromium: str, file: Path) -> None:
 
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1200, "height": 960})
+        page = browser.new_page(viewport={"width": 1200, "height": 1330})
         page.goto(file.as_uri())
         page.screenshot(path=FOLDER / "page.png")
         for name in ("explorer", "memory"):
-            section = page.locator(f"[id='section:{name}']")
-            section.scroll_into_view_if_needed()
-            page.wait_for_timeout(1000)  # charts are drawn when they come into view
-            section.screenshot(path=FOLDER / f"page-{name}.png")
+            box = page.locator(f"[id='section:{name}']").bounding_box()
+            page.screenshot(path=FOLDER / f"page-{name}.png", full_page=True, clip=box)
         browser.close()
     for picture in FOLDER.glob("page*.png"):
         _make_smaller(picture)
 
 
 def _make_smaller(file: Path) -> None:
-    """Quantize to 128 colors, which suffice for charts and text."""
+    """Quantize to 256 colors, which suffice for charts and text."""
     from PIL import Image
 
     with Image.open(file) as picture:
-        picture.convert("RGB").quantize(128).save(file, optimize=True)
+        picture.convert("RGB").quantize(256).save(file, optimize=True)
 
 
 if __name__ == "__main__":

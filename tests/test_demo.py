@@ -26,8 +26,8 @@ def test_the_demo_shows_everything_and_leaves_a_page_and_a_picture(tmp_path: Pat
         timeout=240,
     )
     assert ran.returncode == 0, ran.stderr
-    assert "ResNet on Inputs(2x3x32x32:float32)" in ran.stdout
-    assert "ViT on Inputs(2x3x32x32:float32)" in ran.stdout
+    assert "zoo:tiny-resnet on x 2x3x32x32" in ran.stdout
+    assert "zoo:tiny-vit on x 2x3x32x32" in ran.stdout
     assert ran.stdout.count("bit-equal") == len(CUTS)
     assert ran.stdout.strip().endswith(f"Open {tmp_path}/report.html in a browser, and {tmp_path}/attention.png.")
     own = [line for line in ran.stdout.splitlines() if str(tmp_path) not in line]  # which may be of any length

@@ -405,9 +405,9 @@ def _transformers(kind: str, own: dict[str, Any]) -> Made:
 
 
 def _hf_inputs(model: nn.Module, batch: int, length: int) -> mt.Inputs:
-    from microtome.zoo.sources.hf_inputs import example
+    from microtome.example_inputs import transformers_example
 
-    given = example(model)
+    given = transformers_example(model)
     if given is None:
         raise ValueError("no example")
     made: dict[str, Any] = {}
