@@ -7,8 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ MANIFEST = {"model": "Net", "selectors": ["blocks.*"]}
 #: Records runs without end. Each output holds the number of its run; their sizes differ, so that shards end anywhere.
 RUNS = """
 import sys
+import threading
 import torch
 from torch import nn
 import microtome as mt
@@ -225,3 +228,27 @@ def test_a_tensor_whose_addition_is_interrupted_is_dropped(before: int, after: i
             store.add("a", torch.full((4,), float(before + number)))
     if before + after:
         assert [tensor.mean().item() for tensor in open_folder(tmp_path / "acts")["a"]] == [*range(before + after)]
+
+
+def test_an_interrupt_at_any_moment_of_an_addition_does_not_keep_a_recording_from_closing(tmp_path: Path) -> None:
+    for moment in range(1, 120, 3):
+        folder, seen = tmp_path / str(moment), 0
+
+        def interrupt(frame: FrameType, event: str, _: object, moment: int = moment) -> None:
+            nonlocal seen
+            seen += event in ("call", "c_return")  # where CPython handles signals
+            if seen == moment:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        store, added = DiskStore(folder, MANIFEST), 0
+        try:
+            sys.setprofile(interrupt)
+            while True:
+                store.add("a", torch.ones(3))
+                added += 1
+        except KeyboardInterrupt:
+            store.close()
+        if added:
+            assert len(open_folder(folder)["a"]) in (added, added + 1)  # the interrupted one may be complete
+        assert "microtome-writer" not in [thread.name for thread in threading.enumerate()]

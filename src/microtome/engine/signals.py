@@ -67,6 +67,7 @@ class _Signals:
         if threading.get_ident() != threading.main_thread().ident:
             return False
         if not self._uses:
+            self.pending.clear()  # left by signals in quick succession, of which another one was delivered
             try:
                 for number in _NUMBERS:
                     handler = signal.getsignal(number)
@@ -165,9 +166,11 @@ class SignalSafe(Generic[T]):
 
     def _leave(self, acquired: bool) -> None:
         if acquired:
-            _signals.release()
-            if _signals.pending and not _is_deferred(sys._getframe(2)):
-                _signals.deliver(sys._getframe(2))
+            try:
+                _signals.release()
+            finally:  # a handler that is restored may raise
+                if _signals.pending and not _is_deferred(sys._getframe(2)):
+                    _signals.deliver(sys._getframe(2))
 
 
 _DEFERRING = {SignalSafe.__enter__.__code__, SignalSafe.__exit__.__code__}

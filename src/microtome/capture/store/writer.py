@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -50,13 +51,19 @@ class WriterThread:
         self._changed = threading.Condition()
         self._stopping = False
         self._task: Task | None = None
+        self._process = os.getpid()
+        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="microtome-writer", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs; it does not in a forked process."""
-        return self._thread.is_alive()
+        """Whether the thread runs; it does not in a forked process.
+
+        Not by `Thread.is_alive`, which, interrupted by a signal, takes a running thread for stopped from then on
+        (CPython 3.11 and 3.12).
+        """
+        return not self._has_ended and self._process == os.getpid()
 
     def put(self, item: Item) -> None:
         with self._changed:
@@ -134,6 +141,14 @@ class WriterThread:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._write_queued()
+        finally:
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify_all()
+
+    def _write_queued(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._task or self._stopping)
