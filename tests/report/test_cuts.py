@@ -36,7 +36,8 @@ def wide(count: int, refused: tuple[Cut, ...] = ()) -> mt.Cuts:
         nbytes = 4096 * (count - at // 100)
         live = (Live(address, address, (nbytes // 4,), "float32", nbytes),)
         depth = 1 if at % 100 == 99 else 4
-        cuts.append(Cut(at, address, "Linear", depth, live, nbytes, at, count - at, at, count - at, 4 * at, 4, at < 2))
+        costs = at, count - at, at, count - at, 4 * at, 4
+        cuts.append(Cut(at, address, "Linear", depth, live, nbytes, *costs, dominates=at % 100 == 0))
     value = Live("args[0]", None, (8, 3), "float32", 96)
     return mt.Cuts("Deep", (value,), (value,), tuple(cuts), refused, "meta")
 
@@ -101,12 +102,23 @@ def test_a_terminal_of_80_columns_has_bars_of_what_crosses(unet: mt.Cuts, monkey
 def test_of_hundreds_of_cuts_those_of_little_depth_and_those_marked_are_shown() -> None:
     deep = wide(300)
     shown = names(str(deep))
-    marked = [cut.at for cut in deep if cut.dominates]
-    assert shown == ["(input)", *marked, *(f"backbone.encoder.block{at}" for at in range(3)), "(output)"]
-    assert "shown: 5 of 300 cuts, those to depth 1 and those marked *" in str(deep)
+    assert shown[1:-1] == [cut.at for cut in deep if cut.dominates or cut.depth == 1]
+    assert "shown: 6 of 300 cuts, those to depth 1 and those marked *" in str(deep)
+    assert "shown: 6 of 300 cuts, those to depth 1 and those in bold" in deep._repr_html_()
     assert len(names(text(deep, CutSelection(every=True)))) == 302
     assert len(names(text(deep, CutSelection(depth=1)))) == 5
     assert "shown: 3 of 300 cuts, those to depth 1\n" in text(deep, CutSelection(depth=1))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_at_a_depth_those_are_marked_that_send_less_than_all_above_them(depth: int) -> None:
+    cuts = mt.cuts(*zoo.build("tiny-resnet"))
+    shown = [cut for cut in cuts if cut.depth <= depth]
+    least = [cut.at for at, cut in enumerate(shown) if all(cut.nbytes < above.nbytes for above in shown[:at])]
+    lines = text(cuts, CutSelection(depth=depth)).splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("* ")] == least
+    assert "*: sends fewer bytes than every cut to this depth before it" in lines
+    assert ("layer2.0" in least) == (depth == 2)
 
 
 def test_places_that_are_refused_are_listed_by_reason() -> None:

@@ -51,6 +51,9 @@ def test_the_best_and_the_plans_are_marked_and_compared() -> None:
     assert "p  all there " in shown
     assert "p the plan's: it says 30 ms, and it took 40 ms, 2 times the best (*)" in shown
     assert "cannot be told" not in shown
+    for other in (sweep._repr_html_(), sweep.to_markdown()):  # without marks
+        assert "all there: the plan" in other
+        assert "2 times the best (bold)" in other
 
 
 def test_what_cannot_be_told_from_the_best_is_named() -> None:

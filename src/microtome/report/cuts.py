@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from math import inf
 from typing import Any, get_args
 
@@ -52,7 +53,8 @@ def report(cuts: Cuts, view: CutSelection | None = None, medium: Medium = "termi
         view = replace(view, every=True)
     selected = _select_rows(cuts, view)
     # The fewer bytes cross, the better is a cut.
-    kept = cap([-cut.nbytes for cut in selected], _NOTEBOOK_ROWS) if medium == "html" else range(len(selected))
+    costs = [inf if cut.dominates else -cut.nbytes for cut in selected]
+    kept = cap(costs, _NOTEBOOK_ROWS) if medium == "html" else range(len(selected))
     rows = [selected[index] for index in kept]
     most = max(cuts.input_bytes, cuts.output_bytes, *(cut.nbytes for cut in rows), 1)
     columns = _columns(most, medium)
@@ -63,6 +65,9 @@ def report(cuts: Cuts, view: CutSelection | None = None, medium: Medium = "termi
     lines = tuple(line if isinstance(line, Line) else gap(line, len(columns) - 1) for line in filled)
     table = replace(table, lines=lines)
     notes: list[str | Note] = [*_notes(cuts, view, rows, _MARK if medium == "terminal" else "bold")]
+    if len(rows) < len(cuts):
+        where = _describe_depth(cuts, view, medium) if len(selected) < len(cuts) else ""
+        notes.append(f"shown: {len(rows)} of {plural(len(cuts), 'cut')}{where}")
     if medium == "terminal":
         if view.sort is None:
             table = replace(table, lines=_between_ends(cuts, table.lines, most))
@@ -152,12 +157,15 @@ def _crossing(cut: Cut, medium: Medium) -> tuple[str, ...]:
 
 
 def _select_rows(cuts: Cuts, view: CutSelection) -> list[Cut]:
+    """Return the selected cuts; those dominate that send fewer bytes than every selected cut before them."""
     rows = list(cuts)
     if view.depth is not None:
         rows = [cut for cut in cuts if cut.depth <= view.depth]
     elif not view.every and view.sort is None:
         depth = _depth(cuts)
         rows = [cut for cut in cuts if cut.depth <= depth or cut.dominates]
+    fewest = accumulate((cut.nbytes for cut in rows), min, initial=inf)
+    rows = [replace(cut, dominates=cut.nbytes < least) for cut, least in zip(rows, fewest, strict=False)]
     if view.sort is not None:
         rows = sorted(rows, key=partial(_sort_key, by=view.sort))
     return rows[: view.top]
@@ -195,17 +203,20 @@ def _notes(cuts: Cuts, view: CutSelection, rows: Sequence[Cut], mark: str) -> It
         fewer = f"none has fewer than {limit}" if first is None else f"the first with fewer than {limit}: {first.at}"
         yield f"fewest bytes: {best.at}, {size(best.nbytes)}; {fewer}"
     if any(cut.dominates for cut in rows):
-        yield f"{mark}: sends fewer bytes than every cut before it"
-    if len(rows) < len(cuts) and (view.sort is not None or view.top is not None):
-        yield f"shown: {len(rows)} of {len(cuts)} cuts"
-    elif len(rows) < len(cuts):
-        marked = f" and those marked {_MARK}" if view.depth is None else ""
-        depth = _depth(cuts) if view.depth is None else view.depth
-        yield f"shown: {len(rows)} of {len(cuts)} cuts, those to depth {depth}{marked}"
+        yield f"{mark}: sends fewer bytes than every cut {'' if view.depth is None else 'to this depth '}before it"
     if not cuts.offered and not cuts.refused:
         yield "a model is cut where a module inside it ends, and none runs inside this one"
     tensor_mode, _, why = cuts.how.partition(" ")
     yield f"read from a run on {tensor_mode} tensors {why}".rstrip()
+
+
+def _describe_depth(cuts: Cuts, view: CutSelection, medium: Medium) -> str:
+    """Describe the cuts that were selected by their depth; "" if they were selected otherwise."""
+    if view.sort is not None or view.top is not None:
+        return ""
+    if view.depth is not None:
+        return f", those to depth {view.depth}"
+    return f", those to depth {_depth(cuts)} and those {f'marked {_MARK}' if medium == 'terminal' else 'in bold'}"
 
 
 def _refusals(cuts: Cuts) -> Iterator[str]:

@@ -35,7 +35,8 @@ def report(sweep: Sweep, medium: Medium = "terminal") -> Report:
         lambda row: f"{_mark(sweep, row):<2}",
         lambda row: "bold green" if row is sweep.best else "dim" if row.failed else "",
     )
-    return Report(_title(sweep), (table,), tuple(_notes(sweep, rows)), chart=lambda width: _chart(sweep, width))
+    notes = (*_compare(sweep, medium), *_notes(sweep, rows))
+    return Report(_title(sweep), (table,), notes, chart=lambda width: _chart(sweep, width))
 
 
 def records(sweep: Sweep) -> list[dict[str, Any]]:
@@ -121,17 +122,22 @@ def _title(sweep: Sweep) -> str:
     )
 
 
-def _notes(sweep: Sweep, shown: Sequence[CutTiming]) -> Iterator[str]:
+def _compare(sweep: Sweep, medium: Medium) -> Iterator[str]:
+    """Compare the best cut with the plan's, by their marks; media other than a terminal draw the best in bold."""
     best, planned = sweep.best, sweep.planned
     if planned is None:
         yield f"no plan: {sweep.no_plan or 'it knows none of these cuts'}"
-    elif planned is best:
-        yield f"{_BEST}{_PLANNED} the best, and the plan's: it says {seconds(planned.planned_s)}"
+        return
+    has_marks, says = medium == "terminal", f"it says {seconds(planned.planned_s)}"
+    if planned is best:
+        yield f"{_BEST + _PLANNED if has_marks else 'bold:'} the best, and the plan's: {says}"
     else:
-        yield (
-            f"{_PLANNED} the plan's: it says {seconds(planned.planned_s)}, and it took {seconds(planned.total_s)}, "
-            f"{ratio(planned.total_s / best.total_s)} times the best ({_BEST})"
-        )
+        slower = f"{ratio(planned.total_s / best.total_s)} times the best ({_BEST if has_marks else 'bold'})"
+        mark = _PLANNED if has_marks else f"{planned.name}:"
+        yield f"{mark} the plan's: {says}, and it took {seconds(planned.total_s)}, {slower}"
+
+
+def _notes(sweep: Sweep, shown: Sequence[CutTiming]) -> Iterator[str]:
     if sweep.tied:
         yield f"cannot be told from the best: {some([row.name for row in sweep.tied], 3)}"
     yield f"medians of {sweep.repeat} requests a cut, taken in turns, one on its way at a time"
