@@ -13,6 +13,8 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
+from microtome.report.formats import text
+from microtome.report.row_selection import RowSelection
 from microtome.results.diff import Diff
 
 
@@ -196,7 +198,7 @@ def test_files_have_every_call_and_nothing_else() -> None:
     assert p.to_markdown().count("`blocks.") == 5
 
 
-def test_a_notebook_displays_html(profile: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_displays_html_and_has_the_text(profile: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     displayed: list[Any] = []
 
     class Module:
@@ -205,12 +207,12 @@ def test_a_notebook_displays_html(profile: mt.Profile, monkeypatch: pytest.Monke
             return type("Shell", (), {"kernel": None})()
 
     class Display:
-        HTML = staticmethod(lambda html: ("HTML", html))
-        display = staticmethod(displayed.append)
+        display = staticmethod(lambda bundle, raw: displayed.append((bundle, raw)))
 
     monkeypatch.setitem(__import__("sys").modules, "IPython", Module)
     monkeypatch.setitem(__import__("sys").modules, "IPython.display", Display)
     profile.show(top=3)
-    ((kind, html),) = displayed
-    assert kind == "HTML"
-    assert "shown: 3 of" in html
+    ((bundle, is_raw),) = displayed
+    assert is_raw
+    assert "shown: 3 of" in bundle["text/html"]
+    assert bundle["text/plain"] == text(profile, RowSelection(top=3))

@@ -12,14 +12,16 @@ _ENDS = 6
 
 
 def cap(costs: Sequence[float | None], most: int, parents: Sequence[int | None] | None = None) -> list[int]:
-    """Return the indices of at most so many rows: the first, the last, and the costliest.
+    """Return the indices of at most so many rows, the first, the last and the costliest, and of single rows between.
+
+    A single row is as high as the line that would say that it is left out.
 
     Args:
         costs: The cost of each row; None: unknown.
         parents: The index of the row that contains each, which is kept with it; None: there is none.
 
     >>> cap([1, 9, 1, 1, 1, 1, 8, 1, 1, 1], 6)
-    [0, 1, 2, 6, 8, 9]
+    [0, 1, 2, 6, 7, 8, 9]
     >>> cap([1, 2, 3], 6)
     [0, 1, 2]
     """
@@ -33,7 +35,7 @@ def cap(costs: Sequence[float | None], most: int, parents: Sequence[int | None] 
         path = _path(index, parents) - kept
         if len(kept) + len(path) <= most:
             kept |= path
-    return sorted(kept)
+    return [index for index in range(count) if index in kept or {index - 1, index + 1} - {-1, count} <= kept]
 
 
 def _path(index: int | None, parents: Sequence[int | None] | None) -> set[int]:

@@ -45,7 +45,7 @@ def features(result: Features) -> str:
         Column("shape", shapes, "left"),
         Column("dtype", lambda address: some_of(list(dict.fromkeys(map(_dtype, values[address])))), "left"),
         bytes_column(rows, lambda address: sum(one.nbytes for one in values[address])),
-        *(Column(title, partial(statistic, name=name)) for title, name in _STATISTICS.items()),
+        *(Column(name, partial(statistic, name=name)) for name in ("mean", "std", "min", "max")),
         Column("first sample", lambda address: _thumbnail(values[address]), "left"),
     )
     nbytes = sum(one.nbytes for several in values.values() for one in several)
@@ -62,7 +62,6 @@ def features(result: Features) -> str:
     return page(Report("Features", (table,), tuple(notes), figures=tuple(figures)))
 
 
-_STATISTICS = {"mean": "mean", "std": "std", "least": "min", "greatest": "max"}
 _PLOT = "plot(name) draws one larger"
 
 

@@ -38,8 +38,8 @@ def show(result: Result, selection: str = "", **options: Any) -> None:
     """
     selected = [find_renderer(selection)(**_check_options(options))] if selection else []
     if is_notebook():
-        display = import_module("IPython.display")
-        display.display(display.HTML(html(result, *selected)))
+        bundle = {"text/html": html(result, *selected), "text/plain": text(result, *selected)}
+        import_module("IPython.display").display(bundle, raw=True)
     else:
         sys.stdout.write(text(result, *selected) + "\n")
 

@@ -193,10 +193,7 @@ def _records(result: Recording | ActivationRecorder, title: str, figures: Sequen
         Column("shape", lambda row: distinct(map(shape, row.series.shapes)), "left"),
         Column("dtype", lambda row: distinct(str(one).removeprefix("torch.") for one in row.series.dtypes), "left"),
         bytes_column(rows, lambda row: row.series.nbytes),
-        Column("mean", partial(statistic, field="mean")),
-        Column("std", partial(statistic, field="std")),
-        Column("least", partial(statistic, field="min")),
-        Column("greatest", partial(statistic, field="max")),
+        *(Column(field, partial(statistic, field=field)) for field in ("mean", "std", "min", "max")),
     )
     notes = tuple(count_note(rows, names, "names"))
     table = fill_gaps(Table.of(columns, rows), kept, len(names))
