@@ -23,7 +23,7 @@ DARK, LIGHT = [0x44, 0x01, 0x54], [0xFD, 0xE7, 0x25]
 
 
 def pixel(picture: Any, y: int, x: int) -> list[int]:
-    found: list[int] = picture.pixels[y, x].tolist()
+    found: list[int] = picture.pixels[y, x, :3].tolist()
     return found
 
 
@@ -31,7 +31,7 @@ def test_channels_stand_side_by_side_each_scaled_by_itself() -> None:
     value = torch.tensor([[[0.0, 1.0]], [[5.0, 4.0]]])[None]  # two channels of 1 x 2
     found = plot(value)
     # 96 pixels wide, 48 high; two of them make a column, with two pixels between.
-    assert found.pixels.shape == (48 + 2 + 48, 96, 3)
+    assert found.pixels.shape == (48 + 2 + 48, 96, 4)
     assert [pixel(found, 0, 0), pixel(found, 0, 95)] == [DARK, LIGHT]
     assert [pixel(found, 97, 0), pixel(found, 97, 95)] == [LIGHT, DARK]
     together = plot(value, scale="all")
@@ -43,14 +43,14 @@ def test_channels_stand_side_by_side_each_scaled_by_itself() -> None:
 def test_tokens_are_lines_or_maps_on_a_grid() -> None:
     value = torch.arange(15.0).reshape(1, 5, 3)  # a class token and 2 x 2 patches, three channels
     lines = plot(value)
-    assert lines.pixels.shape == (5 * 76, 3 * 76, 3)
+    assert lines.pixels.shape == (5 * 76, 3 * 76, 4)
     maps = plot(value, grid=(2, 2))
-    assert maps.pixels.shape == (2 * 96 + 2, 2 * 96 + 2, 3)
+    assert maps.pixels.shape == (2 * 96 + 2, 2 * 96 + 2, 4)
     assert [pixel(maps, 0, 0), pixel(maps, 95, 95)] == [DARK, LIGHT]
 
 
 def test_a_vector_is_one_line_and_what_is_not_finite_does_not_matter() -> None:
-    assert plot(torch.rand(1, 1000)).pixels.shape == (24, 1000, 3)
+    assert plot(torch.rand(1, 1000)).pixels.shape == (24, 1000, 4)
     value = torch.rand(1, 10)
     assert torch.equal(plot(value[..., None, None]).pixels, plot(value).pixels)  # maps of one value each
     found = plot(torch.tensor([[0.0, float("nan"), 2.0]]))
@@ -63,7 +63,7 @@ def test_features_are_written(tmp_path: Path) -> None:
     feats.to_png(tmp_path / "a.png", "layer1.0", channels=4)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     # Four maps of 32 x 32, each value three pixels wide, make two rows of two.
-    assert feats.plot("layer1.0", channels=4).pixels.shape == (2 * 96 + 2, 2 * 96 + 2, 3)
+    assert feats.plot("layer1.0", channels=4).pixels.shape == (2 * 96 + 2, 2 * 96 + 2, 4)
 
 
 def test_tensors_of_a_recording_are_drawn(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_tensors_of_a_recording_are_drawn(tmp_path: Path) -> None:
     with mt.record(model, "stem", to=tmp_path / "acts"):
         model(x)
     with mt.load(tmp_path / "acts") as recording:
-        assert recording["stem"].plot(0, channels=1).pixels.shape == (384, 384, 3)
+        assert recording["stem"].plot(0, channels=1).pixels.shape == (384, 384, 4)
 
 
 class Several:
@@ -109,14 +109,17 @@ def test_a_part_can_be_chosen() -> None:
 def test_pictures_are_tiled_row_by_row() -> None:
     ones: list[Tensor] = [torch.full((2, 2, 3), at) for at in range(3)]
     sheet = tile(ones, columns=2).pixels
-    assert sheet.shape == (6, 6, 3)
-    assert [int(sheet[0, 0, 0]), int(sheet[0, 4, 0]), int(sheet[4, 0, 0]), int(sheet[4, 4, 0])] == [0, 1, 2, 200]
+    assert sheet.shape == (6, 6, 4)
+    assert [int(sheet[0, 0, 0]), int(sheet[0, 4, 0]), int(sheet[4, 0, 0])] == [0, 1, 2]
+    alpha = sheet[..., 3]
+    assert int(alpha.sum()) == 3 * 2 * 2 * 255  # the gaps and the place of a fourth have the colour of the page
+    assert not alpha[4:, 4:].any()
 
 
 def test_all_heads_stand_side_by_side() -> None:
     weights = torch.rand(1, 4, 5, 5)
     found = Attention(("a",), (weights,)).plot(head="all")
-    assert found.pixels.shape == (224 * 2 + 2, 224 * 2 + 2, 3)
+    assert found.pixels.shape == (224 * 2 + 2, 224 * 2 + 2, 4)
 
 
 def test_features_and_series_have_the_same_options() -> None:

@@ -21,8 +21,8 @@ from microtome.files.writing import translate_write_errors
 
 #: Nine colours of matplotlib's viridis, evenly spaced.
 _VIRIDIS = (0x440154, 0x472C7A, 0x3B518B, 0x2C718E, 0x21908D, 0x27AD81, 0x5CC863, 0xAADC32, 0xFDE725)
-#: The width of the gap between tiles in pixels, and its grey level.
-_BETWEEN, _GREY = 2, 200
+#: The width of the gap between tiles in pixels.
+_BETWEEN = 2
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -30,7 +30,7 @@ class Picture:
     """A picture that notebooks show.
 
     Attributes:
-        pixels: (height, width, 3), uint8.
+        pixels: (height, width, 3), RGB, or (height, width, 4), RGBA; uint8.
     """
 
     pixels: Tensor
@@ -51,30 +51,30 @@ class Picture:
 
 
 def png(pixels: Tensor) -> bytes:
-    """Encode pixels (height, width, 3), uint8, as PNG.
+    """Encode pixels, RGB or RGBA, as PNG.
 
     Pillow would be a dependency for these few lines: reports need neither filters, palettes nor metadata.
     """
-    height, width = pixels.shape[:2]
+    height, width, channels = pixels.shape
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    lines = F.pad(pixels.reshape(height, width * 3), (1, 0))  # each line begins with its filter: 0, none
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits a channel, RGB
+    lines = F.pad(pixels.reshape(height, width * channels), (1, 0))  # each line begins with its filter: 0, none
+    header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 6, 0, 0, 0)  # 8 bits a channel
     data = zlib.compress(bytes(lines.flatten().tolist()))
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
 def tile(pictures: Sequence[Tensor], columns: int | None = None) -> Picture:
-    """Tile pictures of one size row by row; without `columns`, about as wide as high."""
+    """Tile pictures of one size row by row; without `columns`, about as wide as high. The rest is transparent."""
     height, width = pictures[0].shape[:2]
     columns = columns or min(math.ceil(math.sqrt(len(pictures) * height / width)), len(pictures))
     rows = math.ceil(len(pictures) / columns)
-    sheet = torch.full((rows * (height + _BETWEEN) - _BETWEEN, columns * (width + _BETWEEN) - _BETWEEN, 3), _GREY)
+    sheet = torch.zeros(rows * (height + _BETWEEN) - _BETWEEN, columns * (width + _BETWEEN) - _BETWEEN, 4)
     for at, pixels in enumerate(pictures):
         top, left = (at // columns) * (height + _BETWEEN), (at % columns) * (width + _BETWEEN)
-        sheet[top : top + height, left : left + width] = pixels
+        sheet[top : top + height, left : left + width] = F.pad(pixels, (0, 1), value=255)
     return Picture(sheet.to(torch.uint8))
 
 
