@@ -201,10 +201,10 @@ def scale_of_largest(numbers: Iterable[float | None], unit: Unit) -> Scale:
 
 def plural(number: int, noun: str) -> str:
     """
-    >>> plural(1, "cut"), plural(2, "cut")
-    ('1 cut', '2 cuts')
+    >>> plural(1, "cut"), plural(2000, "cut"), plural(2, "pass")
+    ('1 cut', '2,000 cuts', '2 passes')
     """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def some(names: Sequence[str], most: int, rest: str = ", …") -> str:

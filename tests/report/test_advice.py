@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from torch import nn
 
 import microtome as mt
 from microtome import zoo
@@ -96,3 +97,14 @@ def test_calls_that_take_longer_than_the_call_around_them_are_noise(profile: mt.
 
     assert "the calls inside the model took longer than it" in notes(0.9)[0]
     assert notes(0.01) == []
+
+
+def test_a_count_of_one_is_singular() -> None:
+    one = mt.profile(nn.Linear(1, 1, bias=False), "1x1")
+    p = replace(one, environment={"cpu": "A", "threads": "1", "torch": "2"})
+    refused = replace(mt.cuts(nn.Sequential(nn.Linear(1, 1)), "1x1"), offered=())
+    results = [p, p.diff(mt.profile(nn.Linear(1, 2, bias=False), "1x1")), mt.profile(nn.Flatten()), refused]
+    results += [mt.trace(nn.Linear(1, 1), "1x1"), mt.extract(nn.Sequential(nn.ReLU()), "1x1", "0")]
+    shown = "\n".join((*map(str, results), *map(repr, results), p.to_html()))
+    assert "1 parameter (1 trainable" in shown
+    assert re.findall(r"(?<![\d.,])1 [a-z]{2,}s\b", shown) == []

@@ -11,6 +11,7 @@ from microtome.errors import BadQuery, NoMatch
 from microtome.files.reading import File
 from microtome.inputs import Inputs
 from microtome.results.base import render
+from microtome.units import plural
 
 
 class Features(Mapping[str, Any]):
@@ -125,8 +126,7 @@ class Features(Mapping[str, Any]):
     def __repr__(self) -> str:
         some: Sequence[str] = list(self)[:4]
         more = ", …" if len(self) > 4 else ""
-        count = f"{len(self)} module{'' if len(self) == 1 else 's'}"
-        return f"<Features of {count}: {', '.join(map(repr, some))}{more}>"
+        return f"<Features of {plural(len(self), 'module')}: {', '.join(map(repr, some))}{more}>"
 
     @cached_property
     def _index(self) -> Addresses:

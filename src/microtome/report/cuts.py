@@ -186,7 +186,7 @@ def _depth(cuts: Cuts) -> int:
 
 
 def _title(cuts: Cuts) -> str:
-    refused = f", {len(cuts.refused)} places refused" if cuts.refused else ""
+    refused = f", {plural(len(cuts.refused), 'place')} refused" if cuts.refused else ""
     inputs = ", ".join(map(_input, cuts.inputs)) or "no tensor"
     return f"{cuts.title} on {inputs}: {plural(len(cuts), 'cut')}{refused}"
 

@@ -156,7 +156,7 @@ def _notes(diff: Diff, selected: int, most: int) -> Iterator[str]:
     elif selected < len(diff.layers):
         yield f"shown: {selected} of {plural(len(diff.layers), 'changed layer')}"
     if diff.noise:
-        yield f"{diff.noise} layers took another time within what repeated passes spread by: noise"
+        yield f"{plural(diff.noise, 'layer')} took another time within what repeated passes spread by: noise"
     if any(one.is_noise and one.growth for one in diff.totals):
         yield "noise: the middle halves of the passes before and after meet, so nothing says that it changed"
     yield from diff.notes

@@ -10,7 +10,7 @@ from microtome.results.measurements import EnergyUse, Spread, Timing
 from microtome.results.metrics import advise
 from microtome.results.profile import Coverage, Profile
 from microtome.results.rows import Row, group
-from microtome.units import UNKNOWN, joules, seconds, size, some, watts
+from microtome.units import UNKNOWN, joules, plural, seconds, size, some, watts
 
 #: Above this ratio, measuring has changed the measured times.
 _DISTURBED = 1.05
@@ -38,7 +38,7 @@ def profile_notes(profile: Profile) -> list[str]:
     keeps = profile.gradients and total.saved_bytes is None
     gradients = ", with gradients: memory holds what a backward would need" if keeps else ""
     notes = [
-        f"{total.params:,} parameters ({total.trainable_params:,} trainable, {size(total.param_bytes)}); "
+        f"{plural(total.params, 'parameter')} ({total.trainable_params:,} trainable, {size(total.param_bytes)}); "
         f"{'; '.join(counts)} ({profile.convention} convention)",
         f"counted: {_share(coverage)}, on {profile.how}{gradients}",
     ]
@@ -58,15 +58,15 @@ def profile_notes(profile: Profile) -> list[str]:
 
 def _share(coverage: Coverage) -> str:
     if coverage.work is None:
-        return f"{coverage.counted:,} of {coverage.ops:,} operators, an unknown share of the work"
-    return f"{coverage.work:.1%} of {coverage.ops:,} operators"
+        return f"{coverage.counted:,} of {plural(coverage.ops, 'operator')}, an unknown share of the work"
+    return f"{coverage.work:.1%} of {plural(coverage.ops, 'operator')}"
 
 
 def _measurement_notes(profile: Profile) -> Iterator[str]:
     where = profile.environment
     if where:
         cpu, threads, version = (where.get(key, "unknown") for key in ("cpu", "threads", "torch"))
-        yield f"measured on {cpu}, {threads} threads, torch {version}{_gpu(where)}"
+        yield f"measured on {cpu}, {threads} thread{'' if threads == '1' else 's'}, torch {version}{_gpu(where)}"
     if profile.timing is not None:
         yield from _timing(profile, profile.timing)
     if (memory := profile.memory) is not None:
@@ -76,7 +76,8 @@ def _measurement_notes(profile: Profile) -> Iterator[str]:
         yield from _energy(profile, profile.energy)
     if (sampling := profile.sampling) is not None:
         yield (
-            f"load: {sampling.samples} samples, one every {seconds(sampling.every_s)}, over {sampling.passes} passes; "
+            f"load: {plural(sampling.samples, 'sample')}, one every {seconds(sampling.every_s)}, over "
+            f"{plural(sampling.passes, 'pass')}; "
             "calls shorter than that have what was around them"
         )
         reasons = group((why, name) for name, why in sampling.missing.items())
@@ -146,7 +147,7 @@ def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
         bound = sum(bool(row.is_launch_bound) for row in layers)
         if bound:
             yield (
-                f"{bound} of {len(layers)} layers are launch-bound: "
+                f"{bound} of {len(layers)} layers {'is' if bound == 1 else 'are'} launch-bound: "
                 "the host takes longer to launch them than the GPU to run them"
             )
     if not timing.fast_paths:
@@ -168,13 +169,14 @@ def _energy(profile: Profile, use: EnergyUse) -> Iterator[str]:
     methods = {"share": "shared by time", "replay": "each layer run alone"}
     yield (
         f"energy: {use.meter}, {methods[use.method]}; a whole pass takes {joules(use.whole.median)} "
-        f"({interval(use.whole, joules)}, {use.whole.count} windows) in {seconds(use.pass_s)}; idle {watts(use.idle_w)}"
+        f"({interval(use.whole, joules)}, {plural(use.whole.count, 'window')}) in {seconds(use.pass_s)}; "
+        f"idle {watts(use.idle_w)}"
     )
     closure = f"{joules(use.closure_j)} ({joules(use.net_closure_j)} net)"
     yield f"closure: the whole takes {closure} more than its parts"
     if use.not_replayed:
         reasons = Counter(use.not_replayed.values())
-        counted = "; ".join(f"{count} layers, {why}" for why, count in reasons.items())
+        counted = "; ".join(f"{plural(count, 'layer')}, {why}" for why, count in reasons.items())
         yield f"not replayed: {counted}; sums leave them out"
 
 

@@ -219,8 +219,8 @@ def _notes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
         yield f"best over bandwidths: {_spans(plan)}"
     refused = [one for one in plan if one.refused is not None]
     if refused:
-        first = f"{refused[0].name}: {refused[0].refused}"
-        yield f"{len(refused)} of {len(plan)} candidates are refused: such as {first}"
+        are, first = "is" if len(refused) == 1 else "are", f"{refused[0].name}: {refused[0].refused}"
+        yield f"{len(refused)} of {len(plan)} candidates {are} refused: such as {first}"
     if len(shown) < len(plan):
         yield f"shown: {len(shown)} of {len(plan)} candidates"
     yield from (f"{name}: {machine}" for name, machine in plan.devices.items())

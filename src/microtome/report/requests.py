@@ -83,7 +83,7 @@ def _notes(log: RequestLog) -> Iterator[str]:
         yield f"{plural(retried, 'request')} had to be sent again"
     yield from map(_move, log.moves[:_FEW])
     if len(log.moves) > _FEW:
-        yield f"and the cut moved {len(log.moves) - _FEW} times more"
+        yield f"and the cut moved {plural(len(log.moves) - _FEW, 'time')} more"
     if log.energy_j is not None:
         yield f"energy of this device: {joules(log.energy_per_request_j)} a request ({log.energy})"
     elif log.energy:

@@ -8,7 +8,7 @@ from typing import Any
 from microtome.report.row_selection import fitting_depth, no_column
 from microtome.report.table import Column, Line, Medium, Report, Table
 from microtome.results.summary import ModelSummary, ModuleRow
-from microtome.units import Scale, count, scale_of_largest, size
+from microtome.units import Scale, count, plural, scale_of_largest, size
 
 #: The most rows, about, of a table without an explicit depth.
 _ROWS = 60
@@ -89,7 +89,7 @@ def _params(row: ModuleRow, scale: Scale | None) -> str:
 def _notes(summary: ModelSummary, rows: list[ModuleRow]) -> list[str]:
     total = summary.total
     notes = [
-        f"{total.params:,} parameters ({total.trainable_params:,} trainable, {size(total.param_bytes)}); "
+        f"{plural(total.params, 'parameter')} ({total.trainable_params:,} trainable, {size(total.param_bytes)}); "
         f"{size(total.buffer_bytes)} of buffers"
     ]
     if any(row.shared_params for row in rows):

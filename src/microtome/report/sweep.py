@@ -15,7 +15,7 @@ from microtome.report.table import Column, Medium, Report, Table
 from microtome.report.text import StackedBar, colour_characters, sample, stacked_bars
 from microtome.results.metrics import advise
 from microtome.results.sweep import CutTiming, Sweep
-from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size, some
+from microtome.units import UNKNOWN, joules, plural, rate, ratio, seconds, size, some
 
 #: The most cuts of a table beside those that are always shown, and of a chart.
 _ROWS, _BARS = 12, 24
@@ -140,7 +140,7 @@ def _compare(sweep: Sweep, medium: Medium) -> Iterator[str]:
 def _notes(sweep: Sweep, shown: Sequence[CutTiming]) -> Iterator[str]:
     if sweep.tied:
         yield f"cannot be told from the best: {some([row.name for row in sweep.tied], 3)}"
-    yield f"medians of {sweep.repeat} requests a cut, taken in turns, one on its way at a time"
+    yield f"medians of {plural(sweep.repeat, 'request')} a cut, taken in turns, one on its way at a time"
     if len(shown) < len(sweep):
         files = advise("to_csv, to_json and to_html", "--csv, --json and --html")
         yield f"shown: {len(shown)} of {len(sweep)}; {files} have all"

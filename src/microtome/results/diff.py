@@ -12,7 +12,7 @@ from microtome.results.base import Result, render
 from microtome.results.metrics import Metric, compared_metrics
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
-from microtome.units import shape
+from microtome.units import plural, shape
 
 ChangeKind = Literal["added", "removed", "changed"]
 
@@ -138,7 +138,7 @@ class Diff(Result, kind="diff"):
                 raise ValueError(f"expected a quantity of {', '.join(known)}, got {change.quantity!r:.80}")
 
     def __repr__(self) -> str:
-        return f"<Diff of {self.before} and {self.after}: {len(self.layers)} calls changed>"
+        return f"<Diff of {self.before} and {self.after}: {plural(len(self.layers), 'call')} changed>"
 
 
 def diff(before: Profile, after: Profile) -> Diff:
@@ -273,7 +273,7 @@ def _notes(before: Profile, after: Profile) -> Iterator[str]:
     for when, profile in (("before", before), ("after", after)):
         coverage = profile.coverage
         if coverage.unknown:
-            counted = f"{coverage.counted:,} of {coverage.ops:,} operators, an unknown share of the work"
+            counted = f"{coverage.counted:,} of {plural(coverage.ops, 'operator')}, an unknown share of the work"
             yield f"{when}, {counted}, are counted: no formula for {', '.join(_uncounted(profile))}"
     if None not in (before.gradients, after.gradients) and before.gradients != after.gradients:
         when = "before" if before.gradients else "after"

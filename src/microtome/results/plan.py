@@ -12,6 +12,7 @@ from microtome.errors import BadQuery
 from microtome.files.reading import File
 from microtome.results.base import Result, render, write
 from microtome.results.link import Link
+from microtome.units import plural
 from microtome.units import seconds as write_seconds
 
 Objective = Literal["latency", "energy", "throughput"]
@@ -213,7 +214,7 @@ class Plan(Result, kind="plan"):
             raise ValueError(f"expected devices of {', '.join(self.devices)}, got {min(foreign)!r:.80}")
 
     def __repr__(self) -> str:
-        return f"<Plan for {self.model}: {self.winner.name}, of {len(self.candidates)} candidates>"
+        return f"<Plan for {self.model}: {self.winner.name}, of {plural(len(self.candidates), 'candidate')}>"
 
 
 # -- the best candidate for every bandwidth ----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from microtome.results.base import Result, render, write
 from microtome.results.measurements import EnergyUse, MemoryUse, Sampling, Timeline, Timing
 from microtome.results.metrics import METRICS, why_unknown
 from microtome.results.rows import AMOUNTS, Group, Row, add, flat, group, tracr_record, upgrade_calls
+from microtome.units import plural
 
 if TYPE_CHECKING:
     from microtome.results.diff import Diff
@@ -318,7 +319,7 @@ class Profile(Result, kind="profile", schema=2):
             self.timeline.check(len(self.calls))
 
     def __repr__(self) -> str:
-        return f"<Profile of {self.model}, {len(self.calls)} calls, {self.convention} convention>"
+        return f"<Profile of {self.model}, {plural(len(self.calls), 'call')}, {self.convention} convention>"
 
     @cached_property
     def _by_address(self) -> dict[str, Row]:

@@ -13,6 +13,7 @@ import torch
 
 from microtome.files.reading import File
 from microtome.results.base import Result, render, write
+from microtome.units import plural
 
 #: The phases of a request in order, and the fields of `RequestRecord` that each is the sum of.
 PHASES: dict[str, tuple[str, ...]] = {
@@ -194,7 +195,7 @@ class RequestLog(Result, kind="run"):
 
     def __repr__(self) -> str:
         edge = f"{len(self.on_edge)} on the edge"
-        return f"<RequestLog of {self.model} at {self.server}: {len(self.requests)} requests, {edge}>"
+        return f"<RequestLog of {self.model} at {self.server}: {plural(len(self.requests), 'request')}, {edge}>"
 
 
 def record(sent: RequestRecord) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from microtome.addresses import find_address
 from microtome.files.reading import File
 from microtome.results.base import Result, render, write
 from microtome.results.link import LinkMeasurement
+from microtome.units import plural
 
 
 @dataclass(frozen=True)
@@ -139,4 +140,5 @@ class Sweep(Result, kind="sweep"):
             raise ValueError(f"expected requests that take time, got {took[0]} s")
 
     def __repr__(self) -> str:
-        return f"<Sweep of {self.model} at {self.server}: {len(self.rows)} ways, the best is {self.best.name}>"
+        ways = plural(len(self.rows), "way")
+        return f"<Sweep of {self.model} at {self.server}: {ways}, the best is {self.best.name}>"

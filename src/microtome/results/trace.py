@@ -14,6 +14,7 @@ import torch
 from microtome.addresses import find_address
 from microtome.files.reading import File
 from microtome.results.base import render, write
+from microtome.units import plural
 
 Phase = Literal["forward", "recompute", "backward"]
 #: `meta`: shapes alone. `fake`: shapes, and the devices the tensors would be on. `real`: as it is, with copied buffers.
@@ -197,5 +198,6 @@ class Trace:
         return html
 
     def __repr__(self) -> str:
-        sizes = f"{len(self.calls)} calls, {len(self.ops)} ops, {len(self.values)} values"
+        counts = {"call": self.calls, "op": self.ops, "value": self.values}
+        sizes = ", ".join(plural(len(items), noun) for noun, items in counts.items())
         return f"<Trace of {sizes}, {self.how.tensor_mode}>"

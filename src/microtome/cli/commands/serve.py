@@ -16,6 +16,7 @@ from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import check_server
 from microtome.cli.options.model import ModelOptions, model_options
 from microtome.cli.progress import show_progress
+from microtome.units import plural
 
 #: Parameters of mallopt in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -88,7 +89,7 @@ def serve(
         if metrics is not None:
             server.metrics.listen(metrics)
         gc.freeze()  # the model lives as long as the process: later collections can skip it
-        click.echo(f"{server.served.name} is served at {server.address}, {len(server.served.cuts)} cuts")
+        click.echo(f"{server.served.name} is served at {server.address}, {plural(len(server.served.cuts), 'cut')}")
         while not ended.wait(0.5) and not server.wait(0) and server.failure is None:
             pass
     finally:

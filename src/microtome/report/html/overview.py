@@ -14,7 +14,7 @@ from microtome.results.measurements import EnergyUse
 from microtome.results.metrics import METRICS, Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.results.rows import group
-from microtome.units import count, joules, seconds, share, size, some
+from microtome.units import count, joules, plural, seconds, share, size, some
 
 
 class Card(NamedTuple):
@@ -102,8 +102,8 @@ _PARTS = {
 def quiet_line(profile: Profile) -> str:
     """Render how the counts were made, and what was not measured, in a line."""
     coverage = profile.coverage
-    ops = f"{coverage.ops:,}" if coverage.work is not None else f"{coverage.counted:,} of {coverage.ops:,}"
-    counted = f"{ops} operators counted on {profile.how.partition(' (')[0]}, {profile.convention} convention."
+    ops = f"{'' if coverage.work is not None else f'{coverage.counted:,} of '}{plural(coverage.ops, 'operator')}"
+    counted = f"{ops} counted on {profile.how.partition(' (')[0]}, {profile.convention} convention."
     missing = group(
         (metric.requires.done, name)
         for metric, name in ((METRICS[field], name) for field, name in _PARTS.items())
@@ -137,7 +137,8 @@ def caveats(profile: Profile) -> list[str]:
         names = some([op.name for op in coverage.unknown], 4)
         sentences.append(f"Operators without a formula add nothing to MACs and FLOPs: {names}.")
     if coverage.never_ran:
-        sentences.append(f"{len(coverage.never_ran)} modules never ran; what they hold counts in the call above them.")
+        modules = plural(len(coverage.never_ran), "module")
+        sentences.append(f"{modules} never ran: the parameters inside count in the call above.")
     if profile.timing is not None and profile.timing.ratio > 1.05:
         sentences.append("Time stamps cost more than 5 %: short calls look longer than they are.")
     if profile.timing is not None and profile.timing.bare.count < FEW:

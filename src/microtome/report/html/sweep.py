@@ -11,7 +11,7 @@ from microtome.report.requests import short
 from microtome.report.sweep import CELLS, LONGEST, cell, has_energy
 from microtome.report.text import shorten
 from microtome.results.sweep import CutTiming, Sweep
-from microtome.units import rate, ratio, seconds
+from microtome.units import plural, rate, ratio, seconds
 
 #: Pixels of the chart: of names, of bars, of the figures beside them, and of a row.
 _NAMES, _BARS, _FIGURES, _ROW = 250, 560, 90, 18
@@ -129,6 +129,6 @@ def _footnotes(sweep: Sweep) -> Iterator[str]:
         f"On {sweep.inputs}; codec {sweep.codec}; the server computes on {sweep.device}. The way there: "
         f"{rate(link.up_bytes_per_s)}, back {rate(link.down_bytes_per_s)}, round trip {seconds(link.rtt_s)}."
     )
-    yield f"Medians of {sweep.repeat} requests a cut, taken in turns, one on its way at a time."
+    yield f"Medians of {plural(sweep.repeat, 'request')} a cut, taken in turns, one on its way at a time."
     yield f"Energy: {short(sweep.energy)}."
     yield "Here: " + ", ".join(f"{name} {value}" for name, value in sweep.environment.items())

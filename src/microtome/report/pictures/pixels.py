@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 from microtome.errors import BadQuery
 from microtome.files.reading import File
 from microtome.files.writing import translate_write_errors
+from microtome.units import plural
 
 #: Nine colours of matplotlib's viridis, evenly spaced.
 _VIRIDIS = (0x440154, 0x472C7A, 0x3B518B, 0x2C718E, 0x21908D, 0x27AD81, 0x5CC863, 0xAADC32, 0xFDE725)
@@ -112,7 +113,9 @@ def arrange_patches(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     except (TypeError, ValueError) as error:
         raise BadQuery(f"expected grid to be the patches in height and in width, got {grid!r}") from error
     if height < 1 or width < 1 or height * width > len(tokens):
-        raise BadQuery(f"expected a grid of at most {len(tokens)} patches, one a token, got {height} x {width}")
+        raise BadQuery(
+            f"expected a grid of at most {plural(len(tokens), 'patch')}, one a token, got {height} x {width}"
+        )
     return tokens[len(tokens) - height * width :].unflatten(0, (height, width))
 
 

@@ -13,6 +13,7 @@ from microtome.report.trace_events.chrome import ChromeEvents, Lane
 from microtome.results.plan import Candidate, Plan
 from microtome.results.requests import RequestLog, RequestRecord
 from microtome.results.sweep import CutTiming, Sweep
+from microtome.units import plural
 
 _HALVES = "the clocks of two machines are not compared: half of what the wire took is drawn before, half behind"
 _IN_TURN = "the parts of a request are drawn one after the other from its beginning; what is left is at its end"
@@ -60,7 +61,7 @@ def log_trace(log: RequestLog) -> str:
 def sweep_trace(sweep: Sweep) -> str:
     """Export a request at each cut, of the medians, one after the other."""
     requests = _one_after_another(map(_median, sweep.measured))
-    how = f"medians of {sweep.repeat} requests; {_HALVES}"
+    how = f"medians of {plural(sweep.repeat, 'request')}; {_HALVES}"
     return _trace(_edge_and_cloud(sweep), requests, model=sweep.model, how=how)
 
 
