@@ -8,6 +8,8 @@
 ('1.23 ms', '2.5 s')
 >>> seconds(-1e-10), seconds(-2e-9)
 ('0 s', '-2 ns')
+>>> seconds(0.02), seconds(4321)
+('20 ms', '4321 s')
 >>> joules(0.00123), watts(687.4)
 ('1.23 mJ', '687 W')
 >>> rate(2_500_000), rate(125)
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from microtome.errors import BadQuery
@@ -73,12 +76,20 @@ def _multiple(number: float | None, unit: str) -> str:
     return (f"{number:,} {name}" if value == 1.0 else f"{scaled:.{_digits(scaled)}f} {name}").rstrip()
 
 
-def _fraction(number: float | None, unit: str) -> str:
+def _fraction(number: float | None, unit: str, *, pads: bool = False) -> str:
+    """Format a number with three digits.
+
+    Args:
+        pads: Keep zeros at the end, for columns.
+    """
     if number is None:
         return UNKNOWN
     number = 0.0 if abs(number) < 0.5e-9 else number  # less than a half would be written as "-0 s"
     value, name = _choose_unit(number, unit)
-    return f"{number / value:.0f} {name}" if value == 1e-9 else f"{number / value:.3g} {name}"
+    scaled = number / value
+    digits = 0 if value == 1e-9 or not number else _digits(scaled)
+    text = f"{scaled:.{digits}f}"
+    return f"{text if pads or not digits else text.rstrip('0').rstrip('.')} {name}"
 
 
 def count(number: float | None) -> str:
@@ -115,8 +126,10 @@ def share(part: float | None, whole: float | None) -> str:
     return UNKNOWN if part is None or not whole else f"{100 * part / whole:.1f} %"
 
 
-def ratio(number: float | None) -> str:
-    return UNKNOWN if number is None else f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
+def ratio(number: float | None, *, pads: bool = False) -> str:
+    if number is None or number >= 999.5:
+        return UNKNOWN if number is None else f"{number:,.0f}"
+    return f"{number:#.3g}".rstrip(".") if pads else f"{number:.3g}"
 
 
 def fraction(part: float | None) -> str:
@@ -127,19 +140,23 @@ def fraction(part: float | None) -> str:
 _WRITERS: dict[Unit, Callable[[Any], str]] = {
     "count": count,
     "bytes": size,
-    "seconds": seconds,
-    "joules": joules,
-    "watts": watts,
-    "ratio": ratio,
+    "seconds": partial(_fraction, unit="seconds", pads=True),
+    "joules": partial(_fraction, unit="joules", pads=True),
+    "watts": partial(_fraction, unit="watts", pads=True),
+    "ratio": partial(ratio, pads=True),
     "fraction": fraction,
 }
 
 
 def write(value: Any, unit: Unit | None) -> str:
-    """Format a value in its unit; without one, a number as a count, and anything else by `str`.
+    """Format a value of a column in its unit; without one, a number as a count, and anything else by `str`.
 
-    >>> write(2048, "bytes"), write(0.5, "fraction"), write(None, "joules") == UNKNOWN, write("launch", None)
-    ('2.00 KiB', '50 %', True, 'launch')
+    Numbers of a column have the same number of digits; in sentences, `seconds` and the like drop zeros at the end.
+
+    >>> write(2048, "bytes"), write(0.003, "seconds"), write(0, "seconds"), write(5.2, "ratio"), write(0.5, "fraction")
+    ('2.00 KiB', '3.00 ms', '0 s', '5.20', '50 %')
+    >>> write(None, "joules") == UNKNOWN, write("launch", None)
+    (True, 'launch')
     """
     if unit is None:
         return count(value) if value is None or isinstance(value, int | float) else str(value)

@@ -19,7 +19,7 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.results.metrics import METRICS
-from microtome.units import count, seconds, size
+from microtome.units import count, size, write
 from tests.report.pages import costing, hostile_model, hostile_profile, large, timed
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -605,10 +605,10 @@ def test_a_bar_of_the_explorer_shows_its_row(opened: Open, page: str, profile: m
     one = plan["layer2.0.conv2"]
     rows = dict(text.split("\t") for text in tab.texts(".tip tr"))
     assert rows == {
-        "edge": seconds(one.seconds("run", where="edge")),
-        "link": seconds(one.seconds("encode", "send", "decode", "back")),
-        "cloud": seconds(one.seconds("run", where="cloud")),
-        "total": seconds(one.latency_s),
+        "edge": write(one.seconds("run", where="edge"), "seconds"),
+        "link": write(one.seconds("encode", "send", "decode", "back"), "seconds"),
+        "cloud": write(one.seconds("run", where="cloud"), "seconds"),
+        "total": write(one.latency_s, "seconds"),
         "sends": size(sum(one.sent_bytes)),
     }
 

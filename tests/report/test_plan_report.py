@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 import microtome as mt
+from microtome.report.formats import describe
 from tests.plan import synthetic
 
 CUTS = synthetic.cuts([4000, 400, 40])
@@ -34,17 +35,17 @@ cut                           ┃     sent ┃   edge ┃  cloud ┃   wire ┃ 
 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━━
 * all on cloud, input by zstd │    500 B │    0 s │ 700 ms │ 740 ms │  1.44 s
   all on cloud, raw input     │  1,000 B │    0 s │ 700 ms │ 1.24 s │  1.94 s
-  l1                          │    400 B │  2.1 s │ 400 ms │ 640 ms │  3.14 s
+  l1                          │    400 B │ 2.10 s │ 400 ms │ 640 ms │  3.14 s
   l0                          │ 3.91 KiB │ 100 ms │ 600 ms │ 4.24 s │  4.94 s
-  all on edge                 │        – │  6.1 s │    0 s │    0 s │   6.1 s
-  l2                          │     40 B │  6.1 s │    0 s │ 280 ms │  6.38 s
+  all on edge                 │        – │ 6.10 s │    0 s │    0 s │  6.10 s
+  l2                          │     40 B │ 6.10 s │    0 s │ 280 ms │  6.38 s
 
 latency in the order of the run: █ edge ▓ cloud ░ between
 * all on cloud, input by zstd   1.44 s ░░░░▓▓▓▓░
   l0                            4.94 s █░░░░░░░░░░░░░░░░░░░░░░░░░▓▓▓▓░
   l1                            3.14 s █████████████░░░▓▓▓░
   l2                            6.38 s ██████████████████████████████████████░░
-  all on edge                    6.1 s ██████████████████████████████████████
+  all on edge                   6.10 s ██████████████████████████████████████
 """  # noqa: RUF001
 
 
@@ -120,6 +121,21 @@ def test_many_cuts_are_sampled_in_the_chart_with_the_winner() -> None:
     assert f"* {plan.winner.name} " in chart
     assert f"* {plan.winner.name} " in str(plan).partition("latency in")[0]
     assert "chosen by <lambda>" in str(plan)
+
+
+def test_passes_a_second_share_a_unit_and_are_in_front_if_they_are_the_objective() -> None:
+    slow, fast = synthetic.profile([100.0, 100.0, 100.0]), synthetic.profile([1e-4, 1e-4, 1e-4])
+    plan = planned(edge=slow, cloud=fast, link=mt.Link("8Mbps"), objective="throughput")
+    # 3 layers take 300 s on the edge; the link takes a millisecond for 1000 bytes, a half for 500.
+    cells = {line.split("│")[0].strip("* "): line.split("│")[-1].strip() for line in str(plan).splitlines()}
+    assert [cells[f"all on {where}"] for where in ("edge", "cloud, raw input", "cloud, input by zstd")] == [
+        "0.00333",
+        "1,000",
+        "2,000",
+    ]
+    figures = describe(plan, medium="html").figures
+    assert figures[:2] == (("best", plan.winner.name), ("throughput", "2,000 passes/s"))
+    assert "throughput" not in dict(describe(planned(), medium="html").figures)
 
 
 def test_limits_and_chains_have_their_columns() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from microtome.report.table import Column, Medium, Report, Table
 from microtome.results.codec_costs import CodecCost, CodecCosts
-from microtome.units import seconds, share, size
+from microtome.units import share, size, write
 
 
 def report(costs: CodecCosts, medium: Medium = "terminal") -> Report:
@@ -24,8 +24,8 @@ def report(costs: CodecCosts, medium: Medium = "terminal") -> Report:
         Column("values", lambda codec: str(len(costs.costs[codec]))),
         Column("bytes", lambda codec: size(total(codec).nbytes)),
         Column("of raw", of_raw),
-        Column("encode", lambda codec: seconds(total(codec).encode_s)),
-        Column("decode", lambda codec: seconds(total(codec).decode_s)),
+        Column("encode", lambda codec: write(total(codec).encode_s, "seconds")),
+        Column("decode", lambda codec: write(total(codec).decode_s, "seconds")),
     )
     note = f"measured on {costs.environment.get('cpu', 'an unknown machine')}, with {costs.values}"
     return Report(f"{costs.model}: codecs, all values together", (Table.of(columns, costs.costs),), (note,))

@@ -17,7 +17,7 @@ from microtome.report.table import Column, Medium, Report, Segments, Table
 from microtome.report.text import StackedBar, colour_characters, sample, stacked_bars
 from microtome.results.metrics import ENERGY
 from microtome.results.plan import Candidate, Plan
-from microtome.units import UNKNOWN, count, joules, rate, ratio, seconds, size
+from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size, write
 
 #: The most candidates of a table beside those that are always shown, and the most cuts of a chart.
 _ROWS, _BARS = 8, 20
@@ -58,7 +58,10 @@ def report(plan: Plan, view: CandidateSelection | None = None, medium: Medium = 
         lambda one: "bold green" if one is winner else "dim" if one.refused else "",
     )
     table = table.with_columns(view.columns)
-    figures = [("best", winner.name), ("latency", seconds(winner.latency_s)), ("sent", size(sum(winner.sent_bytes)))]
+    figures = [("best", winner.name)]
+    if plan.objective == "throughput":
+        figures.append(("throughput", f"{ratio(winner.throughput_per_s)} passes/s"))
+    figures += [("latency", seconds(winner.latency_s)), ("sent", size(sum(winner.sent_bytes)))]
     figures += [("energy", joules(winner.energy_j))] if winner.energy_j is not None else []
     return Report(
         _title(plan),
@@ -129,13 +132,13 @@ def _columns(plan: Plan) -> list[Column]:
         "sent": lambda one: size(sum(one.sent_bytes)) if one.at else UNKNOWN
     }
     for name in plan.devices:
-        cells[name] = lambda one, name=name: seconds(one.seconds("run", where=name))  # type: ignore[misc]
-    cells["codec"] = lambda one: seconds(one.seconds("encode", "decode"))
-    cells["wire"] = lambda one: seconds(one.seconds("send", "back"))
-    cells["latency"] = lambda one: seconds(one.latency_s)
-    cells["passes/s"] = lambda one: count(round(one.throughput_per_s, 1))
+        cells[name] = lambda one, name=name: write(one.seconds("run", where=name), "seconds")  # type: ignore[misc]
+    cells["codec"] = lambda one: write(one.seconds("encode", "decode"), "seconds")
+    cells["wire"] = lambda one: write(one.seconds("send", "back"), "seconds")
+    cells["latency"] = lambda one: write(one.latency_s, "seconds")
+    cells["passes/s"] = lambda one: write(one.throughput_per_s, "ratio")
     if plan.energy_of:
-        cells["energy"] = lambda one: joules(one.energy_j)
+        cells["energy"] = lambda one: write(one.energy_j, "joules")
     memories = [f"{name} memory" for name in plan.limits]
     for name in plan.limits:
         index = list(plan.devices).index(name)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 from microtome.report.table import Column, Medium, Report, Table
 from microtome.results.requests import CutMove, Percentiles, RequestLog, record
-from microtome.units import UNKNOWN, joules, plural, ratio, seconds, size
+from microtome.units import UNKNOWN, joules, plural, ratio, seconds, size, write
 
 #: The most reasons and moves in the notes.
 _FEW = 5
@@ -25,7 +26,7 @@ class _Phase(NamedTuple):
 
 def report(log: RequestLog, medium: Medium = "terminal") -> Report:
     """Describe the median and the 95th percentile of each phase of a request."""
-    rows = [_Phase(name, percentiles, seconds) for name, percentiles in log.phases().items()]
+    rows = [_Phase(name, percentiles, partial(write, unit="seconds")) for name, percentiles in log.phases().items()]
     rows += [_Phase(name, percentiles, lambda value: size(round(value))) for name, percentiles in log.sizes().items()]
     columns = (
         Column("a request", lambda row: row.name, "left"),

@@ -15,7 +15,7 @@ from microtome.report.table import Column, Medium, Report, Table
 from microtome.report.text import StackedBar, colour_characters, sample, stacked_bars
 from microtome.results.metrics import advise
 from microtome.results.sweep import CutTiming, Sweep
-from microtome.units import UNKNOWN, joules, plural, rate, ratio, seconds, size, some
+from microtome.units import UNKNOWN, plural, rate, ratio, seconds, size, some, write
 
 #: The most cuts of a table beside those that are always shown, and of a chart.
 _ROWS, _BARS = 12, 24
@@ -61,17 +61,17 @@ def _select_rows(sweep: Sweep) -> list[CutTiming]:
 CELLS: dict[str, Callable[[CutTiming], str]] = {
     "sent": lambda row: size(row.sent_bytes),
     "received": lambda row: size(row.received_bytes),
-    "head": lambda row: seconds(row.head_s),
-    "encode": lambda row: seconds(row.encode_s),
-    "codec": lambda row: seconds(row.encode_s + row.codec_there_s + row.decode_s),
-    "wire": lambda row: seconds(row.wire_s),
-    "queue": lambda row: seconds(row.queue_s),
-    "tail": lambda row: seconds(row.tail_s),
-    "codec there": lambda row: seconds(row.codec_there_s),
-    "decode": lambda row: seconds(row.decode_s),
-    "total": lambda row: seconds(row.total_s),
-    "planned": lambda row: seconds(row.planned_s),
-    "energy": lambda row: joules(row.energy_j),
+    "head": lambda row: write(row.head_s, "seconds"),
+    "encode": lambda row: write(row.encode_s, "seconds"),
+    "codec": lambda row: write(row.encode_s + row.codec_there_s + row.decode_s, "seconds"),
+    "wire": lambda row: write(row.wire_s, "seconds"),
+    "queue": lambda row: write(row.queue_s, "seconds"),
+    "tail": lambda row: write(row.tail_s, "seconds"),
+    "codec there": lambda row: write(row.codec_there_s, "seconds"),
+    "decode": lambda row: write(row.decode_s, "seconds"),
+    "total": lambda row: write(row.total_s, "seconds"),
+    "planned": lambda row: write(row.planned_s, "seconds"),
+    "energy": lambda row: write(row.energy_j, "joules"),
 }
 #: The columns that a run without a server has, too.
 _LOCAL = ("head", "total", "planned", "energy")

@@ -10,7 +10,7 @@ from typing import TypeVar
 from rich.text import Text
 
 from microtome.errors import sanitize_text
-from microtome.units import seconds
+from microtome.units import write
 
 #: The most characters of a name.
 _NAME = 34
@@ -82,7 +82,7 @@ def stacked_bars(bars: Sequence[StackedBar], longest_s: float, width: int, colou
     lines = []
     for bar in bars:
         name = shorten(sanitize_text(bar.name), names)
-        line = Text(f"{bar.mark:<{marks}}{name:<{names}} {seconds(bar.total_s):>8} ")
+        line = Text(f"{bar.mark:<{marks}}{name:<{names}} {write(bar.total_s, 'seconds'):>8} ")
         lines.append(line.append_text(colour_characters(_draw(bar, whole, room), colours)))
         lines[-1].rstrip()
     return lines

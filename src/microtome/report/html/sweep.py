@@ -66,7 +66,7 @@ def _drawn(sweep: Sweep, row: CutTiming, top: int, scale: float) -> str:
             parts.append(f'<rect class="{ink}" x="{left}" y="{top + 3}" width="{wide}" height="{_ROW - 5}"/>')
         x = end
     terms = ", ".join(f"{name} {CELLS[name](row)}" for name in ("head", "codec", "wire", "queue", "tail"))
-    figure = seconds(row.total_s) + (" →" if row.total_s * scale > _BARS + 0.5 else "")
+    figure = cell(row, "total") + (" →" if row.total_s * scale > _BARS + 0.5 else "")
     return (
         f"<g><title>{escape(f'{row.name}: {terms}')}</title>"
         f'<text{kind} x="{_NAMES - 8}" y="{top + 13}" text-anchor="end">{name}</text>'

@@ -10,6 +10,9 @@ function fixed(number, digits) {
   return ((Math.sign(number) * (floor % 2 ? floor + 1 : floor)) / 10 ** digits).toFixed(digits);
 }
 
+/** The digits after the point with which a number below 1000 has three digits. */
+const decimals = (number) => (Math.abs(number) < 9.995 ? 2 : Math.abs(number) < 99.95 ? 1 : 0);
+
 function scaledUp(number, step, units) {
   let at = 0;
   while (Math.abs(number) >= step - 0.5 && at < units.length - 1) {
@@ -17,7 +20,7 @@ function scaledUp(number, step, units) {
     at += 1;
   }
   if (at === 0) return grouped(number) + units[0];
-  return fixed(number, Math.abs(number) < 9.995 ? 2 : Math.abs(number) < 99.95 ? 1 : 0) + units[at];
+  return fixed(number, decimals(number)) + units[at];
 }
 
 const threeDigits = (number) => String(Number(number.toPrecision(3)));
@@ -25,7 +28,7 @@ const threeDigits = (number) => String(Number(number.toPrecision(3)));
 function scaledDown(number, unit) {
   if (Math.abs(number) < 0.5e-9) return `0 ${unit}`;
   for (const [letter, size] of [["", 1], ["m", 1e-3], ["u", 1e-6]]) {
-    if (Math.abs(number) >= size) return `${threeDigits(number / size)} ${letter}${unit}`;
+    if (Math.abs(number) >= size) return `${fixed(number / size, decimals(number / size))} ${letter}${unit}`;
   }
   return `${(number / 1e-9).toFixed(0)} n${unit}`;
 }
@@ -37,7 +40,7 @@ const WRITERS = {
   joules: (n) => scaledDown(n, "J"),
   watts: (n) => scaledDown(n, "W"),
   fraction: (n) => `${fixed(100 * n, 0)} %`,
-  ratio: (n) => (n < 1000 ? threeDigits(n) : grouped(Math.round(n))),
+  ratio: (n) => (n < 999.5 ? n.toPrecision(3) : grouped(Math.round(n))),
 };
 
 const write = (unit, number) => (number === null || number === undefined ? UNKNOWN : WRITERS[unit](number));
