@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -103,7 +104,7 @@ def test_a_count_of_one_is_singular() -> None:
     one = mt.profile(nn.Linear(1, 1, bias=False), "1x1")
     p = replace(one, environment={"cpu": "A", "threads": "1", "torch": "2"})
     refused = replace(mt.cuts(nn.Sequential(nn.Linear(1, 1)), "1x1"), offered=())
-    results = [p, p.diff(mt.profile(nn.Linear(1, 2, bias=False), "1x1")), mt.profile(nn.Flatten()), refused]
+    results: list[Any] = [p, p.diff(mt.profile(nn.Linear(1, 2, bias=False), "1x1")), mt.profile(nn.Flatten()), refused]
     results += [mt.trace(nn.Linear(1, 1), "1x1"), mt.extract(nn.Sequential(nn.ReLU()), "1x1", "0")]
     shown = "\n".join((*map(str, results), *map(repr, results), p.to_html()))
     assert "1 parameter (1 trainable" in shown
