@@ -53,7 +53,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "inputs as modules": (lambda: mt.record(RESNET, X), "expected modules, .* got inputs of the model: Tensor 2x"),
     "a cut that is not there": (lambda: mt.split(RESNET, X, at="layer9"), "Did you mean .*'layer1'"),
     # -- results
-    "a metric": (lambda: profile().top(by="time"), "no metric 'time' to order by: did you mean 'time_s'"),
+    "a metric": (lambda: profile().top(by="tme"), "no metric 'tme' to order by: did you mean 'time_s'"),
     "times that were not measured": (lambda: profile().top(by="time_s"), 'to order by: add measure=["time"]'),
     "a plan without times": (
         lambda: mt.plan(mt.cuts(RESNET, X), edge=profile(), cloud=profile(), link=mt.Link("20Mbps", **LINK)),

@@ -7,6 +7,7 @@ import io
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, BadQuery
+from microtome.report.diff import ChangeSelection
 from microtome.report.formats import csv, markdown, text
 from microtome.results.diff import MetricChange
 from microtome.results.measurements import Spread
 from microtome.results.profile import Coverage, UnknownOp
+from microtome.units import UNKNOWN, count
 
 
 def net(width: int = 8, *, last: bool = True, name: str = "a") -> mt.Profile:
@@ -65,6 +68,68 @@ def test_layers_are_added_and_removed() -> None:
     renamed = net().diff(net(name="first"))
     assert {(layer.address, layer.what) for layer in renamed.layers} == {("a", "removed"), ("first", "added")}
     assert "layers: 1 added, 1 removed; 3 as before" in text(renamed)
+
+
+@pytest.fixture(scope="module")
+def pruned() -> tuple[mt.Profile, mt.Profile]:
+    """A profile, and one in which a block is an identity."""
+    model, x = zoo.build("tiny-resnet")
+    small: Any = zoo.build("tiny-resnet")[0]
+    small.layer2[1] = nn.Identity()
+    return mt.profile(model, x), mt.profile(small, x)
+
+
+def rows(shown: str) -> list[list[str]]:
+    """The cells of the table of layers."""
+    lines = shown.partition("what changed")[2].splitlines()
+    return [[cell.strip() for cell in line.split("│")] for line in lines if "│" in line]
+
+
+@pytest.mark.parametrize("view", [ChangeSelection(), ChangeSelection(depth=2)])
+def test_a_module_stands_for_calls_that_were_all_removed(
+    view: ChangeSelection, pruned: tuple[mt.Profile, mt.Profile]
+) -> None:
+    block = pruned[0]["layer2.1"]
+    shown = text(pruned[0].diff(pruned[1]), view)
+    assert rows(shown) == [
+        ["layer2.1", "ResidualBlock to Identity; 7 calls removed", "", "", ""],
+        ["", "params", count(block.params), "0", "−100.0 %"],  # noqa: RUF001
+        ["", "MACs", count(block.macs), "0", "−100.0 %"],  # noqa: RUF001
+    ]
+    assert "show(expand=True) lists each" in shown
+    added = text(pruned[1].diff(pruned[0]), view)
+    assert "Identity to ResidualBlock; 7 calls added" in added
+    expanded = rows(text(pruned[0].diff(pruned[1]), ChangeSelection(expand=True)))
+    assert sum("removed" in row[1] for row in expanded) == 7
+
+
+def test_a_removed_module_is_one_row(pruned: tuple[mt.Profile, mt.Profile]) -> None:
+    model: Any = zoo.build("tiny-resnet")[0]
+    del model.layer2[1]
+    removed = pruned[0].diff(mt.profile(model, "2x3x32x32"))
+    assert rows(text(removed))[0][:2] == ["layer2.1", "ResidualBlock removed, with 7 calls inside"]
+    assert rows(text(removed))[1][2:] == [count(pruned[0]["layer2.1"].params), UNKNOWN, "gone"]
+
+
+@pytest.mark.parametrize(("depth", "address"), [(0, ""), (1, "layer2"), (2, "layer2.0"), (3, "layer2.0.conv1")])
+def test_at_a_depth_a_layer_has_the_changes_of_all_calls_inside_it(depth: int, address: str) -> None:
+    model, x = zoo.build("tiny-resnet")
+    other: Any = zoo.build("tiny-resnet")[0]
+    other.layer2[0].conv1 = nn.Conv2d(8, 16, 1, stride=2, bias=False)
+    before, after = mt.profile(model, x), mt.profile(other, x)
+    shown = text(before.diff(after), ChangeSelection(depth=depth, columns=("params",)))
+    numbers = [count(profile[address].params) for profile in (before, after)]
+    ((name, _, *found, _),) = rows(shown)
+    assert (name, found) == (address or "(root)", numbers)
+
+
+def test_changes_that_cancel_are_said() -> None:
+    one, two = (mt.profile(nn.Sequential(nn.Sequential(*them)), "1x4") for them in ORDERS)
+    assert rows(text(one.diff(two), ChangeSelection(depth=1))) == [["0", "calls inside, not their sum", "", "", ""]]
+
+
+#: The same layers, with an activation before and after.
+ORDERS = (nn.ReLU(), nn.Linear(4, 4)), (nn.Linear(4, 4), nn.ReLU())
 
 
 def test_another_kind_of_module_is_told() -> None:

@@ -96,8 +96,36 @@ def test_a_diff_shows_the_metrics_and_layers_that_are_chosen(diff: Diff, lines: 
 
 
 @pytest.mark.parametrize(
+    ("name", "header", "column"),
+    [
+        ("profile", "peak", "peak_bytes"),
+        ("profile", "moved", "moved_bytes"),
+        ("profile", "MACs", "macs"),
+        ("profile", "FLOPs share", "share"),
+        ("cuts", "head MACs", "head_macs"),
+        ("plan", "passes/s", "throughput"),
+        ("diff", "peak memory", "memory"),
+    ],
+)
+def test_headers_are_names_of_columns(
+    name: str, header: str, column: str, lines: Lines, request: pytest.FixtureRequest
+) -> None:
+    result = request.getfixturevalue(name)
+    if name != "plan":
+        assert lines(result, columns=[header]) == lines(result, columns=[column])
+    assert lines(result, sort=header) == lines(result, sort=column)
+
+
+def test_the_summary_and_top_take_headers(profile: mt.Profile, lines: Lines) -> None:
+    summary = mt.profile(zoo.build("tiny-resnet")[0])
+    assert lines(summary, sort="weights") == lines(summary, sort="param_bytes")
+    assert profile.top(by="moved") == profile.top(by="moved_bytes")
+
+
+@pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("profile", {"columns": ["peek"]}, "no column 'peek': did you mean 'peak_bytes'"),
         ("profile", {"columns": ["parms"]}, "no column 'parms': did you mean 'params'"),
         ("profile", {"sort": "time"}, "no row has a value of 'time' to sort by"),
         ("profile", {"depth": 1, "by": "op"}, "expected one of depth, granularity and by, got several"),

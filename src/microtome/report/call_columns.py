@@ -40,6 +40,11 @@ class CallColumn:
     is_default: bool = False
     needs: str = ""
 
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """Further names of the column: its header, and the label of its metric."""
+        return (self.header,) if self.metric is None or self.part != "value" else (self.header, self.metric.label)
+
     def cell(self, row: Any, profile: Profile) -> str:
         """Return the cell of a row, each number in a unit of its own."""
         if self.metric is None:

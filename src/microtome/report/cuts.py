@@ -10,9 +10,10 @@ from math import inf
 from typing import Any, get_args
 
 from microtome.report.capping import cap, with_gaps
-from microtome.report.row_selection import fitting_depth, no_column
+from microtome.report.row_selection import fitting_depth
 from microtome.report.table import Bar, Cell, Column, Line, Medium, Names, Note, Report, Table, gap, text
 from microtome.results.cuts import By, Cut, Cuts, Live
+from microtome.results.metrics import find_choice
 from microtome.results.rows import group
 from microtome.units import count, plural, shape, size, some
 
@@ -167,13 +168,12 @@ def _select_rows(cuts: Cuts, view: CutSelection) -> list[Cut]:
     fewest = accumulate((cut.nbytes for cut in rows), min, initial=inf)
     rows = [replace(cut, dominates=cut.nbytes < least) for cut, least in zip(rows, fewest, strict=False)]
     if view.sort is not None:
-        rows = sorted(rows, key=partial(_sort_key, by=view.sort))
+        by = find_choice(view.sort, dict.fromkeys(get_args(By), ()), purpose=" to sort by")
+        rows = sorted(rows, key=partial(_sort_key, by=by))
     return rows[: view.top]
 
 
 def _sort_key(cut: Cut, by: str) -> float:
-    if by not in get_args(By):
-        raise no_column(by, " to sort by", get_args(By))
     value = getattr(cut, "nbytes" if by == "bytes" else by)
     return inf if value is None else value
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from math import isinf
 from typing import Any
 
-from microtome.report.row_selection import no_column
 from microtome.report.table import Column, Line, Medium, Report, Styled, Table
-from microtome.results.diff import Diff, LayerChange, MetricChange
-from microtome.results.metrics import compared_metrics
+from microtome.results.diff import Diff, LayerChange, MetricChange, weight
+from microtome.results.metrics import advise, compared_metrics, find_choice
 from microtome.units import UNKNOWN, plural, write
 
 #: The most layers on a terminal and in Markdown.
@@ -25,42 +24,77 @@ class ChangeSelection:
     """The changes that the table of layers shows.
 
     Attributes:
-        depth: Layers down to this depth.
+        depth: Layers down to this depth, with the changes of all calls inside them.
         sort: Order layers by the absolute change of this metric, the largest first; leave out those without it.
         top: Show so many layers.
         columns: Show the changes of these metrics.
+        expand: Show each call inside added and removed modules, not their sum.
     """
 
     depth: int | None = None
     sort: str | None = None
     top: int | None = None
     columns: tuple[str, ...] = ()
+    expand: bool = False
 
 
 def report(diff: Diff, view: ChangeSelection | None = None, medium: Medium = "terminal") -> Report:
     """Describe the totals, and the layers that changed the most; Markdown folds a long list of them."""
-    view = view or ChangeSelection()
-    layers = _select_layers(diff, view)
+    view = _resolve_columns(view or ChangeSelection())
+    every = _layers_or_modules(diff, view)
+    layers = _select_layers(every, view)
     most = _LAYERS if view.top is None else view.top
     changes = (Column("before"), Column("after"), Column("change"))
     shown = [change for change in diff.totals if not view.columns or change.quantity in view.columns]
     totals = tuple(Line((name_of(change), *_cells(change))) for change in shown)
     tables = [Table((Column("total", align="left"), *changes), totals)]
     if layers:
-        columns = (Column("layer", align="left", is_name=True), Column("", align="left", wraps=True), *changes)
+        columns = (
+            Column("layer", align="left", is_name=True),
+            Column("what changed", align="left", wraps=True),
+            *changes,
+        )
         lines = tuple(line for layer in layers[:most] for line in _lines(layer))
         tables.append(Table(columns, lines, summary=_changed(diff) if len(layers) >= _FOLDED else ""))
     title = diff.after if diff.before == diff.after else f"{diff.before}, then {diff.after}"
     changed = [(name_of(change), growth(change)) for change in diff.totals if change.growth]
     figures = (*changed, ("layers", _changed(diff)))
-    return Report(title, tuple(tables), tuple(_notes(diff, len(layers), most)), figures=figures)
+    notes = (*_selection_notes(diff, view, every, len(layers), most), *_notes(diff))
+    return Report(title, tuple(tables), notes, figures=figures)
 
 
-def _select_layers(diff: Diff, view: ChangeSelection) -> list[LayerChange]:
-    for name in (*view.columns, *([] if view.sort is None else [view.sort])):
-        if name not in compared_metrics():
-            raise no_column(name, " to compare", compared_metrics())
-    layers = [layer for layer in diff.layers if view.depth is None or len(layer.address.split(".")) <= view.depth]
+def _resolve_columns(view: ChangeSelection) -> ChangeSelection:
+    titles = {name: (metric.header, metric.label) for name, metric in compared_metrics().items()}
+    columns = tuple(find_choice(name, titles, purpose=" to compare") for name in view.columns)
+    sort = None if view.sort is None else find_choice(view.sort, titles, purpose=" to compare")
+    return replace(view, columns=columns, sort=sort)
+
+
+def _layers_or_modules(diff: Diff, view: ChangeSelection) -> list[LayerChange]:
+    """Return the changed layers, or in place of several the module that stands for them; the largest changes first.
+
+    A module stands for the layers inside it at the selected depth, and if all of them were added, or all were removed.
+    """
+    modules = {module.address: module for module in diff.modules}
+    found: dict[str, LayerChange] = {}
+    for layer in diff.layers:
+        around = ((depth, modules[at]) for depth, at in enumerate(_path(layer, modules)) if at in modules)
+        stands = (one for depth, one in around if depth == view.depth or (one.calls is not None and not view.expand))
+        one = next(stands, layer)
+        found[one.address] = one
+    return sorted(found.values(), key=lambda layer: -weight(layer, diff.totals))
+
+
+def _path(layer: LayerChange, modules: dict[str, LayerChange]) -> list[str]:
+    """Return the addresses of the calls around a layer, from the root to the layer."""
+    path, above = [layer.address], layer.parent
+    while above is not None and above not in path:
+        path.append(above)
+        above = modules[above].parent if above in modules else None
+    return path[::-1]
+
+
+def _select_layers(layers: list[LayerChange], view: ChangeSelection) -> list[LayerChange]:
     if view.columns:
         chosen = [
             replace(layer, changes=tuple(change for change in layer.changes if change.quantity in view.columns))
@@ -129,7 +163,8 @@ def _cells(change: MetricChange, *, is_new: bool = False) -> tuple[str, str, Sty
 def _lines(layer: LayerChange) -> Iterator[Line]:
     """Yield the rows of a layer, the first with its name."""
     name = layer.address or "(root)"
-    note = layer.note if layer.what == "changed" else f"{layer.type} {layer.what}"
+    parts = (f"{layer.type} {layer.what}" if layer.what != "changed" else "", layer.note)
+    note = ", ".join(filter(None, parts)) or ("" if layer.changes else "calls inside, not their sum")
     if note:
         yield Line((name, note, "", "", ""))
     for at, one in enumerate(layer.changes):
@@ -149,12 +184,22 @@ def _changed(diff: Diff) -> str:
     return f"{changed or 'no layer changed'}; {diff.unchanged} as before"
 
 
-def _notes(diff: Diff, selected: int, most: int) -> Iterator[str]:
+def _selection_notes(
+    diff: Diff, view: ChangeSelection, every: list[LayerChange], selected: int, most: int
+) -> Iterator[str]:
     yield f"layers: {_changed(diff)}"
     if selected > most:
         yield f"shown: the {plural(most, 'layer')} that changed the most"
-    elif selected < len(diff.layers):
-        yield f"shown: {selected} of {plural(len(diff.layers), 'changed layer')}"
+    elif selected < len(every):
+        yield f"shown: {selected} of {plural(len(every), 'changed layer')}"
+    if view.depth is not None and diff.modules:
+        yield f"a layer at depth {view.depth} has the changes of all calls inside it"
+    if any(layer.calls is not None for layer in every) and not view.expand:
+        listed = advise("show(expand=True)", "--all")
+        yield f"calls inside added and removed modules are added up; {listed} lists each"
+
+
+def _notes(diff: Diff) -> Iterator[str]:
     if diff.noise:
         yield f"{plural(diff.noise, 'layer')} took another time within what repeated passes spread by: noise"
     if any(one.is_noise and one.growth for one in diff.totals):

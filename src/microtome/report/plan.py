@@ -12,10 +12,9 @@ from rich.text import Text
 
 from microtome.errors import BadQuery
 from microtome.report.palette import LINK, device_colours
-from microtome.report.row_selection import no_column
 from microtome.report.table import Column, Medium, Report, Segments, Table
 from microtome.report.text import StackedBar, colour_characters, sample, stacked_bars
-from microtome.results.metrics import ENERGY
+from microtome.results.metrics import ENERGY, find_choice
 from microtome.results.plan import Candidate, Plan
 from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size, write
 
@@ -115,9 +114,9 @@ def _select_rows(plan: Plan, view: CandidateSelection, most: int) -> list[Candid
     """Return the best, the winner, and the whole model on one device, in the plan's or the selected order."""
     candidates = list(plan)
     if view.sort is not None:
-        if view.sort not in _SORTS:
-            raise no_column(view.sort, " to sort by", _SORTS)
-        keys = {id(one): _SORTS[view.sort](one) for one in candidates}
+        headers = {name: ("passes/s",) if name == "throughput" else () for name in _SORTS}
+        key_of = _SORTS[find_choice(view.sort, headers, purpose=" to sort by")]
+        keys = {id(one): key_of(one) for one in candidates}
         if all(key is None for key in keys.values()):
             raise BadQuery(f"no candidate has a value of {view.sort!r} to sort by: profile with {ENERGY.advice}")
         candidates.sort(key=lambda one: inf if (key := keys[id(one)]) is None else key)

@@ -9,7 +9,7 @@ from microtome.report.call_columns import AT_LEAST, OWN, CallColumn, at_least, c
 from microtome.report.call_tree import tree_rows
 from microtome.report.capping import cap, with_gaps
 from microtome.report.notes import profile_notes
-from microtome.report.row_selection import RowSelection, check, deepest, depth_of, rows_of, whole_tree
+from microtome.report.row_selection import RowSelection, deepest, depth_of, resolve_columns, rows_of, whole_tree
 from microtome.report.table import Bar, Cell, Column, Line, Medium, Note, Report, Table, gap, plain
 from microtome.results.metrics import IMPORTANCE, METRICS, advise
 from microtome.results.profile import Profile
@@ -35,7 +35,7 @@ def report(profile: Profile, view: RowSelection | None = None, medium: Medium = 
     view = view or RowSelection()
     if medium == "markdown":
         view = whole_tree(profile, view)
-    check(view)
+    view = resolve_columns(view)
     selected = rows_of(profile, view)
     kept = _capped(profile, [row for row, _ in selected]) if medium == "html" else list(range(len(selected)))
     pairs = [selected[index] for index in kept]
@@ -75,8 +75,7 @@ def _capped(profile: Profile, rows: list[Any]) -> list[int]:
 
 def records(profile: Profile, view: RowSelection | None = None) -> list[dict[str, Any]]:
     """Return a record for each selected row, by default for every call, with all its numbers."""
-    view = whole_tree(profile, view or RowSelection())
-    check(view)
+    view = resolve_columns(whole_tree(profile, view or RowSelection()))
     pairs = [(row, flat(row) if isinstance(row, Row) else _flat_group(row)) for row, _ in rows_of(profile, view)]
     if not view.columns:
         return [record for _, record in pairs]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from microtome.errors import BadQuery
 from microtome.report.call_columns import OWN, call_columns, columns_of
 from microtome.report.call_tree import TreeRow, tree_rows
-from microtome.results.metrics import Metric, why_unknown
+from microtome.results.metrics import Metric, find_choice, why_unknown
 from microtome.results.profile import Profile
 
 #: The most rows, about, of a table without an explicit depth.
@@ -102,24 +101,17 @@ def depth_of(tree: Sequence[TreeRow]) -> int:
     return fitting_depth([row.depth for row in tree], _ROWS)
 
 
-def check(view: RowSelection) -> None:
-    """Raise if a selection names unknown columns."""
+def resolve_columns(view: RowSelection) -> RowSelection:
+    """Replace headers by the names of their columns; raise if a selection names unknown ones."""
     columns = columns_of(view.by)
     rows = {None: "", "module": " of modules", "type": " of types", "op": " of operators"}[view.by]
-    for name in view.columns:
-        if name not in columns:
-            raise no_column(name, rows, columns)
-    sortable = [name for name, column in columns.items() if column.metric and column.part != "interval"]
-    if view.sort is not None and view.sort not in sortable:
-        raise no_column(view.sort, f"{rows} to sort by", sortable)
+    titles = {name: column.titles for name, column in columns.items()}
+    chosen = tuple(find_choice(name, titles, purpose=rows) for name in view.columns)
+    if view.sort is None:
+        return replace(view, columns=chosen)
+    sortable = {name: titles[name] for name, column in columns.items() if column.metric and column.part != "interval"}
+    return replace(view, columns=chosen, sort=find_choice(view.sort, sortable, purpose=f"{rows} to sort by"))
 
 
 def deepest(profile: Profile) -> int:
     return max(row.depth for row in profile)
-
-
-def no_column(name: str, purpose: str, names: Iterable[str]) -> BadQuery:
-    """Return the error for a column that a table does not have."""
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return BadQuery(f"no column {name!r}{purpose}: {hint}expected one of {', '.join(names)}")

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from microtome.report.row_selection import fitting_depth, no_column
+from microtome.report.row_selection import fitting_depth
 from microtome.report.table import Column, Line, Medium, Report, Table
+from microtome.results.metrics import find_choice
 from microtome.results.summary import ModelSummary, ModuleRow
 from microtome.units import Scale, count, plural, scale_of_largest, size
 
 #: The most rows, about, of a table without an explicit depth.
 _ROWS = 60
-_SORTS = ("params", "trainable_params", "param_bytes", "buffer_bytes")
+#: The columns to sort by, and their headers.
+_SORTS = {"params": (), "trainable_params": ("trainable",), "param_bytes": ("weights",), "buffer_bytes": ("buffers",)}
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,7 @@ def records(summary: ModelSummary) -> list[dict[str, Any]]:
 def _select_rows(summary: ModelSummary, view: ModuleSelection, medium: Medium) -> list[ModuleRow]:
     rows = list(summary)
     if view.sort is not None:
-        if view.sort not in _SORTS:
-            raise no_column(view.sort, " to sort by", _SORTS)
-        name = view.sort
+        name = find_choice(view.sort, _SORTS, purpose=" to sort by")
         rows.sort(key=lambda row: -getattr(row, name))
     if view.depth is not None or (view.sort is None and medium != "markdown"):
         depth = fitting_depth([row.depth for row in rows], _ROWS) if view.depth is None else view.depth

@@ -20,8 +20,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from microtome.errors import sanitize_text
-from microtome.report.row_selection import no_column
 from microtome.report.text import shorten
+from microtome.results.metrics import find_choice
 from microtome.units import plural
 
 #: The width of text that goes to a file or a pipe.
@@ -183,11 +183,8 @@ class Table:
         if not names:
             return self
         known = {column.name: index for index, column in enumerate(self.columns) if index and column.name}
-        chosen = [0]
-        for name in names:
-            if name not in known:
-                raise no_column(name, "", known)
-            chosen.append(known[name])
+        choices: dict[str, tuple[str, ...]] = dict.fromkeys(known, ())
+        chosen = [0, *(known[find_choice(name, choices)] for name in names)]
         columns = tuple(replace(self.columns[index], importance=None) for index in chosen)
         return replace(
             self,

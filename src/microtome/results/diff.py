@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Literal, NamedTuple, Self
 
@@ -48,8 +48,10 @@ class LayerChange:
 
     Attributes:
         type: The type of its module.
-        changes: The changes of its costs without the calls inside it.
+        changes: The changes of its costs: in `Diff.layers` without the calls inside it, in `Diff.modules` with them.
         note: Other changes: its type, the shape of its output.
+        parent: The address of the call that contains it; None for the root, and in files of an older microtome.
+        calls: In `Diff.modules`, the number of calls inside it if all were added, or all were removed; else None.
     """
 
     address: str
@@ -57,6 +59,8 @@ class LayerChange:
     what: ChangeKind
     changes: tuple[MetricChange, ...]
     note: str = ""
+    parent: str | None = None
+    calls: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Diff(Result, kind="diff"):
         before: The model and the inputs of the first profile; `after`: of the second.
         totals: The changes of the whole model, in every metric that one of the two has.
         layers: The calls that changed, those with the largest share of the whole first.
+        modules: The calls that have calls inside and changed, or contain calls that changed.
         unchanged: The number of calls that did not.
         noise: The number of calls whose time changed within the noise of repeated passes.
         notes: Other differences: inputs, conventions, machines.
@@ -82,6 +87,7 @@ class Diff(Result, kind="diff"):
     noise: int
     notes: tuple[str, ...]
     uncounted: tuple[str, ...] = ()
+    modules: tuple[LayerChange, ...] = ()
 
     def __getitem__(self, quantity: str) -> MetricChange:
         """Return the change of a metric of the whole model."""
@@ -107,16 +113,19 @@ class Diff(Result, kind="diff"):
         sort: str | None = None,
         top: int | None = None,
         columns: Iterable[str] = (),
+        expand: bool = False,
     ) -> None:
         """Print the tables; in a notebook, display them.
 
         Args:
-            depth: Show layers down to this depth.
+            depth: Show layers down to this depth, with the changes of all calls inside them.
             sort: Order layers by the absolute change of this metric, the largest first.
             top: Show so many layers.
             columns: Show the changes of these metrics, such as `["macs", "time"]`.
+            expand: Show each call inside added and removed modules, not their sum.
         """
-        render("formats.show", self, "diff.ChangeSelection", depth=depth, sort=sort, top=top, columns=columns)
+        selected: dict[str, Any] = {"depth": depth, "sort": sort, "top": top, "columns": columns, "expand": expand}
+        render("formats.show", self, "diff.ChangeSelection", **selected)
 
     def over(self, limits: Mapping[str, float]) -> tuple[MetricChange, ...]:
         """Return the metrics of the whole model that grew by more than a limit, noise not counted.
@@ -133,7 +142,8 @@ class Diff(Result, kind="diff"):
 
     def check(self) -> None:
         known = compared_metrics()
-        for change in (*self.totals, *(change for layer in self.layers for change in layer.changes)):
+        layers = (*self.layers, *self.modules)
+        for change in (*self.totals, *(change for layer in layers for change in layer.changes)):
             if change.quantity not in known:
                 raise ValueError(f"expected a quantity of {', '.join(known)}, got {change.quantity!r:.80}")
 
@@ -156,22 +166,24 @@ def diff(before: Profile, after: Profile) -> Diff:
     old, new = ({row.address: row for row in profile} for profile in (before, after))
     layers, noise = [], 0
     for address in dict.fromkeys((*old, *new)):
-        layer = _layer(before, after, old.get(address), new.get(address))
+        layer = _compare(before, after, old.get(address), new.get(address), _own)
         if layer.changes or layer.note or layer.what != "changed":
             real = [change for change in layer.changes if not change.is_noise]
             noise += len(real) < len(layer.changes)
             if real or layer.note:
                 layers.append(layer)
-    layers.sort(key=lambda layer: -_weight(layer, before, after))
+    totals = tuple(_totals(before, after))
+    layers.sort(key=lambda layer: -weight(layer, totals))
     return Diff(
         before=_title(before),
         after=_title(after),
-        totals=tuple(_totals(before, after)),
+        totals=totals,
         layers=tuple(layers),
         unchanged=len(set(old) & set(new)) - sum(layer.what == "changed" for layer in layers),
         noise=noise,
         notes=tuple(_notes(before, after)),
         uncounted=tuple(op for op, runs in _uncounted(after).items() if runs > _uncounted(before).get(op, 0)),
+        modules=tuple(_modules(before, after, layers)),
     )
 
 
@@ -184,14 +196,18 @@ def _totals(before: Profile, after: Profile) -> Iterator[MetricChange]:
             yield MetricChange(name, old, new, is_noise(before.total, after.total, metric.name))
 
 
-def _layer(before: Profile, after: Profile, old: Row | None, new: Row | None) -> LayerChange:
+#: Returns the cost of a call; None: unknown, or there is no such call.
+Cost = Callable[[Profile, Row | None, Metric], float | None]
+
+
+def _compare(before: Profile, after: Profile, old: Row | None, new: Row | None, cost: Cost) -> LayerChange:
     row = new or old
     assert row is not None
     changes = []
     for metric in compared_metrics().values():
         if not metric.is_compared_by_layer:
             continue
-        one, two = _own(before, old, metric), _own(after, new, metric)
+        one, two = cost(before, old, metric), cost(after, new, metric)
         if old is None or new is None:
             differs = (one or 0) != (two or 0)
         else:  # a metric that was not measured on one side shows no change; one that was not counted does
@@ -201,7 +217,38 @@ def _layer(before: Profile, after: Profile, old: Row | None, new: Row | None) ->
             changes.append(MetricChange(metric.diff, one, two, noise))
     what: ChangeKind = "added" if old is None else "removed" if new is None else "changed"
     note = "" if old is None or new is None else "; ".join(_differences(old, new))
-    return LayerChange(row.address, row.type, what, tuple(changes), note)
+    return LayerChange(row.address, row.type, what, tuple(changes), note, row.parent)
+
+
+def _modules(before: Profile, after: Profile, layers: Iterable[LayerChange]) -> Iterator[LayerChange]:
+    """Yield the calls that have calls inside and are changed layers, or contain some."""
+    old, new = ({row.address: row for row in profile} for profile in (before, after))
+    found: set[str] = set()
+    for layer in layers:
+        address: str | None = layer.address
+        while address is not None and address not in found:
+            found.add(address)
+            address = (new.get(address) or old[address]).parent
+    for address in [address for address in dict.fromkeys((*old, *new)) if address in found]:
+        one, two = old.get(address), new.get(address)
+        removed, added = _addresses_inside(before, one), _addresses_inside(after, two)
+        if removed or added:
+            module = _compare(before, after, one, two, _inclusive)
+            is_whole = not (removed and added) and removed.isdisjoint(new) and added.isdisjoint(old)
+            yield _with_calls(module, removed, added) if is_whole else module
+
+
+def _with_calls(module: LayerChange, removed: set[str], added: set[str]) -> LayerChange:
+    """Return a module with the number of calls inside it, of which either all were removed or all were added."""
+    calls = plural(len(removed or added), "call")
+    inside = f"{calls} {'removed' if removed else 'added'}" if module.what == "changed" else f"with {calls} inside"
+    note = f"{module.note}; {inside}" if module.note else inside
+    return replace(module, note=note, calls=len(removed or added))
+
+
+def _addresses_inside(profile: Profile, row: Row | None) -> set[str]:
+    children = profile.children(row) if row is not None else ()
+    return {child.address for child in children}.union(*(_addresses_inside(profile, child) for child in children))
 
 
 def _is_counted(metric: Metric) -> bool:
@@ -219,6 +266,11 @@ def _own(profile: Profile, row: Row | None, metric: Metric) -> float | None:
         own: float | None = metric.own(row)
         return own
     return None if any(metric.of(child) is not None for child in profile.children(row)) else metric.of(row)
+
+
+def _inclusive(profile: Profile, row: Row | None, metric: Metric) -> float | None:
+    """Return the cost of a call with the calls inside it."""
+    return None if row is None else metric.of(row)
 
 
 def is_noise(old: Row, new: Row, name: str) -> bool | None:
@@ -239,13 +291,13 @@ def _differences(old: Row, new: Row) -> Iterator[str]:
         yield f"output {outputs[0] or 'none'} to {outputs[1] or 'none'}"
 
 
-def _weight(layer: LayerChange, before: Profile, after: Profile) -> float:
+def weight(layer: LayerChange, totals: Iterable[MetricChange]) -> float:
     """Return the largest change of a layer, as a fraction of the whole."""
+    wholes = {total.quantity: max(total.before or 0, total.after or 0) for total in totals}
     parts = [0.0]
     for change in layer.changes:
-        metric = compared_metrics()[change.quantity]
-        whole = max(metric.of(before.total) or 0, metric.of(after.total) or 0)
-        if whole and not change.is_noise and metric.adds_up == "sum":
+        whole = wholes.get(change.quantity)
+        if whole and not change.is_noise and compared_metrics()[change.quantity].adds_up == "sum":
             parts.append(abs((change.after or 0) - (change.before or 0)) / whole)
     return max(parts)
 

@@ -6,7 +6,8 @@ or `CallAmounts`; one that is computed from others is an entry of `_DERIVED`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
@@ -309,6 +310,32 @@ def why_missing(profile: Profile, metric: Metric) -> str | None:
         return None
     why = why_unknown(profile, metric)
     return why if metric.requires is None else f"not {metric.requires.done}: {why}"
+
+
+def find_choice(name: str, choices: Mapping[str, Iterable[str]], noun: str = "column", purpose: str = "") -> str:
+    """Return the choice of this name, or with this header; case and spaces do not matter.
+
+    Args:
+        choices: The headers of each choice, by its name.
+        noun: What is chosen, for the error.
+        purpose: What it is chosen for, for the error.
+
+    >>> find_choice("FLOPs share", {"flops": ["FLOPs"], "share": ["FLOPs share"]})
+    'share'
+    """
+    if name in choices:
+        return name
+    pairs = [(title, choice) for choice, headers in choices.items() for title in (choice, *headers)]
+    known = {_normalize(title): choice for title, choice in reversed(pairs)}
+    if (choice := known.get(_normalize(name))) is not None:
+        return choice
+    near = difflib.get_close_matches(_normalize(name), known, n=1, cutoff=0.7)
+    hint = f"did you mean {known[near[0]]!r}? " if near else ""
+    raise BadQuery(f"no {noun} {name!r}{purpose}: {hint}expected one of {', '.join(choices)}")
+
+
+def _normalize(title: str) -> str:
+    return "_".join(title.lower().split())
 
 
 def register_metric(metric: Metric) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -13,7 +12,7 @@ from microtome.errors import BadQuery, NotInstalled
 from microtome.files.reading import File
 from microtome.results.base import Result, render, write
 from microtome.results.measurements import EnergyUse, MemoryUse, Sampling, Timeline, Timing
-from microtome.results.metrics import METRICS, why_unknown
+from microtome.results.metrics import METRICS, find_choice, why_unknown
 from microtome.results.rows import AMOUNTS, Group, Row, add, flat, group, tracr_record, upgrade_calls
 from microtome.units import plural
 
@@ -219,16 +218,14 @@ class Profile(Result, kind="profile", schema=2):
         Raises:
             BadQuery: The metric is unknown of every call.
         """
-        metrics = {name: metric for name, metric in METRICS.items() if metric.adds_up == "sum"}
-        if by not in metrics:
-            near = difflib.get_close_matches(by, metrics, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise BadQuery(f"no metric {by!r} to order by: {hint}expected one of {', '.join(metrics)}")
+        metrics = [metric for metric in METRICS.values() if metric.adds_up == "sum"]
+        names = {metric.name: (metric.column, metric.header, metric.label) for metric in metrics}
+        metric = METRICS[find_choice(by, names, "metric", " to order by")]
         if n < 1:
             raise BadQuery(f"expected n of 1 or more, got {n}")
-        costs = [(row, cost) for row in self.calls if (cost := metrics[by].own(row)) is not None]
+        costs = [(row, cost) for row in self.calls if (cost := metric.own(row)) is not None]
         if not costs:
-            raise BadQuery(f"no call has a value of {by!r} to order by: {why_unknown(self, metrics[by])}")
+            raise BadQuery(f"no call has a value of {by!r} to order by: {why_unknown(self, metric)}")
         return tuple(row for row, _ in sorted(costs, key=lambda pair: -pair[1])[:n])
 
     def show(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,20 +54,25 @@ class _DiffCommand(click.Command):
 @click.argument("before", metavar="A.json")
 @click.argument("after", metavar="B.json")
 @click.option("--fail-over", "limits", multiple=True, metavar="NAME=N%...", callback=_parse_limits, help=_FAIL_OVER)
+@click.option("--all", "expand", is_flag=True, help="Show each call inside added and removed modules.")
 @output_options("json", "csv", "md")
 @click.pass_context
-def diff(context: click.Context, before: str, after: str, *, limits: dict[str, float], outputs: Outputs) -> None:
+def diff(
+    context: click.Context, before: str, after: str, *, limits: dict[str, float], expand: bool, outputs: Outputs
+) -> None:
     """Compare two profiles that `microtome profile --json` wrote, in total and per layer.
 
     A time that differs by less than the spread of repeated passes is noise and exceeds no limit. Markdown is for pull
     requests.
     """
-    from microtome.report.diff import growth, name_of
+    from microtome.report.diff import ChangeSelection, growth, name_of
+    from microtome.report.formats import markdown, text
     from microtome.results.diff import diff as compare
 
     result = compare(load_profile(before), load_profile(after))
     exceeded = result.over(limits)
-    outputs.write_result(result)
+    view = ChangeSelection(expand=expand)
+    outputs.write_result(result, partial(text, result, view), md=partial(markdown, result, view))
     for change in exceeded:
         limit = f"{100 * limits[change.quantity]:g} %"
         click.echo(f"Over the limit: {name_of(change)} {growth(change)}, expected at most {limit}", err=True)

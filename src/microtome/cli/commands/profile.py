@@ -77,12 +77,12 @@ def profile(
     """
     if sum(choice is not None for choice in (depth, granularity, by)) > 1:
         raise click.UsageError("choose one of --depth, --granularity and --by")
-    from microtome.report.row_selection import RowSelection, check
+    from microtome.report.row_selection import RowSelection, resolve_columns
 
     selected = tuple(name.strip() for name in columns.split(",")) if columns else ()
     selection = RowSelection(depth, granularity, by, sort, top, selected, expand=expand)
     if model.name.partition(":")[0] in SOURCES:  # importing Python code may register columns
-        check(selection)
+        resolve_columns(selection)
     options["energy"] |= energy_model is not None
     measure = [name for name in ("time", "memory", "energy", "load") if options.pop(name)]
     html_file = outputs.files["html"]
@@ -100,7 +100,7 @@ def profile(
 
     options["energy"] = energy_method if energy_model is None else EnergyModel.parse(energy_model)
     resolved = model.resolve()
-    check(selection)
+    resolve_columns(selection)
     resolved.model.train(train)
     description = f"{'measuring' if measure else 'counting'} {model.name}"
     with (
