@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from microtome.errors import BadFile
 from microtome.files.reading import File
 from microtome.results.base import load_result
 
@@ -17,6 +18,8 @@ def load(file: File) -> Any:
         ...
     microtome.errors.BadFile: cannot read '/does/not/exist.json': No such file or directory
     """
+    if (Path(file) / "plan.json").is_file():
+        raise BadFile(f"{str(file)!r} holds a split model: microtome.load_stage reads one of its stages")
     if Path(file).is_dir():
         from microtome.capture.store import open_folder  # not imported for other results: it is large
 

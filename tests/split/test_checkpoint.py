@@ -69,11 +69,32 @@ def test_a_folder_holds_what_it_says(tmp_path: Path) -> None:
         assert listed["nbytes"] == sum(tensor.nbytes for tensor in weights.values())
 
 
-def test_saving_again_leaves_nothing_of_before(tmp_path: Path) -> None:
-    model, x = zoo.build("tiny-resnet")
-    mt.split(model, x, at=["layer1", "layer2"]).save(tmp_path)
+def test_saving_again_replaces_the_weights_and_leaves_nothing_of_before(tmp_path: Path) -> None:
+    (model, x), (other, _) = zoo.build("tiny-resnet"), zoo.build("tiny-resnet", seed=1)
     mt.split(model, x, at="layer1").save(tmp_path)
+    (tmp_path / "stage2.safetensors").touch()
+    mt.split(other, x, at="layer1").save(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["plan.json", "stage0.safetensors", "stage1.safetensors"]
+    tail = mt.load_stage(built_in("tiny-resnet"), tmp_path, "tail")
+    assert same(dict(tail.model.named_parameters())["fc.weight"], dict(other.named_parameters())["fc.weight"])
+
+
+def test_saving_does_not_replace_another_split_or_another_plan(tmp_path: Path) -> None:
+    model, x = zoo.build("tiny-resnet")
+    mt.split(model, x, at="layer1").save(tmp_path)
+    before = (tmp_path / "plan.json").read_bytes()
+    wider = zoo.resolve("zoo:tiny-resnet", args={"classes": 4}).model
+    for stages in (mt.split(model, x, at="layer2"), mt.split(wider, x, at="layer1")):
+        with pytest.raises(
+            BadFile, match=r"already holds a split of another ResNet, at 'layer1': save to another folder, or remove it"
+        ):
+            stages.save(tmp_path)
+    assert (tmp_path / "plan.json").read_bytes() == before
+    (tmp_path / "plan.json").write_text('{"kind": "plan"}')
+    with pytest.raises(
+        BadFile, match=r"cannot save stages to .*, which has another plan\.json: save to another folder"
+    ):
+        mt.split(model, x, at="layer1").save(tmp_path)
 
 
 # -- what models have --------------------------------------------------------------------------------------------------
@@ -220,6 +241,25 @@ def test_messages_say_what_is_wrong(folder: Path, tmp_path: Path) -> None:
 def test_a_model_of_other_sizes_is_refused(folder: Path) -> None:
     with pytest.raises(BadWeights, match=r"'fc.weight': expected \(10, 16\) .* in the folder, got \(11, 16\)"):
         mt.load_stage(lambda: zoo.resolve("zoo:tiny-resnet", args={"classes": 11}).model, folder, 1)
+
+
+def test_stages_have_the_names_that_split_gives_them(folder: Path) -> None:
+    for name, index in (("head", 0), ("tail", 1)):
+        assert mt.load_stage(built_in("tiny-resnet"), folder, name).index == index
+    with pytest.raises(BadFile, match=r"expected a stage in .*: 'head', 'tail' or a number from 0 to 1, got 'middle'"):
+        mt.load_stage(built_in("tiny-resnet"), folder, "middle")
+
+
+def test_the_name_of_a_model_is_not_what_builds_it(folder: Path) -> None:
+    advice = r"got 'zoo:tiny-resnet': pass such as lambda: microtome\.zoo\.resolve\('zoo:tiny-resnet'\)\.model"
+    with pytest.raises(BadQuery, match=advice):
+        mt.load_stage("zoo:tiny-resnet", folder, 1)  # type: ignore[arg-type]
+
+
+def test_load_names_the_function_that_reads_a_split(folder: Path) -> None:
+    for file in (folder, folder / "plan.json"):
+        with pytest.raises(BadFile, match=r"a split model: microtome\.load_stage reads"):
+            mt.load(file)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"kind": "plan"}', '{"kind": "split", "schema": 99}'])

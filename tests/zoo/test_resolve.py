@@ -342,6 +342,19 @@ def test_a_factory_that_fails(net: str, name: str, message: str) -> None:
         zoo.resolve(f"{net}:{name}")
 
 
+def test_an_attribute_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lazy_net.py").write_text("def __getattr__(name):\n    import no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BuildFailed, match=r"lazy_net:Net cannot be imported: ModuleNotFoundError: No module named"):
+        zoo.resolve("lazy_net:Net")
+
+
+@pytest.mark.parametrize("name", ["transformers:LlamaForCausalLM", "transformers.models.bert:BertModel"])
+def test_models_of_transformers_are_named_by_their_type(name: str) -> None:
+    with pytest.raises(NoMatch, match=rf"'{name}': models of transformers are named hf:TYPE, such as hf:llama"):
+        zoo.resolve(name)
+
+
 def test_what_takes_no_such_argument(net: str) -> None:
     with pytest.raises(BuildFailed, match="got an unexpected keyword argument 'depth'. Its parameters are .width=2.:"):
         zoo.resolve(f"{net}:Net", args={"depth": 1})

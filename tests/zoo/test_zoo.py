@@ -52,6 +52,12 @@ def test_an_unknown_name_lists_what_there_is() -> None:
         zoo.build("tiny-resnets")
 
 
+@pytest.mark.parametrize("name", ["torchvision:resnet18", "zoo:tiny-resnet"])
+def test_build_names_resolve_for_other_sources(name: str) -> None:
+    with pytest.raises(NoMatch, match=rf"expected the name of a built-in model, .* zoo\.resolve\('{name}'\) builds"):
+        zoo.build(name)
+
+
 @pytest.mark.parametrize("text", ["tiny-vit", "zo:tiny-vit", "tiny-vits"])
 def test_a_name_without_its_source(text: str) -> None:
     with pytest.raises(NoMatch, match="is not the name of a model: expected SOURCE:NAME, such as 'zoo:tiny-vit'"):

@@ -129,6 +129,8 @@ def parse(text: str | bytes, source: str) -> Any:
     """
     data = parse_json(text, source)
     kind = data.get("kind") if isinstance(data, dict) else None
+    if kind == "split":
+        raise BadFile(f"{source} describes a split model: microtome.load_stage reads the stages in its folder")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise BadFile(
             f"{source} holds no result of microtome: expected a 'kind' of {' or '.join(_KINDS)}, got {kind!r}"

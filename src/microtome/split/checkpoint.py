@@ -79,6 +79,7 @@ def save_stages(
         "kwargs": {name: described[name] for name in example.kwargs},
     }
     path = Path(folder)
+    _check_replaceable(path, at, fingerprint)
     with translate_write_errors(repr(str(path))):
         path.mkdir(parents=True, exist_ok=True)
         (path / _PLAN).unlink(missing_ok=True)
@@ -97,6 +98,24 @@ def save_stages(
         text = json.dumps(to_plain(saved), indent=1) + "\n"
         # Last, so that a folder with this file is complete.
         write_atomically(path / _PLAN, lambda descriptor: write_buffers(descriptor, [text.encode()]))
+
+
+def _check_replaceable(folder: Path, at: Sequence[str], fingerprint: str) -> None:
+    """Raise if a folder holds anything but the same model, cut at the same calls, possibly with other weights."""
+    if not os.path.lexists(folder / _PLAN):
+        return
+    advice = "save to another folder, or remove it first"
+    try:
+        saved = _read_plan(folder)
+    except BadFile as error:
+        raise BadFile(f"cannot save stages to {str(folder)!r}, which has another {_PLAN}: {advice}") from error
+    if (saved.at, _structure(saved.fingerprint)) != (list(at), _structure(fingerprint)):
+        cuts = ", ".join(map(repr, saved.at))
+        raise BadFile(f"{str(folder)!r} already holds a split of another {saved.model}, at {cuts}: {advice}")
+
+
+def _structure(fingerprint: str) -> str:
+    return fingerprint.partition("-")[0]
 
 
 def _save_stage(folder: Path, stage: Stage) -> _SavedStage:
@@ -159,14 +178,14 @@ def _describe(value: Any, path: str, seen: dict[int, int]) -> Any:
 
 
 def load_stage(
-    model: Callable[[], nn.Module], folder: File, index: int, *, device: str | torch.device | None = None
+    model: Callable[[], nn.Module], folder: File, index: int | str, *, device: str | torch.device | None = None
 ) -> Stage:
     """Load one stage of a split model, with only its own weights in memory.
 
     Args:
         model: Builds the model: a class, or a function without arguments. It is built on `meta` if possible.
         folder: The folder that `Stages.save` wrote.
-        index: The number of the stage: 0 is the head, -1 the last.
+        index: The number of the stage, or `"head"` for the first and `"tail"` for the last.
         device: The device of its weights.
 
     >>> import tempfile
@@ -181,11 +200,20 @@ def load_stage(
     """
     if isinstance(model, nn.Module):
         raise BadQuery("expected a class or function that builds the model without weights, got a model")
+    if not callable(model):
+        name = model if isinstance(model, str) else "SOURCE:NAME"
+        raise BadQuery(
+            f"expected a class or function that builds the model, got {model!r:.80}: pass such as "
+            f"lambda: microtome.zoo.resolve({name!r}).model"
+        )
     saved = _read_plan(Path(folder))
     count = len(saved.stages)
-    if not isinstance(index, int) or not -count <= index < count:
-        raise BadFile(f"expected the number of a stage in {str(folder)!r}, 0 to {count - 1}, got {index!r}")
-    index %= count
+    number = {"head": 0, "tail": count - 1}.get(index) if isinstance(index, str) else index
+    if not isinstance(number, int) or not -count <= number < count:
+        raise BadFile(
+            f"expected a stage in {str(folder)!r}: 'head', 'tail' or a number from 0 to {count - 1}, got {index!r}"
+        )
+    index = number % count
     weights = _read_weights(Path(folder) / _file_name(index), saved.stages[index], device or "cpu")
     built = _build(model, weights)
     if type(built).__qualname__ != saved.model:

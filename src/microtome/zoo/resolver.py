@@ -103,6 +103,11 @@ def _find(text: str, args: dict[str, Any], *, meta: bool) -> ModelSpec:
         )
     if not place or not name:
         raise _not_a_name(text)
+    if place.partition(".")[0] == "transformers":
+        raise NoMatch(
+            f"{text!r}: models of transformers are named hf:TYPE, such as hf:llama; a class with a task head, "
+            "hf:llama --arg \"architectures=['LlamaForCausalLM']\""
+        )
     if not python.exists(place):
         raise _not_a_name(text, f" ({place!r} is neither a source nor a module that can be imported)")
     return python.find(place, name, args, meta=meta)

@@ -53,8 +53,14 @@ def find(name: str, args: dict[str, Any]) -> ModelSpec:
 def build(name: str, *, seed: int = 0) -> tuple[nn.Module, Inputs]:
     """Build a model in eval mode and inputs for it: a tensor, or a dict of keyword arguments.
 
-    Weights and inputs depend only on the seed. The global random state is restored.
+    Weights and inputs depend only on the seed. The global random state is restored. `resolve` builds models of other
+    sources.
     """
+    if ":" in name:
+        raise NoMatch(
+            f"expected the name of a built-in model, such as 'tiny-resnet', got {name!r}: zoo.resolve({name!r}) builds "
+            "models of any source, and has .model and .inputs"
+        )
     spec = find(name, {})
     with seeded(seed), torch.device("cpu"):
         model = spec.build().eval()

@@ -72,14 +72,21 @@ def _import_module(place: str) -> ModuleType:
 def _look_up(place: str, module: ModuleType, name: str) -> Any:
     target: Any = module
     for part in name.split("."):
-        if not hasattr(target, part):
+        if not _has_attribute(place, target, part):
             public = [word for word in vars(target) if not word.startswith("_")]
             near = difflib.get_close_matches(part, public, n=3, cutoff=0.5)
-            near = near or [word for word in public if _is_model(getattr(target, word, None))][:3]
+            near = near or [word for word in public if _is_model(vars(target)[word])][:3]
             hint = f"Did you mean {' or '.join(f'{place}:{other}' for other in near)}?"
             raise NoMatch(f"{place} has no {name!r}. {hint if near else 'It defines no nn.Module.'}")
         target = getattr(target, part)
     return target
+
+
+def _has_attribute(place: str, target: Any, name: str) -> bool:
+    try:
+        return hasattr(target, name)
+    except Exception as error:  # a module may import its attributes when they are first used
+        raise BuildFailed(f"{place}:{name} cannot be imported: {describe_error(error)}") from error
 
 
 def _is_model(value: Any) -> bool:
