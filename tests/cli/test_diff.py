@@ -56,6 +56,12 @@ def test_limits_may_be_given_several_times(files: tuple[Path, Path], limits: lis
     assert result.stdout.startswith("**Sequential on")
 
 
+def test_the_name_of_a_model_is_not_a_profile(files: tuple[Path, Path]) -> None:
+    result = run("zoo:tiny-vit", files[1])
+    assert result.exit_code == 2
+    assert "expected a file of a profile, which microtome profile zoo:tiny-vit --json F writes" in result.stderr
+
+
 @pytest.mark.parametrize("limit", ["macs", "macs=5", "macs=-5%", "macs=x%", "speed=5%", "macs=1%,macs=2%", "macs=nan%"])
 def test_wrong_limits_exit_with_2(files: tuple[Path, Path], limit: str) -> None:
     assert run(*files, "--fail-over", limit).exit_code == 2

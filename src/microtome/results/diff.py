@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
+from os import PathLike
 from typing import Any, Literal, NamedTuple, Self
 
 from microtome.errors import BadQuery
-from microtome.results.base import Result, render
+from microtome.files.reading import File
+from microtome.results.base import Result, load_result, render
 from microtome.results.metrics import Metric, compared_metrics
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
@@ -127,13 +129,13 @@ class Diff(Result, kind="diff"):
         selected: dict[str, Any] = {"depth": depth, "sort": sort, "top": top, "columns": columns, "expand": expand}
         render("formats.show", self, "diff.ChangeSelection", **selected)
 
-    def over(self, limits: Mapping[str, float]) -> tuple[MetricChange, ...]:
+    def over(self, limits: Mapping[str, float | str]) -> tuple[MetricChange, ...]:
         """Return the metrics of the whole model that grew by more than a limit, noise not counted.
 
         Args:
-            limits: The fraction for each metric: `{"macs": 0.05}` for five per cent.
+            limits: The limit for each metric, as a percentage, `{"macs": "5%"}`, or as a fraction below 1, `0.05`.
         """
-        changes = [(self[quantity], limit) for quantity, limit in limits.items()]
+        changes = [(self[quantity], parse_limit(quantity, limit)) for quantity, limit in limits.items()]
         return tuple(change for change, limit in changes if (change.growth or 0.0) > limit and not change.is_noise)
 
     @classmethod
@@ -151,8 +153,26 @@ class Diff(Result, kind="diff"):
         return f"<Diff of {self.before} and {self.after}: {plural(len(self.layers), 'call')} changed>"
 
 
-def diff(before: Profile, after: Profile) -> Diff:
-    """Compare two profiles, call by call, by their addresses.
+def parse_limit(quantity: str, limit: float | str) -> float:
+    """Parse the limit of a metric as a fraction; a number of 1 or more may be meant as a percentage, and is refused.
+
+    >>> parse_limit("macs", "250%"), parse_limit("macs", 0.05)
+    (2.5, 0.05)
+    """
+    try:
+        if isinstance(limit, str):
+            fraction, upper = (float(limit.removesuffix("%")) / 100, inf) if limit.endswith("%") else (inf, inf)
+        else:
+            fraction, upper = float(limit), 1.0
+    except (TypeError, ValueError):
+        fraction, upper = inf, inf
+    if not 0 <= fraction < upper:
+        raise BadQuery(f"expected a limit of {quantity} such as '5%', or a fraction below 1, got {limit!r}")
+    return fraction
+
+
+def diff(before: Profile, after: Profile | File) -> Diff:
+    """Compare two profiles, the second possibly in a file, call by call, by their addresses.
 
     >>> import torch
     >>> import microtome as mt
@@ -161,8 +181,10 @@ def diff(before: Profile, after: Profile) -> Diff:
     >>> changed["macs"].growth, [(layer.address, layer.note) for layer in changed.layers]
     (1.0, [('0', 'output 1x8 to 1x16')])
     """
+    if isinstance(after, str | PathLike):
+        after = load_result(after)
     if not isinstance(after, Profile):
-        raise BadQuery(f"expected a profile to compare with, got a {type(after).__name__}")
+        raise BadQuery(f"expected a profile to compare with, or a file of one, got a {type(after).__name__}")
     old, new = ({row.address: row for row in profile} for profile in (before, after))
     layers, noise = [], 0
     for address in dict.fromkeys((*old, *new)):

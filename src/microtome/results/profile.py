@@ -268,8 +268,8 @@ class Profile(Result, kind="profile", schema=2):
         ]
         return [tracr_record(index, row) for index, row in enumerate(layers)]
 
-    def diff(self, after: Profile) -> Diff:
-        """Compare this profile with a later one."""
+    def diff(self, after: Profile | File) -> Diff:
+        """Compare this profile with a later one, or with the one in a file."""
         from microtome.results.diff import diff
 
         return diff(self, after)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from microtome.cli.options.outputs import Outputs, output_options
-from microtome.errors import BadFile
+from microtome.errors import BadFile, BadQuery
 from microtome.results.base import Result
+from microtome.results.diff import parse_limit
 from microtome.results.metrics import compared_metrics
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _FAIL_OVER = "Exit with 1 if a total grew by more than this, such as macs=5% or macs=5%,time=10%."
 
 
-def _parse_limits(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, float]:
-    limits: dict[str, float] = {}
+def _parse_limits(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, str]:
+    limits: dict[str, str] = {}
     for word in ",".join(words).replace(" ", ",").split(",") if words else ():
         name, _, value = word.partition("=")
         if name not in compared_metrics():
@@ -31,11 +31,10 @@ def _parse_limits(context: click.Context, parameter: click.Parameter, words: tup
         if name in limits:
             raise click.BadParameter(f"{name} is set twice")
         try:
-            limits[name] = float(value.removesuffix("%")) / 100
-        except ValueError:
-            limits[name] = -1.0
-        if not value.endswith("%") or not isfinite(limits[name]) or limits[name] < 0:
-            raise click.BadParameter(f"expected a percentage of at least 0, such as {name}=5%, got {word!r}")
+            parse_limit(name, value)
+        except BadQuery as error:
+            raise click.BadParameter(f"expected a percentage of at least 0, such as {name}=5%, got {word!r}") from error
+        limits[name] = value
     return limits
 
 
@@ -58,7 +57,7 @@ class _DiffCommand(click.Command):
 @output_options("json", "csv", "md")
 @click.pass_context
 def diff(
-    context: click.Context, before: str, after: str, *, limits: dict[str, float], expand: bool, outputs: Outputs
+    context: click.Context, before: str, after: str, *, limits: dict[str, str], expand: bool, outputs: Outputs
 ) -> None:
     """Compare two profiles that `microtome profile --json` wrote, in total and per layer.
 
@@ -74,7 +73,7 @@ def diff(
     view = ChangeSelection(expand=expand)
     outputs.write_result(result, partial(text, result, view), md=partial(markdown, result, view))
     for change in exceeded:
-        limit = f"{100 * limits[change.quantity]:g} %"
+        limit = limits[change.quantity].replace("%", " %")
         click.echo(f"Over the limit: {name_of(change)} {growth(change)}, expected at most {limit}", err=True)
     if exceeded:
         context.exit(1)
@@ -84,6 +83,8 @@ def load_profile(file: str) -> Profile:
     from microtome.load import load
     from microtome.results.profile import Profile
 
+    if ":" in file and not Path(file).exists():
+        raise BadFile(f"expected a file of a profile, which microtome profile {file} --json F writes, got {file!r}")
     result = load(file)
     if not isinstance(result, Profile):
         got = f"a file of kind {result.kind!r}" if isinstance(result, Result) else "a recording"
