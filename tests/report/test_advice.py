@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from torch import nn
 
@@ -15,7 +16,11 @@ import microtome as mt
 from microtome import zoo
 from microtome.cli import main
 from microtome.errors import BadQuery
+from microtome.report.formats import markdown
+from microtome.report.formats import text as as_text
 from microtome.report.notes import profile_notes
+from microtome.report.row_selection import RowSelection
+from microtome.report.top import text as of_top
 from microtome.results.measurements import Spread, Timing
 from microtome.results.metrics import METRICS, TIME, on_command_line, why_missing
 from tests.report.test_foreign_text import RESULTS
@@ -98,6 +103,27 @@ def test_calls_that_take_longer_than_the_call_around_them_are_noise(profile: mt.
 
     assert "the calls inside the model took longer than it" in notes(0.9)[0]
     assert notes(0.01) == []
+
+
+@pytest.mark.parametrize("passes", [3, 30])
+def test_a_time_below_zero_is_noise_and_no_share(passes: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))  # with which the model is among the costliest
+    counted = mt.profile(model, "1x4")
+    # The layers take 0.7 s and 0.5 s, and the model 1 s.
+    times = zip(counted, (1.0, 0.7, 0.5), (-0.2, 0.7, 0.5), strict=True)
+    calls = tuple(replace(row, time_s=whole, own=replace(row.own, time_s=own)) for row, whole, own in times)
+    timing = replace(QUIET, bare=replace(QUIET.bare, count=passes))
+    p = replace(counted, calls=calls, timing=timing)
+    assert p.by_type()["Sequential"].time_s == -0.2  # files have the number
+    tables = [as_text(p, RowSelection(by="type")), as_text(p, RowSelection(depth=1, sort="time")), of_top(p)]
+    for shown in (*tables, markdown(p, RowSelection(by="type"))):
+        assert not re.search(r"-\d", shown)
+        words = " ".join(shown.split())
+        assert "noise: " in words
+        assert words.count(BUSY) == 1
+    (line,) = [line for line in tables[0].splitlines() if line.startswith("Sequential │")]
+    assert line.count("noise") == 2  # the time and its share
 
 
 def test_a_count_of_one_is_singular() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from microtome.report.notes import interval
+from microtome.report.notes import NOISE, interval, is_noise
 from microtome.results.metrics import METRICS, Metric
 from microtome.results.profile import Profile
 from microtome.units import UNKNOWN, shape, share, some, write
@@ -50,7 +50,8 @@ class CallColumn:
         if self.metric is None:
             return self.text(row)
         if self.part == "share":
-            return share(self.metric.of(row), self.metric.of(profile.total))
+            value = self.metric.of(row)
+            return NOISE if is_noise(self.metric, value) else share(value, self.metric.of(profile.total))
         unit = self.metric.unit
         if self.part == "interval":
             return interval(getattr(row, "spreads", {}).get(self.metric.name), partial(write, unit=unit))
@@ -85,7 +86,7 @@ class CallColumn:
 
 def write_metric(metric: Metric, row: Any, write_: Write) -> str:
     """Format the value of a metric by `write_`; parameters that count elsewhere are in brackets."""
-    text = write_(metric.of(row))
+    text = NOISE if is_noise(metric, metric.of(row)) else write_(metric.of(row))
     shared = metric.name == "params" and getattr(row, "shared_params", None)
     if not shared:
         return text

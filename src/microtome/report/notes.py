@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from microtome.results.measurements import EnergyUse, Spread, Timing
-from microtome.results.metrics import advise
+from microtome.results.metrics import Metric, advise
 from microtome.results.profile import Coverage, Profile
 from microtome.results.rows import Row, group
 from microtome.units import UNKNOWN, joules, plural, seconds, size, some, watts
@@ -21,6 +22,15 @@ _FASTER, _WIDE, _EXCEEDED, _WEIGHT = 0.95, 0.25, 1.05, 0.1
 _NAMES = 6
 #: With fewer passes, their range covers the true median with a probability, 1 - 2 ** (1 - passes), below 95 %.
 FEW = 6
+
+
+#: The text of a time below zero.
+NOISE = "noise"
+
+
+def is_noise(metric: Metric, value: Any) -> bool:
+    """Whether a value is a time below zero: a difference of medians that disturbances exceed."""
+    return metric.unit == "seconds" and value is not None and value < 0
 
 
 def interval(spread: Spread | None, write: Callable[[float], str] = seconds) -> str:
@@ -106,10 +116,21 @@ def _noise(profile: Profile, timing: Timing) -> Iterator[str]:
     if bare.count >= FEW and (row := _exceeded(profile)) is not None:
         reasons.append(f"the calls inside {row.address or 'the model'} took longer than it")
     if reasons:
-        yield (
-            f"this machine was too busy for these times: {'; '.join(reasons)}. Close other programs, or measure more "
-            f"passes with {advise('repeat=', '--repeat')}"
-        )
+        yield _too_busy("; ".join(reasons))
+
+
+def _too_busy(reason: str) -> str:
+    return (
+        f"this machine was too busy for these times: {reason}. Close other programs, or measure more passes with "
+        f"{advise('repeat=', '--repeat')}"
+    )
+
+
+def noise_note(profile: Profile) -> str:
+    """Explain `NOISE`, and say that the times are unreliable unless another note does."""
+    reason = "calls took less time than the calls inside them"
+    is_said = profile.timing is not None and any(_noise(profile, profile.timing))
+    return f"{NOISE}: {reason if is_said else _too_busy(reason)}"
 
 
 def _exceeded(profile: Profile) -> Row | None:

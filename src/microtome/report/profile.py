@@ -8,7 +8,7 @@ from typing import Any
 from microtome.report.call_columns import AT_LEAST, OWN, CallColumn, at_least, columns_of, leaves_out, write_metric
 from microtome.report.call_tree import tree_rows
 from microtome.report.capping import cap, with_gaps
-from microtome.report.notes import profile_notes
+from microtome.report.notes import NOISE, noise_note, profile_notes
 from microtome.report.row_selection import RowSelection, deepest, depth_of, resolve_columns, rows_of, whole_tree
 from microtome.report.table import Bar, Cell, Column, Line, Medium, Note, Report, Table, gap, plain
 from microtome.results.metrics import IMPORTANCE, METRICS, advise
@@ -165,6 +165,8 @@ def _notes(profile: Profile, view: RowSelection, columns: dict[Column, list[Cell
         notes.append(
             Note(f"{AT_LEAST.strip()}: without operators that have no formula; shares are of what is counted", marked)
         )
+    if noisy := tuple(column for column, cells in columns.items() if NOISE in map(plain, cells)):
+        notes.append(Note(noise_note(profile), noisy))
     if view.by == "type" or (view.sort is not None and (view.by, view.depth, view.granularity) == (None,) * 3):
         notes.append("a layer counts without the layers inside it")
     elif own := where(OWN):

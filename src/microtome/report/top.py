@@ -8,12 +8,12 @@ from typing import Any
 
 from microtome.errors import BadQuery
 from microtome.report import table
-from microtome.report.notes import profile_notes
+from microtome.report.notes import NOISE, is_noise, noise_note, profile_notes
 from microtome.report.table import Bar, Column, Line, Report, Styled, Table
 from microtome.results.metrics import METRICS, Metric
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
-from microtome.units import scale_of_largest, share
+from microtome.units import Scale, scale_of_largest, share
 
 #: The width of the longest bar.
 _BAR = 8
@@ -78,13 +78,15 @@ def report(profile: Profile, n: int = 10) -> Report:
         if rows:
             lines.append(Line((f"by {known[name].label}",), style="bold", kind="section"))
         for row in rows:
-            numbers = {column: scales[column].write(metric.own(row)) for column, metric in known.items()}
+            numbers = {column: _number(metric, row, scales[column]) for column, metric in known.items()}
             cells = [Styled(cell, "bold") if column == name else cell for column, cell in numbers.items()]
             lines.append(Line((row.address or "(root)", row.type, *cells, _bar(known[name], profile, row, rows[0]))))
+    is_noisy = any(is_noise(metric, metric.own(row)) for metric in known.values() for row in every)
+    noise = [noise_note(profile)] if is_noisy else []
     return Report(
         f"{profile.title} on {profile.inputs}: the costliest layers",
         (Table(tuple(columns), tuple(lines), has_rules=False),),
-        (*_missing(profile, ranked), *_NOTES, *profile_notes(profile)),
+        (*_missing(profile, ranked), *_NOTES, *noise, *profile_notes(profile)),
     )
 
 
@@ -105,8 +107,12 @@ def _missing(profile: Profile, ranked: dict[str, tuple[Row, ...]]) -> Iterator[s
 
 
 def _most(profile: Profile, metric: Metric, n: int) -> tuple[Row, ...]:
-    costs = [(row, cost) for row in profile if (cost := metric.own(row))]
+    costs = [(row, cost) for row in profile if (cost := metric.own(row) or 0) > 0]
     return tuple(row for row, _ in sorted(costs, key=lambda pair: -pair[1])[:n])
+
+
+def _number(metric: Metric, row: Row, scale: Scale) -> str:
+    return NOISE if is_noise(metric, metric.own(row)) else scale.write(metric.own(row))
 
 
 def _bar(metric: Metric, profile: Profile, row: Row, first: Row) -> Bar:
