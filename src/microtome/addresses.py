@@ -14,7 +14,17 @@ from microtome.units import some
 _ADDRESS = re.compile(r"(.*?)(?:#(\d+))?(?:(/[^/#\[\]]+)(?:#(\d+))?)?(\[.*\])?", re.DOTALL)
 CALL_ADDRESS = re.compile(r".*#\d+", re.DOTALL)
 _GLOB = re.compile(r"[*?\[]")
+#: A row of a tree for the operators that a module runs itself: `attn.(softmax, bmm, …)`.
+_OPERATOR_ROW = re.compile(r"(?:(.*)\.)?\([^()]+\)", re.DOTALL)
+_INNER_INDEX = re.compile(r"#\d+(?=\.)")
 _MAX_SUGGESTIONS = 8
+
+#: The root in tables, whose path is empty; accepted wherever an address is.
+ROOT = "(root)"
+#: The input of the model in tables. A client that is cut there sends the input.
+INPUT = "(input)"
+#: The output of the model in tables.
+OUTPUT = "(output)"
 
 
 class _AddressParts(NamedTuple):
@@ -87,6 +97,7 @@ class Addresses:
         if not isinstance(name, str):
             raise BadQuery(f"expected a name such as 'blocks.0' or 'blocks.0#1', got {reprlib.repr(name)}")
         names = [self._aliases[alias] + name[len(alias) :] for alias in self._aliases if _begins_with(name, alias)]
+        names += [expand_root(name)]
         return self._match(name) or [address for other in names for address in self._match(other)]
 
     def _match(self, name: str) -> list[str]:
@@ -124,6 +135,15 @@ def _begins_with(name: str, path: str) -> bool:
     return name.startswith(path) and name[len(path) : len(path) + 1] in ("", "#", "/", "[")
 
 
+def expand_root(name: str) -> str:
+    """Replace `(root)`, as tables print it, by the path of the root.
+
+    >>> expand_root("(root)"), expand_root("(root)#0"), expand_root("(root).fc")
+    ('', '#0', '(root).fc')
+    """
+    return name[len(ROOT) :] if _begins_with(name, ROOT) else name
+
+
 def _suffix(index: int | None, is_needed: bool) -> str:
     return f"#{index or 0}" if is_needed or index is not None else ""
 
@@ -159,9 +179,10 @@ def find_address(name: object, addresses: Collection[str], aliases: Mapping[str,
     """
     if not isinstance(name, str):
         raise BadQuery(f"expected the address of a call, such as 'layer1.0.conv1', got {reprlib.repr(name)}")
-    for address in (name, strip_first_index(name)):
-        if address in addresses:
-            return address
+    for spelling in (name, expand_root(name)):
+        for address in (spelling, strip_first_index(spelling)):
+            if address in addresses:
+                return address
     path, index = split_call_index(name)
     alias = aliases.get(path) if aliases else None
     if alias is not None and (index is not None or alias in addresses):
@@ -208,7 +229,65 @@ def _escape(token: str) -> str:
 
 def path_not_found(path: str, paths: Iterable[str]) -> NoMatch:
     """The error for a path that does not exist, with the most similar ones that do."""
-    return NoMatch(f"no module at path {path!r}. {suggest_similar(path, paths)}")
+    return NoMatch(f"no module at path {path!r}. {suggest_address(path, paths)}")
+
+
+def suggest_address(name: str, names: Iterable[str]) -> str:
+    """A sentence with the addresses that a name in a table or of a part of one stands for, or with similar ones."""
+    names = [other for other in names if other]
+    explanations = (_explain_input, _explain_operator, _explain_list, _explain_inner_index, _explain_relative_name)
+    return next(filter(None, (explain(name, names) for explain in explanations)), "") or suggest_similar(name, names)
+
+
+def _explain_input(name: str, names: list[str]) -> str:
+    if name == INPUT:
+        return "It stands for the input of the model, which only a client can be cut at: mt.connect, `microtome run`."
+    return f"It stands for the output of the model, whose address is {ROOT!r}." if name == OUTPUT else ""
+
+
+def _explain_operator(name: str, names: list[str]) -> str:
+    if (row := _OPERATOR_ROW.fullmatch(name)) is not None:
+        module = f", {row[1]!r}" if row[1] in _with_paths(names) else ""
+        return (
+            "A row in parentheses has the operators that the module above it runs itself, and no address of its own: "
+            f"use that of the module{module}."
+        )
+    module, slash, _ = name.rpartition("/")
+    if not slash or split_call_index(expand_root(module))[0] not in {"", *_with_paths(names)}:
+        return ""
+    return (
+        "Operators can be captured, by mt.extract and mt.record, but not edited or cut at; the module that runs this "
+        f"one is {module!r}."
+    )
+
+
+def _explain_list(name: str, names: list[str]) -> str:
+    parts = [part.strip() for part in name.split(",")]
+    if len(parts) == 1 or not _with_paths(names).issuperset(parts):
+        return ""
+    return f"Expected one address, got {len(parts)}: pass each on its own, {' and '.join(map(repr, parts))}."
+
+
+def _explain_inner_index(name: str, names: list[str]) -> str:
+    meant = _calls_of(_INNER_INDEX.sub("", name), names) if _INNER_INDEX.search(name) else []
+    return f"An address has one index, at its end. Did you mean {_enumerate(meant)}?" if meant else ""
+
+
+def _explain_relative_name(name: str, names: list[str]) -> str:
+    ends = [other for other in names if other.endswith(f".{name}")]
+    ends = ends or [other for other in names if split_call_index(other)[0].endswith(f".{name}")]
+    meant = _enumerate(ends)
+    return f"Did you mean {meant}? Names in a tree are relative to the call that contains them." if ends else ""
+
+
+def _with_paths(names: list[str]) -> set[str]:
+    """The addresses, and the paths of their modules."""
+    return {*names, *(split_call_index(name)[0] for name in names)}
+
+
+def _calls_of(name: str, names: list[str]) -> list[str]:
+    """The address of this name, or those of the calls of the module at this path."""
+    return [name] if name in names else [other for other in names if split_call_index(other)[0] == name]
 
 
 def suggest_similar(name: str, names: Iterable[str]) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
-from microtome.addresses import Addresses, split_call_index
-from microtome.engine.selectors import path_aliases, reject_ambiguous_names
+import microtome as mt
+from microtome.addresses import Addresses, find_address, split_call_index
+from microtome.engine.selectors import path_aliases, reject_ambiguous_names, select
 from microtome.errors import BadQuery, NoMatch, Unsupported
 
 
@@ -98,3 +100,105 @@ def test_the_call_that_a_selector_names() -> None:
         ("a#b", None),
         (nn.ReLU, None),
     ]
+
+
+class Net(nn.Module):
+    """Runs `shared` twice, and operators of its own in `attn`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.attn = nn.MultiheadAttention(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shared(self.shared(x))
+        y: Tensor = self.attn(x, x, x)[0]
+        return y
+
+
+#: As calls begin.
+CALLS = ["", "shared#0", "shared.0#0", "shared.1#0", "shared#1", "shared.0#1", "shared.1#1", "attn"]
+
+
+@pytest.mark.parametrize("root", ["(root)", "", "#0", "(root)#0"])
+def test_the_root_is_accepted_as_tables_print_it(root: str) -> None:
+    net, x = Net().eval(), torch.ones(3, 2)
+    assert mt.profile(net, x)[root].address == mt.trace(net, x)[root].address == ""
+    assert mt.profile(net)[root].type == "Net"
+    assert list(mt.extract(net, x, root)) == [""]
+    assert mt.extract(net, x, [root, "shared"], stop=False)[root].equal(net(x))
+    with mt.edit(net, {root: mt.zero()}):
+        assert not net(x).any()
+    with mt.track(net) as tracker:
+        assert tracker.module_of(root) is net
+    for cut in (mt.cuts(net, x).find, lambda at: mt.split(net, x, at)):
+        with pytest.raises((NoMatch, BadQuery), match="the exit of the model itself is no cut"):
+            cut(root)
+
+
+def test_a_module_that_is_named_as_tables_print_the_root_is_found() -> None:
+    net = nn.Sequential()
+    net.add_module("(root)", nn.ReLU())
+    assert list(select(net, "(root)")) == ["(root)"]
+    assert find_address("(root)", ["", "(root)"]) == "(root)"
+
+
+def test_a_call_with_its_index_is_accepted_whether_or_not_the_module_ran_again() -> None:
+    net, x = Net().eval(), torch.ones(3, 2)
+    names: list[str] = []
+    with mt.track(net, on_enter=lambda call, _: names.append(f"{call.path}#{call.index}")):
+        net(x)
+    profile, cuts = mt.profile(net, x), mt.cuts(net, x)
+    assert [profile[name].address for name in names] == CALLS
+    assert [cuts[name].at for name in names[1:]] == CALLS[1:]
+    assert [mt.extract(net, x, name).addresses for name in names] == [(name,) for name in names]
+
+
+TREE = "Names in a tree are relative to the call that contains them"
+ONE_INDEX = "An address has one index, at its end"
+OPERATORS = "Operators can be captured, by mt.extract and mt.record, but not edited or cut at; the module .* is 'attn'"
+ROW = "A row in parentheses has the operators that the module above it runs itself, and no address of its own"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("0#0", rf"Did you mean 'shared\.0#0'\? {TREE}"),
+        ("1", rf"Did you mean 'shared\.1#0', 'shared\.1#1'\? {TREE}"),
+        ("shared#1.0#1", rf"{ONE_INDEX}\. Did you mean 'shared\.0#1'\?"),
+        ("shared#1.1", rf"{ONE_INDEX}\. Did you mean 'shared\.1#0', 'shared\.1#1'\?"),
+        ("attn.(bmm, softmax)", f"{ROW}: use that of the module, 'attn'"),
+        ("(bmm, softmax)", rf"{ROW}: use that of the module\.$"),
+        ("attn/softmax#0", OPERATORS),
+        ("attn#0/softmax", OPERATORS.replace("'attn'", "'attn#0'")),
+        ("attn,shared#1", "Expected one address, got 2: pass each on its own, 'attn' and 'shared#1'"),
+        ("attn, shred", r"Did you mean .*'shared"),
+        ("(input)", "It stands for the input of the model, which only a client can be cut at: mt.connect"),
+        ("(output)", r"It stands for the output of the model, whose address is '\(root\)'"),
+        ("nothing", "There are: "),
+    ],
+)
+def test_an_error_explains_a_name_that_is_printed_and_is_no_address(name: str, message: str) -> None:
+    with pytest.raises(NoMatch, match=message):
+        find_address(name, CALLS)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("0", rf"no module matches the path '0'\. Did you mean 'shared\.0'\? {TREE}"),
+        ("shared#1.1", rf"{ONE_INDEX}\. Did you mean 'shared\.1'\?"),
+        ("attn/softmax", OPERATORS),
+        ("attn, shared", "Expected one address, got 2: pass each on its own, 'attn' and 'shared'"),
+    ],
+)
+def test_a_selector_that_is_no_path_is_explained(name: str, message: str) -> None:
+    with pytest.raises(NoMatch, match=message):
+        select(Net(), name)
+    with pytest.raises(NoMatch, match=message):
+        mt.edit(Net(), {name: mt.zero()}).__enter__()
+
+
+def test_an_index_inside_a_path_is_of_no_module() -> None:
+    with mt.track(Net()) as tracker, pytest.raises(NoMatch, match=ONE_INDEX):
+        tracker.module_of("shared#1.1")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microtome.addresses import path_not_found
+from microtome.addresses import expand_root, path_not_found, split_call_index
 from microtome.engine.call import ModuleEntry
 from microtome.engine.selectors import Selector, check_model, named_modules, select
 from microtome.engine.torch_internals import MODULE_CALL
@@ -289,7 +289,7 @@ def _module_below(top: nn.Module, path: str) -> nn.Module | None:
 def _module_at(top: nn.Module, path: str, full_path: str) -> nn.Module:
     if not isinstance(full_path, str):
         raise BadSelector(f"expected a path such as 'layer1.0', got {full_path!r}")
-    module = _module_below(top, path) or _module_below(top, path.partition("#")[0])  # or an address
+    module = _module_below(top, path) or _module_below(top, split_call_index(expand_root(path))[0])  # or an address
     if module is None:
         raise path_not_found(full_path, [name for name, _ in named_modules(top, remove_duplicate=False)])
     return module

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from microtome.addresses import CALL_ADDRESS, glob, is_glob, split_call_index, suggest_similar
+from microtome.addresses import CALL_ADDRESS, ROOT, glob, is_glob, split_call_index, suggest_address, suggest_similar
 from microtome.engine.call import Call
 from microtome.errors import BadSelector, NoMatch, NotAModule, Unsupported
 
@@ -131,6 +131,8 @@ def _match(model: nn.Module, selector: Any) -> set[int]:
             if parts <= {id(module) for _, module in named_modules(model)}:
                 return parts
         return set().union(*(_match(model, part) for part in selector))
+    if isinstance(selector, str) and selector == ROOT and ROOT not in model._modules:
+        selector = ""
     # Only strings and regexes can match an alias of a shared module; all other selectors visit each module once.
     modules = list(named_modules(model, remove_duplicate=not isinstance(selector, str | re.Pattern)))
     names = [modules]
@@ -172,7 +174,7 @@ def _no_match(selector: Atom, modules: list[tuple[str, nn.Module]]) -> NoMatch:
     paths = [path for path, _ in modules]
     if isinstance(selector, str):
         kind = "glob" if is_glob(selector) else "path"
-        return NoMatch(f"no module matches the {kind} {selector!r}. {suggest_similar(selector, paths)}")
+        return NoMatch(f"no module matches the {kind} {selector!r}. {suggest_address(selector, paths)}")
     if isinstance(selector, re.Pattern):
         pattern = selector.pattern
         return NoMatch(f"no module's path matches the regex {pattern!r}. {suggest_similar(pattern, paths)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self, get_args, overload
 
-from microtome.addresses import find_address, number_calls
+from microtome.addresses import OUTPUT, expand_root, find_address, number_calls
 from microtome.errors import BadQuery, NoMatch
 from microtome.results.base import Result, render
 from microtome.units import size
@@ -132,6 +132,8 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
 
     def find(self, at: str) -> Cut:
         """Return the place at an address, whether the model can be cut there or not."""
+        if isinstance(at, str) and (at == OUTPUT or expand_root(at) in ("", "#0")):
+            raise NoMatch("the exit of the model itself is no cut: nothing would be left for the tail")
         return self._by_address[find_address(at, self._by_address, self.aliases)]
 
     @cached_property

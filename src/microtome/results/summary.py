@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from microtome.addresses import path_not_found
+from microtome.addresses import find_address
 from microtome.results.base import Result, render
 from microtome.units import count, plural, size
 
@@ -52,10 +52,8 @@ class ModelSummary(Result, kind="summary"):
 
     def __getitem__(self, path: str) -> ModuleRow:
         """Return the row of the module at a path."""
-        for row in self.modules:
-            if row.path == path:
-                return row
-        raise path_not_found(path, [row.path for row in self.modules])
+        rows = {row.path: row for row in self.modules}
+        return rows[find_address(path, rows)]
 
     def __iter__(self) -> Iterator[ModuleRow]:
         return iter(self.modules)

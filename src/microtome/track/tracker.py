@@ -18,7 +18,11 @@ class Tracker(Session):
 
     @property
     def path(self) -> str | None:
-        """The address of the innermost call, or None when no module runs."""
+        """The address of the innermost call, or None when no module runs.
+
+        While the model runs, that of a module's first call has no index, since the module may run again: results have
+        `#0` if it did. `f"{call.path}#{call.index}"`, of `current`, names the call in any result.
+        """
         call = self.current
         return None if call is None else call.address
 
