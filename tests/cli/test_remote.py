@@ -57,7 +57,7 @@ def good(*words: Any) -> Result:
 def test_ping_says_who_answers_and_how_fast_the_way_is(server: Server) -> None:
     output = good("ping", server.address).output
     assert f"{server.address} serves ResNet on cpu" in output
-    for words in (f"microtome {mt.__version__}, torch {torch.__version__}, protocol 1", "raw, zstd", "(the inputs), "):
+    for words in (f"microtome {mt.__version__}, torch {torch.__version__}, protocol 1", "raw, zstd", "(input), "):
         assert words in output
     assert re.search(r"round trip +\S+ (ms|us) min / \S+ (ms|us) median", output)
     assert re.search(r"bandwidth +\S+ [MG]bps up / \S+ [MG]bps down", output)
@@ -187,7 +187,7 @@ def test_every_cut_is_measured_beside_no_cut_and_the_plan(server: Server, tmp_pa
     assert all(row.failed is None and row.planned_s for row in found)
     assert f"{found.best.name} is the best" in output
     rows = list(csv.DictReader(io.StringIO(files[1].read_text())))
-    assert [row["name"] for row in rows] == ["all there", "layer1", "pool", "all here"]
+    assert [row["name"] for row in rows] == ["(input)", "layer1", "pool", "all here"]
     assert [row["best"] for row in rows].count("True") == 1
     page = files[2].read_text()
     assert page.startswith("<!doctype html>")
@@ -203,6 +203,20 @@ def test_no_line_of_table_or_chart_is_wider_than_the_terminal(
     output = good("sweep", MODEL, "--server", server.address, "--repeat", 1).output
     assert max(map(len, output.splitlines())) <= columns
     assert "░ codec, wire, queue" in output
+
+
+@pytest.mark.parametrize("at", ["(input)", ""])
+def test_the_input_is_sent_at_the_name_that_tables_print(server: Server, at: str) -> None:
+    words = ["--server", server.address, "--at", at, "--repeat", 2, "--codec", "raw"]
+    assert ", cut at (input): 2 requests" in good("run", MODEL, *words).output
+    with mt.connect(*zoo.build("tiny-resnet"), server.address, at=at) as remote:
+        assert repr(remote).endswith(", cut at '(input)'>")
+
+
+def test_the_input_is_swept_once_where_it_is_named(server: Server) -> None:
+    words = ["--server", server.address, "--cuts", "(input), layer1", "--repeat", 1, "--csv", "-"]
+    names = [line.partition(",")[0] for line in good("sweep", MODEL, *words).stdout.splitlines()[1:]]
+    assert names == ["(input)", "layer1", "all here"]
 
 
 # -- what is wrong -----------------------------------------------------------------------------------------------------
@@ -278,4 +292,4 @@ def test_a_sweep_is_written_for_perfetto(server: Server, tmp_path: Path) -> None
     good("sweep", MODEL, "--server", server.address, "--cuts", "layer1", "--repeat", 2, "--perfetto", file)
     events = check_chrome(file.read_text())
     names = {event["name"] for event in events if event["ph"] == "X"}
-    assert {"all there", "layer1", "all here"} <= names
+    assert {"(input)", "layer1", "all here"} <= names

@@ -193,7 +193,7 @@ def test_a_sweep_is_one_request_after_the_other() -> None:
     sweep = Sweep("Net", "1x3", "host:7070", "cpu", "raw", 5, link, rows, "", "", {})
     events = check_chrome(sweep.to_perfetto())
     names = [event["name"] for event in events if event["ph"] == "X" and "sent_bytes" in event.get("args", {})]
-    assert names == ["all there", "layer1", "all here"]
+    assert names == ["(input)", "layer1", "all here"]
     assert sum(event["ph"] == "s" for event in events) == 4
 
 

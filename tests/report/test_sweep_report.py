@@ -38,7 +38,7 @@ def swept(*rows: CutTiming, model: str = "Net", no_plan: str = "") -> Sweep:
     )
 
 
-#: All there 40 ms, 'a' 20 ms, all here 50 ms; the plan says 30, 35 and 60.
+#: The input 40 ms, 'a' 20 ms, all here 50 ms; the plan says 30, 35 and 60.
 ROWS = timed("", 0.0, 0.03, 0.03), timed("a", 0.005, 0.005, 0.035), timed(None, 0.05, 0.0, 0.06)
 
 
@@ -46,13 +46,14 @@ def test_the_best_and_the_plans_are_marked_and_compared() -> None:
     sweep = swept(*ROWS)
     assert sweep.best.at == "a"
     assert sweep.planned is ROWS[0]
+    assert [sweep[name] for name in ("(input)", "", "a", "all here", None)] == [ROWS[0], *ROWS, ROWS[2]]
     shown = str(sweep)
     assert "*  a " in shown
-    assert "p  all there " in shown
+    assert "p  (input) " in shown
     assert "p the plan's: it says 30 ms, and it took 40 ms, 2 times the best (*)" in shown
     assert "cannot be told" not in shown
     for other in (sweep._repr_html_(), sweep.to_markdown()):  # without marks
-        assert "all there: the plan" in other
+        assert "(input): the plan" in other
         assert "2 times the best (bold)" in other
 
 
@@ -92,7 +93,7 @@ def test_the_page_has_a_bar_and_a_row_for_each_and_no_script() -> None:
     assert "script" not in page.tags
     assert "link" not in page.tags
     assert page.tags.count("tr") == 1 + 3
-    assert page.tags.count("rect") == 2 + 3 + 1  # all there has no head, and all here has nothing else
+    assert page.tags.count("rect") == 2 + 3 + 1  # (input) has no head, and all here has nothing else
     assert any("prefers-color-scheme:dark" in text for text in page.texts)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from microtome.addresses import INPUT
 from microtome.engine.meta_run import copy_inputs
 from microtome.errors import BadQuery, MicrotomeError, RemoteError
 from microtome.inputs import Inputs
@@ -159,7 +160,7 @@ class Remote:
         nbytes = max(request.nbytes, request.boundary.nbytes)  # encoded, and decoded
         if nbytes > self.server.max_message:
             raise RemoteError(
-                f"{size(nbytes)} cross at {request.route.at!r}, and {self._connection.address} accepts "
+                f"{size(nbytes)} cross at {request.route.at or INPUT!r}, and {self._connection.address} accepts "
                 f"{size(self.server.max_message)}: raise --max-message there, or cut elsewhere",
                 "TOO_LARGE",
             )
@@ -246,7 +247,7 @@ class Remote:
         self.close()
 
     def __repr__(self) -> str:
-        where = "all here" if self.at is None else f"cut at {self.at!r}" if self.at else "all there"
+        where = "all here" if self.at is None else f"cut at {self.at or INPUT!r}"
         return f"<Remote {type(self._local.model).__name__} at {self._connection.address}, {where}>"
 
 
@@ -275,7 +276,8 @@ def connect(
         model: The model that the server has, in eval mode; or its first stage, from `mt.load_stage`.
         inputs: Example inputs, of the structure that later ones have.
         server: The address of the server, such as `"host:7070"`.
-        at: The cut: an address, a `Cut` or a `Plan`. `""` sends the inputs, and the whole model runs on the server.
+        at: The cut: an address, a `Cut` or a `Plan`. `"(input)"` or `""` sends the inputs, and the whole model runs on
+            the server.
             `"auto"` measures both devices and the link, cuts where a request is answered soonest, and moves the cut
             when that changes; see `Remote.history`.
         deadline: Seconds that a request may take. If the server cannot answer in time, this device computes the output.
@@ -330,10 +332,10 @@ def _choose_route(local: LocalModel, connection: Connection, hello: Any, at: Any
         return autotune(splitter, connection, codecs, hello.cuts)
     address = local.resolve_cut(at)
     if address not in hello.cuts:
-        served = list(hello.cuts)
+        served = [cut or INPUT for cut in hello.cuts]
         others = f" and {len(served) - 5} others" if len(served) > 5 else ""
         raise RemoteError(
-            f"{connection.address} does not serve the cut at {address!r}; it serves "
+            f"{connection.address} does not serve the cut at {address or INPUT!r}; it serves "
             f"{', '.join(map(repr, served[:5]))}{others}",
             "NO_CUT",
         )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from microtome import __version__
+from microtome.addresses import INPUT
 from microtome.errors import BadQuery, RemoteError
 from microtome.remote import protocol
 from microtome.remote.connection import Connection
@@ -58,7 +59,7 @@ class LocalModel:
 
     def resolve_cut(self, at: Any) -> str:
         """Return the address of a cut that a user named; of a stage, its only one for `"auto"`."""
-        if at == INPUTS:
+        if isinstance(at, str) and at in (INPUTS, INPUT):
             return INPUTS
         if self.splitter is not None:
             return self.splitter.cut(at).at

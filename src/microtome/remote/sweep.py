@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from microtome.addresses import INPUT
 from microtome.devices.machine import environment
 from microtome.devices.meters import metered, pick
 from microtome.engine.argument_names import describe_arguments
@@ -58,7 +59,8 @@ def sweep(
         model: The model that the server has, in eval mode.
         inputs: The inputs of a request.
         server: The address of the server, such as `"host:7070"`.
-        cuts: `"all"`; `"dominating"`, those that send less than all before them; or addresses.
+        cuts: `"all"`; `"dominating"`, those that send less than all before them; or addresses. `"(input)"` and no
+            cut are measured in any case.
         repeat: The number of requests at each cut. The cuts take turns, so that all are measured under the same load.
         codec: The codec of the boundary.
         security: TLS and token of the connection.
@@ -72,7 +74,7 @@ def sweep(
     >>> with mt.serve(model, x, listen="127.0.0.1:0") as server:
     ...     result = sweep(model, x, server.address, ["layer1"], repeat=3)
     >>> [row.name for row in result]
-    ['all there', 'layer1', 'all here']
+    ['(input)', 'layer1', 'all here']
     >>> result["layer1"].sent_bytes > result["layer1"].received_bytes
     True
     """
@@ -119,6 +121,7 @@ def _choose(splitter: Splitter, cuts: str | Sequence[str]) -> list[Cut]:
     addresses = [cuts] if isinstance(cuts, str) else list(cuts)
     if not addresses or not all(isinstance(address, str) and address for address in addresses):
         raise BadQuery(f"expected cuts of 'all', 'dominating', or addresses, got {cuts!r:.200}")
+    addresses = [address for address in addresses if address != INPUT]  # measured in any case
     return sorted({cut.index: cut for cut in map(splitter.cut, addresses)}.values(), key=lambda cut: cut.index)
 
 

@@ -7,6 +7,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
+from microtome.addresses import INPUT
 from microtome.report.table import Column, Medium, Report, Table
 from microtome.results.requests import CutMove, Percentiles, RequestLog, record
 from microtome.units import UNKNOWN, joules, plural, ratio, seconds, size, write
@@ -46,11 +47,11 @@ def place(at: str | None, codec: str = "raw") -> str:
     """Describe where a model is cut.
 
     >>> place(None), place(""), place("layer1", "zstd")
-    ('all here', 'all there', 'layer1, zstd')
+    ('all here', '(input)', 'layer1, zstd')
     """
     if at is None:
         return "all here"
-    return (at or "all there") + (f", {codec}" if codec != "raw" else "")
+    return (at or INPUT) + (f", {codec}" if codec != "raw" else "")
 
 
 def short(reason: str) -> str:
@@ -64,7 +65,7 @@ def short(reason: str) -> str:
 
 def _title(log: RequestLog) -> str:
     places = list(dict.fromkeys(place(sent.at, sent.codec) for sent in log.requests))
-    is_one_cut = len(places) == 1 and log.requests[0].at
+    is_one_cut = len(places) == 1 and log.requests[0].at is not None
     where = f"cut at {places[0]}" if is_one_cut else " then ".join(places[:_FEW]) or "not run"
     count = len(log.requests)
     samples = f" of {ratio(log.samples / count)} samples" if log.samples > count > 0 else ""

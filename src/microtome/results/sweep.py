@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from microtome.addresses import find_address
+from microtome.addresses import INPUT, find_address
 from microtome.files.reading import File
 from microtome.results.base import Result, render, write
 from microtome.results.link import LinkMeasurement
@@ -47,7 +47,7 @@ class CutTiming:
 
     @property
     def name(self) -> str:
-        return "all here" if self.at is None else self.at or "all there"
+        return "all here" if self.at is None else self.at or INPUT
 
     @property
     def between_s(self) -> float:
@@ -68,7 +68,7 @@ class Sweep(Result, kind="sweep"):
         codec: The codec of the boundaries.
         repeat: The number of requests at each cut, taken in turns.
         link: The measured link.
-        rows: All there, the cuts in the order of the run, all here.
+        rows: The input sent, the cuts in the order of the run, all here.
         energy: The meter of this device's energy; or why there was none.
         no_plan: Why there is no plan; empty: there is one.
         environment: This machine.
@@ -121,8 +121,8 @@ class Sweep(Result, kind="sweep"):
         return len(self.rows)
 
     def __getitem__(self, at: str | None) -> CutTiming:
-        """Return the row of a cut; `""`: all there; None: all here."""
-        known = {row.at: row for row in self.rows}
+        """Return the row of a cut, or of this name; `""`: the input was sent; None: all ran here."""
+        known: dict[str | None, CutTiming] = {row.name: row for row in self.rows} | {row.at: row for row in self.rows}
         return known[at] if at in known else known[find_address(at, [name for name in known if name])]
 
     def to_html(self, file: File | None = None) -> str:

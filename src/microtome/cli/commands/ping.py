@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from microtome import __version__
+from microtome.addresses import INPUT
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import check_server, connection_options
 from microtome.cli.options.outputs import Outputs, output_options
@@ -99,7 +100,7 @@ def _text(reply: dict[str, Any]) -> str:
 
 
 def _cuts(cuts: list[str]) -> str:
-    return f"{len(cuts)}: {some([at or '(the inputs)' for at in cuts], _MAX_CUTS)}"
+    return f"{len(cuts)}: {some([at or INPUT for at in cuts], _MAX_CUTS)}"
 
 
 def _batch(most: int) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _DATA = ".npy of (samples, …), or a folder of .npy or images (default: the example inputs, --repeat times)."
 _DEADLINE = "Seconds that a request may take; after that, this machine computes the output."
-_AT = "Cut: an address of `microtome cuts`; auto: the fastest; '': send the inputs."
+_AT = "Cut: an address of `microtome cuts`; auto: the fastest; (input): send the inputs."
 
 
 @click.command()
