@@ -89,14 +89,52 @@ def test_an_array_is_copied() -> None:
     assert array.sum() == 3
 
 
-@pytest.mark.parametrize("given", ["1x4", (1, 4)])
-def test_an_error_of_the_model_names_inputs_that_were_created_from_shapes(given: Any) -> None:
-    model = nn.Embedding(2, 2)
-    with pytest.raises(RuntimeError) as caught:
-        microtome.profile(model, given)
-    notes = "".join(caught.value.__notes__)
-    assert f"The inputs {given!r} were taken for shapes: the model ran on Inputs(1x4:float32)" in notes
-    assert "'1x128:int64' for token ids" in notes
+TAKEN = "were taken for shapes: the model ran on Inputs("
+FOR_TOKENS = "'1x128:int64' is for token ids"
+
+
+def _notes_of(model: nn.Module, given: Any) -> str:
+    with pytest.raises((RuntimeError, KeyError, TypeError)) as caught:
+        Inputs.of(given, model).run(model)
+    return "".join(getattr(caught.value, "__notes__", ()))
+
+
+@pytest.mark.parametrize("given", [(1, 4), [(1, 4)], {"input": (1, 4)}])
+def test_an_error_of_the_model_names_numbers_that_were_taken_for_shapes(given: Any) -> None:
+    assert TAKEN in _notes_of(nn.Linear(3, 3), given)
+    assert TAKEN not in _notes_of(nn.Linear(3, 3), "1x4")
+    assert TAKEN not in _notes_of(nn.Linear(3, 3), {"input": "1x4"})
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_an_error_about_integers_says_how_to_write_their_dtype(device: str) -> None:
+    model = nn.Embedding(2, 2, device=device)
+    with pytest.raises(RuntimeError, match="Long, Int") as caught:
+        microtome.profile(model, "1x4")
+    assert FOR_TOKENS in "".join(caught.value.__notes__)
+    assert FOR_TOKENS not in _notes_of(nn.Linear(3, 3), "1x4")
+    assert FOR_TOKENS not in _notes_of(nn.Linear(4, 3), "1x4:int64")
+
+
+class Swallows(nn.Module):
+    def forward(self, input_ids: Tensor | None = None, mask: Tensor | None = None, **others: Any) -> Tensor:
+        if input_ids is None:
+            raise KeyError("expected input_ids")
+        return input_ids
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "note"),
+    [
+        (nn.Linear(2, 2), "inpt", "forward of Linear has no parameter 'inpt': did you mean 'input'?"),
+        (Swallows(), "input_id", "forward of Swallows has no parameter 'input_id': did you mean 'input_ids'?"),
+        (Swallows(), "x", "forward of Swallows has no parameter 'x': it has input_ids, mask"),
+    ],
+)
+def test_an_error_of_the_model_names_a_keyword_that_forward_does_not_have(
+    model: nn.Module, name: str, note: str
+) -> None:
+    assert _notes_of(model, {name: torch.ones(1, 2)}) == note
 
 
 def test_an_error_of_the_model_has_no_note_if_its_inputs_were_passed() -> None:

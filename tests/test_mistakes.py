@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import microtome
 from microtome import zoo
@@ -91,3 +91,36 @@ def test_an_error_of_the_model_names_the_layer_and_the_inputs() -> None:
     notes = " ".join(caught.value.__notes__)
     assert "in the call 'stem.0' (Conv2d)" in notes
     assert "the model ran on Inputs(1x4x32x32:float32)" in notes
+
+
+NET = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+
+
+def _run_inside(session: Any) -> None:
+    with session:
+        NET(torch.ones(1, 5))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: mt.profile(NET, x),
+        lambda x: mt.profile(NET, x, measure="time"),
+        lambda x: mt.trace(NET, x),
+        lambda x: mt.extract(NET, x, "1"),
+        lambda x: mt.attention(NET, x),
+        lambda x: mt.cuts(NET, x),
+        lambda x: mt.split(NET, x, at="0"),
+        lambda x: mt.split(NET, torch.ones(1, 4), at="0")[0](x),
+        lambda x: _run_inside(mt.record(NET, "1")),
+        lambda x: _run_inside(mt.track(NET)),
+        lambda x: _run_inside(mt.edit(NET, {"1": mt.zero()})),
+    ],
+)
+def test_every_function_names_the_call_in_which_the_model_raised(run: Callable[[Tensor], object]) -> None:
+    with pytest.raises(RuntimeError) as caught, torch.no_grad():
+        run(torch.ones(1, 5))
+    # A head observes only the calls that lead to its cut.
+    assert any(
+        note in ("in the call '0.0' (Linear)", "in the call '0' (Sequential)") for note in caught.value.__notes__
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
@@ -14,9 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from microtome.errors import BadInputs
-from microtome.units import shape
+from microtome.units import shape, some
 
 _PART = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
+
+
+#: In an error of torch about the dtype of indices.
+_EXPECTS_INTEGERS = re.compile(r"\b(Long|Int|int64|integers?|indices)\b")
 
 
 class Inputs:
@@ -76,16 +82,29 @@ class Inputs:
         return create.arguments(inputs if type(inputs) is tuple else (inputs,), {})
 
     def run(self, model: nn.Module) -> Any:
-        """Call the model with these arguments; an error names those that were created from shapes."""
+        """Call the model with these arguments; notes of an error name those that may not be what was meant."""
         try:
             return model(*self.args, **self.kwargs)
         except Exception as error:
-            if self.created_from is not None:
-                error.add_note(
-                    f"The inputs {self.created_from!r} were taken for shapes: the model ran on {self!r}. Write "
-                    "'1x128:int64' for token ids; mt.Inputs(...) passes any values as they are."
-                )
+            for note in self._notes(model, error):
+                error.add_note(note)
             raise
+
+    def _notes(self, model: nn.Module, error: Exception) -> Iterator[str]:
+        if self.created_from is not None and not _is_text(self.created_from):
+            yield (
+                f"The inputs {self.created_from!r} were taken for shapes: the model ran on {self!r}. mt.Inputs(...) "
+                "passes any values as they are."
+            )
+        tensors = (*self.args, *self.kwargs.values()) if self.created_from is not None else ()
+        if any(tensor.is_floating_point() for tensor in tensors) and _EXPECTS_INTEGERS.search(str(error)):
+            yield "Inputs of a shape without a dtype have that of the model's weights: '1x128:int64' is for token ids."
+        parameters = _parameters(model)
+        for name in self.kwargs if parameters else ():
+            if name not in parameters:
+                near = difflib.get_close_matches(name, parameters, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"it has {some(parameters, 8)}"
+                yield f"forward of {type(model).__name__} has no parameter {name!r}: {hint}"
 
     def to(self, device: str | torch.device) -> Inputs:
         """Return the same arguments with their tensors on a device, also inside named tuples and dataclasses."""
@@ -114,6 +133,16 @@ class Inputs:
         parts = [_describe(value) for value in self.args]
         parts += [f"{name}={_describe(value)}" for name, value in self.kwargs.items()]
         return f"Inputs({', '.join(parts)})"
+
+
+def _parameters(model: nn.Module) -> list[str]:
+    """Return the names of the parameters of `forward`, without variadic ones."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind not in variadic]
 
 
 class _TensorFactory:
@@ -204,6 +233,12 @@ def _is_shape(value: Any) -> bool:
 
 def _is_shape_or_text(value: Any) -> bool:
     return _is_shape(value) or (isinstance(value, str) and _PART.fullmatch(value.strip()) is not None)
+
+
+def _is_text(created_from: Any) -> bool:
+    """Whether shapes were written as strings, and not as sequences of integers, which may have been meant as values."""
+    parts = created_from.values() if isinstance(created_from, dict) else created_from
+    return isinstance(created_from, str) or all(isinstance(part, str) for part in parts)
 
 
 def _is_array(value: Any) -> bool:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -488,7 +488,19 @@ def test_a_probe_that_raises_while_the_model_raises_does_not_hide_the_models_err
 
     with mt.Session(model := Raises(), [Second()]), pytest.raises(KeyError, match="first") as caught:
         model()
-    assert "Second.fail raised ValueError at fail of ''" in caught.value.__notes__[0]
+    assert caught.value.__notes__[0] == "in the model itself (Raises)"
+    assert "Second.fail raised ValueError at fail of ''" in caught.value.__notes__[1]
+
+
+@pytest.mark.parametrize("sessions", [1, 2])
+def test_an_error_of_the_model_names_the_innermost_call_once(sessions: int) -> None:
+    model = nn.Sequential(nn.Sequential(nn.ReLU(), nn.Linear(9, 9)))
+    with ExitStack() as stack:
+        for _ in range(sessions):
+            stack.enter_context(mt.Session(model))
+        with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
+            model(X)
+    assert caught.value.__notes__ == ["in the call '0.1' (Linear)"]
 
 
 # -- parts of a model --------------------------------------------------------------------------------------------------

@@ -36,7 +36,10 @@ from microtome.engine.signals import Modes, SignalSafe, deliver_signals, pending
 from microtome.engine.thread_stacks import is_in_module_call
 from microtome.engine.threads import Thread, Threads
 from microtome.engine.torch_internals import current_graph_task, next_sequence_number
-from microtome.errors import MicrotomeError, SessionError, Unsupported
+from microtome.errors import MicrotomeError, ProbeError, SessionError, Unsupported
+
+#: The beginnings of notes that name the call in which an exception was raised.
+_FAILED_CALL = "in the call ", "in the model itself ", "raised by an intervention at "
 
 
 class Session(SignalSafe[Any]):
@@ -348,10 +351,20 @@ class Session(SignalSafe[Any]):
         self._threads.current().pending_intervention = None
         if self._open is None:
             return
+        _name_failed_call(call, error)
         try:
             notify(self._probes.fail, "fail", call, error)
         except MicrotomeError as second:  # the error of the model takes precedence
             error.add_note(str(second))
+
+
+def _name_failed_call(call: Call, error: BaseException) -> None:
+    """Add a note with the innermost call, which fails first, to an exception; that of a probe has its address."""
+    is_named = any(note.startswith(_FAILED_CALL) for note in getattr(error, "__notes__", ()))
+    if is_named or isinstance(error, ProbeError) or not isinstance(error, Exception):
+        return
+    where = f"the call {call.address!r}" if call.address else "the model itself"
+    error.add_note(f"in {where} ({type(call.module).__name__})")
 
 
 def _run_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -152,8 +152,6 @@ class TraceRecorder(Probe):
         if self._has_failed:  # a call around the one that failed
             return
         self._has_failed = True
-        where = f"the call {call.address!r}" if call.address else "the model itself"
-        error.add_note(f"in {where} ({type(call.module).__name__})")
         records = self._calls.values()
         returned = [record.call.address for record in records if record.has_returned and not record.children]
         shown = ", ".join(returned if len(returned) <= 12 else ["…", *returned[-12:]])

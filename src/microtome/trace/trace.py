@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,8 @@ if TYPE_CHECKING:  # imported when needed: formulas take long to import
     from microtome.trace.recorder import TraceRecorder
 
 RunAgain = Callable[[Probe], None]
+
+_WITHOUT_VALUES = re.compile(r"fake|meta\b|data pointer|data-dependent", re.IGNORECASE)
 
 
 def trace(model: nn.Module, inputs: Any, *, backward: bool = False, fake: bool | None = None) -> Trace:
@@ -104,10 +107,18 @@ def record(
                 raise
             message = str(cause) if isinstance(cause, CannotSubstitute) else describe_error(cause)
             if mode == modes[-1]:
+                if not isinstance(cause, CannotSubstitute) and not _needs_values(cause):
+                    raise
                 raise Unsupported(f"the model cannot be traced without computing: {message}") from error
             reasons.append(f"not on {mode} tensors: {message}")
             stopped_at = None if isinstance(cause, CannotSubstitute) else recorder.unfinished_op()
     raise AssertionError
+
+
+def _needs_values(error: Exception) -> bool:
+    """Whether an exception on fake tensors tells that these have no values, or torch that it does not support them."""
+    is_torch = type(error).__module__.partition(".")[0] == "torch"
+    return is_torch or isinstance(error, NotImplementedError) or _WITHOUT_VALUES.search(str(error)) is not None
 
 
 def _tensor_modes(fake: bool | None, *, prefer_real: bool, has_meta: bool) -> tuple[TensorMode, ...]:

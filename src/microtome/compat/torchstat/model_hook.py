@@ -135,7 +135,6 @@ class _Counter(Probe):
     def __init__(self) -> None:
         self.stats: defaultdict[str, ModuleStat] = defaultdict(ModuleStat)
         self._missing_formulas: dict[str, str] = {}
-        self._failed = False
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         assert call.module is not None
@@ -164,11 +163,6 @@ class _Counter(Probe):
             Flops=stat.Flops + (counts["Flops"] or 0),
             Memory=(stat.Memory[0] + read * itemsize, stat.Memory[1] + written * itemsize),
         )
-
-    def fail(self, call: Call, error: BaseException) -> None:
-        if not self._failed:  # the innermost call is reported first
-            self._failed = True
-            error.add_note(f"in the call {call.address!r} ({type(call.module).__name__})")
 
     def warn(self) -> None:
         """Warn once about everything counted as 0 because torchstat has no formula."""
