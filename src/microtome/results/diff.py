@@ -257,7 +257,8 @@ def _modules(before: Profile, after: Profile, layers: Iterable[LayerChange]) -> 
         if removed or added:
             module = _compare(before, after, one, two, _inclusive)
             is_whole = not (removed and added) and removed.isdisjoint(new) and added.isdisjoint(old)
-            yield _with_calls(module, removed, added) if is_whole else module
+            has_total = module.parent is None  # a row for the root would repeat it
+            yield module if has_total or not is_whole else _with_calls(module, removed, added)
 
 
 def _with_calls(module: LayerChange, removed: set[str], added: set[str]) -> LayerChange:
