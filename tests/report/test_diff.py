@@ -163,7 +163,7 @@ def test_what_is_not_known_cannot_be_limited() -> None:
         same.over({"time": 0.1})
     with pytest.raises(BadQuery, match="expected a metric of params, macs, .*, got 'speed'"):
         same.over({"speed": 0.1})
-    with pytest.raises(BadQuery, match="expected a profile to compare with, got a int"):
+    with pytest.raises(BadQuery, match="expected a profile to compare with, or a file of one, got a int"):
         net().diff(3)  # type: ignore[arg-type]
 
 
