@@ -16,8 +16,8 @@ from microtome.units import UNKNOWN, joules, plural, seconds, size, some, watts
 #: Above this ratio, measuring has changed the measured times.
 _DISTURBED = 1.05
 #: Signs of a busy machine: measured passes over bare ones below this, quartiles this far apart, calls inside a call
-#: longer than it by this, where it takes this share of the total.
-_FASTER, _WIDE, _EXCEEDED, _WEIGHT = 0.95, 0.25, 1.05, 0.1
+#: longer than it by this, where it takes this share of the total; a type of module below zero by this share.
+_FASTER, _WIDE, _EXCEEDED, _WEIGHT, _BELOW = 0.95, 0.25, 1.05, 0.1, 0.01
 #: The most operators or modules that a note names.
 _NAMES = 6
 #: With fewer passes, their range covers the true median with a probability, 1 - 2 ** (1 - passes), below 95 %.
@@ -127,10 +127,12 @@ def _too_busy(reason: str) -> str:
 
 
 def noise_note(profile: Profile) -> str:
-    """Explain `NOISE`, and say that the times are unreliable unless another note does."""
+    """Explain `NOISE`; say that the times are unreliable if it is large, unless another note does."""
     reason = "calls took less time than the calls inside them"
+    least = min(group.time_s or 0.0 for group in profile.by_type().values())
+    is_large = least < -_BELOW * (profile.total.time_s or 0.0)
     is_said = profile.timing is not None and any(_noise(profile, profile.timing))
-    return f"{NOISE}: {reason if is_said else _too_busy(reason)}"
+    return f"{NOISE}: {_too_busy(reason) if is_large and not is_said else reason}"
 
 
 def _exceeded(profile: Profile) -> Row | None:
