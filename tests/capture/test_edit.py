@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
-from microtome import zoo
+from microtome import Inputs, zoo
 from microtome.errors import BadQuery, NoMatch, Unsupported
 
 
@@ -132,14 +132,37 @@ def test_an_edit_that_returns_none_raises() -> None:
     model = chain()
     with (
         mt.edit(model, {"0": lambda out: None}),
-        pytest.raises(Unsupported, match="expected to return a Tensor, got None"),
+        pytest.raises(Unsupported, match="expected the edit of '0' to return a Tensor, got None: return the output"),
     ):
         model(X)
     with (
         mt.edit(model, inputs={"0": lambda given: given.args}),
-        pytest.raises(Unsupported, match="the edit of the inputs of '0' expected to return an Inputs, got tuple"),
+        pytest.raises(Unsupported, match="expected the edit of the inputs of '0' to return an Inputs, got tuple"),
     ):
         model(X)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"outputs": {"0": lambda out: out[:, :2]}}, "the edit of '0' changed 2x4:float32 to 2x2:float32"),
+        ({"outputs": {"0": lambda out: out.double()}}, "the edit of '0' changed 2x4:float32 to 2x4:float64"),
+        ({"inputs": {"2": lambda given: Inputs()}}, "the edit of the inputs of '2' changed 2x4:float32 to nothing"),
+    ],
+)
+def test_an_error_after_an_edit_names_the_shapes_that_it_changed(changes: Any, note: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    with mt.edit(model, **changes):
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            model(torch.ones(2, 3))
+        assert caught.value.__notes__ == ["in the call '2' (Linear)", note]
+    with mt.edit(model, {"0": mt.scale(2.0)}), pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 9))
+    assert caught.value.__notes__ == ["in the call '0' (Linear)"]
+
+
+def test_a_session_of_edits_lists_them() -> None:
+    assert repr(mt.edit(chain(), {"0": mt.scale(0.5)})) == "<edits of Sequential: '0': scale(0.5)>"
 
 
 def test_arguments_are_patched_from_an_earlier_look() -> None:

@@ -45,6 +45,10 @@ def test_every_module_gives_what_hooks_see(resnet: tuple[nn.Module, Any]) -> Non
         assert torch.equal(feats[path], expected[-1])
 
 
+def test_the_selector_may_be_passed_by_keyword(resnet: tuple[nn.Module, Any]) -> None:
+    assert list(mt.extract(*resnet, at="layer1")) == ["layer1"]
+
+
 def test_torchvision_models_that_work_in_place_give_what_hooks_see() -> None:
     model: Any = zoo.import_torchvision().models.resnet18().eval()
     x = torch.rand(1, 3, 64, 64)

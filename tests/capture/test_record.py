@@ -300,6 +300,14 @@ def test_a_recorder_that_could_not_be_made_leaves_the_folder_free(tmp_path: Path
         model(torch.rand(1, 3))
 
 
+def test_a_file_is_not_a_folder_to_record_to(tmp_path: Path) -> None:
+    (tmp_path / "net.py").touch()
+    with pytest.raises(
+        BadFile, match=r"expected a folder to record to, got the file '.*net\.py': record to another name"
+    ):
+        mt.record(chain(), "0", to=tmp_path / "net.py").__enter__()
+
+
 def test_appending_with_another_reduction_is_refused(tmp_path: Path) -> None:
     model = chain()
     with mt.record(model, lambda path, _: path == "0", to=tmp_path / "acts"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import microtome as mt
-from microtome.errors import ProbeError, Unsupported
+from microtome.errors import BadQuery, ProbeError, Unsupported
 from tests.models import Chain, Leaf, Told, Witness
 
 
@@ -495,7 +495,7 @@ def test_a_callback_that_raises_does_not_hide_what_the_backward_raised(witness: 
 
     with mt.track(model := Model(), on_exit=leave), pytest.raises(KeyError, match="first") as caught:
         model(torch.ones(1, requires_grad=True)).sum().backward()
-    assert "raised ValueError at exit_backward of ''" in caught.value.__notes__[0]
+    assert "on_exit raised ValueError in the backward of ''" in caught.value.__notes__[0]
 
 
 def test_closing_the_session_in_a_backward_leaves_open_calls_and_dispatches_no_more(
@@ -764,11 +764,26 @@ def test_a_callback_that_raises_is_reported_with_the_address_and_the_model_is_as
             raise RuntimeError("on purpose")
 
     with mt.track(model, on_enter=on_enter) as t:
-        with pytest.raises(ProbeError, match="raised RuntimeError at enter.* of '1': on purpose") as caught:
+        with pytest.raises(
+            ProbeError, match=f"on_enter raised RuntimeError in the {phase} of '1': on purpose"
+        ) as caught:
             model(torch.ones(1, 2)).sum().backward()
         assert caught.value.address == "1"
         assert t.stack == ()
     model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["on_enter", "on_exit"])
+def test_a_callback_must_be_a_function(name: str) -> None:
+    with pytest.raises(BadQuery, match=f"expected {name} to be a function of the call and its phase, got 5"):
+        mt.track(nn.ReLU(), **{name: 5})  # type: ignore[arg-type]
+
+
+def test_a_tracker_says_what_it_tracks() -> None:
+    tracker = mt.track(nn.ReLU())
+    assert (repr(tracker), repr(mt.track())) == ("<Tracker of ReLU, closed>", "<Tracker of the process, closed>")
+    with tracker:
+        assert repr(tracker) == "<Tracker of ReLU, open>"
 
 
 def test_a_model_that_keeps_its_own_output_can_still_be_collected() -> None:

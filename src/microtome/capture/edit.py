@@ -19,6 +19,7 @@ from microtome.engine.pytree import map_tensors, tensors_in
 from microtome.engine.selectors import check_model, named_modules, reject_ambiguous_names
 from microtome.errors import BadQuery, NoMatch, Unsupported
 from microtome.inputs import Inputs
+from microtome.units import shape
 
 
 class Edit:
@@ -142,7 +143,7 @@ def edit(
         if edits is not None and not isinstance(edits, Mapping):
             raise BadQuery(f'expected edits as a dict, such as {{"blocks.5": mt.scale(0.5)}}, got {edits!r}')
     if not outputs and not inputs:
-        raise BadQuery('expected at least one edit, got none: pass such as {"blocks.5": mt.scale(0.5)}')
+        raise BadQuery('expected at least one edit, got none: pass one, such as {"blocks.5": mt.scale(0.5)}')
     paths = {at for at in (*(outputs or ()), *(inputs or ())) if isinstance(at, str)}
     reject_ambiguous_names(path for path, _ in named_modules(model, remove_duplicate=False) if path in paths)
     return _EditSession(
@@ -166,9 +167,14 @@ class _SelectedEdit:
         self.selector, self.index = split_call_index(at)
         self._change = change
         self.applied = False
+        self.difference: str | None = None  # between the tensors that it received and returned in this run
 
     def output(self, call: Call, output: Any) -> Any:
-        return _apply(self._change, call, output) if self._matches(call, output) else output
+        if not self._matches(call, output):
+            return output
+        replacement = _apply(self._change, call, output)
+        self._compare(repr(call.address), output, replacement)
+        return replacement
 
     def inputs(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -177,14 +183,24 @@ class _SelectedEdit:
             return args, kwargs
         if isinstance(self._change, Edit):
             changed: tuple[tuple[Any, ...], dict[str, Any]] = self._change.inputs_at(call, (args, kwargs))
-            return changed
-        replacement = _apply(self._change, call, Inputs(*args, **kwargs))
-        if not isinstance(replacement, Inputs):
-            raise Unsupported(
-                f"the edit of the inputs of {call.address!r} expected to return an Inputs, got "
-                f"{type(replacement).__name__}"
-            )
-        return replacement.args, replacement.kwargs
+        else:
+            replacement = _apply(self._change, call, Inputs(*args, **kwargs))
+            if not isinstance(replacement, Inputs):
+                raise Unsupported(
+                    f"expected the edit of the inputs of {call.address!r} to return an Inputs, got "
+                    f"{type(replacement).__name__}"
+                )
+            changed = replacement.args, replacement.kwargs
+        self._compare(f"the inputs of {call.address!r}", (args, kwargs), changed)
+        return changed
+
+    def _compare(self, what: str, before: Any, after: Any) -> None:
+        old, new = ([(tensor.shape, tensor.dtype) for tensor in tensors_in(value)] for value in (before, after))
+        if old != new:
+            self.difference = f"the edit of {what} changed {_describe(old)} to {_describe(new)}"
+
+    def __repr__(self) -> str:
+        return f"{self.at!r}: {self._change!r}"
 
     def _matches(self, call: Call, value: Any) -> bool:
         matches = self.index is None or call.index == self.index
@@ -192,19 +208,35 @@ class _SelectedEdit:
         return matches
 
 
-class _LastCalls(Probe):
-    """Records the index of the last call of each module, by path, and whether a run failed."""
+def _describe(tensors: list[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"{shape(size)}:{str(dtype).removeprefix('torch.')}" for size, dtype in tensors) or "nothing"
 
-    def __init__(self) -> None:
+
+class _LastCalls(Probe):
+    """Records the index of the last call of each module, by path, and whether a run failed.
+
+    The error of a failed run gets a note for each edit that changed a shape or a dtype.
+    """
+
+    def __init__(self, edits: list[_SelectedEdit]) -> None:
+        self._edits = edits
         self.indices: dict[str, int] = {}
         self.failed = False
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if call.parent is None:
+            for edit in self._edits:
+                edit.difference = None
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self.indices.get(call.path, -1) < call.index and _has_values(output):
             self.indices[call.path] = call.index
 
     def fail(self, call: Call, error: BaseException) -> None:
-        self.failed |= call.parent is None
+        if call.parent is None:
+            self.failed = True
+            for difference in {edit.difference for edit in self._edits if isinstance(error, Exception)} - {None}:
+                error.add_note(str(difference))
 
 
 def _has_values(value: Any) -> bool:
@@ -216,8 +248,8 @@ class _EditSession(Session):
     """Applies edits, and raises at the end of the block if one was never applied."""
 
     def __init__(self, model: nn.Module, outputs: list[_SelectedEdit], inputs: list[_SelectedEdit]) -> None:
-        self._last_calls = _LastCalls()
         self._edits = [*outputs, *inputs]
+        self._last_calls = _LastCalls(self._edits)
         interventions: list[Intervention] = [
             *(Replace(edit.selector, edit.output) for edit in outputs),
             *(ReplaceInputs(edit.selector, edit.inputs) for edit in inputs),
@@ -235,6 +267,9 @@ class _EditSession(Session):
         # A run that ended early, as `extract` may end it, did not reach all calls.
         if error is None and unused and not self._last_calls.failed:
             raise self._unused_error(unused[0], last_calls)
+
+    def __repr__(self) -> str:
+        return f"<edits of {type(self.model).__name__}: {', '.join(map(repr, self._edits))}>"
 
     def _unused_error(self, edit: _SelectedEdit, last_calls: dict[str, int]) -> NoMatch:
         assert self.model is not None
@@ -274,7 +309,9 @@ def _copy_captured(captured: Any, value: Any, call: Call) -> Any:
 def _apply(change: Change, call: Call, value: Any) -> Any:
     replacement = change.at(call, value) if isinstance(change, Edit) else change(value)
     if replacement is None and value is not None:
-        raise Unsupported(f"the edit of {call.address!r} expected to return a {type(value).__name__}, got None")
+        raise Unsupported(
+            f"expected the edit of {call.address!r} to return a {type(value).__name__}, got None: return the output"
+        )
     return replacement
 
 

@@ -29,8 +29,8 @@ from microtome.inputs import Inputs
 def extract(
     model: nn.Module,
     model_inputs: Any,
-    at: Selector,
     /,
+    at: Selector,
     *,
     stop: bool = True,
     inputs: bool = False,

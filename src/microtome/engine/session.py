@@ -36,7 +36,7 @@ from microtome.engine.signals import Modes, SignalSafe, deliver_signals, pending
 from microtome.engine.thread_stacks import is_in_module_call
 from microtome.engine.threads import Thread, Threads
 from microtome.engine.torch_internals import current_graph_task, next_sequence_number
-from microtome.errors import MicrotomeError, ProbeError, SessionError, Unsupported
+from microtome.errors import MicrotomeError, SessionError, Unsupported
 
 #: The beginnings of notes that name the call in which an exception was raised.
 _FAILED_CALL = "in the call ", "in the model itself ", "raised by an intervention at "
@@ -145,6 +145,10 @@ class Session(SignalSafe[Any]):
     @property
     def is_open(self) -> bool:
         return self._open is not None
+
+    def __repr__(self) -> str:
+        observed = "the process" if self.model is None else type(self.model).__name__
+        return f"<{type(self).__name__} of {observed}, {'open' if self.is_open else 'closed'}>"
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -359,9 +363,9 @@ class Session(SignalSafe[Any]):
 
 
 def _name_failed_call(call: Call, error: BaseException) -> None:
-    """Add a note with the innermost call, which fails first, to an exception; that of a probe has its address."""
+    """Add a note with the innermost call, which fails first, to an exception of the model."""
     is_named = any(note.startswith(_FAILED_CALL) for note in getattr(error, "__notes__", ()))
-    if is_named or isinstance(error, ProbeError) or not isinstance(error, Exception):
+    if is_named or isinstance(error, MicrotomeError) or not isinstance(error, Exception):
         return
     where = f"the call {call.address!r}" if call.address else "the model itself"
     error.add_note(f"in {where} ({type(call.module).__name__})")

@@ -19,7 +19,7 @@ from microtome.engine.module_index import untraced_root_error
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.snapshot import WriteBackups
 from microtome.engine.torch_internals import DisableTorchFunction, is_autocast_enabled
-from microtome.errors import Unsupported
+from microtome.errors import MicrotomeError, Unsupported
 from microtome.flops.composite import composite_costs
 from microtome.flops.registry import NOTHING, OpCost, cost_of
 from microtome.inputs import Inputs
@@ -149,7 +149,7 @@ class TraceRecorder(Probe):
                 self.costs.add_call(record.index, call.module, (*args, *kwargs.values()), output)
 
     def fail(self, call: Call, error: BaseException) -> None:
-        if self._has_failed:  # a call around the one that failed
+        if self._has_failed or isinstance(error, MicrotomeError):  # a call around the one that failed
             return
         self._has_failed = True
         records = self._calls.values()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from microtome.engine import Call, Probe, Session
+from microtome.errors import BadQuery, MicrotomeError, ProbeError
 from microtome.results.trace import Phase
 
 Callback = Callable[[Call, Phase], object]
@@ -58,6 +59,9 @@ def track(
     True
     """
     probes: list[Probe] = []
+    for name, callback in (("on_enter", on_enter), ("on_exit", on_exit)):
+        if callback is not None and not callable(callback):
+            raise BadQuery(f"expected {name} to be a function of the call and its phase, got {callback!r}")
     if on_enter is not None:
         probes.append(_OnEnter(on_enter))
     if on_exit is not None:
@@ -65,9 +69,24 @@ def track(
     return Tracker(model, probes, backward=True)
 
 
+def _name_callback(callback: Callback, name: str) -> Callback:
+    """Name the callback, by its parameter of `track`, in an error that it raises."""
+
+    def call_back(call: Call, phase: Phase) -> None:
+        try:
+            callback(call, phase)
+        except MicrotomeError:
+            raise
+        except Exception as error:
+            where = f"in the {phase} of {call.address!r}"
+            raise ProbeError(f"{name} raised {type(error).__name__} {where}: {error}", call.address) from error
+
+    return call_back
+
+
 class _OnEnter(Probe):
     def __init__(self, callback: Callback) -> None:
-        self._callback = callback
+        self._callback = _name_callback(callback, "on_enter")
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._callback(call, call.phase)
@@ -78,7 +97,7 @@ class _OnEnter(Probe):
 
 class _OnExit(Probe):
     def __init__(self, callback: Callback) -> None:
-        self._callback = callback
+        self._callback = _name_callback(callback, "on_exit")
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._callback(call, call.phase)

@@ -65,6 +65,8 @@ class FolderLock:
 
 def claim(folder: Path) -> FolderLock:
     """Lock a folder that is empty or holds a recording; write nothing to any other."""
+    if folder.exists() and not folder.is_dir():
+        raise BadFile(f"expected a folder to record to, got the file {str(folder)!r}: record to another name")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         names = {file.name for file in folder.iterdir()}
