@@ -21,7 +21,7 @@ from microtome.engine.torch_internals import ATTRIBUTES, TorchDispatchMode
 LINES = [
     ["errors"],
     ["units"],
-    ["addresses"],
+    ["addresses", "endpoints"],
     ["files"],
     ["user_code", "results"],
     ["inputs"],

@@ -212,7 +212,7 @@ def test_a_request_that_unpacks_to_more_than_the_server_takes_is_not_sent() -> N
         torch.no_grad(),
         mt.connect(model, x, server.address, at="", codec="zstd", fallback=None) as remote,
     ):
-        with pytest.raises(RemoteError, match="156 KiB cross at '', and .* accepts 97.7 KiB") as refused:
+        with pytest.raises(RemoteError, match=r"156 KiB cross at '\(input\)', and .* accepts 97.7 KiB") as refused:
             remote(many)
         assert refused.value.kind == "TOO_LARGE"
         assert remote(x).equal(model(x))

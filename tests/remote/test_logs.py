@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -59,3 +61,31 @@ def test_an_error_is_told_with_the_line() -> None:
 def test_metrics_are_shown_at_an_address(address: str, words: str) -> None:
     with pytest.raises(BadQuery, match=words):
         Metrics().listen(address)
+
+
+SCRIPT = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+from microtome.remote import protocol
+from microtome.remote.connection import Connection
+from microtome.remote.security import Security
+import grpc
+
+assert "GRPC_VERBOSITY" not in os.environ
+server = grpc.server(ThreadPoolExecutor(1))
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+try:
+    Connection(f"127.0.0.1:{port}", Security(tls=True)).call("Echo", protocol.EchoRequest(), timeout=60)
+except ConnectionError as error:
+    print(error)
+server.stop(0)
+"""
+
+
+@pytest.mark.integration
+def test_grpc_logs_nothing_of_a_failed_handshake() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
+    assert "does not use TLS" in done.stdout
+    assert done.stderr == ""

@@ -117,7 +117,8 @@ def test_only_who_knows_the_token_is_served(resnet: tuple[nn.Module, Tensor], st
         for wrong in (None, "another", "", "a secret ", "a secre"):
             error = refusal(server, resnet, token=wrong)
             assert error.kind == "REFUSED"
-            assert "rejects the token: the token is wrong or missing" in str(error)
+            problem = "requires a token: pass it" if wrong is None else "rejects the token: pass that of the server"
+            assert str(error) == f"{server.address} {problem} with token="
         assert answers(server, resnet, token="a secret")
 
 
@@ -171,7 +172,9 @@ def test_a_certificate_that_is_believed(resnet: tuple[nn.Module, Tensor], stage:
 def test_the_name_in_a_certificate_counts(resnet: tuple[nn.Module, Tensor], stage: Any, ours: Authority) -> None:
     with served(stage, ours.sign("tail.example")) as server:
         assert answers(server, resnet, ca=ours.file, server_name="tail.example")
-        assert refusal(server, resnet, ca=ours.file, server_name="another.example", timeout=1).kind == "UNREACHABLE"
+        error = refusal(server, resnet, ca=ours.file, server_name="another.example", timeout=60)
+    assert error.kind == "REFUSED"  # at once
+    assert str(error).endswith("the certificate is of another host. Pass the name in it with server_name=")
 
 
 @pytest.mark.parametrize(
@@ -200,14 +203,19 @@ def test_a_client_without_tls_is_not_served_by_a_server_with_it(
     resnet: tuple[nn.Module, Tensor], stage: Any, ours: Authority
 ) -> None:
     with served(stage, ours.sign("good")) as server:
-        assert refusal(server, resnet, timeout=1).kind == "UNREACHABLE"
+        error = refusal(server, resnet, timeout=1)
+    assert error.kind == "UNREACHABLE"
+    assert str(error).endswith("closes the connection during the handshake. If it uses TLS, add ca= or tls=True")
 
 
 def test_a_client_with_tls_does_not_speak_to_a_server_without(
     resnet: tuple[nn.Module, Tensor], stage: Any, ours: Authority
 ) -> None:
     with mt.serve(stage, listen="127.0.0.1:0") as server:
-        assert refusal(server, resnet, ca=ours.file, timeout=1).kind == "UNREACHABLE"
+        error = refusal(server, resnet, ca=ours.file, timeout=60)
+        assert error.kind == "REFUSED"  # at once
+        options = "start the server with tls_cert=, or leave out tls=, ca= and cert="
+        assert str(error) == f"{server.address} does not use TLS: {options}"
 
 
 def test_clients_show_a_certificate_where_one_is_asked_for(
@@ -216,8 +224,13 @@ def test_clients_show_a_certificate_where_one_is_asked_for(
     mine, foreign, old = ours.sign("client"), theirs.sign("client"), ours.sign("late", NOW - DAY)
     with served(stage, ours.sign("good"), client_ca=ours.file) as server:
         assert answers(server, resnet, ca=ours.file, cert=mine.cert, key=mine.key)
-        for shown in ({}, {"cert": foreign.cert, "key": foreign.key}, {"cert": old.cert, "key": old.key}):
-            assert refusal(server, resnet, ca=ours.file, timeout=1, **shown).kind == "UNREACHABLE"
+        for shown, words in (
+            ({}, r"If it requires a client certificate, add cert= and key="),
+            ({"cert": foreign.cert, "key": foreign.key}, "it may reject the client certificate"),
+            ({"cert": old.cert, "key": old.key}, "it may reject the client certificate"),
+        ):
+            error = refusal(server, resnet, ca=ours.file, timeout=1, **shown)
+            assert (error.kind, str(error).endswith(words)) == ("UNREACHABLE", True), error
         assert answers(server, resnet, ca=ours.file, cert=mine.cert, key=mine.key)
 
 
@@ -268,7 +281,12 @@ def test_what_loopback_is(listen: str, expected: bool) -> None:
 
 @pytest.mark.parametrize(
     ("has_tls", "token", "missing"),
-    [(False, None, "no TLS and no token"), (False, "t", "no TLS"), (True, None, "no token"), (True, "t", None)],
+    [
+        (False, None, "no TLS and no token: anybody can use the model, read .* Add tls_cert= and tls_key=, and token="),
+        (False, "t", "no TLS: anybody on the way can read what is sent, with the token, .* Add tls_cert= and tls_key="),
+        (True, None, "no token: anybody can use the model. Add token="),
+        (True, "t", None),
+    ],
 )
 def test_it_warns_when_it_can_be_reached_from_elsewhere_unprotected(
     stage: Any, ours: Authority, recwarn: pytest.WarningsRecorder, has_tls: bool, token: str | None, missing: str | None
@@ -279,9 +297,13 @@ def test_it_warns_when_it_can_be_reached_from_elsewhere_unprotected(
         mt.serve(stage, listen="0.0.0.0:0", token=token, **files).stop()  # type: ignore[arg-type]
         assert [one for one in recwarn if issubclass(one.category, RuntimeWarning)] == []
         return
-    with pytest.warns(RuntimeWarning, match=f"can be reached from other machines, and there is {missing}:") as seen:
+    with pytest.warns(RuntimeWarning, match=f"can be reached from other machines, and there is {missing}") as seen:
         mt.serve(stage, listen="0.0.0.0:0", token=token, **files).stop()  # type: ignore[arg-type]
     assert seen[0].filename == __file__
+
+
+def test_a_client_certificate_is_as_good_as_a_token() -> None:
+    assert ServerSecurity("cert", "key", client_ca="ca").risks() == ""
 
 
 def test_what_can_be_no_token_is_refused_on_both_sides() -> None:

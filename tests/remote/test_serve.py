@@ -438,9 +438,16 @@ def telling(**told: Any) -> Iterator[str]:
 
 def test_another_structure_is_refused_with_both_named(server: Server) -> None:
     model, x = zoo.build("tiny-vit")
-    with pytest.raises(RemoteError, match="the structure of ViT here and of ResNet at .* differ") as caught:
+    both = "the structure of ViT with 45.3 k parameters here and of ResNet with 11.1 k parameters at .* differ"
+    with pytest.raises(RemoteError, match=both) as caught:
         connected(model, x, server, "norm")
     assert caught.value.kind == "WRONG_MODEL"
+
+
+def test_a_server_that_does_not_tell_its_parameters_is_named_without_them(resnet: tuple[nn.Module, Tensor]) -> None:
+    refused = pytest.raises(RemoteError, match="the structure of ResNet here and of ResNet at 127.0.0.1:.* differ")
+    with telling(protocol=1, model="ResNet", fingerprint="a-b") as address, refused:
+        mt.connect(*resnet, address, at="layer1")
 
 
 def test_other_weights_are_refused_with_both_named(server: Server) -> None:
@@ -493,14 +500,17 @@ def test_a_cut_that_is_not_there_is_refused(resnet: tuple[nn.Module, Tensor], se
         connected(*resnet, server, "layer9")
 
 
-@pytest.mark.parametrize("address", ["nowhere", 7070, None])
-def test_an_address_has_a_port(resnet: tuple[nn.Module, Tensor], address: Any) -> None:
-    with pytest.raises(BadQuery, match="the address of a server such as host:7070"):
+@pytest.mark.parametrize(
+    ("address", "hint"),
+    [("nowhere", "'nowhere': add the port, such as nowhere:7070"), (7070, "7070$"), (None, "None$")],
+)
+def test_an_address_has_a_port(resnet: tuple[nn.Module, Tensor], address: Any, hint: str) -> None:
+    with pytest.raises(BadQuery, match=f"the address of a server such as host:7070, got {hint}"):
         mt.connect(*resnet, address, at="layer1")
 
 
 def test_nobody_there_is_said_after_the_timeout(resnet: tuple[nn.Module, Tensor]) -> None:
-    with pytest.raises(RemoteError, match="127.0.0.1:1 cannot be reached: .*refused") as caught:
+    with pytest.raises(RemoteError, match=r"^127.0.0.1:1 cannot be reached: connection refused\. Is the ser") as caught:
         mt.connect(*resnet, "127.0.0.1:1", at="layer1", timeout=0.5)
     assert caught.value.kind == "UNREACHABLE"
 

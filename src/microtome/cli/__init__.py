@@ -15,6 +15,7 @@ import click
 from microtome import __version__
 from microtome.cli import completion
 from microtome.cli.interrupts import translate_interrupts
+from microtome.cli.progress import print_warnings
 from microtome.errors import MicrotomeError, sanitize_text
 from microtome.results.metrics import on_command_line
 
@@ -78,7 +79,7 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with translate_interrupts(), on_command_line():
+            with translate_interrupts(), on_command_line(), print_warnings():
                 return super().invoke(ctx)
         except BrokenPipeError:  # click exits quietly
             raise

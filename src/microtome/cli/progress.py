@@ -1,7 +1,8 @@
-"""Progress and notes on stderr."""
+"""Progress, notes and warnings on stderr."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -35,3 +36,15 @@ def show_progress(description: str) -> Iterator[Callable[[str, int, int], None]]
 def print_notes(notes: Iterable[str]) -> None:
     for note in notes:
         click.echo(sanitize_text(f"Note: {note}"), err=True)
+
+
+@contextmanager
+def print_warnings() -> Iterator[None]:
+    """Print warnings in the block as a line each, without the source line that Python adds."""
+
+    def print_warning(message: Warning | str, *_: object, **__: object) -> None:
+        click.echo(sanitize_text(f"Warning: {message}"), err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = print_warning
+        yield

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from microtome.endpoints import SCHEMES, explain_endpoint
 from microtome.errors import BadQuery, RemoteError
 from microtome.remote import protocol
 from microtome.remote.error_kinds import from_message, from_rpc
@@ -36,7 +37,6 @@ _RETRY_INTERVAL_S = 0.1
 _MIN_SENT_BYTES, _MIN_SENDING_S = 4 << 20, 0.2
 #: The most bytes of the reply to Hello: a few strings, and the addresses of all cuts.
 _MAX_HELLO_BYTES = 4 << 20
-_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")
 
 
 class Connection:
@@ -95,7 +95,8 @@ class Connection:
                 reply = method(data, timeout=max(left, 0.001), metadata=self._metadata)
                 return self._parse(name, reply)
             except grpc.RpcError as rpc_error:
-                error = from_rpc(rpc_error, self.address, f"answers {name} with more than {size(reply_bytes)}")
+                too_large = f"answers {name} with more than {size(reply_bytes)}"
+                error = from_rpc(rpc_error, self.address, self._security, too_large)
                 is_final = error.kind in ("REFUSED", "TOO_LARGE") or left < _RETRY_INTERVAL_S
                 # Retry here: gRPC's own retries would lose the reason why the server cannot be reached.
                 if is_final or rpc_error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -285,7 +286,8 @@ class Connection:
                 del request, reply  # keep neither alive while waiting for the next reply
         except grpc.RpcError as error:
             limit = f"answers with more than the {size(self._channel_bytes)} expected from the example"
-            return from_rpc(error, self.address, f"{limit}. Split the model on a larger example, or raise max_reply=")
+            too_large = f"{limit}. Split the model on a larger example, or raise max_reply="
+            return from_rpc(error, self.address, self._security, too_large)
         return RemoteError(f"{self.address} ended the stream: it is shutting down", "UNREACHABLE")
 
     def _closed_error(self) -> RemoteError:
@@ -294,8 +296,8 @@ class Connection:
 
 def _check_address(address: str, security: Security) -> None:
     """Raise if this is not an address; warn if a token would be sent there in plain text."""
-    if not isinstance(address, str) or not _is_address(address):
-        raise BadQuery(f"expected the address of a server such as host:7070, got {address!r}")
+    if error := explain_endpoint(address):
+        raise BadQuery(error)
     if security.token is not None and not security.is_encrypted and not _is_local(address):
         warnings.warn(
             f"the token is sent to {address} without TLS: anybody on the way can read and use it. Encrypt the "
@@ -305,18 +307,10 @@ def _check_address(address: str, security: Security) -> None:
         )
 
 
-def _is_address(address: str) -> bool:
-    """Whether it has a host and a port; gRPC would truncate a port that is too large."""
-    host, _, port = address.rpartition(":")
-    if address.startswith(_SCHEMES):
-        return True
-    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
-
-
 def _is_local(address: str) -> bool:
     if address.startswith(("unix:", "unix-abstract:")):
         return True
-    scheme = next((scheme for scheme in _SCHEMES if address.startswith(scheme)), "")
+    scheme = next((scheme for scheme in SCHEMES if address.startswith(scheme)), "")
     return is_loopback(address.removeprefix(scheme).removeprefix("///"))
 
 

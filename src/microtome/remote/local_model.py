@@ -16,6 +16,7 @@ from microtome.remote.connection import Connection
 from microtome.remote.payloads import INPUTS
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
+from microtome.units import count
 
 
 class LocalModel:
@@ -45,6 +46,11 @@ class LocalModel:
     @property
     def device(self) -> torch.device | None:
         return next((parameter.device for parameter in self.model.parameters() if not parameter.is_meta), None)
+
+    @property
+    def params(self) -> int:
+        """The number of parameters of the whole model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def stages_at(self, at: str) -> tuple[Stage, Stage | None]:
         """Return head and tail for a cut; the tail is None if its weights are not here."""
@@ -80,10 +86,14 @@ def handshake(connection: Connection, local: LocalModel, timeout: float, *, any_
             "REFUSED",
         )
     if reply.fingerprint != local.fingerprint:
+        here, there = type(local.model).__name__, reply.model
         has_same_structure = local.fingerprint.split("-")[0] == reply.fingerprint.split("-")[0]
+        if not has_same_structure and reply.params:  # 0 from a server of an older microtome
+            here += f" with {count(local.params)} parameters"
+            there += f" with {count(reply.params)} parameters"
         raise RemoteError(
-            f"the {'weights' if has_same_structure else 'structure'} of {type(local.model).__name__} here and of "
-            f"{reply.model} at {connection.address} differ: the fingerprints are {local.fingerprint} and "
+            f"the {'weights' if has_same_structure else 'structure'} of {here} here and of {there} at "
+            f"{connection.address} differ: the fingerprints are {local.fingerprint} and "
             f"{reply.fingerprint}. Load the same model with the same weights on both sides",
             "WRONG_MODEL",
         )

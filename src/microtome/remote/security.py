@@ -101,6 +101,22 @@ class ServerSecurity:
         pair = [(_read_file(self.tls_key), _read_file(self.tls_cert))]
         return grpc.ssl_server_credentials(pair, ca, require_client_auth=ca is not None)
 
+    def risks(self) -> str:
+        """Return what others can do if they reach the server, and the options against it; empty: nothing."""
+        tls, token = _cert_and_key(), advise("token=", "--token-file")
+        is_open = self.token is None and self.client_ca is None
+        if self.tls_cert is None and is_open:
+            return (
+                "there is no TLS and no token: anybody can use the model, read what is sent and answer in its place. "
+                f"Add {tls}, and {token}"
+            )
+        if self.tls_cert is None:
+            return (
+                "there is no TLS: anybody on the way can read what is sent, with the token, and answer in its place. "
+                f"Add {tls}"
+            )
+        return f"there is no token: anybody can use the model. Add {token}" if is_open else ""
+
     def authenticates(self, metadata: Iterable[tuple[str, Any]]) -> bool:
         """Whether the metadata of a call has the token, if one is required."""
         if self.token is None:

@@ -54,6 +54,11 @@ class ServedModel:
         return type(self.model).__name__
 
     @property
+    def params(self) -> int:
+        """The number of parameters of the whole model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
     def device(self) -> torch.device | None:
         return next((parameter.device for parameter in self.model.parameters() if not parameter.is_meta), None)
 

@@ -67,15 +67,10 @@ class Server:
     def start(self) -> Self:
         if ":" not in self.address:
             raise BadQuery(f"expected an address to listen on such as 127.0.0.1:7070, got {self.address!r}")
-        credentials = self._security.credentials()
-        if not is_loopback(self.address) and (credentials is None or self._security.token is None):
-            options = {"TLS": credentials, "token": self._security.token}
-            missing = " and ".join(f"no {name}" for name, option in options.items() if option is None)
+        self._security.credentials()  # raises if files cannot be read
+        if not is_loopback(self.address) and (risks := self._security.risks()):
             warnings.warn(
-                f"{self.address} can be reached from other machines, and there is {missing}: anybody can "
-                "use the model, read what is sent and answer in its place",
-                RuntimeWarning,
-                stacklevel=3,
+                f"{self.address} can be reached from other machines, and {risks}", RuntimeWarning, stacklevel=3
             )
         device = self.served.device
         self.metrics.count_joules([] if device is None or device.type == "cpu" else [device])

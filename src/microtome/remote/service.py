@@ -105,6 +105,7 @@ class Service:
             max_message=self._limits.max_message,
             batch=self._limits.batch,
             max_part=self._limits.part_bytes,
+            params=self._served.params,
         )
         await call.write(reply.SerializeToString())
 

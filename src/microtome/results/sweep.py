@@ -122,7 +122,7 @@ class Sweep(Result, kind="sweep"):
 
     def __getitem__(self, at: str | None) -> CutTiming:
         """Return the row of a cut, or of this name; `""`: the input was sent; None: all ran here."""
-        known: dict[str | None, CutTiming] = {row.name: row for row in self.rows} | {row.at: row for row in self.rows}
+        known: dict[str | None, CutTiming] = {name: row for row in self.rows for name in (row.name, row.at)}
         return known[at] if at in known else known[find_address(at, [name for name in known if name])]
 
     def to_html(self, file: File | None = None) -> str:

@@ -17,7 +17,7 @@ from microtome.cli.options.connection import check_server, connection_options
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import show_progress
 from microtome.errors import sanitize_text
-from microtome.units import rate, seconds, size, some
+from microtome.units import count, rate, seconds, size, some
 
 if TYPE_CHECKING:
     from microtome.remote.security import Security
@@ -62,6 +62,7 @@ def _ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
         "schema": 1,
         "server": server,
         "model": reply.model,
+        "params": reply.params or None,
         "fingerprint": reply.fingerprint,
         "device": reply.device,
         "protocol": reply.protocol,
@@ -88,6 +89,7 @@ def _text(reply: dict[str, Any]) -> str:
         "codecs": ", ".join(reply["codecs"]),
         "cuts": _cuts(reply["cuts"]),
         "limits": f"max request {size(reply['max_message'])}{_batch(reply['batch'])}",
+        "parameters": count(reply["params"]),
         "model": reply["fingerprint"],
     }
     head = f"{reply['server']} serves {reply['model']} on {reply['device']}"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _DATA = ".npy of (samples, …), or a folder of .npy or images (default: the example inputs, --repeat times)."
 _DEADLINE = "Seconds that a request may take; after that, this machine computes the output."
+_NO_FALLBACK = "Fail if the server goes away or misses the deadline: compute nothing of its part here."
 _AT = "Cut: an address of `microtome cuts`; auto: the fastest; (input): send the inputs."
 
 
@@ -40,6 +41,7 @@ _AT = "Cut: an address of `microtome cuts`; auto: the fastest; (input): send the
 @click.option("--at", default="auto", metavar="ADDRESS", help=_AT)
 @click.option("--codec", default="auto", metavar="NAME", help="Codec of the boundary, such as raw, zstd or fp16.")
 @click.option("--deadline", type=click.FloatRange(min=0, min_open=True), metavar="S", help=_DEADLINE)
+@click.option("--no-fallback", is_flag=True, help=_NO_FALLBACK)
 @click.option("--max-reply", metavar="SIZE", help="Maximum size of a reply, such as 256MB, if it depends on values.")
 @click.option(
     "--window", type=click.IntRange(min=1), default=8, metavar="N", help="Maximum number of requests in flight."
@@ -57,6 +59,7 @@ def run(
     batch: int,
     window: int,
     warmup: int,
+    no_fallback: bool,
     to: str | None,
     outputs: Outputs,
     security: Security,
@@ -64,8 +67,9 @@ def run(
 ) -> None:
     """Run a model on data, the head here and the tail on a server, and time each phase of a request.
 
-    MODEL is as for `microtome profile`, and must be the model that the server has. JSON, CSV and the trace contain
-    every request.
+    MODEL is as for `microtome profile`, and must be the model that the server has. If the server goes away, this
+    machine computes the rest, and a note says how many requests; --no-fallback fails instead. JSON, CSV and the trace
+    contain every request.
     """
     if data is not None and repeat is not None:
         raise click.UsageError("choose one of --data and --repeat")
@@ -78,7 +82,8 @@ def run(
     target, example = model.load(0)
     items, total = _make_items(data, repeat or 100, batch, example)
     with show_progress(f"connecting to {server}"):
-        remote = connect(target, example, server, **options, **asdict(security))
+        fallback = None if no_fallback else "local"
+        remote = connect(target, example, server, fallback=fallback, **options, **asdict(security))
     with remote, open_tensors(to) as write_output, show_progress(f"running {model.name}") as progress:
         _warm_up(remote, example, warmup)
         began = len(remote.history)

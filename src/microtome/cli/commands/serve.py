@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import signal
 import sys
 import threading
@@ -68,7 +67,6 @@ def serve(
     MODEL is as for `microtome profile`. Listens on loopback by default. On SIGTERM or Ctrl-C, the server answers the
     requests that it has received, and exits.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # keep what clients send out of the log
     import_torch()
     from microtome.remote.logs import log_to_stderr
     from microtome.remote.peers import raise_descriptor_limit
@@ -89,7 +87,7 @@ def serve(
         if metrics is not None:
             server.metrics.listen(metrics)
         gc.freeze()  # the model lives as long as the process: later collections can skip it
-        click.echo(f"{server.served.name} is served at {server.address}, {plural(len(server.served.cuts), 'cut')}")
+        click.echo(f"{model.name} is served at {server.address}, {plural(len(server.served.cuts), 'cut')}")
         while not ended.wait(0.5) and not server.wait(0) and server.failure is None:
             pass
     finally:

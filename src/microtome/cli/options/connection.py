@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import click
+
+from microtome.endpoints import explain_endpoint
 
 _CA = "PEM file of the authority that signed the server's certificate (default: the system's authorities)."
 _SERVER_NAME = "Name to expect in the server's certificate, if it differs from the host."
@@ -15,15 +16,9 @@ _SERVER_NAME = "Name to expect in the server's certificate, if it differs from t
 
 def check_server(context: click.Context, parameter: click.Parameter, address: str) -> str:
     """Check the address of a server on the command line, before torch is imported."""
-    host, colon, port = address.rpartition(":")
-    if address.startswith("unix:") or (host and port.isdecimal() and int(port) < 1 << 16):
-        return address
-    hint = ""
-    if host.isdecimal() and port and not port.isdecimal():
-        hint = f": did you mean {port}:{host}?"
-    elif not colon:
-        hint = f": did you mean 127.0.0.1:{address}?" if address.isdecimal() else ": add the port, such as :7070"
-    raise click.BadParameter(f"expected the address of a server such as host:7070, got {address!r}{hint}")
+    if error := explain_endpoint(address):
+        raise click.BadParameter(error)
+    return address
 
 
 server_option = click.option(
@@ -45,7 +40,6 @@ def connection_options(command: Callable[..., None]) -> Callable[..., None]:
         server_name: str | None,
         **options: Any,
     ) -> None:
-        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before the import: errors are printed once, by microtome
         if (cert is None) != (key is None):
             raise click.UsageError("--cert and --key go together: a certificate, and its key")
         is_encrypted = tls or ca is not None or cert is not None
