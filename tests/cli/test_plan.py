@@ -111,7 +111,7 @@ def test_codecs_are_measured_on_the_run_and_can_be_taken_from_files(files: list[
         (["--limit", "edge=1GB", "--limit", "edge=2GB"], "edge is set twice"),
         (["--limit", "edge=1", "--limit", "cloud=1"], "no placement of the model is within the limits"),
         (["--objective", "speed"], "'speed' is not one of"),
-        (["--objective", "energy"], "has no energy"),
+        (["--objective", "energy"], "with --energy, or estimate it with --energy-model"),
         (["--codec", "zip"], "no codec 'zip'"),
         (["--edge", "/no/such.json"], "cannot read '/no/such.json': No such file"),
         (["--codec-costs", "edge=/no/such.json"], "cannot read '/no/such.json'"),

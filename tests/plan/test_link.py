@@ -23,7 +23,8 @@ from microtome.units import parse_rate, parse_seconds, rate
         ("2.5MB/s", 2.5e6),
         ("1KiB/s", 1024),
         ("3MBps", 3e6),
-        (80, 10),
+        (80.0, 10),
+        (8000, 1000),
     ],
 )
 def test_speeds_are_bits_with_b_and_bytes_with_a_capital_b(text: Any, bytes_per_s: float) -> None:
@@ -48,6 +49,19 @@ def test_times_have_units_or_are_seconds(text: Any, seconds: float) -> None:
 def test_what_is_no_time_is_said(text: Any) -> None:
     with pytest.raises(BadQuery, match="expected a time, such as 15ms"):
         mt.Link("1Mbps", rtt=text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((20,), "expected a bandwidth with its unit, such as '20Mbps', got 20"),
+        (("20Mbps", 15), "expected rtt with its unit, such as '15ms', or in seconds as a float, got 15"),
+        (("20Mbps", 0, 2), "expected jitter with its unit, such as '2ms', or in seconds as a float, got 2"),
+    ],
+)
+def test_small_integers_are_refused_since_their_unit_is_unclear(words: Any, message: str) -> None:
+    with pytest.raises(BadQuery, match=message):
+        mt.Link(*words)
 
 
 @pytest.mark.parametrize("joules", [-1.0, float("nan"), float("inf")])

@@ -54,6 +54,10 @@ def test_a_latency_is_the_sum_of_its_terms() -> None:
     assert packed.name == "l1 by zstd"
 
 
+def test_a_bandwidth_is_a_link_without_delay() -> None:
+    assert planned(link="800bps") == planned(link=mt.Link("800bps", rtt=0.0))
+
+
 def test_the_whole_model_on_one_device_is_always_listed() -> None:
     plan = planned()
     baselines = {candidate.name: candidate for candidate in plan.baselines}
@@ -291,7 +295,8 @@ def but(address: str, **change: Any) -> Any:
     [
         ({"edge": None}, "a plan needs edge, cloud and link, or devices and links: there is no edge"),
         ({"link": None}, "there is no link"),
-        ({"link": "20Mbps"}, "expected a microtome.Link, such as Link"),
+        ({"link": 20}, "expected a microtome.Link, such as Link"),
+        ({"link": "20"}, "expected a bandwidth, such as 20Mbps"),
         ({"devices": [EDGE, CLOUD]}, "expected edge, cloud and link, or devices and links, got both"),
         ({"cuts": 5}, "expected the cuts as a Cuts, or a file of one, got 5"),
         ({"edge": 5}, "expected 'edge' as a Profile, or a file of one, got 5"),

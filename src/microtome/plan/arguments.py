@@ -15,7 +15,7 @@ from microtome.results.base import load_result
 from microtome.results.codec_costs import CodecCosts
 from microtome.results.cuts import Cuts
 from microtome.results.link import Link
-from microtome.results.metrics import ENERGY
+from microtome.results.metrics import ENERGY, advise
 from microtome.results.profile import Profile
 from microtome.split.boundary.codecs import parse_codec
 from microtome.units import parse_size
@@ -55,6 +55,7 @@ def load_chain(
                 "expected a link between each device and the next, got "
                 f"{len(arguments)} devices, {len(chain_links)} links"
             )
+    chain_links = [Link(one) if isinstance(one, str) else one for one in chain_links]
     for one in chain_links:
         if not isinstance(one, Link):
             raise BadQuery(f"expected a microtome.Link, such as Link('20Mbps', rtt='15ms'), got {one!r}")
@@ -128,6 +129,6 @@ def devices_with_energy(
             reason = by_name[name].profile.unavailable.get("energy")
             raise BadQuery(
                 f"the profile of {name!r} has no energy{f' ({reason})' if reason else ''}: profile the model there "
-                f"with {ENERGY.advice}, or estimate it with a microtome.EnergyModel"
+                f"with {ENERGY.advice}, or estimate it with {advise('a microtome.EnergyModel', '--energy-model')}"
             )
     return names

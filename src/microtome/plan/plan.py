@@ -25,9 +25,9 @@ def plan(
     *,
     edge: Profile | str | PathLike[str] | None = None,
     cloud: Profile | str | PathLike[str] | None = None,
-    link: Link | None = None,
+    link: Link | str | None = None,
     devices: Mapping[str, Any] | Sequence[Any] | None = None,
-    links: Sequence[Link] | None = None,
+    links: Sequence[Link | str] | None = None,
     objective: Objective = "latency",
     limits: Mapping[str, int | str] | None = None,
     codec: Collection[str] | str = "raw",
@@ -41,7 +41,7 @@ def plan(
         cuts: The cuts of the model, or a file of them.
         edge: The profile on the first device, with `measure="time"`, or a file of it.
         cloud: The profile on the second device.
-        link: The link between the two.
+        link: The link between the two; a string such as `"20Mbps"` is one without delay.
         devices: Instead of `edge` and `cloud`: the profiles of a chain of devices, by name.
         links: Instead of `link`: the link between each device and the next.
         objective: `"latency"`, the time to a result; `"throughput"`, results per second of a pipeline; `"energy"`, the
@@ -76,7 +76,7 @@ def plan(
     cuts = arguments.load(cuts, Cuts, "the cuts")
     if objective not in OBJECTIVES:
         raise BadQuery(f"expected objective 'latency', 'energy' or 'throughput', got {objective!r}")
-    profiles, links = arguments.load_chain(cuts, edge, cloud, link, devices, links)
+    profiles, chain_links = arguments.load_chain(cuts, edge, cloud, link, devices, links)
     points = cut_points(cuts, list(profiles.values()))
     chain_devices = [DeviceCosts(name, profile, points) for name, profile in profiles.items()]
     codecs = arguments.check_codecs(codec)
@@ -87,7 +87,7 @@ def plan(
     compressed = (arguments.COMPRESSED,) if all(arguments.COMPRESSED in table.costs for table in tables) else ()
     chain = DeviceChain(
         devices=chain_devices,
-        links=links,
+        links=chain_links,
         points=points,
         output_bytes=cuts.output_bytes,
         codecs=codecs,
@@ -103,7 +103,7 @@ def plan(
         inputs=next(iter(profiles.values())).inputs,
         objective=objective,
         devices={name: _machine(profile) for name, profile in profiles.items()},
-        links=tuple(links),
+        links=tuple(chain_links),
         candidates=ranked,
         chosen=_choose(ranked, strategy),
         strategy="" if strategy is None else getattr(strategy, "__name__", type(strategy).__name__),

@@ -38,7 +38,17 @@ class Link:
         jitter: float | str = 0.0,
         joules_per_byte: float | None = None,
     ) -> None:
-        """Take strings such as `"20Mbps"` and `"15ms"`; numbers are bits per second, and seconds."""
+        """Take strings such as `"20Mbps"` and `"15ms"`; numbers are bits per second, and seconds.
+
+        Small integers, such as `Link(20, rtt=15)`, are more likely meant in other units, and are refused.
+        """
+        if isinstance(bandwidth, int) and 0 < bandwidth < 1000:
+            raise BadQuery(f"expected a bandwidth with its unit, such as '{bandwidth}Mbps', got {bandwidth}")
+        for name, time in (("rtt", rtt), ("jitter", jitter)):
+            if isinstance(time, int) and time > 0:
+                raise BadQuery(
+                    f"expected {name} with its unit, such as '{time}ms', or in seconds as a float, got {time}"
+                )
         if joules_per_byte is not None and not 0 <= joules_per_byte < float("inf"):
             raise BadQuery(f"expected joules_per_byte of 0 or more, got {joules_per_byte!r}")
         object.__setattr__(self, "bytes_per_s", parse_rate(bandwidth))
