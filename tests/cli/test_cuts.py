@@ -89,7 +89,7 @@ def test_stages_are_verified_and_written(tmp_path: Path) -> None:
             ["split", "zoo:tiny-unet", "--to", "a", "--at", "pool"],
             "'pool' ran 2 times: say which of 'pool#0', 'pool#1'",
         ),
-        (["split", "zoo:tiny-vit", "--to", "a", "--at", "auto"], "give a plan"),
+        (["split", "zoo:tiny-vit", "--to", "a", "--at", "auto"], "microtome plan finds the best cut"),
     ],
 )
 def test_what_is_wrong_is_said_in_short(

@@ -16,6 +16,13 @@ from microtome.cli import main
 
 FILES = {
     "net.py": "import torch\n\nclass Net(torch.nn.Linear):\n    pass\n",
+    "raises.py": """
+import torch
+class Net(torch.nn.Module):
+    example_inputs = "1x2"
+    def forward(self, x):
+        return {}["y"]
+""",
     "empty.py": "x = 1\n",
     "text.json": "hello",
     "empty.json": "{}",
@@ -34,6 +41,7 @@ MISTAKES = [
     ("cuts zoo:tiny-vit --best byte", r"'byte' is not one of 'bytes', 'head_macs'"),
     ("graph zoo:tiny-vit", r"expected an output: --svg F or --dot F"),
     ("split zoo:tiny-vit --at blocks.0", r"Missing option '--to'"),
+    ("split zoo:tiny-vit --at auto --to parts", r"--at auto is for microtome run: microtome plan finds the best cut"),
     ("diff p.json p.json --fail-over macs=5", r"expected a percentage of at least 0, such as macs=5%, got 'macs=5'"),
     # -- models
     (
@@ -57,6 +65,11 @@ MISTAKES = [
     ("profile net.py:Net --arg width", r"expected NAME=VALUE, such as num_classes=10, got 'width'"),
     # -- inputs, weights and devices
     ("profile zoo:tiny-vit --input 1x4x32x32", r"does not run on x 1x4x32x32: .*3 channels.*Pass others with --input"),
+    ("profile zoo:tiny-vit --input img=1x3x32x32", r"forward of ViT has no parameter 'img': it has x"),
+    (
+        "track raises.py:Net",
+        r"does not run on x 1x2: KeyError: 'y' \(line 6 of raises\.py\)\. Pass others with --input",
+    ),
     ("profile zoo:tiny-vit --input 1,3,32,32", r"did you mean '1x3x32x32'\?"),
     ("profile zoo:tiny-vit --weights missing.safetensors", r"there is no file missing\.safetensors"),
     ("profile zoo:tiny-vit --weights p.json", r"expected a \.safetensors, \.pt or \.pth file of weights, got p\.json"),
@@ -84,6 +97,7 @@ MISTAKES = [
         r"expected a profile in 'c.json' \(see microtome profile --json\), got a file of kind 'cuts'",
     ),
     ("report c.json -o page.html", r"expected a profile in 'c.json' .*, got a file of kind 'cuts'"),
+    ("record zoo:tiny-vit norm --data net.py --to acts", r"expected a \.npy file, or a folder of .*, got 'net\.py'"),
     ("record zoo:tiny-vit norm --data missing.npy --to acts", r"cannot read 'missing.npy': No such file or directory"),
     (
         "plan zoo:tiny-vit --edge p.json --cloud p.json --bandwidth 20",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from torch import nn
 
 import microtome as mt
 from microtome import zoo
@@ -51,6 +52,23 @@ def test_a_folder_of_arrays_and_of_images(tmp_path: Path) -> None:
         result = run("zoo:tiny-resnet", "fc", "--data", str(folder), "--to", str(tmp_path / f"{folder.name}.out"))
         assert result.exit_code == 0, result.output
         assert mt.load(tmp_path / f"{folder.name}.out")["fc"].shapes == [(3, 10)]
+        note = "Note: images are resized to 32x32, with values from 0 to 1, not normalized"
+        assert (note in result.stderr) == (folder == images)
+
+
+@pytest.mark.parametrize(("name", "is_random"), [("timm:test_vit", True), ("zoo:tiny-resnet", False)])
+def test_random_weights_are_noted_unless_a_file_has_others(name: str, is_random: bool, tmp_path: Path) -> None:
+    resolved = zoo.resolve(name)
+    np.save(tmp_path / "x.npy", resolved.inputs.args[0].numpy())
+    torch.save(resolved.model.state_dict(), tmp_path / "w.pt")
+    words = [name, first_linear(resolved.model), "--data", str(tmp_path / "x.npy"), "--to"]
+    note = f"Note: the weights of {name} are random: load trained ones with --weights FILE\n"
+    assert run(*words, str(tmp_path / "a")).stderr.count(note) == is_random
+    assert note not in run(*words, str(tmp_path / "b"), "--weights", str(tmp_path / "w.pt")).stderr
+
+
+def first_linear(model: nn.Module) -> str:
+    return next(path for path, module in model.named_modules() if isinstance(module, nn.Linear))
 
 
 def test_statistics_alone_and_a_reduction(data: Path, tmp_path: Path) -> None:
@@ -67,6 +85,7 @@ def test_statistics_alone_and_a_reduction(data: Path, tmp_path: Path) -> None:
         "mean",
     )
     assert result.exit_code == 0, result.output
+    assert "outputs, only their statistics kept, in" in result.output
     assert mt.load(tmp_path / "a").stats("layer1").count == 7 * 8
 
 

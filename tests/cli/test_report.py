@@ -94,10 +94,13 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_a_page_in_a_file_is_opened() -> None:
-    for words in (["profile", "zoo:tiny-resnet", "--open"], ["report", "p.json", "-o", "-", "--open"]):
+    for words, message in (
+        (["profile", "zoo:tiny-resnet", "--open"], "expected --html FILE, got none"),
+        (["report", "p.json", "-o", "-", "--open"], "expected -o FILE, got -"),
+    ):
         result = run(*words)
         assert result.exit_code == 2
-        assert "--open needs a page in a file: name one" in result.output
+        assert f"--open needs a page in a file: {message}" in result.output
 
 
 def test_without_a_browser_the_file_is_named(

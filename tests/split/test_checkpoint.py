@@ -251,7 +251,7 @@ def test_stages_have_the_names_that_split_gives_them(folder: Path) -> None:
 
 
 def test_the_name_of_a_model_is_not_what_builds_it(folder: Path) -> None:
-    advice = r"got 'zoo:tiny-resnet': pass such as lambda: microtome\.zoo\.resolve\('zoo:tiny-resnet'\)\.model"
+    advice = r"got 'zoo:tiny-resnet': pass lambda: microtome\.zoo\.resolve\('zoo:tiny-resnet'\)\.model"
     with pytest.raises(BadQuery, match=advice):
         mt.load_stage("zoo:tiny-resnet", folder, 1)  # type: ignore[arg-type]
 

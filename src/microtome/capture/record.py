@@ -29,7 +29,7 @@ from microtome.engine.selectors import CallSelection, check_model
 from microtome.engine.signals import SignalSafe
 from microtome.errors import BadQuery, SessionError, Unsupported
 from microtome.results.base import render
-from microtome.units import parse_size
+from microtome.units import parse_size, plural
 
 
 class RecordTotals(NamedTuple):
@@ -275,7 +275,8 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
 
     def __repr__(self) -> str:
         where = "memory" if self._folder is None else str(self._folder)
-        return f"<ActivationRecorder of {self._records} records in {self._runs} runs, in {where}>"
+        counts = f"{plural(self._records, 'record')} in {plural(self._runs, 'run')}"
+        return f"<ActivationRecorder of {counts}, in {where}>"
 
 
 #: `with mt.record(…) as rec`.

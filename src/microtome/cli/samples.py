@@ -41,6 +41,14 @@ def count_samples(data: str) -> int:
     return len(_list_files(path)) if path.is_dir() else len(_ArrayFile(path))
 
 
+def describe_images(data: str, like: Tensor) -> Iterator[str]:
+    """Describe how images, if there are any, become samples."""
+    path = Path(data)
+    if path.is_dir() and any(file.suffix.lower() in _SUFFIXES for file in _list_files(path)):
+        resized = f"resized to {like.shape[-2]}x{like.shape[-1]}, " if like.ndim == 4 else ""
+        yield f"images are {resized}with values from 0 to 1, not normalized: for others, pass .npy files"
+
+
 def read_batches(data: str, size: int, like: Tensor) -> Iterator[Tensor]:
     """Read samples in batches, the last one possibly smaller, with the dtype and device of a tensor.
 
@@ -80,6 +88,8 @@ class _ArrayFile:
     def __init__(self, path: Path) -> None:
         numpy: Any = import_package("numpy")
         self._path = path
+        if path.exists() and path.suffix != ".npy":
+            raise BadFile(f"expected a .npy file, or a folder of .npy files or images, got {str(path)!r}")
         try:
             with open_regular(path) as stream:
                 version = numpy.lib.format.read_magic(stream)

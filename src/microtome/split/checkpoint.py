@@ -203,7 +203,7 @@ def load_stage(
     if not callable(model):
         name = model if isinstance(model, str) else "SOURCE:NAME"
         raise BadQuery(
-            f"expected a class or function that builds the model, got {model!r:.80}: pass such as "
+            f"expected a class or function that builds the model, got {model!r:.80}: pass "
             f"lambda: microtome.zoo.resolve({name!r}).model"
         )
     saved = _read_plan(Path(folder))

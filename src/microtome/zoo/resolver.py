@@ -36,12 +36,16 @@ class Resolved:
         model: In eval mode.
         inputs: The inputs passed to `resolve`, or the example inputs of the model's source.
         notes: Notes for the user.
+        file: The Python file that defines the model; None for models of packages with a source of their own.
+        has_random_weights: Whether the weights are random although trained ones are published.
     """
 
     name: str
     model: nn.Module
     inputs: Inputs
     notes: tuple[str, ...] = ()
+    file: str | None = None
+    has_random_weights: bool = False
 
     @property
     def arguments(self) -> str:
@@ -84,7 +88,8 @@ def resolve(
     elif meta:  # code that creates tensors on the device of its inputs must find the weights there
         positional, keyword = map_tensors(lambda tensor: tensor.to("meta"), (arguments.args, arguments.kwargs))
         arguments = Inputs(*positional, **keyword)
-    return Resolved(text, model, arguments, spec.notes)
+    is_random = spec.has_random_weights and weights is None
+    return Resolved(text, model, arguments, spec.notes, spec.file, has_random_weights=is_random)
 
 
 def _find(text: str, args: dict[str, Any], *, meta: bool) -> ModelSpec:
@@ -137,7 +142,7 @@ def _build(text: str, spec: ModelSpec, *, meta: bool) -> nn.Module:
             raise Unsupported(f"{text} cannot be built on the meta device: {reason}. Try it without meta") from error
         raise BuildFailed(f"{text} cannot be built: {reason}") from error
     if not isinstance(model, nn.Module):
-        raise NotAModule(f"{text} returned a {type(model).__name__}, expected an nn.Module")
+        raise NotAModule(f"expected {text} to return an nn.Module, got {type(model).__name__}")
     return model.eval()
 
 

@@ -20,7 +20,7 @@ from microtome.files.reading import translate_read_errors
 from microtome.files.tensors import CODE_DTYPES
 from microtome.files.types import find_mismatch
 from microtome.results.base import render
-from microtome.units import size
+from microtome.units import plural, size
 
 
 class Recording:
@@ -121,7 +121,8 @@ class Recording:
 
     def __repr__(self) -> str:
         tensors, dropped = self._totals.written, f", {self.dropped} dropped" if self.dropped else ""
-        return f"<Recording {str(self.folder)!r}: {len(self)} names, {tensors} tensors, {size(self.nbytes)}{dropped}>"
+        counts = f"{plural(len(self), 'name')}, {plural(tensors, 'tensor')}"
+        return f"<Recording {str(self.folder)!r}: {counts}, {size(self.nbytes)}{dropped}>"
 
     def _resolve(self, name: str) -> str:
         """Return the name in the files that a name means."""

@@ -35,7 +35,7 @@ def cuts(*, model: ModelOptions, depth: int | None, every: bool, best: By | None
     from microtome.report.formats import markdown, text
     from microtome.split.cuts.cuts import cuts as find_cuts
 
-    with show_progress(f"cutting {model.name}"), wrap_model_errors(model.name, resolved.arguments), torch.no_grad():
+    with show_progress(f"cutting {model.name}"), wrap_model_errors(resolved), torch.no_grad():
         result = replace(find_cuts(resolved.model, resolved.inputs), name=model.name)
     selection = CutSelection(depth, every=every)
     shown = partial(text, result, selection) if best is None else partial(details, result.best(best), result)

@@ -31,7 +31,7 @@ def graph(*, model: ModelOptions, depth: int | None, at: str | None, outputs: Ou
     from microtome.split.cuts.cuts import cuts as find_cuts
     from microtome.trace import trace
 
-    with show_progress(f"drawing {model.name}"), wrap_model_errors(model.name, resolved.arguments), torch.no_grad():
+    with show_progress(f"drawing {model.name}"), wrap_model_errors(resolved), torch.no_grad():
         run = trace(resolved.model, resolved.inputs)
         cut = None if at is None else find_cuts(resolved.model, resolved.inputs)[at]
     formats = {"svg": partial(run.to_svg, depth=depth, cut=cut), "dot": partial(run.to_dot, depth=depth, cut=cut)}

@@ -93,7 +93,7 @@ def _find_cuts(resolved: Resolved, codecs: tuple[str, ...]) -> tuple[Any, Any]:
     from microtome.plan.codec_benchmark import codec_costs
     from microtome.split.cuts.cuts import cuts as find_cuts
 
-    with wrap_model_errors(resolved.name, resolved.arguments), torch.no_grad():
+    with wrap_model_errors(resolved), torch.no_grad():
         cuts = replace(find_cuts(resolved.model, resolved.inputs), name=resolved.name)
         if not codecs:
             return cuts, None

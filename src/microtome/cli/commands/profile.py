@@ -86,7 +86,7 @@ def profile(
     options["energy"] |= energy_model is not None
     measure = [name for name in ("time", "memory", "energy", "load") if options.pop(name)]
     html_file = outputs.files["html"]
-    check_opened(html_file, is_opened=is_opened)
+    check_opened(html_file, "--html", is_opened=is_opened)
     if "time" not in measure and (outputs.files["perfetto"] or outputs.files["speedscope"]):
         raise click.UsageError("--perfetto and --speedscope need times: measure them with --time")
     if model.meta and model.device is not None:
@@ -105,7 +105,7 @@ def profile(
     description = f"{'measuring' if measure else 'counting'} {model.name}"
     with (
         show_progress(description) as progress,
-        wrap_model_errors(model.name, resolved.arguments),
+        wrap_model_errors(resolved),
         torch.set_grad_enabled(options["backward"]),
     ):
         result = profile_model(

@@ -11,7 +11,7 @@ import click
 
 from microtome.cli.options.choices import REDUCTIONS
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
-from microtome.cli.progress import show_progress
+from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import BadFile, Unsupported
 from microtome.units import plural, seconds, size
 
@@ -38,14 +38,15 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
     reads the folder.
     """
     model.check_has_values()
-    resolved = model.resolve()
+    resolved = model.resolve(uses_values=True)
     import torch
 
     from microtome.capture.record import ActivationRecorder
-    from microtome.cli.samples import count_samples, read_batches, single_tensor
+    from microtome.cli.samples import count_samples, describe_images, read_batches, single_tensor
 
     like = single_tensor(resolved.inputs, "record others from Python, with mt.record")
     total = -(-count_samples(data) // batch)
+    print_notes(describe_images(data, like))
     with show_progress(f"recording {model.name}") as progress:
 
         def update(totals: RecordTotals) -> None:
@@ -54,13 +55,14 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
         recorder = ActivationRecorder(resolved.model, list(select), progress=update, **options)
         with _rename_options(), recorder, torch.no_grad():
             for x in read_batches(data, batch, like):
-                with wrap_model_errors(model.name, tuple(x.shape), hint=""):
+                with wrap_model_errors(resolved, tuple(x.shape), hint=""):
                     resolved.model(x)
     totals = recorder.totals
     dropped = f"; {recorder.dropped} over the limit were dropped" if recorder.dropped else ""
+    what = "outputs, only their statistics kept, " if options["keep"] == "stats" else ""
     click.echo(
         f"{plural(totals.records, 'record')} of {plural(len(recorder), 'layer')} in {plural(totals.runs, 'run')}, "
-        f"{size(totals.nbytes)} in {seconds(totals.seconds)} ({_rate(totals)}), in {options['to']}{dropped}"
+        f"{size(totals.nbytes)} {what}in {seconds(totals.seconds)} ({_rate(totals)}), in {options['to']}{dropped}"
     )
 
 

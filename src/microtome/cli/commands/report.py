@@ -17,7 +17,7 @@ from microtome.results.base import write
 @open_option
 def report(profile: str, html_file: str, cuts: str | None, compare: str | None, *, is_opened: bool) -> None:
     """Write a profile that `microtome profile --json` wrote as one self-contained HTML page."""
-    check_opened(html_file, is_opened=is_opened)
+    check_opened(html_file, "-o", is_opened=is_opened)
     if html_file != "-":
         check_writable(html_file)
     result = load_profile(profile)

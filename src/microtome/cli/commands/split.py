@@ -24,12 +24,14 @@ def split(*, model: ModelOptions, at: tuple[str, ...], to: str) -> None:
 
     MODEL is as for `microtome profile`; `microtome cuts` lists the addresses. microtome.load_stage reads the folder.
     """
-    resolved = model.resolve()
+    if "auto" in at:
+        raise click.UsageError("--at auto is for microtome run: microtome plan finds the best cut, pass its address")
+    resolved = model.resolve(uses_values=True)
     import torch
 
     from microtome.split import split as split_model
 
-    with show_progress(f"splitting {model.name}"), wrap_model_errors(model.name, resolved.arguments), torch.no_grad():
+    with show_progress(f"splitting {model.name}"), wrap_model_errors(resolved), torch.no_grad():
         stages = split_model(resolved.model, resolved.inputs, at)
         stages.save(to)
     click.echo(f"{model.name} cut at {', '.join(stages.at)}: {stages.verified}, on {resolved.arguments}")

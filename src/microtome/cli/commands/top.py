@@ -29,7 +29,7 @@ def top(*, model: ModelOptions, n: int, time: bool, outputs: Outputs) -> None:
     from microtome.report.top import as_json, text
 
     description = f"{'measuring' if time else 'counting'} {model.name}"
-    with show_progress(description) as progress, wrap_model_errors(model.name, resolved.arguments), torch.no_grad():
+    with show_progress(description) as progress, wrap_model_errors(resolved), torch.no_grad():
         result = profile_model(resolved.model, resolved.inputs, measure=["time"] if time else [], progress=progress)
     result = replace(result, name=model.name)
     outputs.write({"json": partial(as_json, result, n)}, partial(text, result, n))

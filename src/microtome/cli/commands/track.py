@@ -55,7 +55,7 @@ def _run(model: ModelOptions) -> list[_TrackRow]:
     def number(call: Call, phase: Phase) -> None:
         order[phase].setdefault(call, len(order[phase]) + 1)
 
-    with track_model(resolved.model, on_enter=number), wrap_model_errors(model.name, resolved.arguments):
+    with track_model(resolved.model, on_enter=number), wrap_model_errors(resolved):
         output = resolved.inputs.run(resolved.model)
         losses = [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]
         if losses:  # none if the model returns indices, or runs without gradients
@@ -78,4 +78,6 @@ def _text(name: str, rows: list[_TrackRow]) -> str:
         Column("backward", lambda row: UNKNOWN if row.backward is None else str(row.backward)),
     )
     note = "backward: the order in which autograd reached each call"
+    if any(row.backward is None for row in rows):
+        note += f"; {UNKNOWN}: it did not, as the call's output needs no gradient or none flows back through it"
     return render_text(Report(f"{name}: the order of calls", (Table.of(columns, rows),), (note,)))

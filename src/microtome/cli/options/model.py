@@ -39,10 +39,16 @@ class ModelOptions:
     meta: bool = False
     device: str | None = None
 
-    def resolve(self) -> Resolved:
-        """Build the model and its inputs on their device, and print the notes on it."""
+    def resolve(self, *, uses_values: bool = False) -> Resolved:
+        """Build the model and its inputs on their device, and print the notes on it.
+
+        Args:
+            uses_values: Whether outputs depend on the values of weights; print a note if these are random.
+        """
         self._check_device()
         resolved = self._build()
+        if uses_values and resolved.has_random_weights:
+            print_notes([f"the weights of {self.name} are random: load trained ones with --weights FILE"])
         if self.device is None:
             return resolved
         with self._wrap_device_errors():
@@ -56,7 +62,7 @@ class ModelOptions:
         self.check_has_values()
         self._check_device()
         if self.stages is None:
-            resolved = self.resolve()
+            resolved = self.resolve(uses_values=True)
             return resolved.model, resolved.inputs
         import_torch()
         from microtome.split.checkpoint import load_stage
@@ -167,12 +173,21 @@ def model_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 @contextmanager
-def wrap_model_errors(name: str, inputs: object, hint: str = ". Pass others with --input") -> Iterator[None]:
-    """Raise BadInputs for an error in the model's own code, with the inputs that it ran on."""
+def wrap_model_errors(
+    resolved: Resolved, inputs: object = None, hint: str = ". Pass others with --input"
+) -> Iterator[None]:
+    """Raise BadInputs for an error in the model's own code, with its line there and the inputs that it ran on.
+
+    Args:
+        inputs: The inputs, if not those of the model.
+    """
     try:
         yield
     except MicrotomeError:
         raise
     except Exception as error:
-        message = f"{name} does not run on {inputs}: {describe_error(error)}{hint}"
+        from microtome.user_code import line_of
+
+        reason = f"{describe_error(error).rstrip('.')}{line_of(error, resolved.file)}"
+        message = f"{resolved.name} does not run on {inputs or resolved.arguments}: {reason}{hint}"
         raise BadInputs("\n  ".join([message, *getattr(error, "__notes__", [])])) from error

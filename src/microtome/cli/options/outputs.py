@@ -118,10 +118,10 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def check_opened(file: str | None, *, is_opened: bool) -> None:
+def check_opened(file: str | None, option: str, *, is_opened: bool) -> None:
     """Raise if `--open` is set and the page is not written to a file."""
     if is_opened and file in (None, "-"):
-        raise click.UsageError("--open needs a page in a file: name one")
+        raise click.UsageError(f"--open needs a page in a file: expected {option} FILE, got {file or 'none'}")
 
 
 def open_page(file: str) -> None:

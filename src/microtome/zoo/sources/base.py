@@ -19,16 +19,18 @@ class ModelSpec:
     """A model that can be built.
 
     Attributes:
-        build: Builds the model, with random weights.
+        build: Builds the model.
         example: Returns example inputs for the built model, as `Inputs.of` accepts them; None if they are unknown.
         notes: Notes for the user.
         file: The Python file whose line number belongs in error messages.
+        has_random_weights: Whether the weights are random although trained ones are published.
     """
 
     build: Callable[[], Any]
     example: Callable[[nn.Module], Any]
     notes: tuple[str, ...] = ()
     file: str | None = None
+    has_random_weights: bool = False
 
 
 class ModelSource(Protocol):

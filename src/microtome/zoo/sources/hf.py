@@ -42,7 +42,7 @@ def find(name: str, args: dict[str, Any]) -> ModelSpec:
         with _offline():
             return model_class._from_config(config)  # as AutoModel.from_config, but runs no code in a folder
 
-    return ModelSpec(build, transformers_example)
+    return ModelSpec(build, transformers_example, has_random_weights=True)
 
 
 @contextmanager

@@ -24,7 +24,9 @@ def find(name: str, args: dict[str, Any]) -> ModelSpec:
         raise no_such_model("timm", name, timm.list_models())
 
     return ModelSpec(
-        lambda: timm.create_model(name, **({"pretrained": False} | args)), lambda model: timm_example(model, **args)
+        lambda: timm.create_model(name, **({"pretrained": False} | args)),
+        lambda model: timm_example(model, **args),
+        has_random_weights=not args.get("pretrained"),
     )
 
 

@@ -33,6 +33,7 @@ def find(name: str, args: dict[str, Any]) -> ModelSpec:
         lambda: builder(**(_defaults(builder) | args)),
         lambda model: _example(model, models.get_model_weights(name)),
         notes,
+        has_random_weights=args.get("weights") is None,
     )
 
 
