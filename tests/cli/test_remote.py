@@ -58,7 +58,12 @@ def good(*words: Any) -> Result:
 def test_ping_says_who_answers_and_how_fast_the_way_is(server: Server) -> None:
     output = good("ping", server.address).output
     assert f"{server.address} serves ResNet on cpu" in output
-    for words in (f"microtome {mt.__version__}, torch {torch.__version__}, protocol 1", "raw, zstd", "(input), "):
+    for words in (
+        f"microtome {mt.__version__}, torch {torch.__version__}, protocol 1",
+        "raw, zstd",
+        "(input), ",
+        "11.1 k",
+    ):
         assert words in output
     assert re.search(r"round trip +\S+ (ms|us) min / \S+ (ms|us) median", output)
     assert re.search(r"bandwidth +\S+ [MG]bps up / \S+ [MG]bps down", output)
@@ -71,7 +76,7 @@ def test_ping_writes_json(server: Server, tmp_path: Path) -> None:
     good("ping", server.address, "--json", file)
     found = json.loads(file.read_text())
     assert found["cuts"] == list(server.served.cuts)
-    assert found["fingerprint"] == server.served.fingerprint
+    assert (found["fingerprint"], found["params"]) == (server.served.fingerprint, server.served.params)
     assert 0 < found["rtt_s"] <= found["rtt_median_s"]
     assert json.loads(good("ping", server.address, "--json", "-").stdout)["model"] == "ResNet"
 
