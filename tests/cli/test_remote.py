@@ -272,6 +272,7 @@ def test_a_warning_is_a_line_without_source_code(tmp_path: Path) -> None:
         (["run", MODEL, "--server", "{server}", "--at", "layer1", "--codec", "zip"], "no codec 'zip'"),
         (["run", MODEL, "--server", "{server}", "--at", "layer1", "--data", "/no/x.npy"], "cannot read '/no/x.npy'"),
         (["run", MODEL, "--server", "{server}", "--at", "layer1", "--data", "{flat}"], "does not run on Inputs(1x5:"),
+        (["run", MODEL, "--server", "{server}", "--at", "layer1", "--data", "{flat}"], "\n  in the call 'stem"),
         (["run", MODEL, "--server", "{server}", "--at", "", "--data", "{flat}"], "could not answer: RuntimeError"),
         (["run", MODEL, "--server", "{server}", "--data", "a", "--repeat", "2"], "choose one of --data and --repeat"),
         (["run", MODEL, "--server", "{server}", "--deadline", "0"], "0.0 is not in the range x>0"),

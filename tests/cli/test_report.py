@@ -117,7 +117,9 @@ def test_a_page_that_cannot_be_written_is_said_in_words(tmp_path: Path) -> None:
     result = run("report", tmp_path / "p.json", "-o", tmp_path / "none" / "x.html")
     assert result.exit_code == 2
     assert f"Error: cannot write '{tmp_path}/none/x.html': No such file or directory" in result.output
-    with pytest.raises(BadFile, match=r"cannot write '.*/none/x.html': No such file or directory"):
+    with pytest.raises(
+        BadFile, match=r"cannot write '.*/none/x.html': No such file or directory: create the folder first"
+    ):
         p.to_html(tmp_path / "none" / "x.html")
 
 

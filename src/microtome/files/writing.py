@@ -34,7 +34,8 @@ def translate_write_errors(target: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BadFile(f"cannot write {target}: {error.strerror or describe_error(error)}") from error
+        advice = ": create the folder first" if isinstance(error, FileNotFoundError) else ""
+        raise BadFile(f"cannot write {target}: {error.strerror or describe_error(error)}{advice}") from error
 
 
 def open_for_writing(file: Path, flags: int) -> int:

@@ -107,7 +107,7 @@ def write(text: str, file: File | None) -> str:
     >>> write("text", "/does/not/exist.md")
     Traceback (most recent call last):
         ...
-    microtome.errors.BadFile: cannot write '/does/not/exist.md': No such file or directory
+    microtome.errors.BadFile: cannot write '/does/not/exist.md': No such file or directory: create the folder first
     """
     if file is None:
         return text

@@ -102,7 +102,7 @@ def save_stages(
 
 def _check_replaceable(folder: Path, at: Sequence[str], fingerprint: str) -> None:
     """Raise if a folder holds anything but the same model, cut at the same calls, possibly with other weights."""
-    if not os.path.lexists(folder / _PLAN):
+    if not (folder / _PLAN).is_file() or (folder / _PLAN).is_symlink():  # a link is replaced, and not followed
         return
     advice = "save to another folder, or remove it first"
     try:

@@ -15,7 +15,7 @@ from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import connection_options, server_option
 from microtome.cli.options.model import ModelOptions, model_options
 from microtome.cli.options.outputs import Outputs, check_distinct, output_options
-from microtome.cli.progress import show_progress
+from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import BadInputs, MicrotomeError, RemoteError, SensorFailed, describe_error
 
 if TYPE_CHECKING:
@@ -115,10 +115,11 @@ def _make_items(data: str | None, repeat: int, batch: int, example: Inputs) -> t
     """Return the inputs of each request, and the number of requests."""
     if data is None:
         return repeat_item(example, repeat), repeat
-    from microtome.cli.samples import count_samples, read_batches, single_tensor
+    from microtome.cli.samples import count_samples, describe_images, read_batches, single_tensor
     from microtome.inputs import Inputs
 
     like = single_tensor(example, "run others from Python, with mt.connect")
+    print_notes(describe_images(data, like))
     return map(Inputs, read_batches(data, batch, like)), -(-count_samples(data) // batch)
 
 
@@ -158,7 +159,8 @@ def _stream(
     except MicrotomeError:
         raise
     except Exception as error:
-        raise BadInputs(f"the model does not run on {last or 'the data'}: {describe_error(error)}") from error
+        message = f"the model does not run on {last or 'the data'}: {describe_error(error)}"
+        raise BadInputs("\n  ".join([message, *getattr(error, "__notes__", [])])) from error
     return requests, samples
 
 
