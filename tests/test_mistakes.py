@@ -68,6 +68,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     # -- edits and stages
     "an edit that is not called": (lambda: mt.edit(RESNET, {"layer1": mt.zero}), "call it, as in mt.zero"),
     "a tail on inputs": (lambda: stages()[1](X), "takes the output of the stage before it: expected one Boundary"),
+    "a head on a boundary": (
+        lambda: stages()[0](stages()[0](X)),
+        "the head takes the inputs of the model, got a Bound",
+    ),
     "a head with more inputs": (lambda: stages()[0](X, X), "expected|differ"),
     "bytes that are no boundary": (lambda: mt.Boundary.from_bytes(b"hello"), "not a boundary: expected at least"),
     # -- files and servers

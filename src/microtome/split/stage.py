@@ -103,7 +103,7 @@ class Stage:
             release: Drop each tensor from the boundary after its last use, so that memory is free as early as in a run
                 of the whole model; the boundary is empty afterwards.
         """
-        boundary = None if self._begins is None else self._check_boundary(args, kwargs)
+        boundary = self._check_boundary(args, kwargs)
         # A session takes longer to make than to open, so it is reused; several threads may run the stage at once.
         probes = tuple(probes)
         session, run = (None if probes else self._idle_session()) or self._make_session(probes)
@@ -178,8 +178,11 @@ class Stage:
         tensors = {name: tensor_at(self.model, name) for name in self._parameters}
         return [name for name, tensor in tensors.items() if tensor is None or tensor.is_meta]
 
-    def _check_boundary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundary:
-        assert self._begins is not None
+    def _check_boundary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundary | None:
+        if self._begins is None:
+            if any(isinstance(value, Boundary) for value in (*args, *kwargs.values())):
+                raise BadInputs("the head takes the inputs of the model, got a Boundary: pass it to the next stage")
+            return None
         if len(args) != 1 or kwargs or not isinstance(args[0], Boundary):
             raise BadInputs(f"stage {self.index} takes the output of the stage before it: expected one Boundary")
         boundary = args[0]
