@@ -27,6 +27,19 @@ def test_track_shows_every_call_of_every_built_in_model(name: str) -> None:
     assert type(model).__name__ in done.output
 
 
+def test_track_explains_calls_without_a_backward(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Sequential):\n"
+        "    example_inputs = '1x2'\n"
+        "    def __init__(self): super().__init__(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))\n"
+        "    def forward(self, x): return self[1](self[0](x).detach())\n"
+    )
+    note = ": it did not, as the call's output needs no gradient or none flows back through it"
+    assert note in " ".join(microtome("track", f"{tmp_path}/net.py:Net").output.split())
+    assert note not in " ".join(microtome("track", "zoo:tiny-lstm").output.split())
+
+
 def test_track_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     assert microtome("track", "zoo:tiny-lstm", "--json", str(file)).exit_code == 0
