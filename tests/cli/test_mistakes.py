@@ -81,7 +81,7 @@ MISTAKES = [
     ("record zoo:tiny-vit block.0 --data x.npy --to acts", r"'block\.0'\. Did you mean 'blocks\.0'"),
     # -- servers
     ("ping 7070:localhost", r"such as host:7070, got '7070:localhost': did you mean localhost:7070\?"),
-    ("ping localhost", r"such as host:7070, got 'localhost': add the port, such as :7070"),
+    ("ping localhost", r"such as host:7070, got 'localhost': add the port, such as localhost:7070"),
     ("serve zoo:tiny-vit --listen 7070", r"got '7070': did you mean 127\.0\.0\.1:7070\?"),
     ("run zoo:tiny-vit --server localhost:70700", r"such as host:7070, got 'localhost:70700'"),
     ("serve zoo:tiny-vit --max-message big", r"expected a number of bytes, such as 4GB or 256MiB, got 'big'"),
