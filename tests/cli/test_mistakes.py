@@ -70,6 +70,8 @@ MISTAKES = [
         "track raises.py:Net",
         r"does not run on x 1x2: KeyError: 'y' \(line 6 of raises\.py\)\. Pass others with --input",
     ),
+    ("profile zoo:tiny-lstm --input 1x4", r"Long, Int; .*'1x128:int64' is for token ids"),
+    ("profile zoo:tiny-lstm --meta --input 1x4", r"does not run on .*Long, Int; .*'1x128:int64' is for token ids"),
     ("profile zoo:tiny-vit --input 1,3,32,32", r"did you mean '1x3x32x32'\?"),
     ("profile zoo:tiny-vit --weights missing.safetensors", r"there is no file missing\.safetensors"),
     ("profile zoo:tiny-vit --weights p.json", r"expected a \.safetensors, \.pt or \.pth file of weights, got p\.json"),

@@ -86,7 +86,7 @@ def test_saving_does_not_replace_another_split_or_another_plan(tmp_path: Path) -
     wider = zoo.resolve("zoo:tiny-resnet", args={"classes": 4}).model
     for stages in (mt.split(model, x, at="layer2"), mt.split(wider, x, at="layer1")):
         with pytest.raises(
-            BadFile, match=r"already holds a split of another ResNet, at 'layer1': save to another folder, or remove it"
+            BadFile, match=r"already holds another split, of ResNet at 'layer1': save to another folder, or remove it"
         ):
             stages.save(tmp_path)
     assert (tmp_path / "plan.json").read_bytes() == before

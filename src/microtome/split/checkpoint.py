@@ -111,7 +111,7 @@ def _check_replaceable(folder: Path, at: Sequence[str], fingerprint: str) -> Non
         raise BadFile(f"cannot save stages to {str(folder)!r}, which has another {_PLAN}: {advice}") from error
     if (saved.at, _structure(saved.fingerprint)) != (list(at), _structure(fingerprint)):
         cuts = ", ".join(map(repr, saved.at))
-        raise BadFile(f"{str(folder)!r} already holds a split of another {saved.model}, at {cuts}: {advice}")
+        raise BadFile(f"{str(folder)!r} already holds another split, of {saved.model} at {cuts}: {advice}")
 
 
 def _structure(fingerprint: str) -> str:

@@ -87,7 +87,7 @@ def resolve(
         load_weights(model, weights, text, meta=meta)
     elif meta:  # code that creates tensors on the device of its inputs must find the weights there
         positional, keyword = map_tensors(lambda tensor: tensor.to("meta"), (arguments.args, arguments.kwargs))
-        arguments = Inputs(*positional, **keyword)
+        arguments = arguments.with_arguments(positional, keyword)
     is_random = spec.has_random_weights and weights is None
     return Resolved(text, model, arguments, spec.notes, spec.file, has_random_weights=is_random)
 
