@@ -300,6 +300,19 @@ def test_a_recorder_that_could_not_be_made_leaves_the_folder_free(tmp_path: Path
         model(torch.rand(1, 3))
 
 
+def test_a_recording_of_nothing_leaves_no_folder(tmp_path: Path) -> None:
+    model = chain()
+    for folder, is_left in ((tmp_path / "new", False), (tmp_path / "old", True)):
+        if is_left:
+            folder.mkdir()
+        with pytest.raises(RuntimeError, match="mat1 and mat2"), mt.record(model, "0", to=folder):
+            model(torch.rand(1, 99))
+        assert folder.exists() == is_left
+        with mt.record(model, "0", to=folder):
+            model(torch.rand(1, 3))
+        assert len(mt.load(folder)["0"]) == 1
+
+
 def test_a_file_is_not_a_folder_to_record_to(tmp_path: Path) -> None:
     (tmp_path / "net.py").touch()
     with pytest.raises(

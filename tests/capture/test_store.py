@@ -839,7 +839,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="expected a new or empty folder or a recording, .* which has 'thesis.txt'"):
         DiskStore(tmp_path, MANIFEST, append=True)
     assert os.listdir(tmp_path) == ["thesis.txt"]
-    with pytest.raises(BadFile, match="cannot record to .*thesis.txt': File exists"):
+    with pytest.raises(BadFile, match="expected a folder to record to, got the file '.*thesis.txt'"):
         DiskStore(tmp_path / "thesis.txt", MANIFEST)
 
 

@@ -161,6 +161,7 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
             self._session = session.__enter__()
         except BaseException:
             self._store.close()
+            self._store.discard_empty()
             raise
         self._began = perf_counter()
         return self
@@ -181,6 +182,7 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
                 self._is_done = True
                 self._seconds = perf_counter() - self._began
                 self._store.close()
+                self._store.discard_empty()
         if error is None and (self._runs or not self._failed):
             self._check_recorded(probe)
 

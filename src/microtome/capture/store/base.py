@@ -63,6 +63,9 @@ class TensorStore:
         """
         raise NotImplementedError
 
+    def discard_empty(self) -> None:
+        """Remove what a store without tensors leaves behind."""
+
     def begin_run(self) -> None:
         """Begin a run of the model."""
 

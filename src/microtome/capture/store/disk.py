@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from microtome.capture.store.base import Keep, TensorStore, memory_bytes, must_copy, to_contiguous
 from microtome.capture.store.batch import Batch, ShardWriter, can_be_own_part
-from microtome.capture.store.folder import claim, open_recording, record_error
-from microtome.capture.store.index import tensor_key
+from microtome.capture.store.folder import LOCK, MANIFEST, claim, open_recording, record_error
+from microtome.capture.store.index import INDEX, tensor_key
 from microtome.capture.store.recording import Recording, open_folder
 from microtome.capture.store.series import Series
 from microtome.capture.store.stats import Stats
@@ -61,6 +62,7 @@ class DiskStore(TensorStore):
         self.folder = Path(folder)
         self._queue_bytes = queue_bytes
         self._shard_bytes = min(shard_bytes, (queue_bytes + 1) // 2)  # else nothing would be written while it fills
+        self._is_new = not self.folder.exists()
         self._file_lock = claim(self.folder)
         try:
             self._totals = open_recording(self.folder, manifest, self._empty_stats, append=append, keep=keep, sync=sync)
@@ -192,6 +194,14 @@ class DiskStore(TensorStore):
                 self._file_lock.release()
             if not self._is_error_raised:
                 self._check_failed()
+
+    def discard_empty(self) -> None:
+        """After `close`, remove the folder if this store created it and nothing was added."""
+        if self._is_new and not self.count and self._closed:
+            with suppress(OSError):  # such as a file of others
+                for name in (MANIFEST, INDEX, LOCK):
+                    (self.folder / name).unlink(missing_ok=True)
+                self.folder.rmdir()
 
     def __enter__(self) -> Self:
         return self
