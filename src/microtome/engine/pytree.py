@@ -101,8 +101,24 @@ def node_type(value: Any) -> NodeType | None:
     return None if node is RECORD and not is_record(value) else node
 
 
+#: Classes whose objects are leaves because calls mutate them, and the next run goes on with them, such as a KV cache.
+STATE_CLASSES: list[type] = []
+
+
+def declare_state(cls: type) -> None:
+    """Treat the objects of a class as leaves from now on."""
+    if cls not in STATE_CLASSES:
+        STATE_CLASSES.append(cls)
+        _class_node_type.cache_clear()  # type: ignore[attr-defined]
+
+
+def is_state(value: Any) -> bool:
+    """Whether an object is of a class that was declared to be state."""
+    return isinstance(value, tuple(STATE_CLASSES))
+
+
 def _find_node_type(cls: Any) -> NodeType | None:
-    if issubclass(cls, int | float | str | Size | Tensor | None):
+    if issubclass(cls, int | float | str | Size | Tensor | None) or issubclass(cls, tuple(STATE_CLASSES)):
         return None
     if issubclass(cls, list | tuple):
         return SEQUENCE

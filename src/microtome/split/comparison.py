@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine.attributes import attributes_of
-from microtome.engine.pytree import DATACLASS, MAPPING, SEQUENCE, SET, node_type
+from microtome.engine.pytree import DATACLASS, MAPPING, SEQUENCE, SET, is_state, node_type
 from microtome.files.tensors import resolve_lazy_bits
+from microtome.split.state.contents import format_path, parts_of
 
 _MAX_DEPTH = 12  # an object may contain itself
 
@@ -33,7 +34,7 @@ class Difference(NamedTuple):
 
 def differences(value: Any, expected: Any, path: str = "", depth: int = 0) -> Iterator[Difference]:
     """Find the differences between two values, also inside objects such as a KV cache."""
-    if depth > _MAX_DEPTH or value is expected:
+    if depth > _MAX_DEPTH or value is expected or is_state(value):  # each stage has its own part of the state
         return
     if isinstance(value, Tensor) and isinstance(expected, Tensor):
         yield from _compare_tensors(value, expected, path)
@@ -63,6 +64,18 @@ def differences(value: Any, expected: Any, path: str = "", depth: int = 0) -> It
             yield from differences(attributes, attributes_of(expected), path, depth + 1)
         elif _defines_equality(type(value)) and value != expected:
             yield Difference(path, f"{value!r:.80} instead of {expected!r:.80}")
+
+
+def state_differences(expected: Any, states: Sequence[Any]) -> Iterator[Difference]:
+    """Find the differences between a state object and those of the stages, which together have all values of it."""
+    parts = [parts_of(state) for state in states]
+    for path, part in parts_of(expected).items():
+        if isinstance(part.value, Tensor) and part.value.numel():
+            values = [one[path].value for one in parts if path in one and type(one[path].value) is Tensor]
+            if not values:
+                yield Difference(f"the state{format_path(path)}", "no values in any stage")
+            for value in values:
+                yield from _compare_tensors(value, part.value, f"the state{format_path(path)}")
 
 
 def _defines_equality(cls: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -95,11 +95,18 @@ class Stage:
         return self.run(args, kwargs)
 
     def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], probes: Iterable[Probe] = (), *, release: bool = False
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        probes: Iterable[Probe] = (),
+        *,
+        states: Sequence[Any] | None = None,
+        release: bool = False,
     ) -> Any:
         """Run the stage, observed by probes.
 
         Args:
+            states: The state objects of a stage other than the first; None: new ones.
             release: Drop each tensor from the boundary after its last use, so that memory is free as early as in a run
                 of the whole model; the boundary is empty afterwards.
         """
@@ -108,9 +115,10 @@ class Stage:
         probes = tuple(probes)
         session, run = (None if probes else self._idle_session()) or self._make_session(probes)
         with self._cleanup(session, run, reuse=not probes):
-            run.begin(boundary, None if boundary is None else self.device, release=release)
+            states = self.spec.new_states() if states is None and boundary is not None else states or ()
+            run.begin(boundary, None if boundary is None else self.device, states, release=release)
             if boundary is None:
-                inputs = Inputs(*args, **kwargs)
+                inputs = self.spec.complete(Inputs(*args, **kwargs))
                 got = flatten((inputs.args, inputs.kwargs), arrays=[])[0]
                 check_structure("arguments of the head, positional and by name", self.spec.inputs, got)
             else:

@@ -17,11 +17,13 @@ from microtome.inputs import Inputs, device_of
 from microtome.results.trace import Trace, TracedCall
 from microtome.split.analysis.call_structure import CallRecorder, CallStructure, ranks
 from microtome.split.analysis.dataflow import Dataflow, Scalars
+from microtome.split.analysis.mutated_objects import MutatedObject, declare_states
 from microtome.split.analysis.randomness import CallOrderProbe, Draw, PythonDraw, PythonDrawProbe, find_varying_calls
 from microtome.split.analysis.signature import describe
 from microtome.split.analysis.structure_spec import StructureSpec, TensorSpec, flatten
 from microtome.split.boundary.serialization import DTYPES
 from microtome.split.cuts.state import State, StateProbe, analyze_state
+from microtome.split.state.contents import digest_of
 from microtome.trace.trace import record
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ class Analysis:
     """The trace of one run, with what a split has to know of its calls and operators.
 
     Attributes:
+        mutated_objects: The objects that calls mutate, and state that the model makes itself.
+        first_states: A digest of the state objects when the first call takes them.
         call_structures: One for each of `trace.calls`.
         input_spec: The structure of the model's arguments.
         input_ranks: The rank of each tensor among these; see `CallStructure`.
@@ -46,9 +50,12 @@ class Analysis:
         opaque_output_values: The values inside opaque objects of the model's output, such as a KV cache.
         state: The state in module attributes that is carried from run to run.
         python_draws: The draws from the generators of Python and numpy.
+        created_states: The state that the model makes itself if it is not passed, by argument; new for a first step.
         varying_calls: The addresses of the calls whose children differ between runs, by the random numbers drawn.
     """
 
+    mutated_objects: list[MutatedObject]
+    first_states: str | None
     trace: Trace
     call_structures: list[CallStructure]
     input_spec: StructureSpec
@@ -64,6 +71,7 @@ class Analysis:
     state: State = field(repr=False)
     python_draws: list[PythonDraw] = field(repr=False)
     varying_calls: frozenset[str]
+    created_states: dict[str, Any] = field(default_factory=dict)
     _touched: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -210,8 +218,23 @@ class _Attempt(NamedTuple):
 
 
 def analyze(model: nn.Module, inputs: Any) -> Analysis:
-    """Trace one run of the model, without values where possible; three runs if it sets attributes of its modules."""
+    """Trace one run of the model, without values where possible; three runs if it sets attributes of its modules.
+
+    If calls mutate an object that the model takes, or makes and returns, such as a KV cache, that object is state: the
+    model is traced again with it as an argument. It is not if the model changes a new object before the first call:
+    what is copied there is no new object.
+    """
     example = Inputs.of(inputs, check_model(model))
+    analysis = _analyze(model, example)
+    if (created := declare_states(model, analysis.mutated_objects)) is not None:
+        with_states = _analyze(model, example.with_arguments(example.args, {**example.kwargs, **created}))
+        if not created or with_states.first_states == digest_of(created.values(), values=False):
+            with_states.created_states = created
+            return with_states
+    return analysis
+
+
+def _analyze(model: nn.Module, example: Inputs) -> Analysis:
     attempts: list[tuple[_Attempt, TraceRecorder]] = []
     state = State()
 
@@ -232,6 +255,8 @@ def analyze(model: nn.Module, inputs: Any) -> Analysis:
     arrays: list[Any] = []
     input_spec, tensors, _ = flatten((example.args, example.kwargs), arrays=arrays)
     return Analysis(
+        mutated_objects=probe.mutations.found,
+        first_states=probe.mutations.first_digest,
         trace=trace,
         call_structures=list(probe.call_structures.values()),
         input_spec=input_spec,

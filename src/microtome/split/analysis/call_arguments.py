@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
 from microtome.engine.attributes import dict_of
-from microtome.engine.pytree import MAPPING, node_type, tensor_occurrences
+from microtome.engine.pytree import MAPPING, STATE_CLASSES, is_state, node_type, tensor_occurrences
 from microtome.engine.torch_internals import version_of
 from microtome.split.analysis.arrays import is_array
 from microtome.split.analysis.structure_spec import opaque_objects_in
@@ -27,6 +27,7 @@ class CallArguments(NamedTuple):
         contents: The keys and children of each of these.
         objects: The leaves other than tensors and plain values.
         states: The state of each of these.
+        state_objects: The state objects, such as a KV cache, each once.
     """
 
     tensors: list[Tensor]
@@ -35,6 +36,7 @@ class CallArguments(NamedTuple):
     contents: list[list[Any]]
     objects: list[Any]
     states: list[Any]
+    state_objects: list[Any]
 
     def mutated_tensors(self) -> Iterator[int]:
         """The tensors written to since, as indices; none under inference mode, where torch has no version counters."""
@@ -54,10 +56,10 @@ class CallArguments(NamedTuple):
 def record_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
     """Record the arguments of a call."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # by far the most frequent
-        return CallArguments([args[0]], [version_of(args[0])], [], [], [], [])
+        return CallArguments([args[0]], [version_of(args[0])], [], [], [], [], [])
     tensors = list(tensor_occurrences((args, kwargs)))
     containers = containers_in((args, tuple(kwargs.values())))
-    objects = list(opaque_objects_in((args, kwargs)))
+    objects = [item for item in opaque_objects_in((args, kwargs)) if not is_state(item)]
     return CallArguments(
         tensors,
         [version_of(tensor) for tensor in tensors],
@@ -65,7 +67,15 @@ def record_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArgum
         list(map(_contents, containers)),
         objects,
         list(map(state_of, objects)),
+        state_objects_in((args, kwargs)),
     )
+
+
+def state_objects_in(value: Any) -> list[Any]:
+    """The state objects in a value, each once."""
+    if not STATE_CLASSES:
+        return []
+    return list({id(item): item for item in opaque_objects_in(value) if is_state(item)}.values())
 
 
 def containers_in(value: Any) -> list[Any]:

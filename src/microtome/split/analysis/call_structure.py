@@ -14,10 +14,12 @@ from microtome.engine.probes import AnyOp, Where
 from microtome.engine.pytree import reachable_tensors
 from microtome.split.analysis.call_arguments import CallArguments, containers_in, record_arguments
 from microtome.split.analysis.dataflow import Scalars, describe_scalars
+from microtome.split.analysis.mutated_objects import MutatedObjects
 from microtome.split.analysis.randomness import Draw, is_random
 from microtome.split.analysis.signature import Arguments, describe
 from microtome.split.analysis.structure_spec import StructureSpec, flatten
 from microtome.split.cuts.state import TORCH_ATTRIBUTES, changed_attributes, module_state
+from microtome.split.state.contents import Part, Path, changed_paths, parts_of
 
 if TYPE_CHECKING:
     from microtome.trace.recorder import TraceRecorder
@@ -39,6 +41,7 @@ class CallStructure:
         output_ranks: The rank of each tensor of its output.
         arguments: Its arguments, as far as they can be compared between processes.
         hook_mutations: The attributes that its module's forward hooks set on enclosing modules, by path.
+        state_paths: The parts that it changed of each state object among its arguments.
     """
 
     output: StructureSpec
@@ -50,6 +53,7 @@ class CallStructure:
     output_ranks: tuple[int, ...] = ()
     arguments: Arguments | None = None
     hook_mutations: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    state_paths: tuple[tuple[Path, ...], ...] = ()
 
 
 class _CallStart(NamedTuple):
@@ -57,12 +61,14 @@ class _CallStart(NamedTuple):
 
     Attributes:
         enclosing: The state of the modules that enclose one with forward hooks.
+        parts: The parts of each state object among the arguments.
     """
 
     arguments: CallArguments
     description: Arguments
     state: dict[str, Any]
     enclosing: dict[Call, dict[str, Any]]
+    parts: list[dict[Path, Part]]
 
 
 class CallRecorder(Probe):
@@ -77,21 +83,26 @@ class CallRecorder(Probe):
         self.generators: dict[int, torch.Generator] = {}
         self.scalars: list[Scalars] = []
         self.opaque_output_values: tuple[int, ...] = ()
+        self.mutations = MutatedObjects()
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_fused(call.module, args, kwargs):
             self.fused_calls.add(len(self.call_structures))
         self.call_structures[call] = CallStructure(StructureSpec(None, 0, 0))  # in the order in which calls begin
         enclosing = call.stack[:-1] if call.module is not None and has_forward_hooks(call.module) else ()
+        arguments = record_arguments(args, kwargs)
+        self.mutations.enter(arguments, is_input=call.parent is None)
         self._running[call] = _CallStart(
-            record_arguments(args, kwargs),
+            arguments,
             describe(args, kwargs, model=call.stack[0].module),
             module_state(call.module),
             {other: module_state(other.module) for other in enclosing},
+            list(map(parts_of, arguments.state_objects)),
         )
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         start = self._running.pop(call)
+        self.mutations.exit(start.arguments)
         spec, tensors, _ = flatten(output, (args, kwargs))
         arguments = start.arguments.tensors
         rank_of = {id(tensor): rank for tensor, rank in zip(arguments, ranks(arguments), strict=True)}
@@ -108,7 +119,13 @@ class CallRecorder(Probe):
                 (outer.path, changed_attributes(before, module_state(outer.module)))
                 for outer, before in start.enclosing.items()
             ),
+            state_paths=tuple(
+                changed_paths(before, parts_of(state))
+                for state, before in zip(start.arguments.state_objects, start.parts, strict=True)
+            ),
         )
+        if call.parent is None:
+            self.mutations.find_names(args, kwargs, output)
         if call.parent is None and spec.unsupported is not None:
             values = map(self._recorder.value_of, reachable_tensors(output))
             self.opaque_output_values = tuple(dict.fromkeys(value for value in values if value is not None))

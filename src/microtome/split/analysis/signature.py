@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
-from microtome.engine.pytree import MAPPING, SEQUENCE, SET, node_type
+from microtome.engine.pytree import MAPPING, SEQUENCE, SET, is_state, node_type
 from microtome.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -132,6 +132,8 @@ def _describe_leaf(value: Any, model: nn.Module | None) -> str:
         owner = getattr(value, "__self__", None)  # the name of a bound method does not identify its object
         is_named = "<" not in value.__qualname__ and isinstance(owner, type | ModuleType | None)
         return f"{value.__module__}.{value.__qualname__}{'' if is_named else INCOMPARABLE}"
+    if is_state(value):  # its contents are compared by their digest
+        return kind
     if type(value).__module__ == "numpy" and not value.dtype.hasobject:
         return f"{kind} {value.dtype} {value.shape} {xxh3_64_hexdigest(value.tobytes())}"
     return kind + INCOMPARABLE

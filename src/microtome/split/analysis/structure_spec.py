@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, cached_property
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from microtome.engine.attributes import dict_of
-from microtome.engine.pytree import RECORD, SEQUENCE, SET, find_unsupported, map_tensors, node_type
+from microtome.engine.pytree import RECORD, SEQUENCE, SET, find_unsupported, is_state, map_tensors, node_type
 from microtome.errors import BadInputs
+from microtome.inputs import Inputs
 from microtome.split.analysis.arrays import is_array, overlap
 
 #: Leaves that are sent by value.
@@ -30,7 +32,7 @@ class Slot(int):
     Attributes:
         kind: `T` for a tensor, `S` for a plain value, `N` for a numpy array; `Z` for a `torch.Size` of `count` plain
             values from the n-th on; `A` for an opaque object that is also among the arguments: the n-th of
-            `opaque_objects_in` these.
+            `opaque_objects_in` these; `O` for a state object.
     """
 
     kind: str
@@ -68,11 +70,18 @@ class StructureSpec:
         """The structure as a string: equal for two values that differ in tensors and plain values alone."""
         return "".join(_spell(self.template))
 
-    def unflatten(self, tensors: list[Any], plain: list[Any], arguments: Any = (), arrays: Sequence[Any] = ()) -> Any:
+    def unflatten(
+        self,
+        tensors: list[Any],
+        plain: list[Any],
+        arguments: Any = (),
+        arrays: Sequence[Any] = (),
+        states: Sequence[Any] = (),
+    ) -> Any:
         """Rebuild a value of this structure."""
         if self is _TENSOR:
             return tensors[0]
-        leaves = {"T": tensors, "S": plain, "N": arrays}
+        leaves = {"T": tensors, "S": plain, "N": arrays, "O": states}
         objects = cache(lambda: list(opaque_objects_in(arguments)))  # few structures refer to them
 
         def fill(leaf: Any) -> Any:
@@ -116,11 +125,27 @@ class Example(NamedTuple):
 
 
 class SplitSpec(NamedTuple):
-    """The structure of a model's arguments `(args, kwargs)` and of its output, on an example."""
+    """The structure of a model's arguments `(args, kwargs)` and of its output, on an example.
+
+    Attributes:
+        states: The state objects among the arguments, as they are before the run.
+        created_states: Those of them that the model makes itself if they are not passed, by argument.
+    """
 
     inputs: StructureSpec
     output: StructureSpec
     example: Example
+    states: tuple[Any, ...] = ()
+    created_states: Mapping[str, Any] = MappingProxyType({})
+
+    def complete(self, inputs: Inputs) -> Inputs:
+        """Add the state objects that the model would make itself."""
+        missing = {name: state for name, state in self.created_states.items() if inputs.kwargs.get(name) is None}
+        return inputs.with_arguments(inputs.args, {**inputs.kwargs, **copy.deepcopy(missing)}) if missing else inputs
+
+    def new_states(self) -> list[Any]:
+        """Copies of the state objects before the run."""
+        return copy.deepcopy(list(self.states))
 
 
 def flatten(
@@ -130,12 +155,13 @@ def flatten(
 
     Args:
         arguments: The arguments of the call that returned the value: opaque objects among these become slots.
-        arrays: Numpy arrays are appended here, each once; None: they are unsupported.
+        arrays: Numpy arrays are appended here, each once; None: they are unsupported, and so are state objects.
     """
     if isinstance(value, Tensor):  # by far the most frequent
         return _TENSOR, [value], []
     tensors: list[Tensor] = []
     plain: list[Plain] = []
+    states: list[Any] = []
     unsupported: list[str] = []
 
     def add_tensor(tensor: Tensor) -> Slot:
@@ -157,6 +183,10 @@ def flatten(
             return Slot("N", len(arrays) - 1 if index is None else index)
         if (index := _index_of(leaf, opaque_objects_in(arguments))) is not None:
             return Slot("A", index)
+        if arrays is not None and is_state(leaf):
+            if (index := _index_of(leaf, states)) is None:
+                states.append(leaf)
+            return Slot("O", len(states) - 1 if index is None else index)
         unsupported.append(_describe_type(leaf))
         return None
 
@@ -270,7 +300,7 @@ def check_structure(name: str, expected: StructureSpec, got: StructureSpec) -> N
 
 
 def _readable(text: str) -> str:
-    words = ((r"\bT\d+\b", "tensor"), (r"\bS\d+\b", "value"), (r"\bN\d+\b", "ndarray"), (r"\bZ\d+:\d+", "size"))
-    for slot, word in (*words, (r",?\)", ")")):
+    words = ((r"\bT\d+\b", "tensor"), (r"\bS\d+\b", "value"), (r"\bN\d+\b", "ndarray"), (r"\bO\d+\b", "state"))
+    for slot, word in (*words, (r"\bZ\d+:\d+", "size"), (r",?\)", ")")):
         text = re.sub(slot, word, text)
     return text

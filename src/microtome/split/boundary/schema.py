@@ -7,6 +7,7 @@ by `size_bounds`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
@@ -111,6 +112,63 @@ OutputItem = SentTensor | StorageView | PlaceholderSpec | RepeatedTensor | Argum
 ContainerItem = PlainItem | OutputAlias | ArgumentAlias | PlaceholderSpec
 
 
+# -- state objects -----------------------------------------------------------------------------------------------------
+
+
+class StateValues(NamedTuple):
+    """A tensor of a few integers, by value."""
+
+    shape: list[int]
+    dtype: str
+    values: list[int | bool]
+    kind: Literal["values"] = "values"
+
+
+class StateDtype(NamedTuple):
+    """A dtype of torch."""
+
+    name: str
+    kind: Literal["dtype"] = "dtype"
+
+
+class StateDevice(NamedTuple):
+    """The device of the stage."""
+
+    kind: Literal["device"] = "device"
+
+
+class StateClass(NamedTuple):
+    """A class, by name."""
+
+    name: str
+    kind: Literal["class"] = "class"
+
+
+class StateNode(NamedTuple):
+    """A new list, dict, or object of a class, without its parts."""
+
+    name: str
+    kind: Literal["node"] = "node"
+
+
+class StateRemoved(NamedTuple):
+    """A part that is gone."""
+
+    kind: Literal["removed"] = "removed"
+
+
+StateItem = PlaceholderSpec | PlainItem | StateValues | StateDtype | StateDevice | StateClass | StateNode | StateRemoved
+#: The name of an attribute, the index of a list, or the key of a dict in a list.
+StateStep = str | int | list[Plain]
+
+
+class StateChange(NamedTuple):
+    """A part of a state object that changed, and what it is now."""
+
+    path: list[StateStep]
+    item: StateItem
+
+
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +202,7 @@ class SkippedCallRecord(NamedTuple):
         plain: The plain values in its output.
         written: The arguments that it wrote to and that cross.
         containers: The lists and dicts among its arguments that it mutated.
+        states: The changes of each state object among its arguments.
     """
 
     signature: CallSignature
@@ -151,6 +210,7 @@ class SkippedCallRecord(NamedTuple):
     plain: list[Plain]
     written: tuple[WrittenArgument, ...] = ()
     containers: tuple[ContainerRecord, ...] = ()
+    states: tuple[tuple[StateChange, ...], ...] = ()
 
 
 class DrawRecord(NamedTuple):
@@ -170,6 +230,7 @@ class BoundaryRecord(NamedTuple):
         draws: The random operators between the calls, in order.
         overlapping: The names of tensors that may share memory with another: a write to one may change the other.
         requires_grad: The names of tensors that required a gradient in the head.
+        states: Digests of the state objects among the inputs, when the run began and at the cut; empty: there are none.
     """
 
     inputs: InputsRecord
@@ -179,6 +240,7 @@ class BoundaryRecord(NamedTuple):
     draws: tuple[DrawRecord, ...] = ()
     overlapping: tuple[str, ...] = ()
     requires_grad: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
     schema: int = SCHEMA
 
     def to_facts(self) -> dict[str, Any]:
@@ -238,6 +300,10 @@ def _invalid_items(record: BoundaryRecord) -> Iterator[str]:
         for index, (keys, items) in enumerate(call.containers):
             if keys is not None and len(keys) != len(items):
                 yield f".calls[{number}].containers[{index}]: expected {len(items)} keys, got {len(keys)}"
+        for index, changes in enumerate(call.states):
+            for position, change in enumerate(changes):
+                if not _is_possible_change(change):
+                    yield f".calls[{number}].states[{index}][{position}]: no part of a state is {change!r:.200}"
 
 
 def _is_possible(item: OutputItem | ContainerItem, position: int) -> bool:
@@ -248,6 +314,17 @@ def _is_possible(item: OutputItem | ContainerItem, position: int) -> bool:
     if isinstance(item, StorageView | ArgumentView):
         return abs(item.offset) < 2**62 and _is_layout(item.shape, item.strides)  # torch checks the rest
     return 0 <= item.position < (position if isinstance(item, RepeatedTensor) else 2**31)
+
+
+def _is_possible_change(change: StateChange) -> bool:
+    item = change.item
+    if not change.path or any(isinstance(step, list) and len(step) != 1 for step in change.path):
+        return False
+    if isinstance(item, StateValues):
+        return item.dtype in PLACEHOLDER_DTYPES and are_sizes(item.shape) and math.prod(item.shape) == len(item.values)
+    if isinstance(item, StateDtype):
+        return item.name in PLACEHOLDER_DTYPES
+    return not isinstance(item, PlaceholderSpec) or _is_possible(item, 0)
 
 
 def _is_layout(shape: list[int], strides: list[int] | None) -> bool:

@@ -15,7 +15,7 @@ from microtome.engine.torch_internals import storage_id, version_of
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.arrays import array_name, to_tensor
-from microtome.split.analysis.call_arguments import CallArguments, record_arguments
+from microtome.split.analysis.call_arguments import CallArguments, record_arguments, state_objects_in
 from microtome.split.analysis.signature import HASH_SEED, CallSignature, describe, sign
 from microtome.split.analysis.structure_spec import check_structure, flatten
 from microtome.split.boundary.boundary import Boundary
@@ -48,15 +48,27 @@ from microtome.split.execution.effects import (
     overlapping_names,
 )
 from microtome.split.execution.placeholder import Placeholder, PlaceholderRead, unwrap
-from microtome.split.execution.schedule import Schedule, ScheduleFollower, SentValue, SkippedCall
+from microtome.split.execution.schedule import (
+    Schedule,
+    ScheduleFollower,
+    SentValue,
+    SkippedCall,
+    differs_from_example,
+)
+from microtome.split.state.contents import Part, Path, digest_of, find_changes, part_at
 
 
 class _OpenCall(NamedTuple):
-    """A call before the cut that has not returned yet."""
+    """A call before the cut that has not returned yet.
+
+    Attributes:
+        parts: The parts that it changes of each state object among its arguments, as they are when it begins.
+    """
 
     scheduled: SkippedCall
     arguments: CallArguments
     signature: CallSignature
+    parts: list[dict[Path, Part]]
 
 
 class BoundaryRecorder:
@@ -74,6 +86,8 @@ class BoundaryRecorder:
         self._versions: dict[str, int] = {}
         self._requires_grad: dict[str, None] = {}
         self._overlapping_inputs: list[str] = []  # their copies do not overlap
+        self._states: list[Any] = []
+        self._digests: tuple[str, ...] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -104,6 +118,8 @@ class BoundaryRecorder:
         self._overlapping_inputs = [item.name for item in overlapping if isinstance(item, SentTensor)]
         self._inputs = InputsRecord(tuple(items), plain, xxh3_64_hexdigest(spec.text.encode()))
         self._tensors.update((array_name(index), to_tensor(array)) for index, array in enumerate(arrays))
+        self._states = state_objects_in((inputs.args, inputs.kwargs))
+        self._digests = (digest_of(self._states),) if self._states else ()
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the arguments of a call before the cut."""
@@ -111,7 +127,8 @@ class BoundaryRecorder:
         if isinstance(scheduled, SkippedCall):
             arguments = describe(args, kwargs, in_order=scheduled.uses_arguments, model=call.stack[0].module)
             signature = sign(scheduled.key, arguments, scheduled.flow, scheduled.output_flow)
-            self._open[call] = _OpenCall(scheduled, record_arguments(args, kwargs), signature)
+            recorded = record_arguments(args, kwargs)
+            self._open[call] = _OpenCall(scheduled, recorded, signature, _scheduled_parts(scheduled, recorded))
         elif scheduled is not None:
             arguments = describe(args, kwargs, model=call.stack[0].module)
             self._enclosing.append(sign(scheduled.key, arguments, scheduled.flow))
@@ -127,7 +144,7 @@ class BoundaryRecorder:
         opened = self._open.pop(call, None)
         if opened is None:
             return
-        scheduled, arguments, signature = opened
+        scheduled, arguments, signature, parts = opened
         spec, outputs, plain = flatten(output, (args, kwargs))
         check_structure(f"output of {scheduled.address!r}", scheduled.output, spec)
         if not is_replayed:
@@ -144,6 +161,10 @@ class BoundaryRecorder:
                 tuple(
                     _describe_container(scheduled, arguments.containers[index], outputs, tensors)
                     for index in scheduled.mutated_containers
+                ),
+                tuple(
+                    tuple(find_changes(before, after))
+                    for before, after in zip(parts, _scheduled_parts(scheduled, arguments), strict=True)
                 ),
             )
         )
@@ -181,6 +202,7 @@ class BoundaryRecorder:
             tuple(self._draws),
             (*overlapping_names(self._tensors), *self._overlapping_inputs),
             tuple(self._requires_grad),
+            (*self._digests, digest_of(self._states)) if self._states else (),
         )
         return Boundary(self._schedule.at, fingerprint, self._tensors, record.to_facts())
 
@@ -212,7 +234,9 @@ class BoundaryRecorder:
         """Add a tensor to the boundary."""
         tensor = unwrap(tensor)
         if isinstance(tensor, Placeholder):
-            raise PlaceholderRead(f"{sent.name!r} crosses this cut and did not cross the one before", tensor)
+            raise PlaceholderRead(
+                f"{sent.name!r} crosses this cut, and needs values of {tensor.owner}, which did not cross", tensor
+            )
         requires_grad, tensor = tensor.requires_grad, tensor.detach()
         if sent.is_storage:
             return self._send_storage(sent.name, tensor)
@@ -236,6 +260,16 @@ class BoundaryRecorder:
         else:
             self._tensors[name] = whole
         return StorageView(name, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()))
+
+
+def _scheduled_parts(call: SkippedCall, arguments: CallArguments) -> list[dict[Path, Part]]:
+    """The parts of state objects that a call changes on the example, as they are now."""
+    if len(call.state_paths) != len(arguments.state_objects):
+        raise differs_from_example(f"{call.address!r} has {len(arguments.state_objects)} states among its arguments")
+    return [
+        {path: part for path in paths if (part := part_at(state, path)) is not None}
+        for state, paths in zip(arguments.state_objects, call.state_paths, strict=True)
+    ]
 
 
 def _choose_sent(sent: dict[int, SentValue], firsts: list[int], index: int, owner: str) -> SentValue | None:

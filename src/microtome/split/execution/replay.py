@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +13,11 @@ from xxhash import xxh3_64_hexdigest
 from microtome.engine import Call
 from microtome.engine.module_state import has_forward_hooks, run_forward_hooks
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.pytree import map_tensors, reachable_tensors, tensor_occurrences
+from microtome.engine.pytree import is_state, map_tensors, reachable_tensors, tensor_occurrences
 from microtome.errors import BadBoundary, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.arrays import array_name, to_array
-from microtome.split.analysis.call_arguments import containers_in
+from microtome.split.analysis.call_arguments import containers_in, state_objects_in
 from microtome.split.analysis.signature import HASH_SEED, check_same_call, describe, find_call
 from microtome.split.analysis.structure_spec import StructureSpec
 from microtome.split.boundary.boundary import Boundary
@@ -36,6 +38,8 @@ from microtome.split.cuts.crossing import ValueLocation
 from microtome.split.execution.placeholder import Placeholder, PlaceholderRead, unwrap
 from microtome.split.execution.received_tensors import ReceivedTensors
 from microtome.split.execution.schedule import Schedule, ScheduleFollower, SkippedCall
+from microtome.split.state.contents import Path, apply_changes, digest_of
+from microtome.split.state.placeholder import StatePlaceholder
 from microtome.trace.op_schema import op_schema
 
 
@@ -44,14 +48,26 @@ class Replayer:
 
     Args:
         device: The device of the tail's weights, which tensors are moved to; None: unknown.
+        states: The stage's own state objects, in the order of the model's arguments.
         release: Drop each tensor from the boundary after its last use.
     """
 
-    def __init__(self, schedule: Schedule, boundary: Boundary, device: torch.device | None, *, release: bool) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        boundary: Boundary,
+        device: torch.device | None,
+        states: Sequence[Any] = (),
+        *,
+        release: bool,
+    ) -> None:
         self._schedule = schedule
+        self._device = device
+        self._states = states
         self._follower = ScheduleFollower(schedule)
         self._record = record = BoundaryRecord.from_facts(boundary.facts)
         _check_fit(schedule, record)
+        self._check_states(0, "before the step")
         self._signatures = [call.signature for call in record.calls]
         self._enclosing = iter(record.enclosing)
         self._is_ordered = record.hash_seed == HASH_SEED
@@ -79,7 +95,7 @@ class Replayer:
             else:
                 tensors.append(self._tensors.restore(item, "an input", ValueLocation(None, rank)))
         arrays = [to_array(self._tensors.array(array_name(index))) for index in range(spec.num_arrays)]
-        args, kwargs = spec.unflatten(tensors, inputs.plain, arrays=arrays)
+        args, kwargs = spec.unflatten(tensors, inputs.plain, arrays=arrays, states=self._states)
         return Inputs(*args, **kwargs)
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -111,14 +127,30 @@ class Replayer:
             containers = containers_in((args, tuple(kwargs.values())))
             for index, contents in zip(scheduled.mutated_containers, record.containers, strict=True):
                 self._refill(scheduled, containers[index], contents, outputs, arguments)
+        for state, changes in zip(state_objects_in((args, kwargs)), record.states, strict=False):
+            apply_changes(state, changes, self._device, partial(self._make_placeholder, scheduled.address))
         for index in scheduled.shared_arguments:
             self._tensors.expect_unmodified(scheduled.address, arguments[index])
         self._follower.exit()
+        if self._follower.is_complete:
+            self._check_states(1, "at the cut")
         output = scheduled.output.unflatten(outputs, record.plain, (args, kwargs))
         if call.module is not None and has_forward_hooks(call.module):
             # What they return is part of the output that was sent; what they could not read was there in the head.
             run_forward_hooks(call.module, args, kwargs, output, ignore=PlaceholderRead)
         return output
+
+    def _make_placeholder(self, owner: str, spec: PlaceholderSpec, path: Path) -> Tensor:
+        return StatePlaceholder.make(spec, path, self._device, owner)
+
+    def _check_states(self, index: int, when: str) -> None:
+        """Raise if the stage's own state differs from that of the stage before, apart from the values of tensors."""
+        expected = self._record.states[index : index + 1]
+        if bool(expected) is not bool(self._states) or (expected and expected[0] != digest_of(self._states)):
+            raise BadBoundary(
+                f"expected the state that the head has {when}, got another one: run every step of a sequence in one "
+                "session of the stages (stages.session())"
+            )
 
     def draw(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the random numbers of the head; NotImplemented: the operator draws none, or follows the cut."""
@@ -146,7 +178,8 @@ class Replayer:
         self.check_unmodified()
         if not self._follower.is_complete:
             raise Unsupported(f"the model returned before the cut at {self._schedule.at!r}")
-        placeholders = [tensor for tensor in reachable_tensors(output) if isinstance(tensor, Placeholder)]
+        sent = map_tensors(_keep, output, _hide_state) if self._states else output
+        placeholders = [tensor for tensor in reachable_tensors(sent) if isinstance(tensor, Placeholder)]
         for one in placeholders:
             if one.materialized is None:
                 raise PlaceholderRead(f"the model returns a value of {one.owner!r}, which did not cross the cut", one)
@@ -167,6 +200,11 @@ class Replayer:
         record = self._record.calls[index]
         expected = scheduled.output.num_tensors, scheduled.output.num_plain, len(scheduled.mutated_containers)
         got = len(record.outputs), len(record.plain), len(record.containers)
+        if len(record.states) != len(scheduled.state_paths):
+            raise BadBoundary(
+                f"expected changes of {len(scheduled.state_paths)} states by {scheduled.address!r}, got "
+                f"{len(record.states)}: split both sides on the same example"
+            )
         if got != expected or not {index for index, _ in record.written} <= scheduled.sent_arguments.keys():
             raise BadBoundary(
                 f"expected {expected[0]} tensors, {expected[1]} other values and {expected[2]} lists and dicts of "
@@ -215,6 +253,14 @@ class Replayer:
         else:
             container.clear()
             container.update(zip(record.keys, items, strict=True))
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _hide_state(leaf: Any) -> Any:
+    return None if is_state(leaf) else leaf
 
 
 def _check_fit(schedule: Schedule, record: BoundaryRecord) -> None:

@@ -18,6 +18,7 @@ from microtome.split.analysis.structure_spec import StructureSpec
 from microtome.split.boundary.size_bounds import ExampleBytes, example_bytes
 from microtome.split.cuts.crossing import Crossing, ValueLocation
 from microtome.split.cuts.cuts import location_name
+from microtome.split.state.contents import Path
 
 _T = TypeVar("_T")
 
@@ -61,6 +62,7 @@ class SkippedCall:
         shared_arguments: The arguments that share memory with an output which crosses by itself, since neither is
             written to later.
         output_flow: How its outputs were computed.
+        state_paths: The parts that it changes of each state object among its arguments.
     """
 
     call: int
@@ -81,6 +83,7 @@ class SkippedCall:
     unaliased_outputs: frozenset[int]
     shared_arguments: frozenset[int]
     output_flow: Flow
+    state_paths: tuple[tuple[Path, ...], ...]
 
     @cached_property
     def key(self) -> str:
@@ -256,6 +259,7 @@ class _Builder:
                 argument_ranks, [rank for rank, memory in enumerate(inputs) if memory in sent_memories - later]
             ),
             output_flow=analysis.dataflow.outputs(call.index),
+            state_paths=structure.state_paths,
         )
 
     def _enclosing(self, call: TracedCall | None) -> EnclosingCall | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
@@ -30,18 +31,21 @@ class StageRun(Probe):
         self._replayer: Replayer | None = None
         self._recorder: BoundaryRecorder | None = None
 
-    def begin(self, boundary: Boundary | None, device: torch.device | None, *, release: bool) -> None:
+    def begin(
+        self, boundary: Boundary | None, device: torch.device | None, states: Sequence[Any] = (), *, release: bool
+    ) -> None:
         """Begin a run in this thread.
 
         Args:
             boundary: The output of the stage before; None for the first stage.
             device: The device to move its tensors to.
+            states: The stage's own state objects.
             release: Drop each tensor from the boundary after its last use.
         """
         self._thread = get_ident()
         if boundary is not None:
             assert self._begins is not None
-            self._replayer = Replayer(self._begins, boundary, device, release=release)
+            self._replayer = Replayer(self._begins, boundary, device, states, release=release)
         if self._ends is not None:
             self._recorder = BoundaryRecorder(self._ends)
 

@@ -1,0 +1,107 @@
+"""Find the objects that calls mutate and that a model takes or returns: candidates for state, such as a KV cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from microtome.engine.arguments import copy_arguments
+from microtome.engine.meta_tensors import value_of
+from microtome.engine.pytree import RECORD, declare_state, is_state, node_type
+from microtome.engine.selectors import unwrap_model
+from microtome.errors import Unsupported
+from microtome.inputs import Inputs
+from microtome.split.analysis.call_arguments import CallArguments
+from microtome.split.state.contents import digest_of
+
+
+class MutatedObject(NamedTuple):
+    """An object that calls mutate.
+
+    Attributes:
+        cls: Its class.
+        name: The argument of the model that it is, or the key of the model's output; None: it is neither.
+        is_input: Whether it is an argument of the model.
+        initial: A copy of it when it was first passed to a call; None: it cannot be copied.
+    """
+
+    cls: type
+    name: str | None
+    is_input: bool
+    initial: Any
+
+
+class MutatedObjects:
+    """Observes the objects among the arguments of calls."""
+
+    def __init__(self) -> None:
+        self._initial: dict[int, tuple[Any, Any]] = {}  # each object, and a copy
+        self._mutated: dict[int, Any] = {}
+        self.found: list[MutatedObject] = []
+        self.first_digest: str | None = None  # of the states when the first call takes them
+
+    def enter(self, arguments: CallArguments, *, is_input: bool) -> None:
+        """Copy objects that are passed for the first time."""
+        if self.first_digest is None and arguments.state_objects and not is_input:
+            self.first_digest = digest_of(arguments.state_objects, values=False)
+        for item in _objects(arguments):
+            if id(item) not in self._initial:
+                self._initial[id(item)] = item, None if is_input else _try_copy(item)
+                if is_state(item) and not is_input:
+                    self._mutated[id(item)] = item
+
+    def exit(self, arguments: CallArguments) -> None:
+        """Find the objects that the call mutated."""
+        mutated = [arguments.containers[index] for index in arguments.mutated_containers()]
+        for item in (*mutated, *arguments.mutated_objects()):
+            if id(item) in self._initial:
+                self._mutated[id(item)] = item
+
+    def find_names(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Name the objects by the model's arguments and output, at the end of a run; drop all references."""
+        named = {**(dict(output) if isinstance(output, Mapping) else {}), **kwargs}
+        inputs = [id(item) for item in (*args, *kwargs.values())]
+        for item in self._mutated.values():
+            name = next((name for name, value in named.items() if value is item), None)
+            self.found.append(MutatedObject(type(item), name, id(item) in inputs, self._initial[id(item)][1]))
+        self._initial, self._mutated = {}, {}
+
+
+def declare_states(model: nn.Module, found: list[MutatedObject]) -> dict[str, Any] | None:
+    """Declare the classes of these objects to be state, unless the model makes them and cannot take them.
+
+    It takes an object that it makes if `forward` has a parameter of the name under which the object is returned.
+
+    Returns:
+        The objects that the model makes, by parameter; None: no class was declared.
+    """
+    parameters = inspect.signature(unwrap_model(model).forward).parameters
+    states = [item for item in found if item.is_input or (item.name in parameters and item.initial is not None)]
+    if not states:
+        return None
+    for item in states:
+        declare_state(item.cls)
+    return {item.name: item.initial for item in states if item.name is not None and not item.is_input}
+
+
+def _objects(arguments: CallArguments) -> list[Any]:
+    """The objects of Python classes."""
+    records = [item for item in arguments.containers if node_type(item) is RECORD]
+    objects = [item for item in arguments.objects if type(item).__dictoffset__]
+    return [*records, *objects, *arguments.state_objects]
+
+
+def _try_copy(item: Any) -> Any:
+    """Copy an object, with the values of tensors that are known in a run without values; None: it cannot be copied."""
+    try:
+        return copy_arguments(Inputs(item), _copy_tensor).args[0]
+    except Unsupported:
+        return None
+
+
+def _copy_tensor(tensor: Tensor) -> Tensor:
+    value = value_of(tensor) if tensor.is_meta else tensor.detach().clone()
+    return tensor if value is None else value

@@ -1,0 +1,85 @@
+"""Edits of a state object between two steps, such as the reordering of beams, made in every stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from microtome.engine.pytree import map_tensors
+from microtome.errors import Unsupported
+from microtome.split.execution.placeholder import Placeholder
+from microtome.split.state.contents import (
+    Part,
+    Path,
+    apply_changes,
+    changed_paths,
+    find_changes,
+    format_path,
+    part_at,
+    set_part,
+    to_path,
+)
+from microtome.split.state.placeholder import StatePlaceholder
+from microtome.trace.op_schema import op_schema
+
+
+def forget_history(parts: dict[Path, Part]) -> None:
+    """Let the history of placeholders begin anew: the other stages know of it."""
+    for part in parts.values():
+        if isinstance(part.value, StatePlaceholder):
+            part.value.history = ()
+
+
+def edited_paths(before: dict[Path, Part], after: dict[Path, Part]) -> list[Path]:
+    """The parts that the caller changed since the last step, in-place operators on placeholders included."""
+    in_place = (path for path, part in after.items() if isinstance(part.value, StatePlaceholder) and part.value.history)
+    return list(dict.fromkeys([*changed_paths(before, after), *in_place]))
+
+
+def apply_edits(state: Any, before: dict[Path, Part], after: dict[Path, Part], make_tensor: Any, device: Any) -> None:
+    """Make the edits of the caller's object in that of another stage.
+
+    Args:
+        state: The object of the stage, with its own values.
+        before: The parts of the caller's object at the end of the last step.
+        after: The same now.
+    """
+    own: list[Path] = []
+    for path in edited_paths(before, after):
+        local = part_at(state, path)
+        if local is not None and isinstance(local.value, Tensor) and not isinstance(local.value, Placeholder):
+            own.append(path)
+            if path in after and isinstance(after[path].value, Placeholder):
+                set_part(state, path, _replay(local.value, after[path].value, path))
+            elif path in after and not isinstance(after[path].value, Tensor):
+                set_part(state, path, after[path].value)
+            elif path in after and not _is_same_content(local.value, after[path].value):
+                raise Unsupported(
+                    f"the state at {format_path(path)} was replaced between two steps, and its values are in another "
+                    "stage: edit it by operators on itself, such as index_select"
+                )
+    skipped = set(own)
+    changes = [change for change in find_changes(before, after) if to_path(change.path) not in skipped]
+    apply_changes(state, changes, device, make_tensor, keeps_tensors=True)
+
+
+def _is_same_content(tensor: Tensor, other: Tensor) -> bool:
+    return not other.is_floating_point() and tensor.shape == other.shape and tensor.cpu().equal(other.cpu())
+
+
+def _replay(tensor: Tensor, placeholder: Placeholder, path: Path) -> Tensor:
+    """Run the operators that were applied to a placeholder on the tensor that it stands for."""
+    is_known = isinstance(placeholder, StatePlaceholder) and placeholder.path == path
+    history = placeholder.history if isinstance(placeholder, StatePlaceholder) and is_known else None
+    if history is None:
+        raise Unsupported(
+            f"the state at {format_path(path)} was edited between two steps by more than operators on itself, and its "
+            "values are in another stage: reorder, crop or repeat it"
+        )
+    device = tensor.device
+    for func, args, kwargs in history:
+        args, kwargs = map_tensors(lambda other: other.to(device), (args, kwargs))
+        result = func(tensor, *args, **kwargs)
+        tensor = tensor if op_schema(func).written((tensor, *args), kwargs) else result
+    return tensor

@@ -1,0 +1,277 @@
+"""Sessions over stages: state objects, of which each stage keeps its own part."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import microtome as mt
+from microtome.errors import BadBoundary, NoMatch, SessionError, Unsupported
+from microtome.split.execution.placeholder import Placeholder, PlaceholderRead
+from microtome.split.state.contents import digest_of, parts_of
+
+
+class Memory:
+    """What the layers have seen, a tensor for each, and the number of steps."""
+
+    def __init__(self, layers: int) -> None:
+        self.steps = 0
+        self.kept: list[Tensor | None] = [None] * layers
+        self.dtype: torch.dtype | None = None
+        self.counts = {str(layer): 0 for layer in range(layers)}
+        self.lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(layers)]
+
+    def put(self, layer: int, x: Tensor) -> Tensor:
+        kept = self.kept[layer]
+        self.kept[layer] = full = x if kept is None else torch.cat([kept, x], dim=1)
+        self.dtype = x.dtype
+        self.counts[str(layer)] += 1
+        self.lengths[layer] += x.shape[1]
+        return full
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, memory: Memory) -> Tensor:
+        seen = memory.put(self.index, self.inner(x))
+        return x + self.outer(torch.tanh(seen.sum(1, keepdim=True)))
+
+
+class Model(nn.Module):
+    """Makes its memory if it is given none; the numbers of steps and calls, and the length, enter the output."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(index) for index in range(layers))
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> dict[str, Any]:
+        if memory is None:
+            memory = Memory(len(self.layers))
+        for layer in self.layers:
+            x = layer(x, memory)
+            memory.steps += layer is self.layers[1]
+        length = memory.kept[0].shape[1] if memory.kept[0] is not None else 0
+        return {"out": self.last(x) * memory.steps + length + sum(memory.counts.values()), "memory": memory}
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().eval()
+
+
+X = torch.linspace(-1, 1, 24).view(2, 3, 4)
+CUTS = ["layers.0", "layers.1.inner", "layers.2.inner", "layers.3", ["layers.0", "layers.2.inner"]]
+
+
+def run(step: Any, inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+    """The outputs of the steps, and the state after the last."""
+    outputs, output = [], step(inputs[0])
+    outputs.append(output["out"])
+    for x in inputs[1:]:
+        output = step(x, memory=output["memory"])
+        outputs.append(output["out"])
+    return outputs, output["memory"]
+
+
+STEPS = [X, X[:, :1] + 1, X[:, :2] - 1, X[:, :1]]
+
+
+@pytest.mark.parametrize("at", CUTS)
+@torch.no_grad()
+def test_each_step_equals_that_of_the_model(model: Model, at: Any) -> None:
+    stages = mt.split(model, X, at=at)
+    assert stages.verified == "bit-equal"
+    expected, whole = run(model, STEPS)
+    with stages.session() as session:
+        outputs, memory = run(session, STEPS)
+    assert all(map(torch.equal, outputs, expected))
+    assert digest_of([memory]) == digest_of([whole])  # the caller's object has all shapes and numbers
+    assert memory.steps == 4
+    assert list(memory.counts.values()) == [4, 4, 4, 4]
+    assert [int(length) for length in memory.lengths] == [7, 7, 7, 7]
+
+
+@torch.no_grad()
+def test_each_stage_keeps_what_its_own_calls_wrote_and_nothing_else(model: Model) -> None:
+    session = mt.split(model, X, at=["layers.0", "layers.2"]).session()
+    _, memory = run(session, STEPS)
+    _, whole = run(model, STEPS)
+    held = [[type(tensor) is Tensor for tensor in own.kept] for (own,) in session._sequence.states]
+    assert held == [[True, False, False, False], [False, True, True, False], [False, False, False, True]]
+    for (own,) in session._sequence.states:
+        for tensor, expected in zip(own.kept, whole.kept, strict=True):
+            assert isinstance(tensor, Placeholder) or tensor.equal(expected)
+    assert session._sequence.states[0][0] is memory
+    with pytest.raises(PlaceholderRead, match=r"the state at \.kept\[1\], written by another stage"):
+        memory.kept[1].sum().item()
+
+
+@torch.no_grad()
+def test_no_tensor_of_the_state_crosses(model: Model) -> None:
+    head, _ = mt.split(model, X, at="layers.1")
+    memory = model(X.repeat(1, 50, 1))["memory"]
+    assert head(X, memory=memory).nbytes == head(X).nbytes == X.nbytes + 0 * memory.kept[0].nbytes
+
+
+@torch.no_grad()
+def test_one_pass_needs_no_session(model: Model) -> None:
+    head, tail = mt.split(model, X, at="layers.1")
+    for x in (X, X[:1, :2]):
+        output = tail(mt.Boundary.from_bytes(head(x).to_bytes()))
+        assert output["out"].equal(model(x)["out"])
+        assert isinstance(output["memory"].kept[0], Placeholder)
+        assert output["memory"].kept[3].equal(model(x)["memory"].kept[3])
+
+
+@torch.no_grad()
+def test_sessions_are_independent_of_each_other(model: Model) -> None:
+    stages = mt.split(model, X, at="layers.1")
+    sessions = [stages.session() for _ in range(3)]
+    inputs = [[x * (1 + number) for x in STEPS] for number in range(3)]
+    outputs: list[Any] = [session(steps[0]) for session, steps in zip(sessions, inputs, strict=True)]
+    for step in range(1, 4):
+        outputs = [
+            session(steps[step], memory=output["memory"])
+            for session, steps, output in zip(sessions, inputs, outputs, strict=True)
+        ]
+    for output, steps in zip(outputs, inputs, strict=True):
+        assert output["out"].equal(run(model, steps)[0][-1])
+
+
+# -- edits between steps -----------------------------------------------------------------------------------------------
+
+EDITS = {
+    "reorder": lambda tensor: tensor.index_select(0, torch.tensor([1, 0])),
+    "crop": lambda tensor: tensor[:, :-1],
+    "repeat": lambda tensor: tensor.repeat_interleave(2, dim=0),
+    "in place": lambda tensor: tensor.zero_(),
+    "twice": lambda tensor: tensor[:, 1:].clone().flip(0),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("at", ["layers.1", ["layers.0", "layers.2.inner"]])
+@torch.no_grad()
+def test_edits_between_steps_are_made_in_every_stage(model: Model, name: str, at: Any) -> None:
+    session = mt.split(model, X, at=at).session()
+    results = []
+    for step in (session, model):
+        memory = step(X)["memory"]
+        memory.kept = [EDITS[name](tensor) for tensor in memory.kept]
+        memory.steps = 7
+        x = X.repeat_interleave(2, dim=0) if name == "repeat" else X
+        output = step(x, memory=memory)
+        results.append((output["out"], step(x, memory=output["memory"])["out"]))
+    assert all(map(torch.equal, *results))
+
+
+@torch.no_grad()
+def test_an_edit_that_other_stages_cannot_repeat_is_refused(model: Model) -> None:
+    session = mt.split(model, X, at="layers.1").session()
+    memory = session(X)["memory"]
+    memory.kept[3] = memory.kept[3] + memory.kept[2]
+    with pytest.raises(Unsupported, match=r"\.kept\[3\] was edited between two steps by more than operators on itself"):
+        session(X, memory=memory)
+    with pytest.raises(SessionError, match="a sequence whose steps all succeeded, got one that an error ended"):
+        session(X, memory=memory)
+    session = mt.split(model, X, at="layers.1").session()
+    memory = session(X)["memory"]
+    memory.kept[3] = torch.ones(2, 3, 4)
+    with pytest.raises(Unsupported, match=r"\.kept\[3\] was replaced between two steps, and its values are in another"):
+        session(X, memory=memory)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_tail_that_is_not_told_of_the_head_s_state_is_caught(model: Model) -> None:
+    head, tail = mt.split(model, X, at="layers.1")
+    boundary = head(X)
+    for call in boundary.facts["calls"]:
+        assert call.pop("states")
+        call["states"] = [[]]
+    with pytest.raises(BadBoundary, match="expected the state that the head has at the cut, got another one"):
+        tail(boundary)
+
+
+@torch.no_grad()
+def test_a_second_step_on_a_tail_without_the_first_is_caught(model: Model) -> None:
+    stages = mt.split(model, X, at="layers.1")
+    head, tail = stages
+    memory = stages.session()(X)["memory"]
+    boundary = head(X, memory=memory)
+    with pytest.raises(BadBoundary, match=r"has before the step, got another one: .*stages\.session\(\)"):
+        tail(boundary)
+
+
+@torch.no_grad()
+def test_a_state_belongs_to_one_session_at_one_cut(model: Model) -> None:
+    session = mt.split(model, X, at="layers.1").session()
+    memory = session(X)["memory"]
+    for other in (mt.split(model, X, at="layers.1").session(), mt.split(model, X, at="layers.2").session()):
+        with pytest.raises(SessionError, match="expected a new Memory, got one of another sequence"):
+            other(X, memory=memory)
+    with pytest.raises(SessionError, match="expected the state that the last step returned, got another one"):
+        session(X, memory=Memory(4))
+
+
+class Counting(Model):
+    """Changes its memory before the first call."""
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> dict[str, Any]:
+        if memory is None:
+            memory = Memory(len(self.layers))
+        memory.steps += 5
+        return super().forward(x, memory)
+
+
+@torch.no_grad()
+def test_state_that_a_model_changes_before_the_first_call_must_be_passed() -> None:
+    torch.manual_seed(0)
+    model = Counting().eval()
+    assert [cut.at for cut in mt.cuts(model, X) if cut.at == "layers.1"] == []
+    session = mt.split(model, {"x": X, "memory": Memory(4)}, at="layers.1").session()
+    outputs = [run(step, STEPS)[0] for step in (model, lambda x, memory=None: session(x=x, memory=memory or Memory(4)))]
+    assert all(map(torch.equal, *outputs))
+
+
+class Locked(Memory):
+    """A state that cannot be described."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.lock = Lock()
+
+
+@torch.no_grad()
+def test_a_state_that_cannot_be_described_is_refused_with_the_part(model: Model) -> None:
+    with pytest.raises(Unsupported, match=r"the state holds a lock at \.lock, which cannot be described"):
+        parts_of(Locked(4))
+    with pytest.raises((Unsupported, NoMatch)):
+        mt.split(model, {"x": X, "memory": Locked(4)}, at="layers.1")
+
+
+@torch.no_grad()
+def test_a_model_without_generate_says_what_to_do(model: Model) -> None:
+    with pytest.raises(Unsupported, match=r"expected a model with a method `generate`.*stages\.session\(\)"):
+        mt.split(model, X, at="layers.1").generate(X)
+
+
+@torch.no_grad()
+def test_the_model_and_the_caller_s_state_are_as_found_after_a_split(model: Model) -> None:
+    memory = Memory(4)
+    before = digest_of([memory])
+    mt.split(model, {"x": X, "memory": memory}, at="layers.1")
+    mt.cuts(model, {"x": X, "memory": memory})
+    assert digest_of([memory]) == before
