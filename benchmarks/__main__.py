@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import boundary, capture, imports, plan, profile, report, split, times, trace, tracker
+from benchmarks import boundary, capture, generate, imports, plan, profile, report, split, times, trace, tracker
 
 SUITES = {
     "tracker": [tracker.run, imports.run],
@@ -13,6 +13,7 @@ SUITES = {
     "times": [times.run],
     "capture": [capture.run],
     "split": [split.run],
+    "generate": [generate.run],
     "boundary": [boundary.run],
     "plan": [plan.run],
 }

@@ -1,0 +1,71 @@
+"""Overhead of generation over stages: the time of a token compared with the whole model, and the bytes that cross."""
+
+from __future__ import annotations
+
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import microtome as mt
+from benchmarks.report import Target
+from microtome import zoo
+
+TOKENS = 24
+
+
+def build(layers: int, hidden: int, *, intermediate: int | None = None, heads: int = 4) -> Any:
+    zoo.import_torchvision()  # which transformers imports
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate or 11 * hidden // 4, "num_hidden_layers": layers}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=heads, vocab_size=1000)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def seconds_per_token(step: Any, ids: torch.Tensor) -> float:
+    """The median time of a decoding step."""
+    times, output = [], step(input_ids=ids)
+    for _ in range(TOKENS):
+        began = perf_counter()
+        output = step(input_ids=output.logits[:, -1:].argmax(-1), past_key_values=output.past_key_values)
+        if output.logits.is_cuda:
+            torch.cuda.synchronize()
+        times.append(perf_counter() - began)
+    return median(times)
+
+
+def compare(model: Any, rounds: int = 3) -> tuple[float, float]:
+    """The seconds per token of the whole model and of two stages, the best of some rounds."""
+    layers = model.config.num_hidden_layers
+    ids = torch.arange(1, 17, device=model.device)[None]
+    stages = mt.split(model, {"input_ids": ids}, at=f"model.layers.{layers // 2 - 1}")
+    pairs = [(seconds_per_token(model, ids), seconds_per_token(stages.session(), ids)) for _ in range(rounds)]
+    return min(whole for whole, _ in pairs), min(split for _, split in pairs)
+
+
+def bytes_per_token() -> float:
+    """The bytes of a boundary over those of its tensors, for one token at hidden size 2048, after eight layers."""
+    model = build(9, 2048, intermediate=64)  # which does not cross
+    ids = torch.arange(1, 17)[None]
+    stages = mt.split(model, {"input_ids": ids}, at="model.layers.7")
+    session = stages.session()
+    state = session(input_ids=ids).past_key_values
+    boundary = stages[0](input_ids=ids[:, :1], past_key_values=state)
+    return len(boundary.to_bytes()) / boundary.nbytes
+
+
+def run() -> list[Target]:
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        whole, split = compare(build(16, 64))
+        small = f"16 layers of 64: {1e3 * whole:.2f} ms a token, over two stages {1e3 * split:.2f} ms"
+        large_whole, large_split = compare(build(8, 1024, heads=16), rounds=2)
+        large = f"8 layers of 1024: {1e3 * large_whole:.1f} ms a token, over two stages {1e3 * large_split:.1f} ms"
+        return [
+            Target("added by two stages, ms a layer and token", 1e3 * (split - whole) / 16, 0.1, note=small),
+            Target("two stages / whole model, a token", large_split / large_whole, 1.05, note=large),
+            Target("bytes of a token's boundary / of its tensors, hidden 2048, 8 layers", bytes_per_token(), 1.3),
+        ]
