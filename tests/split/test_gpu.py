@@ -57,10 +57,11 @@ def test_the_stages_may_be_on_different_devices(name: str, there: str, tmp_path:
     cuts = mt.cuts(model, inputs)
     with torch.no_grad():
         for cut in cuts[::5]:
-            mt.split(model, inputs, at=cut).save(tmp_path)
+            folder = tmp_path / cut.at
+            mt.split(model, inputs, at=cut).save(folder)
             devices = ("cuda", "cpu") if there == "head" else ("cpu", "cuda")
             stages = [
-                mt.load_stage(lambda: zoo.build(name)[0], tmp_path, index, device=device)
+                mt.load_stage(lambda: zoo.build(name)[0], folder, index, device=device)
                 for index, device in enumerate(devices)
             ]
             first = given.to(devices[0])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from enum import Enum
 from threading import Lock
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
-from microtome.errors import BadBoundary, NoMatch, SessionError, Unsupported
+from microtome.errors import BadBoundary, SessionError, Unsupported
 from microtome.split.execution.placeholder import Placeholder, PlaceholderRead
 from microtome.split.state.contents import digest_of, parts_of
 
@@ -20,7 +23,7 @@ class Memory:
 
     def __init__(self, layers: int) -> None:
         self.steps = 0
-        self.kept: list[Tensor | None] = [None] * layers
+        self.kept: list[Any] = [None] * layers
         self.dtype: torch.dtype | None = None
         self.counts = {str(layer): 0 for layer in range(layers)}
         self.lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(layers)]
@@ -46,16 +49,14 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Makes its memory if it is given none; the numbers of steps and calls, and the length, enter the output."""
+    """The numbers of steps and calls, and the length of its memory, enter its output."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(index) for index in range(layers))
         self.last = nn.Linear(4, 3)
 
-    def forward(self, x: Tensor, memory: Memory | None = None) -> dict[str, Any]:
-        if memory is None:
-            memory = Memory(len(self.layers))
+    def forward(self, x: Tensor, memory: Memory) -> dict[str, Any]:
         for layer in self.layers:
             x = layer(x, memory)
             memory.steps += layer is self.layers[1]
@@ -70,12 +71,13 @@ def model() -> Model:
 
 
 X = torch.linspace(-1, 1, 24).view(2, 3, 4)
+EXAMPLE = mt.Inputs(X, memory=Memory(4))
 CUTS = ["layers.0", "layers.1.inner", "layers.2.inner", "layers.3", ["layers.0", "layers.2.inner"]]
 
 
 def run(step: Any, inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
     """The outputs of the steps, and the state after the last."""
-    outputs, output = [], step(inputs[0])
+    outputs, output = [], step(inputs[0], memory=Memory(4))
     outputs.append(output["out"])
     for x in inputs[1:]:
         output = step(x, memory=output["memory"])
@@ -89,7 +91,7 @@ STEPS = [X, X[:, :1] + 1, X[:, :2] - 1, X[:, :1]]
 @pytest.mark.parametrize("at", CUTS)
 @torch.no_grad()
 def test_each_step_equals_that_of_the_model(model: Model, at: Any) -> None:
-    stages = mt.split(model, X, at=at)
+    stages = mt.split(model, EXAMPLE, at=at)
     assert stages.verified == "bit-equal"
     expected, whole = run(model, STEPS)
     with stages.session() as session:
@@ -103,7 +105,7 @@ def test_each_step_equals_that_of_the_model(model: Model, at: Any) -> None:
 
 @torch.no_grad()
 def test_each_stage_keeps_what_its_own_calls_wrote_and_nothing_else(model: Model) -> None:
-    session = mt.split(model, X, at=["layers.0", "layers.2"]).session()
+    session = mt.split(model, EXAMPLE, at=["layers.0", "layers.2"]).session()
     _, memory = run(session, STEPS)
     _, whole = run(model, STEPS)
     held = [[type(tensor) is Tensor for tensor in own.kept] for (own,) in session._sequence.states]
@@ -118,27 +120,28 @@ def test_each_stage_keeps_what_its_own_calls_wrote_and_nothing_else(model: Model
 
 @torch.no_grad()
 def test_no_tensor_of_the_state_crosses(model: Model) -> None:
-    head, _ = mt.split(model, X, at="layers.1")
-    memory = model(X.repeat(1, 50, 1))["memory"]
-    assert head(X, memory=memory).nbytes == head(X).nbytes == X.nbytes + 0 * memory.kept[0].nbytes
+    head, _ = mt.split(model, EXAMPLE, at="layers.1")
+    memory = model(X.repeat(1, 50, 1), Memory(4))["memory"]
+    assert head(X, memory=memory).nbytes == head(X, memory=Memory(4)).nbytes == X.nbytes
 
 
 @torch.no_grad()
 def test_one_pass_needs_no_session(model: Model) -> None:
-    head, tail = mt.split(model, X, at="layers.1")
+    head, tail = mt.split(model, EXAMPLE, at="layers.1")
     for x in (X, X[:1, :2]):
-        output = tail(mt.Boundary.from_bytes(head(x).to_bytes()))
-        assert output["out"].equal(model(x)["out"])
+        output = tail(mt.Boundary.from_bytes(head(x, memory=Memory(4)).to_bytes()))
+        expected = model(x, Memory(4))
+        assert output["out"].equal(expected["out"])
         assert isinstance(output["memory"].kept[0], Placeholder)
-        assert output["memory"].kept[3].equal(model(x)["memory"].kept[3])
+        assert output["memory"].kept[3].equal(expected["memory"].kept[3])
 
 
 @torch.no_grad()
 def test_sessions_are_independent_of_each_other(model: Model) -> None:
-    stages = mt.split(model, X, at="layers.1")
+    stages = mt.split(model, EXAMPLE, at="layers.1")
     sessions = [stages.session() for _ in range(3)]
     inputs = [[x * (1 + number) for x in STEPS] for number in range(3)]
-    outputs: list[Any] = [session(steps[0]) for session, steps in zip(sessions, inputs, strict=True)]
+    outputs: list[Any] = [session(steps[0], memory=Memory(4)) for session, steps in zip(sessions, inputs, strict=True)]
     for step in range(1, 4):
         outputs = [
             session(steps[step], memory=output["memory"])
@@ -163,10 +166,10 @@ EDITS = {
 @pytest.mark.parametrize("at", ["layers.1", ["layers.0", "layers.2.inner"]])
 @torch.no_grad()
 def test_edits_between_steps_are_made_in_every_stage(model: Model, name: str, at: Any) -> None:
-    session = mt.split(model, X, at=at).session()
+    session = mt.split(model, EXAMPLE, at=at).session()
     results = []
     for step in (session, model):
-        memory = step(X)["memory"]
+        memory = step(X, memory=Memory(4))["memory"]
         memory.kept = [EDITS[name](tensor) for tensor in memory.kept]
         memory.steps = 7
         x = X.repeat_interleave(2, dim=0) if name == "repeat" else X
@@ -175,20 +178,64 @@ def test_edits_between_steps_are_made_in_every_stage(model: Model, name: str, at
     assert all(map(torch.equal, *results))
 
 
-@torch.no_grad()
-def test_an_edit_that_other_stages_cannot_repeat_is_refused(model: Model) -> None:
-    session = mt.split(model, X, at="layers.1").session()
-    memory = session(X)["memory"]
+def _write_to_a_view(memory: Memory) -> None:
+    memory.kept[3][:, 0] = 0
+
+
+def _write_through_data(memory: Memory) -> None:
+    memory.kept[3].data.zero_()
+
+
+def _add_another_part(memory: Memory) -> None:
+    memory.kept[3].add_(memory.kept[2])
+
+
+def _combine(memory: Memory) -> None:
     memory.kept[3] = memory.kept[3] + memory.kept[2]
-    with pytest.raises(Unsupported, match=r"\.kept\[3\] was edited between two steps by more than operators on itself"):
-        session(X, memory=memory)
-    with pytest.raises(SessionError, match="a sequence whose steps all succeeded, got one that an error ended"):
-        session(X, memory=memory)
-    session = mt.split(model, X, at="layers.1").session()
-    memory = session(X)["memory"]
+
+
+def _draw(memory: Memory) -> None:
+    memory.kept[3].normal_()
+
+
+def _replace(memory: Memory) -> None:
     memory.kept[3] = torch.ones(2, 3, 4)
-    with pytest.raises(Unsupported, match=r"\.kept\[3\] was replaced between two steps, and its values are in another"):
+
+
+@pytest.mark.parametrize("edit", [_write_to_a_view, _write_through_data, _add_another_part, _combine, _draw, _replace])
+@torch.no_grad()
+def test_an_edit_that_other_stages_cannot_repeat_is_refused(model: Model, edit: Any) -> None:
+    session = mt.split(model, EXAMPLE, at="layers.1").session()
+    memory = session(X, memory=Memory(4))["memory"]
+    edit(memory)
+    with pytest.raises(Unsupported, match=r"the state at \.kept\[3\] was (edited|replaced) between two steps"):
         session(X, memory=memory)
+    with pytest.raises(SessionError, match="a session whose steps all succeeded, got one that an error ended"):
+        session(X, memory=memory)
+
+
+@torch.no_grad()
+def test_placeholders_of_another_step_or_session_are_refused(model: Model) -> None:
+    stages = mt.split(model, EXAMPLE, at="layers.1")
+    for take_from_other in (False, True):
+        session = stages.session()
+        memory = session(X, memory=Memory(4))["memory"]
+        saved = stages.session()(X, memory=Memory(4))["memory"].kept[3] if take_from_other else memory.kept[3]
+        memory = session(X, memory=memory)["memory"]
+        memory.kept[3] = saved
+        with pytest.raises(Unsupported, match=r"\.kept\[3\] was edited between two steps"):
+            session(X, memory=memory)
+
+
+@torch.no_grad()
+def test_arguments_of_an_edit_are_those_when_it_was_made(model: Model) -> None:
+    results = []
+    for step in (mt.split(model, EXAMPLE, at="layers.1").session(), model):
+        memory, order = step(X, memory=Memory(4))["memory"], torch.tensor([1, 0])
+        memory.kept = [tensor.index_select(0, order) for tensor in memory.kept]
+        order.zero_()
+        results.append(step(X, memory=memory)["out"])
+    assert results[0].equal(results[1])
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -196,8 +243,8 @@ def test_an_edit_that_other_stages_cannot_repeat_is_refused(model: Model) -> Non
 
 @torch.no_grad()
 def test_a_tail_that_is_not_told_of_the_head_s_state_is_caught(model: Model) -> None:
-    head, tail = mt.split(model, X, at="layers.1")
-    boundary = head(X)
+    head, tail = mt.split(model, EXAMPLE, at="layers.1")
+    boundary = head(X, memory=Memory(4))
     for call in boundary.facts["calls"]:
         assert call.pop("states")
         call["states"] = [[]]
@@ -207,9 +254,9 @@ def test_a_tail_that_is_not_told_of_the_head_s_state_is_caught(model: Model) -> 
 
 @torch.no_grad()
 def test_a_second_step_on_a_tail_without_the_first_is_caught(model: Model) -> None:
-    stages = mt.split(model, X, at="layers.1")
+    stages = mt.split(model, EXAMPLE, at="layers.1")
     head, tail = stages
-    memory = stages.session()(X)["memory"]
+    memory = stages.session()(X, memory=Memory(4))["memory"]
     boundary = head(X, memory=memory)
     with pytest.raises(BadBoundary, match=r"has before the step, got another one: .*stages\.session\(\)"):
         tail(boundary)
@@ -217,55 +264,115 @@ def test_a_second_step_on_a_tail_without_the_first_is_caught(model: Model) -> No
 
 @torch.no_grad()
 def test_a_state_belongs_to_one_session_at_one_cut(model: Model) -> None:
-    session = mt.split(model, X, at="layers.1").session()
-    memory = session(X)["memory"]
-    for other in (mt.split(model, X, at="layers.1").session(), mt.split(model, X, at="layers.2").session()):
+    session = mt.split(model, EXAMPLE, at="layers.1").session()
+    memory = session(X, memory=Memory(4))["memory"]
+    for other in (mt.split(model, EXAMPLE, at="layers.1").session(), mt.split(model, EXAMPLE, at="layers.2").session()):
         with pytest.raises(SessionError, match="expected a new Memory, got one of another sequence"):
             other(X, memory=memory)
     with pytest.raises(SessionError, match="expected the state that the last step returned, got another one"):
         session(X, memory=Memory(4))
 
 
-class Counting(Model):
-    """Changes its memory before the first call."""
+class Flagged(Model):
+    """By flags of the call, changes parts of its memory that the example does not change."""
 
-    def forward(self, x: Tensor, memory: Memory | None = None) -> dict[str, Any]:
-        if memory is None:
-            memory = Memory(len(self.layers))
-        memory.steps += 5
+    def forward(self, x: Tensor, memory: Memory, head: bool = False, tail: int = 0) -> dict[str, Any]:
+        first: Any = self.layers[0]
+        first.also = head
+        output = super().forward(x, memory)
+        if tail and memory.kept[0] is not None:
+            memory.kept[0].mul_(0.5)
+        return output
+
+
+class Also(Layer):
+    """A layer that may also write to the part of the last one."""
+
+    also = False
+
+    def forward(self, x: Tensor, memory: Memory) -> Tensor:
+        if self.also:
+            memory.kept[3] = torch.ones(2, 3, 4)
         return super().forward(x, memory)
 
 
 @torch.no_grad()
-def test_state_that_a_model_changes_before_the_first_call_must_be_passed() -> None:
+def test_changes_of_state_that_the_example_does_not_make_are_refused() -> None:
     torch.manual_seed(0)
-    model = Counting().eval()
-    assert [cut.at for cut in mt.cuts(model, X) if cut.at == "layers.1"] == []
-    session = mt.split(model, {"x": X, "memory": Memory(4)}, at="layers.1").session()
-    outputs = [run(step, STEPS)[0] for step in (model, lambda x, memory=None: session(x=x, memory=memory or Memory(4)))]
-    assert all(map(torch.equal, *outputs))
+    model = Flagged().eval()
+    model.layers[0] = Also(0)
+    inputs = {"x": X, "memory": Memory(4), "head": False, "tail": 0}
+    stages = mt.split(model, inputs, at="layers.1")
+    with pytest.raises(Unsupported, match=r"a stage changes the state at \.kept\[0\], whose values another stage has"):
+        stages.session()(**inputs | {"memory": Memory(4), "tail": 1})
+    head, _ = stages
+    with pytest.raises(Unsupported, match=r"the state at \.kept\[3\] is changed before the cut"):
+        head(**inputs | {"memory": Memory(4), "head": True})
 
 
-class Locked(Memory):
-    """A state that cannot be described."""
+class Mode(Enum):
+    A = 1
 
-    def __init__(self, layers: int) -> None:
-        super().__init__(layers)
-        self.lock = Lock()
+
+@pytest.mark.parametrize("value", [Mode.A, {1, 2}, [Mode.A], (torch.ones(1),), Lock()])
+def test_a_part_that_cannot_be_described_is_named(value: Any) -> None:
+    memory = Memory(1)
+    memory.other = value  # type: ignore[attr-defined]
+    with pytest.raises(Unsupported, match=r"the state holds a \w+ at \.other.*, which cannot be described"):
+        parts_of(memory)
 
 
 @torch.no_grad()
-def test_a_state_that_cannot_be_described_is_refused_with_the_part(model: Model) -> None:
-    with pytest.raises(Unsupported, match=r"the state holds a lock at \.lock, which cannot be described"):
-        parts_of(Locked(4))
-    with pytest.raises((Unsupported, NoMatch)):
-        mt.split(model, {"x": X, "memory": Locked(4)}, at="layers.1")
+def test_tensors_of_a_state_that_share_memory_are_refused(model: Model) -> None:
+    memory = Memory(4)
+    whole = torch.zeros(2, 4, 4)
+    memory.kept = [whole[:, :2], whole[:, 1:], None, None]
+    with pytest.raises(Unsupported, match=r"the state holds tensors that share memory, such as \.kept\[0\]"):
+        mt.split(model, EXAMPLE, at="layers.1").session()(X, memory=memory)
+
+
+@torch.no_grad()
+def test_a_tail_does_not_take_the_values_of_the_example_for_its_own(model: Model) -> None:
+    memory = model(X, Memory(4))["memory"]
+    head, tail = mt.split(model, {"x": X, "memory": memory}, at="layers.1")
+    other = model(X + 1, Memory(4))["memory"]
+    with pytest.raises(Unsupported, match=r"expected the stage's own state.*stages\.session\(\)"):
+        tail(head(x=X, memory=other))
+
+
+@torch.no_grad()
+def test_nothing_is_kept_of_a_session_that_ended(model: Model) -> None:
+    memory = Memory(4)
+    session = mt.split(model, EXAMPLE, at="layers.1").session()
+    session(X, memory=memory)
+    references = [weakref.ref(memory), weakref.ref(session._sequence.states[1][0]), weakref.ref(session)]
+    del memory, session
+    gc.collect()
+    assert [reference() for reference in references] == [None, None, None]
+
+
+@torch.no_grad()
+def test_a_split_does_not_change_what_other_functions_take_a_class_for(model: Model) -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Memory:
+            memory = Memory(1)
+            memory.kept[0] = self.inner(x)
+            return memory
+
+    other = Returns()
+    before = [len(call.outputs) for call in mt.trace(other, X).calls]
+    mt.split(model, EXAMPLE, at="layers.1").session()(X, memory=Memory(4))
+    assert [len(call.outputs) for call in mt.trace(other, X).calls] == before
 
 
 @torch.no_grad()
 def test_a_model_without_generate_says_what_to_do(model: Model) -> None:
     with pytest.raises(Unsupported, match=r"expected a model with a method `generate`.*stages\.session\(\)"):
-        mt.split(model, X, at="layers.1").generate(X)
+        mt.split(model, EXAMPLE, at="layers.1").generate(X)
 
 
 @torch.no_grad()

@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import is_dataclass
 from functools import cache
 from types import ModuleType
@@ -95,30 +97,40 @@ RECORD = NodeType(
 )
 
 
+#: Classes whose objects are leaves in this context because calls mutate them, and the next run goes on with them.
+_state_classes: ContextVar[tuple[type, ...]] = ContextVar("_state_classes", default=())
+
+
+@contextmanager
+def as_state(classes: tuple[type, ...]) -> Iterator[None]:
+    """Treat the objects of these classes, such as a KV cache, as leaves in the block."""
+    token = _state_classes.set(classes)
+    try:
+        yield
+    finally:
+        _state_classes.reset(token)
+
+
+def state_classes() -> tuple[type, ...]:
+    """The classes whose objects are state in this context."""
+    return _state_classes.get()
+
+
+def is_state(value: Any) -> bool:
+    """Whether an object is of a class that is state in this context."""
+    return isinstance(value, _state_classes.get())
+
+
 def node_type(value: Any) -> NodeType | None:
     """The kind of structure that a value is; None for a leaf."""
+    if (classes := _state_classes.get()) and isinstance(value, classes):
+        return None
     node = _class_node_type(type(value))
     return None if node is RECORD and not is_record(value) else node
 
 
-#: Classes whose objects are leaves because calls mutate them, and the next run goes on with them, such as a KV cache.
-STATE_CLASSES: list[type] = []
-
-
-def declare_state(cls: type) -> None:
-    """Treat the objects of a class as leaves from now on."""
-    if cls not in STATE_CLASSES:
-        STATE_CLASSES.append(cls)
-        _class_node_type.cache_clear()  # type: ignore[attr-defined]
-
-
-def is_state(value: Any) -> bool:
-    """Whether an object is of a class that was declared to be state."""
-    return isinstance(value, tuple(STATE_CLASSES))
-
-
 def _find_node_type(cls: Any) -> NodeType | None:
-    if issubclass(cls, int | float | str | Size | Tensor | None) or issubclass(cls, tuple(STATE_CLASSES)):
+    if issubclass(cls, int | float | str | Size | Tensor | None):
         return None
     if issubclass(cls, list | tuple):
         return SEQUENCE
@@ -128,7 +140,7 @@ def _find_node_type(cls: Any) -> NodeType | None:
         return MAPPING
     if is_dataclass(cls):
         return DATACLASS
-    return RECORD if _is_plain_class(cls) else None
+    return RECORD if is_plain_class(cls) else None
 
 
 _class_node_type: Callable[[type], NodeType | None] = cache(_find_node_type)
@@ -145,7 +157,7 @@ def is_record(value: Any, ancestors: tuple[int, ...] = ()) -> bool:
     (True, False, False)
     """
     cls: Any = type(value)
-    if not _is_plain_class(cls) or id(value) in ancestors:
+    if not is_plain_class(cls) or id(value) in ancestors:
         return False
     attributes = attributes_of(value)  # an object without attributes matters by its identity
     return bool(attributes) and all(_is_data(item, (*ancestors, id(value))) for item in attributes.values())
@@ -169,7 +181,7 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
 
 
 @cache
-def _is_plain_class(cls: Any) -> bool:
+def is_plain_class(cls: Any) -> bool:
     """Whether instances are nothing but their attributes: no base is written in C, no copy protocol is overridden."""
     if issubclass(cls, nn.Module | enum.Enum | BaseException | type) or is_dataclass(cls):
         return False

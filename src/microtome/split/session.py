@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from microtome.engine.argument_names import named_arguments
+from microtome.engine.pytree import as_state
+from microtome.engine.selectors import unwrap_model
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import state_objects_in
@@ -25,25 +27,33 @@ class StageSession:
 
     Call it as the model, with the state that the last step returned; without a state, the first step makes a new one.
     A state belongs to one session. An error in a step ends the session, since some stages have written to it.
+
+    Attributes:
+        num_steps: The number of steps so far.
     """
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
         self._sequence = StepSequence()
         self._kind: str | None = None
+        self.num_steps = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step."""
-        inputs = self._stages[0].spec.complete(Inputs(*args, **kwargs))
-        if self._kind is None:
-            self._kind = kind_of(state_objects_in((inputs.args, inputs.kwargs)))
-        return self._sequence.run(self._stages.for_inputs(inputs, self._kind), inputs)
+        stages, inputs = self._stages.variants.for_step(Inputs(*args, **kwargs), self._kind)
+        with as_state(stages[0].spec.state_classes):
+            if self._kind is None:
+                self._kind = kind_of(state_objects_in((inputs.args, inputs.kwargs)))
+            output = self._sequence.run(stages, inputs)
+        self.num_steps += 1
+        return output
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._sequence = StepSequence()
+        self._kind = None
 
 
 def generate(stages: Stages, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,13 +64,21 @@ def generate(stages: Stages, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             f"expected a model with a method `generate`, as those of transformers have, got a {type(model).__name__}: "
             "run its steps with stages.session()"
         )
-    generator: Any = _with_forward(model, StageSession(stages))
-    return generator.generate(*args, **kwargs)
+    session = StageSession(stages)
+    generator: Any = _with_forward(unwrap_model(model), session)
+    # With a static cache on a GPU, it would compile the forward, which runs sessions.
+    output = generator.generate(*args, **{"disable_compile": True, **kwargs})
+    if not session.num_steps:
+        raise Unsupported(f"the `generate` of a {type(model).__name__} does not call it: split the model that it wraps")
+    return output
 
 
 def _with_forward(model: nn.Module, session: StageSession) -> nn.Module:
     """A shallow copy of the model that runs the session; `generate` reads the signature of its forward."""
     shallow = copy.copy(model)
+    for name, value in vars(model).items():
+        if name.endswith("_hooks"):  # the model itself runs them, as a part of the stages
+            object.__setattr__(shallow, name, type(value)())
 
     @functools.wraps(type(model).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

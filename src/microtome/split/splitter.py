@@ -11,6 +11,7 @@ from torch import nn
 
 from microtome.engine.fingerprint import model_fingerprint
 from microtome.engine.meta_run import SUBSTITUTION_LOCK, copy_inputs
+from microtome.engine.pytree import as_state
 from microtome.engine.selectors import check_model
 from microtome.errors import BadQuery
 from microtome.inputs import Inputs
@@ -45,8 +46,9 @@ class Splitter:
             self.example = copy_inputs(original, model)  # the caller may write to the original
             self.analysis: Analysis = analyze(model, self.example)
             created = self.analysis.created_states
-            # Of the original, since copies of arrays do not overlap in memory.
-            self.analysis.input_spec = flatten((original.args, {**original.kwargs, **created}), arrays=[])[0]
+            with as_state(self.analysis.state_classes):
+                # Of the original, since copies of arrays do not overlap in memory.
+                self.analysis.input_spec = flatten((original.args, {**original.kwargs, **created}), arrays=[])[0]
             self.fingerprint = fingerprint or model_fingerprint(model, self.analysis.describe_calls())
         self._liveness = Liveness(self.analysis)
         self.cuts: Cuts = list_cuts(model, self._liveness)
@@ -64,6 +66,10 @@ class Splitter:
     @cached_property
     def spec(self) -> SplitSpec:
         """The structure of the model's inputs and output."""
+        with as_state(self.analysis.state_classes):
+            return self._make_spec()
+
+    def _make_spec(self) -> SplitSpec:
         trace, root = self.analysis.trace, self.analysis.trace.calls[0]
         output = self.analysis.call_structures[0]
 
@@ -79,7 +85,8 @@ class Splitter:
         )
         created = self.analysis.created_states
         states = state_objects_in((self.example.args, {**self.example.kwargs, **created}))
-        return SplitSpec(self.analysis.input_spec, output.output, example, tuple(states), created)
+        classes = self.analysis.state_classes
+        return SplitSpec(self.analysis.input_spec, output.output, example, tuple(states), created, classes)
 
     def cut(self, where: Any) -> Cut:
         """The one cut that a user names."""

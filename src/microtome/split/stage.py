@@ -11,7 +11,7 @@ from torch import nn
 
 from microtome.engine import Probe, ReplaceOp, Session, Skip, Stop, Stopped
 from microtome.engine.module_state import copy_attributes, restore_attributes
-from microtome.engine.pytree import tensors_in
+from microtome.engine.pytree import as_state, tensors_in
 from microtome.engine.selectors import named_modules
 from microtome.engine.signals import signal_safe
 from microtome.errors import BadBoundary, BadInputs, MicrotomeError, Unsupported
@@ -114,11 +114,11 @@ class Stage:
         # A session takes longer to make than to open, so it is reused; several threads may run the stage at once.
         probes = tuple(probes)
         session, run = (None if probes else self._idle_session()) or self._make_session(probes)
-        with self._cleanup(session, run, reuse=not probes):
+        with as_state(self.spec.state_classes), self._cleanup(session, run, reuse=not probes):
             states = self.spec.new_states() if states is None and boundary is not None else states or ()
             run.begin(boundary, None if boundary is None else self.device, states, release=release)
             if boundary is None:
-                inputs = self.spec.complete(Inputs(*args, **kwargs))
+                inputs = self.spec.complete(Inputs(*args, **kwargs), self.model)
                 got = flatten((inputs.args, inputs.kwargs), arrays=[])[0]
                 check_structure("arguments of the head, positional and by name", self.spec.inputs, got)
             else:

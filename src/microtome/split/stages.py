@@ -6,27 +6,23 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
-from microtome.engine.argument_names import named_arguments
-from microtome.engine.pytree import map_tensors, tensors_in
-from microtome.errors import NoMatch, Unsupported
+from microtome.engine.pytree import tensors_in
+from microtome.errors import Unsupported
 from microtome.files.reading import File
-from microtome.inputs import Inputs
 from microtome.results.cuts import Cut
-from microtome.split.analysis.call_arguments import state_objects_in
-from microtome.split.analysis.structure_spec import flatten
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.codecs import is_lossless
 from microtome.split.checkpoint import save_stages
 from microtome.split.comparison import differences
 from microtome.split.cuts.crossing import ValueLocation
-from microtome.split.session import StageSession, generate
 from microtome.split.stage import Stage
-from microtome.split.state.contents import fill_placeholders, has_tensors, kind_of
 from microtome.split.verification import BIT_EQUAL, VerificationResult
 from microtome.split.weights import copy_with_weights
 
 if TYPE_CHECKING:
+    from microtome.split.session import StageSession
     from microtome.split.splitter import Splitter
+    from microtome.split.variants import StageVariants
 
 
 class CodecTrial(NamedTuple):
@@ -63,6 +59,7 @@ class Stages(Sequence[Stage]):
         cuts: All cuts of the model.
         at: The addresses of those where it is cut.
         fingerprint: A digest of the model's structure and weights.
+        continues: Whether these stages also compute the next steps of a sequence.
         verified: `"bit-equal"` if the output of the stages on the example equals that of the model to the last bit;
             otherwise the largest difference, or why that is not known.
     """
@@ -78,12 +75,12 @@ class Stages(Sequence[Stage]):
         self._chosen = chosen
         self._extra = extra
         self._stages = tuple(splitter.stages(chosen, extra))
-        self._variants: dict[str, Stages] = {}
         self.cuts = splitter.cuts
         self.at = tuple(cut.at for cut in chosen)
         self.fingerprint = splitter.fingerprint
         self.verified = result.verified
-        self._continues = result.continues
+        self._variants: StageVariants | None = None
+        self.continues = result.continues
 
     def __len__(self) -> int:
         return len(self._stages)
@@ -104,45 +101,24 @@ class Stages(Sequence[Stage]):
 
     def session(self) -> StageSession:
         """Begin a sequence of steps, in which each stage keeps its own part of the state, such as a KV cache."""
+        from microtome.split.session import StageSession  # which imports much
+
         return StageSession(self)
+
+    @property
+    def variants(self) -> StageVariants:
+        """The same cuts for inputs of other structures."""
+        from microtome.split.variants import StageVariants
+
+        if self._variants is None:
+            self._variants = StageVariants(self)
+        return self._variants
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate tokens by the loop of transformers; the arguments are those of the model's own `generate`."""
+        from microtome.split.session import generate
+
         return generate(self, args, kwargs)
-
-    def for_inputs(self, inputs: Inputs, kind: str) -> Sequence[Stage]:
-        """The stages for a step with these inputs: these or, for another structure of inputs, new ones.
-
-        A later step has stages of its own if it makes other calls than the first, as in models like T5.
-
-        Args:
-            kind: The `kind_of` the states of the first step.
-
-        Raises:
-            Unsupported: A run on these inputs does not reach the cuts.
-        """
-        own, structure = self._stages[0].spec, flatten((inputs.args, inputs.kwargs), arrays=[])[0].text
-        is_first = not any(has_tensors(state) for state in state_objects_in((inputs.args, inputs.kwargs)))
-        if (structure, kind) == (own.inputs.text, kind_of(own.states)) and (is_first or self._continues):
-            return self._stages
-        structure += kind
-        if (variant := self._variants.get(structure)) is not None and (is_first or variant._continues):
-            return variant
-        key = structure if is_first else f"{structure}, later"
-        if key not in self._variants:
-            from microtome.split.splitter import Splitter
-
-            example = map_tensors(lambda tensor: tensor, (inputs.args, inputs.kwargs), fill_placeholders)
-            splitter = Splitter(self._stages[0].model, Inputs(*example[0], **example[1]), self.fingerprint)
-            try:
-                self._variants[key] = splitter.at(self.at)
-            except NoMatch as error:
-                names = ", ".join(named_arguments(splitter.model, inputs))
-                raise Unsupported(
-                    f"the model cannot be cut at {', '.join(self.at)} when it is called with {names}: {error}. If the "
-                    "cut is in an encoder, `generate` runs it apart from these steps: cut in the decoder"
-                ) from error
-        return self._variants[key]
 
     def try_codec(self, codec: str) -> CodecTrial:
         """Run the example with boundaries encoded by a codec, and compare the output with the model's."""
@@ -167,6 +143,7 @@ class Stages(Sequence[Stage]):
         """The same stages of a copy of the model that has the weights of one stage only; the others are on meta."""
         model = copy_with_weights(self._splitter.model, self._stages[index].parameters_needed())
         other = copy.copy(self)
+        other._variants = None
         other._stages = tuple(self._splitter.stages(self._chosen, self._extra, model))
         return other
 

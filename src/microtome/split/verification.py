@@ -10,7 +10,7 @@ from torch import nn
 
 from microtome.engine.meta_run import copy_inputs
 from microtome.engine.module_state import without_attributes
-from microtome.engine.pytree import map_tensors
+from microtome.engine.pytree import as_state, map_tensors
 from microtome.engine.signals import signal_safe
 from microtome.engine.snapshot import restore_afterwards
 from microtome.errors import MicrotomeError, Unsupported, describe_error
@@ -24,6 +24,7 @@ from microtome.split.comparison import Difference, differences, state_difference
 from microtome.split.cuts.crossing import ValueLocation
 from microtome.split.execution.placeholder import PlaceholderRead
 from microtome.split.stage import Stage
+from microtome.split.state.contents import digest_of
 from microtome.split.state.steps import StepSequence, replace_states
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class Verification:
                 reset_random()
 
             try:
-                verified = self._compare(reset)
+                with as_state(analysis.state_classes):
+                    verified = self._compare(reset)
             finally:
                 reset()
         return VerificationResult(verified, continues=self._has_states and self._count > 1)
@@ -109,6 +111,8 @@ class Verification:
         mismatches = [difference for pair in pairs for difference in differences(*pair)]
         for index, state in enumerate(states):
             mismatches += state_differences(state, [own[index] for own in sequence.states])
+        if digest_of(states) != digest_of(sequence.states[0]):
+            mismatches.append(Difference("the state", "other shapes, numbers or flags"))
         if not mismatches:
             return BIT_EQUAL
         reset()
@@ -134,24 +138,34 @@ class Verification:
     def _steps(self) -> Iterator[Inputs]:
         """The example once for each step, with new states."""
         splitter = self._splitter
-        return (splitter.spec.complete(copy_inputs(splitter.example, splitter.model)) for _ in range(self._count))
+        copies = (copy_inputs(splitter.example, splitter.model) for _ in range(self._count))
+        return (splitter.spec.complete(inputs, splitter.model) for inputs in copies)
 
     def _run_model(self) -> tuple[list[Any], list[Any]]:
         """The outputs of the whole model, and its state afterwards."""
         outputs: list[Any] = []
         states: list[Any] = []
         for inputs in self._steps():
-            inputs = _with_states(inputs, states)
-            states = state_objects_in((inputs.args, inputs.kwargs))
+            if not outputs:
+                output, states = self._run_first_step(inputs)
+                outputs.append(self._detach(output))
+                continue
             before = copy_inputs(Inputs(*states)).args
             try:
-                outputs.append(self._detach(inputs.run(self._splitter.model)))
-            except Exception:
-                if not outputs:
-                    raise
-                self._count = len(outputs)  # the example cannot be continued, such as one with a mask of its length
+                outputs.append(self._detach(_with_states(inputs, states).run(self._splitter.model)))
+            except Exception:  # noqa: BLE001  the whole model cannot go on, such as with a mask of the example's length
+                self._count = len(outputs)
                 return outputs, list(before)
         return outputs, states
+
+    def _run_first_step(self, inputs: Inputs) -> tuple[Any, list[Any]]:
+        """Run the model as its user calls it: it makes its states itself, and returns them."""
+        created = self._splitter.spec.created_states
+        names = {id(inputs.kwargs[name]): name for name in created}
+        raw = {name: value for name, value in inputs.kwargs.items() if name not in created}
+        output = inputs.with_arguments(inputs.args, raw).run(self._splitter.model)
+        states = state_objects_in((inputs.args, inputs.kwargs))
+        return output, [output[names[id(state)]] if id(state) in names else state for state in states]
 
     def _run_stages(self, sequence: StepSequence) -> Iterator[Any]:
         """The outputs of the stages."""

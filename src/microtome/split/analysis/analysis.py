@@ -12,12 +12,13 @@ from torch import nn
 from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import Probe
+from microtome.engine.pytree import as_state
 from microtome.engine.selectors import check_model
 from microtome.inputs import Inputs, device_of
 from microtome.results.trace import Trace, TracedCall
 from microtome.split.analysis.call_structure import CallRecorder, CallStructure, ranks
 from microtome.split.analysis.dataflow import Dataflow, Scalars
-from microtome.split.analysis.mutated_objects import MutatedObject, declare_states
+from microtome.split.analysis.mutated_objects import MutatedObject, find_states
 from microtome.split.analysis.randomness import CallOrderProbe, Draw, PythonDraw, PythonDrawProbe, find_varying_calls
 from microtome.split.analysis.signature import describe
 from microtome.split.analysis.structure_spec import StructureSpec, TensorSpec, flatten
@@ -35,7 +36,7 @@ class Analysis:
     """The trace of one run, with what a split has to know of its calls and operators.
 
     Attributes:
-        mutated_objects: The objects that calls mutate, and state that the model makes itself.
+        mutated_objects: The objects that calls mutate.
         first_states: A digest of the state objects when the first call takes them.
         call_structures: One for each of `trace.calls`.
         input_spec: The structure of the model's arguments.
@@ -50,6 +51,7 @@ class Analysis:
         opaque_output_values: The values inside opaque objects of the model's output, such as a KV cache.
         state: The state in module attributes that is carried from run to run.
         python_draws: The draws from the generators of Python and numpy.
+        state_classes: The classes of state objects.
         created_states: The state that the model makes itself if it is not passed, by argument; new for a first step.
         varying_calls: The addresses of the calls whose children differ between runs, by the random numbers drawn.
     """
@@ -71,6 +73,7 @@ class Analysis:
     state: State = field(repr=False)
     python_draws: list[PythonDraw] = field(repr=False)
     varying_calls: frozenset[str]
+    state_classes: tuple[type, ...] = ()
     created_states: dict[str, Any] = field(default_factory=dict)
     _touched: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
@@ -220,18 +223,22 @@ class _Attempt(NamedTuple):
 def analyze(model: nn.Module, inputs: Any) -> Analysis:
     """Trace one run of the model, without values where possible; three runs if it sets attributes of its modules.
 
-    If calls mutate an object that the model takes, or makes and returns, such as a KV cache, that object is state: the
-    model is traced again with it as an argument. It is not if the model changes a new object before the first call:
-    what is copied there is no new object.
+    If calls mutate an object that the model takes, or a cache of transformers that it makes and returns, that object is
+    state: the model is traced again with it as an argument. A cache that the model changes before the first call is
+    not, since a copy of it would not be a new one.
     """
     example = Inputs.of(inputs, check_model(model))
-    analysis = _analyze(model, example)
-    if (created := declare_states(model, analysis.mutated_objects)) is not None:
+    with as_state(()):  # found anew, whatever the caller knows of
+        analysis = _analyze(model, example)
+    classes, created = find_states(model, analysis.mutated_objects)
+    if not classes:
+        return analysis
+    with as_state(classes):
         with_states = _analyze(model, example.with_arguments(example.args, {**example.kwargs, **created}))
-        if not created or with_states.first_states == digest_of(created.values(), values=False):
-            with_states.created_states = created
-            return with_states
-    return analysis
+        if created and with_states.first_states != digest_of(created.values(), values=False):
+            return analysis
+    with_states.state_classes, with_states.created_states = classes, created
+    return with_states
 
 
 def _analyze(model: nn.Module, example: Inputs) -> Analysis:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
 from microtome.engine.attributes import dict_of
-from microtome.engine.pytree import MAPPING, STATE_CLASSES, is_state, node_type, tensor_occurrences
+from microtome.engine.pytree import MAPPING, is_state, node_type, state_classes, tensor_occurrences
 from microtome.engine.torch_internals import version_of
 from microtome.split.analysis.arrays import is_array
 from microtome.split.analysis.structure_spec import opaque_objects_in
@@ -73,7 +73,7 @@ def record_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArgum
 
 def state_objects_in(value: Any) -> list[Any]:
     """The state objects in a value, each once."""
-    if not STATE_CLASSES:
+    if not state_classes():
         return []
     return list({id(item): item for item in opaque_objects_in(value) if is_state(item)}.values())
 

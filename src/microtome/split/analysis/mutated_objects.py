@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from microtome.engine.arguments import copy_arguments
 from microtome.engine.meta_tensors import value_of
-from microtome.engine.pytree import RECORD, declare_state, is_state, node_type
+from microtome.engine.pytree import RECORD, node_type, reachable_tensors
 from microtome.engine.selectors import unwrap_model
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
@@ -50,8 +50,6 @@ class MutatedObjects:
         for item in _objects(arguments):
             if id(item) not in self._initial:
                 self._initial[id(item)] = item, None if is_input else _try_copy(item)
-                if is_state(item) and not is_input:
-                    self._mutated[id(item)] = item
 
     def exit(self, arguments: CallArguments) -> None:
         """Find the objects that the call mutated."""
@@ -70,28 +68,44 @@ class MutatedObjects:
         self._initial, self._mutated = {}, {}
 
 
-def declare_states(model: nn.Module, found: list[MutatedObject]) -> dict[str, Any] | None:
-    """Declare the classes of these objects to be state, unless the model makes them and cannot take them.
+def find_states(model: nn.Module, found: list[MutatedObject]) -> tuple[tuple[type, ...], dict[str, Any]]:
+    """Choose the objects that are state: arguments of the model, and caches of transformers that it can also take.
 
-    It takes an object that it makes if `forward` has a parameter of the name under which the object is returned.
+    An object of another class that the model makes may depend on its inputs, so it must be passed.
 
     Returns:
-        The objects that the model makes, by parameter; None: no class was declared.
+        The classes, and a new object for each argument that the model fills itself if it is not passed.
     """
     parameters = inspect.signature(unwrap_model(model).forward).parameters
-    states = [item for item in found if item.is_input or (item.name in parameters and item.initial is not None)]
-    if not states:
-        return None
-    for item in states:
-        declare_state(item.cls)
-    return {item.name: item.initial for item in states if item.name is not None and not item.is_input}
+    created = {
+        item.name: item.initial
+        for item in found
+        if item.name in parameters and item.initial is not None and not item.is_input and _is_cache(item)
+    }
+    states = [item for item in found if item.is_input or item.name in created]
+    classes = dict.fromkeys(_base_class(item.cls) for item in states)
+    return tuple(classes), {str(name): state for name, state in created.items()}
+
+
+def _base_class(cls: type) -> type:
+    """The most general class of the same package, so that one kind of cache may take the place of another."""
+    package = cls.__module__.partition(".")[0]
+    return [base for base in cls.__mro__ if base.__module__.partition(".")[0] == package][-1]
+
+
+def _is_cache(item: MutatedObject) -> bool:
+    """Whether a new object is a cache of transformers that holds no values yet."""
+    tensors = (tensor for tensor in reachable_tensors(item.initial) if tensor.numel())
+    return item.cls.__module__.startswith("transformers.") and not any(
+        tensor.is_meta or tensor.is_floating_point() for tensor in tensors
+    )
 
 
 def _objects(arguments: CallArguments) -> list[Any]:
     """The objects of Python classes."""
     records = [item for item in arguments.containers if node_type(item) is RECORD]
     objects = [item for item in arguments.objects if type(item).__dictoffset__]
-    return [*records, *objects, *arguments.state_objects]
+    return [*records, *objects]
 
 
 def _try_copy(item: Any) -> Any:

@@ -13,11 +13,21 @@ from types import BuiltinFunctionType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from microtome.engine.argument_names import named_arguments
 from microtome.engine.attributes import dict_of
-from microtome.engine.pytree import RECORD, SEQUENCE, SET, find_unsupported, is_state, map_tensors, node_type
-from microtome.errors import BadInputs
+from microtome.engine.pytree import (
+    RECORD,
+    SEQUENCE,
+    SET,
+    find_unsupported,
+    is_state,
+    map_tensors,
+    node_type,
+    reachable_tensors,
+)
+from microtome.errors import BadInputs, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.arrays import is_array, overlap
 
@@ -130,6 +140,7 @@ class SplitSpec(NamedTuple):
     Attributes:
         states: The state objects among the arguments, as they are before the run.
         created_states: Those of them that the model makes itself if they are not passed, by argument.
+        state_classes: Their classes.
     """
 
     inputs: StructureSpec
@@ -137,14 +148,21 @@ class SplitSpec(NamedTuple):
     example: Example
     states: tuple[Any, ...] = ()
     created_states: Mapping[str, Any] = MappingProxyType({})
+    state_classes: tuple[type, ...] = ()
 
-    def complete(self, inputs: Inputs) -> Inputs:
+    def complete(self, inputs: Inputs, model: nn.Module) -> Inputs:
         """Add the state objects that the model would make itself."""
-        missing = {name: state for name, state in self.created_states.items() if inputs.kwargs.get(name) is None}
+        passed = named_arguments(model, inputs) if self.created_states else {}
+        missing = {name: state for name, state in self.created_states.items() if passed.get(name) is None}
         return inputs.with_arguments(inputs.args, {**inputs.kwargs, **copy.deepcopy(missing)}) if missing else inputs
 
     def new_states(self) -> list[Any]:
         """Copies of the state objects before the run."""
+        if any(tensor.is_floating_point() and tensor.numel() for tensor in reachable_tensors(list(self.states))):
+            raise Unsupported(
+                "expected the stage's own state, since that of the example has values: run the steps in a session of "
+                "the stages (stages.session())"
+            )
         return copy.deepcopy(list(self.states))
 
 

@@ -69,6 +69,10 @@ class ReceivedTensors:
             return _as_strided(storage, item, item.offset, owner)
         return self._placeholder(item, owner, location)
 
+    def charge(self, owner: str, spec: PlaceholderSpec) -> None:
+        """Raise if the boundary states more bytes than it explains."""
+        self._budget.charge(owner, spec.shape, spec.strides, PLACEHOLDER_DTYPES[spec.dtype])
+
     def restore_view(self, item: ArgumentView, argument: Tensor, owner: str) -> Tensor:
         """The view of an argument that a skipped call returned."""
         argument = unwrap(argument)

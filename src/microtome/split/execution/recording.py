@@ -55,7 +55,17 @@ from microtome.split.execution.schedule import (
     SkippedCall,
     differs_from_example,
 )
-from microtome.split.state.contents import Part, Path, digest_of, find_changes, part_at
+from microtome.split.state.contents import (
+    Part,
+    Path,
+    changed_paths,
+    digest_of,
+    find_changes,
+    format_path,
+    part_at,
+    parts_of,
+    to_path,
+)
 
 
 class _OpenCall(NamedTuple):
@@ -87,6 +97,7 @@ class BoundaryRecorder:
         self._requires_grad: dict[str, None] = {}
         self._overlapping_inputs: list[str] = []  # their copies do not overlap
         self._states: list[Any] = []
+        self._parts: list[dict[Path, Part]] = []  # of the states, when the run begins
         self._digests: tuple[str, ...] = ()
 
     @property
@@ -119,6 +130,7 @@ class BoundaryRecorder:
         self._inputs = InputsRecord(tuple(items), plain, xxh3_64_hexdigest(spec.text.encode()))
         self._tensors.update((array_name(index), to_tensor(array)) for index, array in enumerate(arrays))
         self._states = state_objects_in((inputs.args, inputs.kwargs))
+        self._parts = list(map(parts_of, self._states))
         self._digests = (digest_of(self._states),) if self._states else ()
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -188,6 +200,7 @@ class BoundaryRecorder:
         """The boundary at the cut, once it has been reached."""
         assert self._inputs is not None
         self._follower.check_draws()
+        self._check_states()
         for name, version in self._versions.items():
             if version_of(self._tensors[name]) != version:
                 raise Unsupported(
@@ -205,6 +218,16 @@ class BoundaryRecorder:
             (*self._digests, digest_of(self._states)) if self._states else (),
         )
         return Boundary(self._schedule.at, fingerprint, self._tensors, record.to_facts())
+
+    def _check_states(self) -> None:
+        """Raise if a call changed a part of the state that it does not change on the example: the tail is not told."""
+        described = {to_path(change.path) for call in self._calls for changes in call.states for change in changes}
+        for before, state in zip(self._parts, self._states, strict=True):
+            after = parts_of(state)
+            for path in changed_paths(before, after):
+                is_tensor = path in after and isinstance(after[path].value, Tensor)
+                if is_tensor and path not in described and path not in self._schedule.glue_state_paths:
+                    raise differs_from_example(f"the state at {format_path(path)} is changed before the cut")
 
     def _describe_outputs(
         self, call: SkippedCall, outputs: list[Tensor], arguments: list[Tensor]

@@ -127,7 +127,7 @@ class Replayer:
             containers = containers_in((args, tuple(kwargs.values())))
             for index, contents in zip(scheduled.mutated_containers, record.containers, strict=True):
                 self._refill(scheduled, containers[index], contents, outputs, arguments)
-        for state, changes in zip(state_objects_in((args, kwargs)), record.states, strict=False):
+        for state, changes in zip(state_objects_in((args, kwargs)), record.states, strict=True):
             apply_changes(state, changes, self._device, partial(self._make_placeholder, scheduled.address))
         for index in scheduled.shared_arguments:
             self._tensors.expect_unmodified(scheduled.address, arguments[index])
@@ -141,6 +141,7 @@ class Replayer:
         return output
 
     def _make_placeholder(self, owner: str, spec: PlaceholderSpec, path: Path) -> Tensor:
+        self._tensors.charge(owner, spec)
         return StatePlaceholder.make(spec, path, self._device, owner)
 
     def _check_states(self, index: int, when: str) -> None:

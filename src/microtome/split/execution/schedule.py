@@ -151,6 +151,7 @@ class Schedule:
         written: The locations of the values that the tail writes to.
         draws: The random operators between the calls, in order.
         example: The bytes of the example.
+        glue_state_paths: The parts of state objects that code between calls changes: both sides run it.
     """
 
     at: str
@@ -160,6 +161,7 @@ class Schedule:
     written: frozenset[ValueLocation]
     draws: tuple[SkippedDraw, ...]
     example: ExampleBytes
+    glue_state_paths: frozenset[Path]
 
     @property
     def skipped(self) -> Iterator[SkippedCall]:
@@ -207,7 +209,15 @@ class _Builder:
             written=frozenset(where for where in crossing.values if self._sent(where).name in written_names),
             draws=tuple(map(self._draw, sorted(replayed & analysis.draws.keys()))),
             example=example_bytes(analysis.trace, crossing),
+            glue_state_paths=self._glue_state_paths(),
         )
+
+    def _glue_state_paths(self) -> frozenset[Path]:
+        enclosing = {level.call.index for level in self._crossing.levels}
+        structures = self._analysis.call_structures
+        others = (one for index, one in enumerate(structures) if index not in enclosing)
+        called = {path for one in others for paths in one.state_paths for path in paths}
+        return frozenset(path for paths in structures[0].state_paths for path in paths) - called
 
     def _sent(self, location: ValueLocation) -> SentValue:
         value = self._crossing.values[location]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
 from microtome.engine.attributes import dict_of
-from microtome.engine.pytree import STATE_CLASSES, is_state
+from microtome.engine.pytree import is_plain_class, is_state, state_classes
 from microtome.engine.torch_internals import version_of
 from microtome.errors import BadBoundary, Unsupported
 from microtome.split.boundary.schema import (
@@ -58,7 +57,8 @@ class Part(NamedTuple):
 
     def is_same(self, other: Part) -> bool:
         if self.value is other.value:
-            return self.version == other.version
+            is_unversioned = type(self.value) is Tensor and self.value.is_inference()  # it may have been written to
+            return self.version == other.version and not is_unversioned
         return type(self.value) is type(other.value) and type(self.value) in _COMPARED and self.value == other.value
 
 
@@ -98,7 +98,8 @@ def _children(value: Any, path: Path) -> Iterable[tuple[Any, Any]] | None:
         return [((key,), item) for key, item in value.items()]
     if isinstance(value, Tensor | type | nn.Module) or (type(value) is tuple and all(map(_is_plain, value))):
         return None
-    if isinstance(value, tuple | set | frozenset | ModuleType) or not type(value).__dictoffset__:
+    cls: Any = type(value)
+    if not is_plain_class(cls) or not cls.__dictoffset__:
         where = format_path(path)
         raise Unsupported(f"the state holds a {type(value).__name__} at {where}, which cannot be described")
     return dict_of(value).items()
@@ -114,7 +115,7 @@ def _value_at(state: Any, path: Path) -> Any:
         if isinstance(step, str):
             value = dict_of(value).get(step, _MISSING)
         elif isinstance(step, int):
-            value = value[step] if isinstance(value, list) and step < len(value) else _MISSING
+            value = value[step] if isinstance(value, list) and 0 <= step < len(value) else _MISSING
         else:
             value = value.get(step[0], _MISSING) if isinstance(value, dict) else _MISSING
         if value is _MISSING:
@@ -245,7 +246,7 @@ def _class_name(cls: type, path: Path) -> str:
 
 def find_class(name: str) -> type | None:
     """The class of parts of states by this name: one in the module of a declared class of states, or a base of it."""
-    for declared in STATE_CLASSES:
+    for declared in state_classes():
         for base in declared.__mro__:
             found = getattr(sys.modules.get(base.__module__), name, None)
             if isinstance(found, type) and found.__module__ == base.__module__ != "builtins":
@@ -358,8 +359,9 @@ def fill_placeholders(leaf: Any) -> Any:
     """A copy of a state object with tensors of zeros, to analyze a model on; any other leaf unchanged."""
     if not is_state(leaf):
         return leaf
-    return apply_changes(None, describe_state(leaf), torch.device("cpu"), _make_zeros)
 
+    def make_zeros(spec: PlaceholderSpec, path: Path) -> Tensor:
+        return torch.zeros(spec.shape, dtype=PLACEHOLDER_DTYPES[spec.dtype], device=_value_at(leaf, path).device)
 
-def _make_zeros(spec: PlaceholderSpec, path: Path) -> Tensor:
-    return torch.zeros(spec.shape, dtype=PLACEHOLDER_DTYPES[spec.dtype])
+    devices = {str(part.value.device) for part in parts_of(leaf).values() if isinstance(part.value, Tensor)}
+    return apply_changes(None, describe_state(leaf), torch.device(min(devices, default="cpu")), make_zeros)

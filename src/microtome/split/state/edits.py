@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from microtome.engine.pytree import map_tensors
 from microtome.errors import Unsupported
+from microtome.split.boundary.schema import PlaceholderSpec
 from microtome.split.execution.placeholder import Placeholder
 from microtome.split.state.contents import (
     Part,
@@ -28,16 +31,33 @@ def forget_history(parts: dict[Path, Part]) -> None:
     """Let the history of placeholders begin anew: the other stages know of it."""
     for part in parts.values():
         if isinstance(part.value, StatePlaceholder):
-            part.value.history = ()
+            part.value.forget_history()
+
+
+def check_not_edited(parts: dict[Path, Part]) -> None:
+    """Raise if a stage changed a tensor of the state that another stage has."""
+    for path, part in parts.items():
+        if isinstance(part.value, StatePlaceholder) and part.value.history != ():
+            raise Unsupported(
+                f"a stage changes the state at {format_path(path)}, whose values another stage has: cut where one "
+                "stage writes to it"
+            )
 
 
 def edited_paths(before: dict[Path, Part], after: dict[Path, Part]) -> list[Path]:
     """The parts that the caller changed since the last step, in-place operators on placeholders included."""
-    in_place = (path for path, part in after.items() if isinstance(part.value, StatePlaceholder) and part.value.history)
+    placeholders = {path: part.value for path, part in after.items() if isinstance(part.value, StatePlaceholder)}
+    in_place = (path for path, placeholder in placeholders.items() if placeholder.history != ())
     return list(dict.fromkeys([*changed_paths(before, after), *in_place]))
 
 
-def apply_edits(state: Any, before: dict[Path, Part], after: dict[Path, Part], make_tensor: Any, device: Any) -> None:
+def apply_edits(
+    state: Any,
+    before: dict[Path, Part],
+    after: dict[Path, Part],
+    make_tensor: Callable[[PlaceholderSpec, Path], Tensor],
+    device: torch.device | None,
+) -> None:
     """Make the edits of the caller's object in that of another stage.
 
     Args:
@@ -51,10 +71,11 @@ def apply_edits(state: Any, before: dict[Path, Part], after: dict[Path, Part], m
         if local is not None and isinstance(local.value, Tensor) and not isinstance(local.value, Placeholder):
             own.append(path)
             if path in after and isinstance(after[path].value, Placeholder):
-                set_part(state, path, _replay(local.value, after[path].value, path))
-            elif path in after and not isinstance(after[path].value, Tensor):
-                set_part(state, path, after[path].value)
-            elif path in after and not _is_same_content(local.value, after[path].value):
+                set_part(state, path, _replay(local.value, after[path].value, path, before.get(path)))
+            elif path not in after or not isinstance(after[path].value, Tensor):
+                own.pop()  # removed, or replaced by what `apply_changes` sets
+                set_part(state, path, None)
+            elif not _is_same_content(local.value, after[path].value):
                 raise Unsupported(
                     f"the state at {format_path(path)} was replaced between two steps, and its values are in another "
                     "stage: edit it by operators on itself, such as index_select"
@@ -68,10 +89,11 @@ def _is_same_content(tensor: Tensor, other: Tensor) -> bool:
     return not other.is_floating_point() and tensor.shape == other.shape and tensor.cpu().equal(other.cpu())
 
 
-def _replay(tensor: Tensor, placeholder: Placeholder, path: Path) -> Tensor:
+def _replay(tensor: Tensor, placeholder: Placeholder, path: Path, before: Part | None) -> Tensor:
     """Run the operators that were applied to a placeholder on the tensor that it stands for."""
-    is_known = isinstance(placeholder, StatePlaceholder) and placeholder.path == path
-    history = placeholder.history if isinstance(placeholder, StatePlaceholder) and is_known else None
+    history = None
+    if isinstance(placeholder, StatePlaceholder) and before is not None and placeholder.root is before.value:
+        history = placeholder.history
     if history is None:
         raise Unsupported(
             f"the state at {format_path(path)} was edited between two steps by more than operators on itself, and its "

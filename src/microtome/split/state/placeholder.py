@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from microtome.engine.pytree import map_tensors, tensors_in
+from microtome.engine.torch_internals import schema_of
+from microtome.split.analysis.randomness import is_random
 from microtome.split.boundary.schema import PLACEHOLDER_DTYPES, PlaceholderSpec
 from microtome.split.execution.placeholder import Placeholder
 from microtome.split.state.contents import Path, format_path
@@ -30,10 +32,14 @@ class StatePlaceholder(Placeholder):
 
     Attributes:
         path: The part of the state that it stands for.
-        history: The operators since the last step; None: it depends on more than this part.
+        root: The placeholder that was there after the last step.
+        base: The placeholder that it is a view of; None: it is no view.
+        history: The operators since the last step; None: another stage cannot repeat them.
     """
 
     path: Path
+    root: StatePlaceholder
+    base: StatePlaceholder | None
     history: tuple[StateOp, ...] | None
 
     @classmethod
@@ -44,8 +50,13 @@ class StatePlaceholder(Placeholder):
         else:
             meta = torch.empty_strided(shape, spec.strides, dtype=dtype, device="meta")
         placeholder = cls(meta, device or torch.device("cpu"), f"the state at {format_path(path)}, written by {owner}")
-        placeholder.path, placeholder.history = path, ()
+        placeholder.path = path
+        placeholder.forget_history()
         return placeholder
+
+    def forget_history(self) -> None:
+        """Begin anew: all stages know of the operators so far."""
+        self.root, self.base, self.history = self, None, ()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -54,28 +65,32 @@ class StatePlaceholder(Placeholder):
         kwargs = kwargs or {}
         output = super().__torch_dispatch__(func, types, args, kwargs)
         first = args[0] if args else None
-        others = (args[1:], kwargs)
-        is_own = isinstance(first, StatePlaceholder) and not _has_placeholders(others)
         written = [tensor for tensor in op_schema(func).written(args, kwargs) if isinstance(tensor, StatePlaceholder)]
-        if written:
-            for tensor in written:
-                tensor.history = _extend(tensor, StateOp(func, *others)) if is_own and tensor is first else None
+        for tensor in written:
+            tensor.history = tensor._extended(func, args, kwargs) if tensor is first else None
+            if tensor.base is not None:  # a part of it was written to
+                tensor.base.history = None
+        if written or not isinstance(first, StatePlaceholder):
             return output
+        is_view = any(returned.alias_info is not None for returned in schema_of(func).returns)
 
         def record(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, Placeholder) or isinstance(tensor, StatePlaceholder) or not is_own:
+            if not isinstance(tensor, Placeholder) or isinstance(tensor, StatePlaceholder):
                 return tensor
-            assert isinstance(first, StatePlaceholder)
             result = cls(tensor, tensor.device, tensor.owner)
-            result.path = first.path
-            result.history = _extend(first, StateOp(func, *others)) if isinstance(output, Tensor) else None
+            result.path, result.root = first.path, first.root
+            result.base = None if not is_view else first if first.base is None else first.base
+            result.history = first._extended(func, args, kwargs) if isinstance(output, Tensor) else None
             return result
 
         return map_tensors(record, output)
 
-
-def _extend(placeholder: StatePlaceholder, op: StateOp) -> tuple[StateOp, ...] | None:
-    return None if placeholder.history is None else (*placeholder.history, op)
+    def _extended(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[StateOp, ...] | None:
+        """The history with one more operator, whose other arguments are copied: the caller may write to them."""
+        others = (args[1:], kwargs)
+        if self.history is None or is_random(func, args, kwargs) or _has_placeholders(others):
+            return None
+        return (*self.history, StateOp(func, *map_tensors(lambda tensor: tensor.detach().clone(), others)))
 
 
 def _has_placeholders(value: Any) -> bool:

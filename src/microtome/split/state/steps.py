@@ -11,19 +11,29 @@ import torch
 from torch import Tensor
 
 from microtome.engine.pytree import map_tensors
-from microtome.errors import SessionError
+from microtome.errors import SessionError, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import state_objects_in
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.schema import PlaceholderSpec
+from microtome.split.execution.effects import overlapping_names
 from microtome.split.execution.placeholder import Placeholder
 from microtome.split.stage import Stage
-from microtome.split.state.contents import Part, Path, apply_changes, describe_state, find_changes, part_at, parts_of
-from microtome.split.state.edits import apply_edits, forget_history
+from microtome.split.state.contents import (
+    Part,
+    Path,
+    apply_changes,
+    describe_state,
+    find_changes,
+    format_path,
+    part_at,
+    parts_of,
+)
+from microtome.split.state.edits import apply_edits, check_not_edited, forget_history
 from microtome.split.state.placeholder import StatePlaceholder
 
-#: The sequence that each state object belongs to.
-_sequences: weakref.WeakKeyDictionary[Any, StepSequence] = weakref.WeakKeyDictionary()
+#: The state objects that belong to a sequence, by identity: they may define equality.
+_claimed: dict[int, weakref.ref[Any]] = {}
 
 
 class StepSequence:
@@ -50,17 +60,24 @@ class StepSequence:
     def run(self, stages: Sequence[Stage], inputs: Inputs) -> Any:
         """Run one step on inputs that have all states; the output has the caller's state objects."""
         if self._failed:
-            raise SessionError("expected a sequence whose steps all succeeded, got one that an error ended: begin anew")
+            raise SessionError(
+                "expected a session whose steps all succeeded, got one that an error ended: begin a new one"
+            )
         states = state_objects_in((inputs.args, inputs.kwargs))
         self._failed = True  # until the step is complete: state that is written in part is of no use
-        self._begin(stages, states) if not self._states else self._edit(stages, states)
+        if self._states:
+            self._edit(stages, states)
+        else:
+            self._begin(stages, states)
         before = [list(map(parts_of, own)) for own in self._states]
+        for parts in (parts for own in before for parts in own):
+            forget_history(parts)
         self.running = 0
         value = stages[0].run(inputs.args, inputs.kwargs)
         for stage, own in zip(stages[1:], self._states[1:], strict=True):
             self.running = stage.index
             value = self.run_stage(stage, value, own)
-        self._tell_earlier_stages(stages, before)
+        self._propagate_changes(stages, before)
         self._failed = False
         return replace_states(value, self._states[-1], states)
 
@@ -70,12 +87,13 @@ class StepSequence:
 
     def _begin(self, stages: Sequence[Stage], states: list[Any]) -> None:
         for state in states:
-            if state in _sequences:
+            if id(state) in _claimed:
                 raise SessionError(
                     f"expected a new {type(state).__name__}, got one of another sequence: a state belongs to one "
                     "session, at one cut"
                 )
-        _sequences.update((state, self) for state in states)
+        for state in states:
+            _claim(state)
         self._states = [states, *([_copy(state, stage.device) for state in states] for stage in stages[1:])]
 
     def _edit(self, stages: Sequence[Stage], states: list[Any]) -> None:
@@ -88,11 +106,13 @@ class StepSequence:
             for state, before, after in zip(others, self._after, now, strict=True):
                 apply_edits(state, before, after, _placeholder_of(stage), stage.device)
 
-    def _tell_earlier_stages(self, stages: Sequence[Stage], before: list[list[dict[Path, Part]]]) -> None:
+    def _propagate_changes(self, stages: Sequence[Stage], before: list[list[dict[Path, Part]]]) -> None:
         """Let each stage know what later ones wrote: shapes, numbers and flags; boundaries say so of earlier ones."""
         for number, own in enumerate(self._states):
-            for index, state in enumerate(own if number else ()):
-                changes = find_changes(before[number][index], parts_of(state), by_others=False)
+            for index, state in enumerate(own):
+                parts = parts_of(state)
+                check_not_edited(parts)
+                changes = find_changes(before[number][index], parts, by_others=False) if number else []
                 for stage, others in zip(stages[:number], self._states[:number], strict=True):
                     apply_changes(others[index], changes, stage.device, _placeholder_of(stage))
         self._after = list(map(parts_of, self._states[0]))
@@ -100,8 +120,16 @@ class StepSequence:
             forget_history(parts)
 
 
+def _claim(state: Any) -> None:
+    key = id(state)
+    _claimed[key] = weakref.ref(state, lambda _: _claimed.pop(key, None))
+
+
 def _copy(state: Any, device: torch.device | None) -> Any:
     """Copy a state object with its values to the device of a stage."""
+    tensors = {format_path(path): part.value for path, part in parts_of(state).items() if type(part.value) is Tensor}
+    if overlapping := overlapping_names({name: tensor for name, tensor in tensors.items() if tensor.numel()}):
+        raise Unsupported(f"the state holds tensors that share memory, such as {overlapping[0]}: pass copies of them")
 
     def copy_tensor(spec: PlaceholderSpec, path: Path) -> Tensor:
         part = part_at(state, path)
