@@ -679,6 +679,10 @@ def test_no_attention_is_an_error_that_names_the_cause() -> None:
     model = nn.Sequential(Explicit(), nn.Linear(12, 12))
     with pytest.raises(NoMatch, match="the selected layers of the Sequential computed no attention; these did: '0'"):
         attention(model, torch.randn(1, 4, 12), layers="1")
+    repeated = Explicit()
+    model = nn.Sequential(repeated, repeated, nn.Linear(12, 12))
+    with pytest.raises(NoMatch, match="these did: '0#0', '0#1'"):
+        attention(model, torch.randn(1, 4, 12), layers="2")
     with pytest.raises(NoMatch, match="no module matches the path 'nowhere'"):
         attention(model, torch.randn(1, 4, 12), layers="nowhere")
 

@@ -107,6 +107,26 @@ def test_a_grid_may_be_given() -> None:
         picture(values, grid=(3, 3))
 
 
+def test_tokens_that_are_no_square_of_patches_are_one_row() -> None:
+    assert picture(torch.arange(7.0)).pixels.shape == (384 // 7, 7 * (384 // 7), 3)
+    assert picture(torch.arange(198.0)).pixels.shape == (24, 198, 3)
+    for tokens in (4, 5):  # a class token and 2 x 2 patches
+        assert picture(torch.arange(float(tokens))).pixels.shape == (384, 384, 3)
+
+
+def test_over_an_image_a_grid_is_asked_for_unless_the_patches_are_a_square() -> None:
+    image = torch.rand(3, 8, 8)
+    picture(torch.arange(16.0 * 16 + 5), image)  # a class token and four registers
+    with pytest.raises(BadQuery, match="expected grid=, the patches in height and in width: 7 tokens are no square"):
+        picture(torch.arange(7.0), image)
+
+
+@pytest.mark.parametrize(("tokens", "grid", "left"), [(16, (2, 2), 12), (197, (10, 10), 97)])
+def test_a_grid_that_leaves_out_most_tokens_is_refused(tokens: int, grid: tuple[int, int], left: int) -> None:
+    with pytest.raises(BadQuery, match=f"expected a grid of all {tokens} tokens, .* which leaves out {left}$"):
+        picture(torch.arange(float(tokens)), grid=grid)
+
+
 def test_weights_that_are_all_the_same_are_dark() -> None:
     assert {tuple(p.tolist()) for p in picture(torch.ones(4)).pixels.flatten(0, 1)} == {DARK}
 

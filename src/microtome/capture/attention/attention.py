@@ -77,7 +77,8 @@ def no_attention_error(model: nn.Module, probe: AttentionProbe) -> NoMatch:
     name = type(model).__name__
     if probe.addresses:
         return NoMatch(
-            f"the selected layers of the {name} computed no attention; these did: {_join_some(probe.addresses)}"
+            f"the selected layers of the {name} computed no attention; these did: "
+            f"{_join_some(Addresses(probe.addresses).names)}"
         )
     if probe.fused_ops:
         ops = _join_some(probe.fused_ops)
@@ -172,7 +173,8 @@ class Attention(Sequence[Tensor]):
             layer: The address or position of the layer.
             head: The position among the captured heads; `"all"`: each, side by side; None: their mean.
             row: The position among the captured query rows: the first is the class token's, if the model has one.
-            grid: The height and width of the image in patches. None: the largest square of the last keys.
+            grid: The height and width of the image in patches, which are the last keys. None: a square, if the keys are
+                one after at most a class token, or, over an image, a few register tokens; else a row.
             sample: The index in the batch.
             alpha: The opacity of the map over the image.
         """

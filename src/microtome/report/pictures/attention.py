@@ -24,6 +24,10 @@ from microtome.report.pictures.pixels import (
 
 #: The least height or width of a map in pixels, about: of a single one, and of one of several.
 _SIZE, _SMALL = 384, 224
+#: The least height of a row of tokens in pixels.
+_LEAST = 24
+#: The most class and register tokens before a square of patches.
+_MAX_SPECIAL = 5
 #: The most pixels of a map in an overview, in height and in width.
 _OVERVIEW = 160
 
@@ -70,16 +74,17 @@ def picture(
     alpha: float = 0.6,
     least: int = _SIZE,
 ) -> Picture:
-    """Draw one value for each token, such as a row of weights or of a rollout; by default on a square of patches.
+    """Draw one value for each token, such as a row of weights or of a rollout.
 
     Args:
+        grid: None: a square of patches if the tokens are one, else a single row of tokens.
         least: The height or width of the picture in pixels, about: a smaller image is enlarged.
     """
-    side = math.isqrt(len(values))
-    heat = scale_values(arrange_patches(values.detach().float().cpu(), grid or (side, side)))
+    grid = _infer_grid(len(values), over_image=image is not None) if grid is None else grid
+    heat = scale_values(arrange_patches(values.detach().float().cpu(), grid))
     if image is None:
         zoom = max(1, least // max(heat.shape))
-        return Picture(draw_map(heat, zoom, zoom))
+        return Picture(draw_map(heat, max(zoom, _LEAST // heat.shape[0]), zoom))
     if not isinstance(alpha, SupportsFloat) or not 0 <= alpha <= 1:
         raise BadQuery(f"expected alpha from 0 (the image alone) to 1 (the map alone), got {alpha!r}")
     under = _as_image(image)
@@ -88,6 +93,17 @@ def picture(
     size = under.shape[0], under.shape[1]
     heat = F.interpolate(heat[None, None], size=size, mode="bilinear", align_corners=False)[0, 0]
     return Picture(as_bytes(torch.lerp(under, colour(heat), alpha)))
+
+
+def _infer_grid(tokens: int, *, over_image: bool) -> tuple[int, int]:
+    """Return the square of patches after the class token, if the tokens are one; else a row, if there is no image."""
+    side = math.isqrt(tokens)
+    others = tokens - side * side
+    if others < side and others <= (_MAX_SPECIAL if over_image else 1):
+        return side, side
+    if over_image:
+        raise BadQuery(f"expected grid=, the patches in height and in width: {tokens} tokens are no square, got None")
+    return 1, tokens
 
 
 def _pixels(image: Any) -> Tensor:

@@ -24,6 +24,8 @@ from microtome.units import plural
 _VIRIDIS = (0x440154, 0x472C7A, 0x3B518B, 0x2C718E, 0x21908D, 0x27AD81, 0x5CC863, 0xAADC32, 0xFDE725)
 #: The width of the gap between tiles in pixels.
 _BETWEEN = 2
+#: The most class, register and prompt tokens before those of the patches.
+_MAX_OTHERS = 64
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -116,7 +118,13 @@ def arrange_patches(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         raise BadQuery(
             f"expected a grid of at most {plural(len(tokens), 'patch')}, one a token, got {height} x {width}"
         )
-    return tokens[len(tokens) - height * width :].unflatten(0, (height, width))
+    first = len(tokens) - height * width
+    if first > _MAX_OTHERS or first >= height * width:
+        raise BadQuery(
+            f"expected a grid of all {len(tokens)} tokens, or all but a few first ones such as the class token, "
+            f"got {height} x {width}, which leaves out {first}"
+        )
+    return tokens[first:].unflatten(0, (height, width))
 
 
 def pick(values: Any, position: Any, noun: str) -> Tensor:
