@@ -290,6 +290,21 @@ def test_a_pt_file_that_is_no_state_dict(net: str, tmp_path: Path, content: Any,
         zoo.resolve(f"{net}:Net", weights=tmp_path / "w.pt")
 
 
+def test_the_error_for_a_saved_model_has_no_colour_codes_and_keeps_the_file(net: str, tmp_path: Path) -> None:
+    torch.save(nn.Linear(3, 2), tmp_path / "w.pt")
+    with pytest.raises(BadWeights, match=r"w-weights\.pt'\)$") as caught:
+        zoo.resolve(f"{net}:Net", weights=tmp_path / "w.pt")
+    assert "[1m" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model"])
+def test_the_weights_of_a_training_checkpoint_are_read(net: str, tmp_path: Path, key: str) -> None:
+    state = {name: torch.full_like(value, 3) for name, value in zoo.resolve(f"{net}:Net").model.state_dict().items()}
+    torch.save({"epoch": 3, key: state}, tmp_path / "w.pt")
+    found = zoo.resolve(f"{net}:Net", weights=tmp_path / "w.pt").model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
 def test_a_buffer_that_no_file_holds_would_have_no_values_on_meta(tmp_path: Path) -> None:
     place = folder(tmp_path, **BERT)
     save_file(dict(zoo.resolve(f"hf:{place}").model.state_dict()), tmp_path / "w.safetensors")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,10 @@ from microtome.errors import BadFile, BadWeights, Unsupported, describe_error
 from microtome.files.tensors import read_tensors
 from microtome.units import shape, some
 
+#: Keys under which checkpoints of training hold the weights.
+_STATE_KEYS = ("state_dict", "model_state_dict", "model")
+#: A colour code of a terminal in a message of torch, as `describe_error` sanitizes it.
+_COLOUR = re.compile("\N{REPLACEMENT CHARACTER}\\[[0-9;]*m")
 _PICKLE_SUFFIXES = (".pt", ".pth")
 #: The most tensors that an error names.
 _NAMES = 3
@@ -48,16 +54,25 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises all kinds
+        reason = _COLOUR.sub("", describe_error(error))
+        other = file.with_stem(f"{file.stem}-weights")
         raise BadWeights(
-            f"{file} cannot be read with weights_only=True ({describe_error(error)}): if you trust it, load it "
-            f"with torch and write torch.save(model.state_dict(), {str(file)!r})"
+            f"{file} cannot be read with weights_only=True ({reason}): if you trust it, load it with torch and write "
+            f"torch.save(model.state_dict(), {str(other)!r})"
         ) from error
-    if isinstance(state, Mapping) and all(isinstance(value, Tensor) for value in state.values()):
+    if _is_state(state):
         return dict(state)
+    inner = next((state[key] for key in _STATE_KEYS if state.get(key)), None) if isinstance(state, Mapping) else None
+    if _is_state(inner):
+        return dict(inner)
     got = (
         f"a dict of {some([*map(repr, state)], _NAMES)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
     )
     raise BadWeights(f"expected a dict of tensors in {file}, such as model.state_dict(), got {got}")
+
+
+def _is_state(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
+    return isinstance(value, Mapping) and all(isinstance(tensor, Tensor) for tensor in value.values())
 
 
 def _tie(model: nn.Module, state: dict[str, Tensor]) -> None:
