@@ -79,6 +79,16 @@ def test_saving_again_replaces_the_weights_and_leaves_nothing_of_before(tmp_path
     assert same(dict(tail.model.named_parameters())["fc.weight"], dict(other.named_parameters())["fc.weight"])
 
 
+def test_stages_are_not_saved_into_a_recording(tmp_path: Path) -> None:
+    model, x = zoo.build("tiny-resnet")
+    with mt.record(model, "fc", to=tmp_path):
+        model(x)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(BadFile, match=r"already holds a recording, which has a manifest\.json: save to another folder"):
+        mt.split(model, x, at="layer1").save(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_saving_does_not_replace_another_split_or_another_plan(tmp_path: Path) -> None:
     model, x = zoo.build("tiny-resnet")
     mt.split(model, x, at="layer1").save(tmp_path)

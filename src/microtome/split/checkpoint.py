@@ -27,6 +27,7 @@ from microtome.split.stage import Stage
 from microtome.split.weights import strip_weights, tensor_at
 
 _PLAN = "plan.json"
+_MANIFEST = "manifest.json"  # of a recording, which microtome.load could no longer find beside a plan
 _SCHEMA = 2  # since calls are numbered by rank
 
 #: Before the name of a tensor that is a plain attribute of a module, neither parameter nor buffer.
@@ -102,6 +103,8 @@ def save_stages(
 
 def _check_replaceable(folder: Path, at: Sequence[str], fingerprint: str) -> None:
     """Raise if a folder holds anything but the same model, cut at the same calls, possibly with other weights."""
+    if os.path.lexists(folder / _MANIFEST):
+        raise BadFile(f"{str(folder)!r} already holds a recording, which has a {_MANIFEST}: save to another folder")
     if not (folder / _PLAN).is_file() or (folder / _PLAN).is_symlink():  # a link is replaced, and not followed
         return
     advice = "save to another folder, or remove it first"
