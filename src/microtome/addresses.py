@@ -256,8 +256,8 @@ def _explain_operator(name: str, names: list[str]) -> str:
     if not slash or split_call_index(expand_root(module))[0] not in {"", *_with_paths(names)}:
         return ""
     return (
-        "Operators can be captured, by mt.extract and mt.record, but not edited or cut at; the module that runs this "
-        f"one is {module!r}."
+        "Operators can be captured, by mt.extract alone, but not recorded, edited or cut at; the module that runs "
+        f"this one is {module!r}."
     )
 
 

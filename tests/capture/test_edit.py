@@ -137,9 +137,27 @@ def test_an_edit_that_returns_none_raises() -> None:
         model(X)
     with (
         mt.edit(model, inputs={"0": lambda given: given.args}),
-        pytest.raises(Unsupported, match="expected the edit of the inputs of '0' to return an Inputs, got tuple"),
+        pytest.raises(
+            Unsupported,
+            match="expected the edit of the inputs of '0' to return an Inputs, got tuple: .*return mt.Inputs",
+        ),
     ):
         model(X)
+    with (
+        mt.edit(model, inputs={"0": lambda given: None}),
+        pytest.raises(
+            Unsupported, match=r"inputs of '0' to return an Inputs, got None: its tensors are in inputs\.args"
+        ),
+    ):
+        model(X)
+
+
+def test_an_edit_that_indexes_the_inputs_is_told_where_their_tensors_are() -> None:
+    model = chain()
+    edit: Any = {"0": lambda given: given[0]}
+    with mt.edit(model, inputs=edit), pytest.raises(TypeError, match="not subscriptable") as caught:
+        model(X)
+    assert any("receives an Inputs: its tensors are in inputs.args" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_a_call_with_its_index_is_accepted_whether_or_not_the_module_ran_again()
 
 TREE = "Names in a tree are relative to the call that contains them"
 ONE_INDEX = "An address has one index, at its end"
-OPERATORS = "Operators can be captured, by mt.extract and mt.record, but not edited or cut at; the module .* is 'attn'"
+OPERATORS = "Operators can be captured, by mt.extract alone, but not recorded, edited or cut at; .* is 'attn'"
 ROW = "A row in parentheses has the operators that the module above it runs itself, and no address of its own"
 
 

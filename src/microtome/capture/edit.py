@@ -114,6 +114,8 @@ def patch_from(feats: Features, *, rows: Any = None) -> Edit:
     return Edit(patch, f"patch_from({feats!r})", patch_inputs)
 
 
+_RETURN_INPUTS = "its tensors are in inputs.args and inputs.kwargs; return mt.Inputs(*args, **kwargs)"
+
 #: A function of the value, or an `Edit`.
 Change = Callable[[Any], Any]
 
@@ -184,15 +186,23 @@ class _SelectedEdit:
         if isinstance(self._change, Edit):
             changed: tuple[tuple[Any, ...], dict[str, Any]] = self._change.inputs_at(call, (args, kwargs))
         else:
-            replacement = _apply(self._change, call, Inputs(*args, **kwargs))
+            replacement = self._apply_to_inputs(call, Inputs(*args, **kwargs))
             if not isinstance(replacement, Inputs):
                 raise Unsupported(
                     f"expected the edit of the inputs of {call.address!r} to return an Inputs, got "
-                    f"{type(replacement).__name__}"
+                    f"{type(replacement).__name__}: {_RETURN_INPUTS}"
                 )
             changed = replacement.args, replacement.kwargs
         self._compare(f"the inputs of {call.address!r}", (args, kwargs), changed)
         return changed
+
+    def _apply_to_inputs(self, call: Call, inputs: Inputs) -> Any:
+        try:
+            return _apply(self._change, call, inputs)
+        except (TypeError, AttributeError) as error:
+            if "'Inputs' object" in str(error):
+                error.add_note(f"The edit of the inputs of {call.address!r} receives an Inputs: {_RETURN_INPUTS}")
+            raise
 
     def _compare(self, what: str, before: Any, after: Any) -> None:
         old, new = ([(tensor.shape, tensor.dtype) for tensor in tensors_in(value)] for value in (before, after))
@@ -309,6 +319,10 @@ def _copy_captured(captured: Any, value: Any, call: Call) -> Any:
 def _apply(change: Change, call: Call, value: Any) -> Any:
     replacement = change.at(call, value) if isinstance(change, Edit) else change(value)
     if replacement is None and value is not None:
+        if isinstance(value, Inputs):
+            raise Unsupported(
+                f"expected the edit of the inputs of {call.address!r} to return an Inputs, got None: {_RETURN_INPUTS}"
+            )
         raise Unsupported(
             f"expected the edit of {call.address!r} to return a {type(value).__name__}, got None: return the output"
         )
