@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -23,6 +23,14 @@ _PART = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<
 
 #: In an error of torch about the dtype of indices.
 _EXPECTS_INTEGERS = re.compile(r"\b(Long|Int|int64|integers?|indices)\b")
+
+
+_NO_INPUTS = "No inputs were passed to the {}: pass a tensor, a tuple, a dict, or a shape such as '1x3x224x224'."
+
+
+def no_inputs_error(model: nn.Module) -> BadInputs:
+    """The error for a model without example inputs."""
+    return BadInputs(_NO_INPUTS.format(type(model).__name__))
 
 
 class Inputs:
@@ -96,6 +104,9 @@ class Inputs:
                 f"The inputs {self.created_from!r} were taken for shapes: the model ran on {self!r}. mt.Inputs(...) "
                 "passes any values as they are."
             )
+        if _parameters(model) and all(value is None for value in (*self.args, *self.kwargs.values())):
+            yield _NO_INPUTS.format(type(model).__name__)
+        yield from self._name_non_tensors(model, str(error))
         tensors = (*self.args, *self.kwargs.values()) if self.created_from is not None else ()
         if any(tensor.is_floating_point() for tensor in tensors) and _EXPECTS_INTEGERS.search(str(error)):
             yield "Inputs of a shape without a dtype have that of the model's weights: '1x128:int64' is for token ids."
@@ -105,6 +116,15 @@ class Inputs:
                 near = difflib.get_close_matches(name, parameters, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"it has {some(parameters, 8)}"
                 yield f"forward of {type(model).__name__} has no parameter {name!r}: {hint}"
+
+    def _name_non_tensors(self, model: nn.Module, message: str) -> Iterator[str]:
+        """Name the arguments of a type that the message of an error mentions, where a tensor was needed."""
+        positional = zip(chain(_parameters(model), count()), self.args, strict=False)
+        for name, value in (*positional, *self.kwargs.items()):
+            kind = type(value).__name__
+            if isinstance(value, list | tuple | int | float) and re.search(rf"\bnot {kind}\b|'{kind}' object", message):
+                where = repr(name) if isinstance(name, str) else f"argument {name}"
+                yield f"The input {where} is of type {kind}: if the model expects a tensor, pass torch.tensor(...)."
 
     def to(self, device: str | torch.device) -> Inputs:
         """Return the same arguments with their tensors on a device, also inside named tuples and dataclasses."""

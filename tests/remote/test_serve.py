@@ -502,7 +502,11 @@ def test_a_cut_that_is_not_there_is_refused(resnet: tuple[nn.Module, Tensor], se
 
 @pytest.mark.parametrize(
     ("address", "hint"),
-    [("nowhere", "'nowhere': add the port, such as nowhere:7070"), (7070, "7070$"), (None, "None$")],
+    [
+        ("nowhere", "'nowhere': add the port, such as nowhere:7070"),
+        (7070, r"7070: did you mean 127.0.0.1:7070\?$"),
+        (None, "None$"),
+    ],
 )
 def test_an_address_has_a_port(resnet: tuple[nn.Module, Tensor], address: Any, hint: str) -> None:
     with pytest.raises(BadQuery, match=f"the address of a server such as host:7070, got {hint}"):

@@ -29,7 +29,7 @@ from microtome.results.requests import RequestRecord
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.codecs import parse_codec
 from microtome.split.stage import Stage
-from microtome.units import parse_size, size
+from microtome.units import parse_seconds, parse_size, size
 
 #: Seconds for which a request is sent again after a broken stream: without a fallback, and with one.
 _RESEND_FOR_S, _RESEND_WITH_FALLBACK_FOR_S = 15.0, 1.0
@@ -257,7 +257,7 @@ def connect(
     server: str,
     at: Any = "auto",
     *,
-    deadline: float | None = None,
+    deadline: float | str | None = None,
     codec: str = "auto",
     fallback: str | None = "local",
     tls: bool = False,
@@ -280,7 +280,8 @@ def connect(
             the server.
             `"auto"` measures both devices and the link, cuts where a request is answered soonest, and moves the cut
             when that changes; see `Remote.history`.
-        deadline: Seconds that a request may take. If the server cannot answer in time, this device computes the output.
+        deadline: The time that a request may take, in seconds or such as `"50ms"`. If the server cannot answer in
+            time, this device computes the output.
         codec: The codec of the boundary; `"auto"`: the fastest lossless one.
         fallback: `"local"`: compute the output on this device if the server does not answer and all weights are here.
             None: raise.
@@ -304,15 +305,16 @@ def connect(
     """
     if fallback not in ("local", None):
         raise BadQuery(f"expected fallback='local' or None, got {fallback!r}")
-    if deadline is not None and not deadline > 0:
+    deadline_s = parse_seconds(deadline) if isinstance(deadline, str) else deadline
+    if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
         raise BadQuery(f"expected a deadline of more than 0 seconds, got {deadline!r}")
-    local = LocalModel(model, inputs)
     connection = Connection(server, Security(tls, ca, cert, key, token, server_name))
     try:
+        local = LocalModel(model, inputs)
         hello = handshake(connection, local, timeout, any_torch=any_torch)
         route = _choose_route(local, connection, hello, at, codec)
         max_bytes = None if max_reply is None else parse_size(max_reply)
-        options = RequestOptions(deadline, fallback == "local", max_bytes)
+        options = RequestOptions(deadline_s, fallback == "local", max_bytes)
         remote = Remote(local, connection, hello, route, options)
         remote.warm_up(remote.route)
         return remote

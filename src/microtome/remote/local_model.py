@@ -11,6 +11,7 @@ from torch import nn
 from microtome import __version__
 from microtome.addresses import INPUT
 from microtome.errors import BadQuery, RemoteError
+from microtome.inputs import no_inputs_error
 from microtome.remote import protocol
 from microtome.remote.connection import Connection
 from microtome.remote.payloads import INPUTS
@@ -38,6 +39,8 @@ class LocalModel:
             source = model
             self._stages[model.ends_at] = model, None
         else:
+            if inputs is None:
+                raise no_inputs_error(model)
             with torch.no_grad():
                 source = self.splitter = Splitter(model, inputs)
         self.model, self.fingerprint, self.spec = source.model, source.fingerprint, source.spec

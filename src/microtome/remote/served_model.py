@@ -11,7 +11,7 @@ from torch import nn
 
 from microtome.devices.base import backend_of
 from microtome.errors import BadQuery, NoMatch, Unsupported, describe_error
-from microtome.inputs import Inputs
+from microtome.inputs import Inputs, no_inputs_error
 from microtome.profile import profile
 from microtome.remote.batching import Batcher, build_batcher
 from microtome.remote.error_kinds import WrongModel
@@ -44,6 +44,8 @@ class ServedModel:
             self._stages[model.begins_at] = None, model
             self.cuts: tuple[str, ...] = (model.begins_at,)
         else:
+            if inputs is None:
+                raise no_inputs_error(model)
             source = self._splitter = Splitter(model, inputs)
             _check_stateless(source.state)
             self.cuts = (INPUTS, *(cut.at for cut in source.cuts))

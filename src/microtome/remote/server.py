@@ -12,6 +12,7 @@ from typing import Any, Self
 import grpc
 from torch import nn
 
+from microtome.endpoints import explain_endpoint
 from microtome.errors import BadQuery
 from microtome.remote import protocol
 from microtome.remote.health import Health
@@ -65,8 +66,6 @@ class Server:
         return None if self._service is None else self._service.failure
 
     def start(self) -> Self:
-        if ":" not in self.address:
-            raise BadQuery(f"expected an address to listen on such as 127.0.0.1:7070, got {self.address!r}")
         self._security.credentials()  # raises if files cannot be read
         if not is_loopback(self.address) and (risks := self._security.risks()):
             warnings.warn(
@@ -200,6 +199,8 @@ def serve(
     ...     len(server.served.cuts)
     43
     """
+    if error := explain_endpoint(listen, "an address to listen on such as 127.0.0.1:7070"):
+        raise BadQuery(error)
     for name, number in (("concurrency", concurrency), ("batch", batch)):
         if not isinstance(number, int) or number < 1:
             raise BadQuery(f"expected a {name} of 1 or more requests, got {number!r}")
