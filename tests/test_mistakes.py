@@ -40,6 +40,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a typo in a dtype": (lambda: mt.profile(RESNET, "1x3:flaot32"), "expected a dtype of torch, .* got 'flaot32'"),
     "a negative size": (lambda: mt.profile(RESNET, (-1, 3)), "expected sizes of 0 or more"),
     "numbers as names": (lambda: mt.profile(RESNET, {0: X}), "expected the names of arguments as keys"),
+    "no inputs to serve": (lambda: mt.serve(RESNET), "No inputs were passed to the ResNet: pass a tensor"),
+    "no inputs to connect": (lambda: mt.connect(RESNET, None, "127.0.0.1:1"), "No inputs were passed to the ResNet"),
     # -- options
     "a typo in measure": (lambda: mt.profile(RESNET, X, measure="tiem"), "to be of 'time', .*, got 'tiem'"),
     "few repeats": (lambda: mt.profile(RESNET, X, measure="time", repeat=1), "expected repeat to be at least 3"),
@@ -77,6 +79,21 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     # -- files and servers
     "a missing file": (lambda: mt.load("nothing.json"), "cannot read 'nothing.json': No such file"),
     "a missing folder": (lambda: profile().to_html("/does/not/exist.html"), "cannot write '/does/not/exist.html'"),
+    "a port to listen on": (
+        lambda: mt.serve(RESNET, X, listen="127.0.0.1:99999"),
+        "expected an address to listen on such as 127.0.0.1:7070, got '127.0.0.1:99999': a port is less than 65536",
+    ),
+    "a port alone": (lambda: mt.serve(RESNET, X, listen=7070), "got 7070: did you mean 127.0.0.1:7070?"),
+    "a URL": (lambda: mt.connect(RESNET, X, "http://127.0.0.1:1"), "leave out 'http://', as in 127.0.0.1:1"),
+    "a deadline": (lambda: mt.connect(RESNET, X, "127.0.0.1:1", deadline="soon"), "expected a time, such as 15ms"),
+    "a list as a deadline": (
+        lambda: mt.connect(RESNET, X, "127.0.0.1:1", deadline=[1]),
+        "expected a deadline of more than 0 seconds, got ",
+    ),
+    "limits as text": (
+        lambda: profile().diff(profile()).over("macs=5%"),  # type: ignore[arg-type]
+        'expected limits as a dict, such as {"macs": "5%"}, got ',
+    ),
     "a server without a port": (lambda: mt.connect(RESNET, X, "localhost", at="layer1"), "host:7070, got 'localhost'"),
 }
 
@@ -87,6 +104,21 @@ def test_a_mistake_is_named_with_what_to_do(name: str) -> None:
     with pytest.raises(microtome.MicrotomeError) as caught:
         make()
     assert re.search(message.replace("[", r"\[").replace("?", r"\?"), str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "note"),
+    [
+        (None, "No inputs were passed to the Sequential: pass a tensor"),
+        ({}, "No inputs were passed to the Sequential: pass a tensor"),
+        (7, "The input 'input' is of type int: if the model expects a tensor, pass torch.tensor(...)"),
+        ({"input": [[1.0, 2.0]]}, "The input 'input' is of type list: if the model expects a tensor"),
+    ],
+)
+def test_inputs_that_are_no_tensors_are_named(inputs: Any, note: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        mt.profile(nn.Sequential(nn.Linear(2, 2)), inputs)
+    assert any(note in line for line in caught.value.__notes__)
 
 
 def test_an_error_of_the_model_names_the_layer_and_the_inputs() -> None:

@@ -135,6 +135,8 @@ class Diff(Result, kind="diff"):
         Args:
             limits: The limit for each metric, as a percentage, `{"macs": "5%"}`, or as a fraction below 1, `0.05`.
         """
+        if not isinstance(limits, Mapping):
+            raise BadQuery(f'expected limits as a dict, such as {{"macs": "5%"}}, got {limits!r:.80}')
         changes = [(self[quantity], parse_limit(quantity, limit)) for quantity, limit in limits.items()]
         return tuple(change for change, limit in changes if (change.growth or 0.0) > limit and not change.is_noise)
 
