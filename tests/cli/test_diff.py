@@ -32,7 +32,11 @@ def test_what_changed_is_printed(files: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "code"), [("macs=5%", 1), ("macs=7%", 0), ("macs=10%,params=1%", 1), ("macs=10% params=10%", 0)]
+    ("limit", "code"),
+    [
+        *[("macs=5%", 1), ("macs=7%", 0), ("macs=10%,params=1%", 1), ("macs=10% params=10%", 0)],
+        *[("MACs=5%", 1), ("MACs=7%,", 0), ("output bytes=5%", 1), ("macs=7% peak memory=1%", 1), ("peak=50%", 0)],
+    ],
 )
 def test_growth_over_a_limit_exits_with_1(files: tuple[Path, Path], limit: str, code: int) -> None:
     result = run(*files, "--fail-over", limit)
@@ -46,6 +50,7 @@ def test_growth_over_a_limit_exits_with_1(files: tuple[Path, Path], limit: str, 
         ["--fail-over", "macs=5%", "--fail-over", "params=6.5%"],
         ["--fail-over", "macs=5%", "params=6.5%"],
         ["--fail-over=macs=5%", "params=6.5%,flops=50%"],
+        ["--fail-over", "MACs=5%", "Params=6.5%"],
     ],
 )
 def test_limits_may_be_given_several_times(files: tuple[Path, Path], limits: list[str]) -> None:
@@ -65,6 +70,12 @@ def test_the_name_of_a_model_is_not_a_profile(files: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("limit", ["macs", "macs=5", "macs=-5%", "macs=x%", "speed=5%", "macs=1%,macs=2%", "macs=nan%"])
 def test_wrong_limits_exit_with_2(files: tuple[Path, Path], limit: str) -> None:
     assert run(*files, "--fail-over", limit).exit_code == 2
+
+
+def test_an_unknown_metric_and_an_empty_limit_are_refused(files: tuple[Path, Path]) -> None:
+    assert "no metric 'memroy' to compare: did you mean 'memory'?" in run(*files, "--fail-over", "memroy=5%").output
+    assert "macs is set twice" in run(*files, "--fail-over", "macs=5%,MACs=6%").output
+    assert "such as macs=5%, got an empty string" in run(*files, "--fail-over", ",").output
 
 
 def test_what_was_not_measured_cannot_be_limited(files: tuple[Path, Path]) -> None:

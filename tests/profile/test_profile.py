@@ -56,6 +56,27 @@ def test_tied_and_shared_parameters_count_once_and_show_where_used(p: mt.Profile
     assert p.total.shared_params == 0  # what is used in the whole is counted in it
 
 
+class SharedTwice(nn.Module):
+    """Runs a layer twice, and adds a bias of its own that another module holds, too."""
+
+    def __init__(self, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x)) + self.bias
+
+
+def test_own_rows_count_shared_parameters_once(p: mt.Profile) -> None:
+    # What the root uses is counted in it, though head and block#1 use parameters of other calls.
+    assert [row.shared_params for row in p.rows(granularity=2) if row.type == "Net (own)"] == [0]
+    first = nn.Linear(4, 4)
+    q = mt.profile(nn.Sequential(first, SharedTwice(first.bias), nn.Identity()), "1x4")
+    # The 4 of the tied bias; the second call of the layer shares 20 with the first, which are counted inside.
+    assert [row.shared_params for row in q.rows(granularity=1) if row.type == "SharedTwice (own)"] == [4]
+
+
 def test_parameters_of_a_module_that_never_ran_are_those_of_the_call_above(p: mt.Profile) -> None:
     assert p.total.own.params == 10
     assert p.coverage.never_ran == ("spare",)

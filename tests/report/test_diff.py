@@ -161,8 +161,10 @@ def test_what_is_not_known_cannot_be_limited() -> None:
     same = net().diff(net())
     with pytest.raises(BadQuery, match=r"time is not known of both profiles: measure both with measure=\[\"time\"\]"):
         same.over({"time": 0.1})
-    with pytest.raises(BadQuery, match="expected a metric of params, macs, .*, got 'speed'"):
+    with pytest.raises(BadQuery, match="no metric 'speed' to compare: expected one of params, macs, "):
         same.over({"speed": 0.1})
+    with pytest.raises(BadQuery, match="no metric 3 to compare: expected one of params, macs, "):
+        same[3]  # type: ignore[index]
     with pytest.raises(BadQuery, match="expected a profile to compare with, or a file of one, got a int"):
         net().diff(3)  # type: ignore[arg-type]
 
@@ -241,6 +243,20 @@ def test_it_is_read_from_json_as_it_was(tmp_path: Path) -> None:
     assert mt.load(tmp_path / "diff.json") == grown
     rows = list(csv_format.DictReader(io.StringIO(csv(grown))))
     assert [row["after"] for row in rows if row["quantity"] == "macs" and row["address"] == ""] == ["96"]
+
+
+def test_files_tell_own_numbers_from_those_with_the_calls_inside() -> None:
+    layer = mt.profile(nn.Sequential(nn.Linear(4, 2)), torch.ones(1, 4))
+    block = mt.profile(nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))), torch.ones(1, 4))
+    grown = layer.diff(block)
+    rows = {(row["address"], row["quantity"]): row for row in csv_format.DictReader(io.StringIO(csv(grown)))}
+    # 4 x 2 before, 4 x 8 and 8 x 2 after: the block itself multiplies nothing.
+    assert (rows["0", "macs"]["before"], rows["0", "macs"]["after"]) == ("8", "48")
+    assert (rows["0", "own_macs"]["before"], rows["0", "own_macs"]["after"]) == ("8", "0")
+    assert rows["0.1", "macs"]["after"] == "16"
+    assert ("0.1", "own_macs") not in rows
+    assert {layer.is_own for layer in grown.layers} == {True}
+    assert {layer.is_own for layer in grown.modules} == {False}
 
 
 @pytest.mark.parametrize("width", [60, 80])

@@ -26,6 +26,21 @@ def test_a_limit_is_a_percentage_or_a_fraction(
     assert bool(profiles[0].diff(profiles[1]).over({"macs": limit})) == is_over
 
 
+@pytest.mark.parametrize(
+    ("name", "quantity"),
+    [
+        *[("MACs", "macs"), ("peak", "memory"), ("peak_bytes", "memory"), ("Peak memory", "memory")],
+        *[("peak KiB", "memory"), ("output bytes", "output"), ("output_bytes", "output")],
+    ],
+)
+def test_metrics_have_the_names_that_tables_have(
+    profiles: tuple[mt.Profile, mt.Profile], name: str, quantity: str
+) -> None:
+    grown = profiles[0].diff(profiles[1])
+    assert grown[name] == grown[quantity]
+    assert [change.quantity for change in grown.over({name: 0.0})] == [quantity]
+
+
 @pytest.mark.parametrize("limit", [5, 1, 1.0, -0.1, float("nan"), "5", "x%", "-5%", "nan%", "inf%", None])
 def test_a_limit_that_may_be_meant_otherwise_is_refused(profiles: tuple[mt.Profile, mt.Profile], limit: Any) -> None:
     with pytest.raises(BadQuery, match="expected a limit of macs such as '5%', or a fraction below 1, got"):

@@ -9,7 +9,7 @@ from typing import Any
 
 from microtome.report.table import Column, Line, Medium, Report, Styled, Table
 from microtome.results.diff import Diff, LayerChange, MetricChange, weight
-from microtome.results.metrics import advise, compared_metrics, find_choice
+from microtome.results.metrics import advise, compared_metrics, find_compared
 from microtome.units import UNKNOWN, plural, write
 
 #: The most layers on a terminal and in Markdown.
@@ -64,9 +64,8 @@ def report(diff: Diff, view: ChangeSelection | None = None, medium: Medium = "te
 
 
 def _resolve_columns(view: ChangeSelection) -> ChangeSelection:
-    titles = {name: (metric.header, metric.label) for name, metric in compared_metrics().items()}
-    columns = tuple(find_choice(name, titles, purpose=" to compare") for name in view.columns)
-    sort = None if view.sort is None else find_choice(view.sort, titles, purpose=" to compare")
+    columns = tuple(find_compared(name, "column") for name in view.columns)
+    sort = None if view.sort is None else find_compared(view.sort, "column")
     return replace(view, columns=columns, sort=sort)
 
 
@@ -117,14 +116,30 @@ def _change_of(layer: LayerChange, quantity: str) -> float | None:
 
 
 def records(diff: Diff) -> list[dict[str, Any]]:
-    """Return a record for each change; those of the totals have no address."""
+    """Return a record for each change.
+
+    Those of the totals have no address. Those of a call that contains calls include them, and are `own_…` without them.
+    """
     changes = [(("", "", "total"), change) for change in diff.totals]
-    changes += [((layer.address, layer.type, layer.what), change) for layer in diff.layers for change in layer.changes]
+    modules = [module for module in diff.modules if module.parent is not None]  # the totals are those of the root
+    for layer in (*modules, *_with_own_names(diff)):
+        changes += [((layer.address, layer.type, layer.what), change) for change in layer.changes]
     names = ("quantity", "before", "after", "growth", "is_noise")
     return [
         dict(zip(("address", "type", "what"), where, strict=True)) | {name: getattr(change, name) for name in names}
         for where, change in changes
     ]
+
+
+def _with_own_names(diff: Diff) -> Iterator[LayerChange]:
+    """Yield the layers; the changes of calls that contain calls are renamed as in files of profiles: `own_macs`."""
+    containers = {module.address for module in diff.modules}
+    for layer in diff.layers:
+        if layer.address not in containers:
+            yield layer
+            continue
+        sums = [change for change in layer.changes if compared_metrics()[change.quantity].adds_up == "sum"]
+        yield replace(layer, changes=tuple(change._replace(quantity=f"own_{change.quantity}") for change in sums))
 
 
 def name_of(change: MetricChange) -> str:

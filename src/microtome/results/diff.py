@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 from microtome.errors import BadQuery
 from microtome.files.reading import File
 from microtome.results.base import Result, load_result, render
-from microtome.results.metrics import Metric, compared_metrics
+from microtome.results.metrics import Metric, compared_metrics, find_compared
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 from microtome.units import plural, shape
@@ -54,6 +54,7 @@ class LayerChange:
         note: Other changes: its type, the shape of its output.
         parent: The address of the call that contains it; None for the root, and in files of an older microtome.
         calls: In `Diff.modules`, the number of calls inside it if all were added, or all were removed; else None.
+        is_own: Whether the changes are without the calls inside it; None in files of an older microtome.
     """
 
     address: str
@@ -63,6 +64,7 @@ class LayerChange:
     note: str = ""
     parent: str | None = None
     calls: int | None = None
+    is_own: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,9 @@ class Diff(Result, kind="diff"):
     modules: tuple[LayerChange, ...] = ()
 
     def __getitem__(self, quantity: str) -> MetricChange:
-        """Return the change of a metric of the whole model."""
-        metric = compared_metrics().get(quantity)
-        if metric is None:
-            raise BadQuery(f"expected a metric of {', '.join(compared_metrics())}, got {quantity!r}")
+        """Return the change of a metric of the whole model, by its name here or in tables."""
+        quantity = find_compared(quantity)
+        metric = compared_metrics()[quantity]
         change = next((change for change in self.totals if change.quantity == quantity), None)
         if change is None or change.growth is None:
             verbs = {"measured": "measure", "counted": "count"}
@@ -241,7 +242,7 @@ def _compare(before: Profile, after: Profile, old: Row | None, new: Row | None, 
             changes.append(MetricChange(metric.diff, one, two, noise))
     what: ChangeKind = "added" if old is None else "removed" if new is None else "changed"
     note = "" if old is None or new is None else "; ".join(_differences(old, new))
-    return LayerChange(row.address, row.type, what, tuple(changes), note, row.parent)
+    return LayerChange(row.address, row.type, what, tuple(changes), note, row.parent, is_own=cost is _own)
 
 
 def _modules(before: Profile, after: Profile, layers: Iterable[LayerChange]) -> Iterator[LayerChange]:

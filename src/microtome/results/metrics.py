@@ -7,6 +7,7 @@ or `CallAmounts`; one that is computed from others is an entry of `_DERIVED`.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -139,6 +140,16 @@ class Metric:
         if self.adds_up == "sum":
             return self.of(row.own)
         return self.of(row) if row.height == 1 else None
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """Names by which a caller may choose it: its field, its column, and its header and label."""
+        return (self.name, self.column, self.header, self.label)
+
+    @property
+    def share_titles(self) -> tuple[str, ...]:
+        """The name and the header of the column with the share of the total; () if there is none."""
+        return (self.share, f"{self.header} share") if self.share else ()
 
     @property
     def why_not_each(self) -> str:
@@ -287,6 +298,16 @@ def compared_metrics() -> dict[str, Metric]:
     return {metric.diff: metric for metric in METRICS.values() if metric.diff}
 
 
+def find_compared(name: str, noun: str = "metric") -> str:
+    """Return the name in a `Diff` of the metric with this name or header.
+
+    >>> find_compared("peak memory"), find_compared("MACs")
+    ('memory', 'macs')
+    """
+    titles = {compared: metric.titles for compared, metric in compared_metrics().items()}
+    return find_choice(name, titles, noun, " to compare")
+
+
 def why_unknown(profile: Profile, metric: Metric) -> str:
     """Return the reason why a profile lacks a metric, and what to do about it."""
     needs = metric.requires
@@ -312,8 +333,12 @@ def why_missing(profile: Profile, metric: Metric) -> str | None:
     return why if metric.requires is None else f"not {metric.requires.done}: {why}"
 
 
+#: The unit that tables write after a header, such as "KiB" or "ms", after `_normalize`.
+_UNIT = re.compile("_([kmgtpe]|([kmgtpe]i)?b|[mun]?[sjw])$")
+
+
 def find_choice(name: str, choices: Mapping[str, Iterable[str]], noun: str = "column", purpose: str = "") -> str:
-    """Return the choice of this name, or with this header; case and spaces do not matter.
+    """Return the choice of this name, or with this header; case, spaces and a unit after it do not matter.
 
     Args:
         choices: The headers of each choice, by its name.
@@ -322,14 +347,18 @@ def find_choice(name: str, choices: Mapping[str, Iterable[str]], noun: str = "co
 
     >>> find_choice("FLOPs share", {"flops": ["FLOPs"], "share": ["FLOPs share"]})
     'share'
+    >>> find_choice("time ms", {"time": ()})
+    'time'
     """
     if name in choices:
         return name
     pairs = [(title, choice) for choice, headers in choices.items() for title in (choice, *headers)]
     known = {_normalize(title): choice for title, choice in reversed(pairs)}
-    if (choice := known.get(_normalize(name))) is not None:
-        return choice
-    near = difflib.get_close_matches(_normalize(name), known, n=1, cutoff=0.7)
+    wanted = _normalize(str(name))
+    for title in (wanted, _UNIT.sub("", wanted)):
+        if title in known:
+            return known[title]
+    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.7)
     hint = f"did you mean {known[near[0]]!r}? " if near else ""
     raise BadQuery(f"no {noun} {name!r}{purpose}: {hint}expected one of {', '.join(choices)}")
 

@@ -182,7 +182,9 @@ class Profile(Result, kind="profile", schema=2):
             return None
         whole = [name for name, metric in METRICS.items() if metric.adds_up != "sum" and metric.requires]
         own = {name: None for name in ("load", *whole) if hasattr(row, name)} | {"spreads": {}} | asdict(row.own)
-        shared = row.shared_params - sum(child.shared_params for child in self.children(row))
+        # Further calls of a child share the parameters of its first call. Tied siblings may share more than the whole.
+        inside = {child.path: child.shared_params for child in reversed(self.children(row))}
+        shared = max(row.shared_params - sum(inside.values()), 0)
         return replace(row, type=f"{row.type} (own)", shared_params=shared, **own)  # what was measured is of the whole
 
     def by_type(self) -> dict[str, Group]:
@@ -215,15 +217,18 @@ class Profile(Result, kind="profile", schema=2):
     def top(self, n: int = 10, *, by: str = "flops") -> tuple[Row, ...]:
         """Return the calls that cost the most without the calls inside them; unknown costs are left out.
 
+        Args:
+            by: A metric, by any name that `show(sort=...)` accepts. Calls that contain calls are left out if it does
+                not add up, such as `"peak"`.
+
         Raises:
             BadQuery: The metric is unknown of every call.
         """
-        metrics = [metric for metric in METRICS.values() if metric.adds_up == "sum"]
-        names = {metric.name: (metric.column, metric.header, metric.label) for metric in metrics}
+        names = {name: (*metric.titles, *metric.share_titles) for name, metric in METRICS.items()}
         metric = METRICS[find_choice(by, names, "metric", " to order by")]
         if n < 1:
             raise BadQuery(f"expected n of 1 or more, got {n}")
-        costs = [(row, cost) for row in self.calls if (cost := metric.own(row)) is not None]
+        costs = [(row, cost) for row in self.calls if isinstance(cost := metric.own(row), int | float)]
         if not costs:
             raise BadQuery(f"no call has a value of {by!r} to order by: {why_unknown(self, metric)}")
         return tuple(row for row, _ in sorted(costs, key=lambda pair: -pair[1])[:n])

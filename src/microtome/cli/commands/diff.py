@@ -13,7 +13,7 @@ from microtome.cli.options.outputs import Outputs, output_options
 from microtome.errors import BadFile, BadQuery
 from microtome.results.base import Result
 from microtome.results.diff import parse_limit
-from microtome.results.metrics import compared_metrics
+from microtome.results.metrics import find_compared
 
 if TYPE_CHECKING:
     from microtome.results.profile import Profile
@@ -23,11 +23,12 @@ _FAIL_OVER = "Exit with 1 if a total grew by more than this, such as macs=5% or 
 
 def _parse_limits(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, str]:
     limits: dict[str, str] = {}
-    for word in ",".join(words).replace(" ", ",").split(",") if words else ():
-        name, _, value = word.partition("=")
-        if name not in compared_metrics():
-            names = ", ".join(compared_metrics())
-            raise click.BadParameter(f"expected METRIC=N% with a metric of {names}, got {word!r}")
+    for word in filter(None, re.split(r"\s*,\s*|(?<=%)\s+", ",".join(words).strip())):
+        title, _, value = word.partition("=")
+        try:
+            name = find_compared(title)
+        except BadQuery as error:
+            raise click.BadParameter(f"expected METRIC=N%, got {word!r}: {error}") from error
         if name in limits:
             raise click.BadParameter(f"{name} is set twice")
         try:
@@ -35,6 +36,8 @@ def _parse_limits(context: click.Context, parameter: click.Parameter, words: tup
         except BadQuery as error:
             raise click.BadParameter(f"expected a percentage of at least 0, such as {name}=5%, got {word!r}") from error
         limits[name] = value
+    if words and not limits:
+        raise click.BadParameter("expected METRIC=N%, such as macs=5%, got an empty string")
     return limits
 
 
@@ -45,7 +48,7 @@ class _DiffCommand(click.Command):
         words: list[str] = []
         for word in args:
             follows = words[-1].startswith("--fail-over=") or words[-2:-1] == ["--fail-over"] if words else False
-            words += ["--fail-over", word] if follows and re.fullmatch(r"[a-z_]+=[^=]*%(,.*)?", word) else [word]
+            words += ["--fail-over", word] if follows and re.fullmatch(r"[A-Za-z_ ]+=[^=]*%(,.*)?", word) else [word]
         return super().parse_args(ctx, words)
 
 
