@@ -120,6 +120,40 @@ def test_the_summary_and_top_take_headers(profile: mt.Profile, lines: Lines) -> 
     summary = mt.profile(zoo.build("tiny-resnet")[0])
     assert lines(summary, sort="weights") == lines(summary, sort="param_bytes")
     assert profile.top(by="moved") == profile.top(by="moved_bytes")
+    assert profile.top(by="share") == profile.top(by="FLOPs share") == profile.top(by="flops")
+
+
+@pytest.mark.parametrize(("name", "field"), [("peak", "peak_bytes"), ("peak memory", "peak_bytes"), ("output", None)])
+def test_the_top_takes_metrics_that_do_not_add_up(profile: mt.Profile, name: str, field: str | None) -> None:
+    costs = [getattr(row, field or "output_bytes") for row in profile.top(3, by=name)]
+    leaves = [getattr(row, field or "output_bytes") for row in profile if row.height == 1]
+    assert costs == sorted(leaves, reverse=True)[:3]
+
+
+@pytest.mark.parametrize("sort", ["peak", "output bytes", "madds"])
+def test_the_column_to_sort_by_is_never_dropped(
+    profile: mt.Profile, lines: Lines, sort: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    header = {"peak": "peak MiB", "output bytes": "output KiB", "madds": "MAdds M"}[sort]
+    assert header in lines(profile, sort=sort, top=2)[0]
+
+
+def test_cuts_and_plans_keep_the_column_to_sort_by(
+    cuts: mt.Cuts, plan: mt.Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    cuts.show(sort="head_params")
+    assert "head params" not in capsys.readouterr().out.partition("no room for: ")[2]
+    plan.show(sort="passes/s")
+    assert "passes/s" not in capsys.readouterr().out.partition("no room for: ")[2]
+
+
+def test_names_of_columns_may_have_a_unit_or_be_the_first_one(profile: mt.Profile, cuts: mt.Cuts, lines: Lines) -> None:
+    assert lines(profile, columns=["call", "params k", "MACs M"]) == lines(profile, columns=["params", "macs"])
+    assert lines(profile, sort="moved KiB") == lines(profile, sort="moved")
+    assert lines(profile, by="op", columns=["operator", "MACs"]) == lines(profile, by="op", columns=["macs"])
+    assert lines(cuts, columns=["cut", "bytes"]) == lines(cuts, columns=["bytes"])
 
 
 @pytest.mark.parametrize(

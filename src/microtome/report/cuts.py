@@ -49,7 +49,7 @@ class CutSelection:
 
 def report(cuts: Cuts, view: CutSelection | None = None, medium: Medium = "terminal") -> Report:
     """Describe the cuts and the refused places; Markdown has every cut."""
-    view = view or CutSelection()
+    view = _resolve_sort(view or CutSelection())
     if medium == "markdown" and view.depth is None:
         view = replace(view, every=True)
     selected = _select_rows(cuts, view)
@@ -75,6 +75,8 @@ def report(cuts: Cuts, view: CutSelection | None = None, medium: Medium = "termi
         if any(live.source == cut.at for cut in rows for live in cut.live):
             notes.append(Note("itself: the output of the call at the cut", (columns[-1],)))
     table = table.with_columns(view.columns)
+    if view.sort is not None:
+        table = table.with_kept_column(view.sort)
     figures = [("cuts", str(len(cuts))), ("input", size(cuts.input_bytes)), ("output", size(cuts.output_bytes))]
     figures += [("fewest bytes", f"{size(cuts.best().nbytes)} at {cuts.best().at}")] if len(cuts) else []
     return Report(_title(cuts), (table,) if rows else (), (*notes, *_refusals(cuts)), figures=tuple(figures))
@@ -168,9 +170,15 @@ def _select_rows(cuts: Cuts, view: CutSelection) -> list[Cut]:
     fewest = accumulate((cut.nbytes for cut in rows), min, initial=inf)
     rows = [replace(cut, dominates=cut.nbytes < least) for cut, least in zip(rows, fewest, strict=False)]
     if view.sort is not None:
-        by = find_choice(view.sort, dict.fromkeys(get_args(By), ()), purpose=" to sort by")
-        rows = sorted(rows, key=partial(_sort_key, by=by))
+        rows = sorted(rows, key=partial(_sort_key, by=view.sort))
     return rows[: view.top]
+
+
+def _resolve_sort(view: CutSelection) -> CutSelection:
+    """Replace a header by the name of the quantity; raise if it is unknown."""
+    if view.sort is None:
+        return view
+    return replace(view, sort=find_choice(view.sort, dict.fromkeys(get_args(By), ()), purpose=" to sort by"))
 
 
 def _sort_key(cut: Cut, by: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from math import inf, isinf
 from typing import Any
@@ -43,7 +43,7 @@ class CandidateSelection:
 
 def report(plan: Plan, view: CandidateSelection | None = None, medium: Medium = "terminal") -> Report:
     """Describe the winner, the candidates and the chart; files have every candidate that can be chosen."""
-    view = view or CandidateSelection()
+    view = _resolve_sort(view or CandidateSelection())
     rows = _select_rows(plan, view, {"markdown": len(plan), "html": 12, "terminal": _ROWS}[medium])
     columns = [Column("cut", lambda one: one.name, "left"), *_columns(plan)]
     if medium == "html":
@@ -57,6 +57,8 @@ def report(plan: Plan, view: CandidateSelection | None = None, medium: Medium = 
         lambda one: "bold green" if one is winner else "dim" if one.refused else "",
     )
     table = table.with_columns(view.columns)
+    if view.sort is not None:
+        table = table.with_kept_column(_HEADERS.get(view.sort, view.sort))
     figures = [("best", winner.name)]
     if plan.objective == "throughput":
         figures.append(("throughput", f"{ratio(winner.throughput_per_s)} passes/s"))
@@ -108,14 +110,23 @@ _SORTS: dict[str, Callable[[Candidate], float | None]] = {
     "energy": lambda one: one.energy_j,
     "sent": lambda one: sum(one.sent_bytes),
 }
+#: The headers of those that have another one.
+_HEADERS = {"throughput": "passes/s"}
+
+
+def _resolve_sort(view: CandidateSelection) -> CandidateSelection:
+    """Replace a header by the name of the quantity; raise if it is unknown."""
+    if view.sort is None:
+        return view
+    titles = {name: (_HEADERS.get(name, name),) for name in _SORTS}
+    return replace(view, sort=find_choice(view.sort, titles, purpose=" to sort by"))
 
 
 def _select_rows(plan: Plan, view: CandidateSelection, most: int) -> list[Candidate]:
     """Return the best, the winner, and the whole model on one device, in the plan's or the selected order."""
     candidates = list(plan)
     if view.sort is not None:
-        headers = {name: ("passes/s",) if name == "throughput" else () for name in _SORTS}
-        key_of = _SORTS[find_choice(view.sort, headers, purpose=" to sort by")]
+        key_of = _SORTS[view.sort]
         keys = {id(one): key_of(one) for one in candidates}
         if all(key is None for key in keys.values()):
             raise BadQuery(f"no candidate has a value of {view.sort!r} to sort by: profile with {ENERGY.advice}")

@@ -9,7 +9,15 @@ from microtome.report.call_columns import AT_LEAST, OWN, CallColumn, at_least, c
 from microtome.report.call_tree import tree_rows
 from microtome.report.capping import cap, with_gaps
 from microtome.report.notes import NOISE, noise_note, profile_notes
-from microtome.report.row_selection import RowSelection, deepest, depth_of, resolve_columns, rows_of, whole_tree
+from microtome.report.row_selection import (
+    NAME_HEADERS,
+    RowSelection,
+    deepest,
+    depth_of,
+    resolve_columns,
+    rows_of,
+    whole_tree,
+)
 from microtome.report.table import Bar, Cell, Column, Line, Medium, Note, Report, Table, gap, plain
 from microtome.results.metrics import IMPORTANCE, METRICS, advise
 from microtome.results.profile import Profile
@@ -41,7 +49,7 @@ def report(profile: Profile, view: RowSelection | None = None, medium: Medium = 
     pairs = [selected[index] for index in kept]
     rows = [row for row, _ in pairs]
     known = columns_of(view.by)
-    default = (name for name, column in known.items() if column.is_shown(profile))
+    default = (name for name, column in known.items() if column.is_shown(profile) or name == view.sort)
     names = tuple(dict.fromkeys(view.columns or default))
     bars = next((name for name in _BARS if name in names), None) if medium != "markdown" else None
     columns: list[Column] = []
@@ -56,8 +64,7 @@ def report(profile: Profile, view: RowSelection | None = None, medium: Medium = 
         line if isinstance(line, Line) else gap(line, len(columns)) for line in with_gaps(kept, named, len(selected))
     ]
     lines.append(Line(("total", *by_row[-1]), style="bold", kind="total"))
-    first = {None: "call", "module": "module", "type": "module", "op": "operator"}[view.by]
-    table = Table((Column(first, align="left", is_name=True), *columns), tuple(lines))
+    table = Table((Column(NAME_HEADERS[view.by], align="left", is_name=True), *columns), tuple(lines))
     notes = (*profile_notes(profile), *_notes(profile, view, dict(zip(columns, cells, strict=True)), len(rows)))
     return Report(f"{profile.title} on {profile.inputs}", (table,), notes, figures=_figures(profile))
 
@@ -109,12 +116,12 @@ def _figures(profile: Profile) -> tuple[tuple[str, str], ...]:
 
 
 def _column(name: str, column: CallColumn, unit: str, view: RowSelection, *, has_bars: bool) -> Column:
-    """Describe a column; one that the selection names is never dropped."""
+    """Describe a column; one that the selection names or sorts by is never dropped."""
     rank = IMPORTANCE.index(name) if name in IMPORTANCE else len(IMPORTANCE)
     return Column(
         column.header,
         align="left" if column.metric is None or has_bars else "right",
-        importance=None if view.columns else rank,
+        importance=None if view.columns or name == view.sort else rank,
         style="green" if column.part == "share" else _STYLES.get(name, ""),
         bar_width=_BAR if has_bars else 0,
         unit=unit,

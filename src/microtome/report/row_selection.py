@@ -14,6 +14,8 @@ from microtome.results.profile import Profile
 
 #: The most rows, about, of a table without an explicit depth.
 _ROWS = 60
+#: The header of the first column, which has the names of the rows, for calls and for groups.
+NAME_HEADERS = {None: "call", "module": "module", "type": "module", "op": "operator"}
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def resolve_columns(view: RowSelection) -> RowSelection:
     columns = columns_of(view.by)
     rows = {None: "", "module": " of modules", "type": " of types", "op": " of operators"}[view.by]
     titles = {name: column.titles for name, column in columns.items()}
-    chosen = tuple(find_choice(name, titles, purpose=rows) for name in view.columns)
+    names = [name for name in view.columns if name.strip().lower() != NAME_HEADERS[view.by]]  # always shown
+    chosen = tuple(find_choice(name, titles, purpose=rows) for name in names)
     if view.sort is None:
         return replace(view, columns=chosen)
     sortable = {name: titles[name] for name, column in columns.items() if column.metric and column.part != "interval"}

@@ -184,7 +184,8 @@ class Table:
             return self
         known = {column.name: index for index, column in enumerate(self.columns) if index and column.name}
         choices: dict[str, tuple[str, ...]] = dict.fromkeys(known, ())
-        chosen = [0, *(known[find_choice(name, choices)] for name in names)]
+        others = [name for name in names if name.strip().lower() != self.columns[0].name]
+        chosen = [0, *(known[find_choice(name, choices)] for name in others)]
         columns = tuple(replace(self.columns[index], importance=None) for index in chosen)
         return replace(
             self,
@@ -194,6 +195,11 @@ class Table:
                 for line in self.lines
             ),
         )
+
+    def with_kept_column(self, name: str) -> Table:
+        """Return a table that does not drop the column of this name where a terminal is too narrow."""
+        columns = (replace(column, importance=None) if column.name == name else column for column in self.columns)
+        return replace(self, columns=tuple(columns))
 
 
 @dataclass(frozen=True)
