@@ -91,6 +91,13 @@ def test_objectives_limits_and_codecs(files: list[str]) -> None:
     assert "messages are late" in shown
 
 
+def test_codecs_may_be_joined_by_commas(files: list[str]) -> None:
+    result = run("zoo:tiny-resnet", *files, *LINK, "--codec", "raw, fp16", "--codec", "zstd,", "--json", "-")
+    assert result.exit_code == 0, result.output
+    codecs = {codec for one in json.loads(result.stdout)["candidates"] for codec in one["codecs"]}
+    assert codecs == {"raw", "fp16", "zstd"}
+
+
 def test_codecs_are_measured_on_the_run_and_can_be_taken_from_files(files: list[str], tmp_path: Path) -> None:
     file = tmp_path / "codecs.json"
     result = run("zoo:tiny-resnet", *files, *LINK, "--measure-codecs", file)

@@ -67,9 +67,16 @@ def test_convention_columns_training_and_meta() -> None:
         "MACs; 9,355,584 FLOPs (torchvision convention)" in run("zoo:tiny-resnet", "--convention", "torchvision").output
     )
     assert "MAdds" in run("zoo:tiny-resnet", "--columns", "madds, params").output
+    assert "MAdds" in run("zoo:tiny-resnet", "--columns", "call,MAdds M,").output
     assert "19,866,270 FLOPs" in run("zoo:tiny-resnet", "--train").output
     huge = run("torch.nn:Linear", "--meta", "--arg", "in_features=1000000", "--arg", "out_features=1000000", "--input", "8x1000000")  # fmt: skip  # noqa: E501
     assert "1,000,001,000,000 parameters" in huge.output
+
+
+def test_energy_is_estimated_without_data() -> None:
+    result = run("zoo:tiny-vit", "--meta", "--energy-model", "flop=1e-12")
+    assert result.exit_code == 0, result.output
+    assert "energy" in result.output
 
 
 def test_weights_are_loaded(tmp_path: Path) -> None:
@@ -101,6 +108,10 @@ def test_weights_are_loaded(tmp_path: Path) -> None:
         (["zoo:tiny-vit", "--energy-model", "flop"], "watts=W, got 'flop'"),
         (["zoo:tiny-vit", "--energy", "--meter", "csv:/no/file"], "/no/file does not exist"),
         (["zoo:tiny-vit", "--device", "cpu", "--meta"], "choose one of --meta and --device"),
+        (
+            ["zoo:tiny-vit", "--time", "--load", "--meta"],
+            "--meta builds a model without data, which cannot run for --time, --load: leave out --meta",
+        ),
         (["zoo:tiny-vit", "--json", "a", "--csv", "a"], "--json and --csv both write to 'a'"),
         (["zoo:tiny-vit", "--json", ""], "--json: expected the name of a file, or - for stdout"),
         (

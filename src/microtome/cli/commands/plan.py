@@ -30,7 +30,11 @@ def _parse_sides(context: click.Context, parameter: click.Parameter, words: tupl
     return sides
 
 
-_CODEC = "Codec of the boundary, such as raw, zstd or fp16; repeatable."
+def _split_codecs(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(filter(None, (name.strip() for word in words for name in word.split(","))))
+
+
+_CODEC = "Codecs of the boundary to compare, such as raw,zstd,fp16; repeatable."
 _LIMIT = "Memory limit of a side; repeatable."
 _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatable."
 
@@ -45,7 +49,9 @@ _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatab
 @click.option("--joules-per-byte", type=click.FloatRange(min=0), metavar="J", help="Energy of the edge's radio.")
 @click.option("--objective", type=click.Choice(OBJECTIVES), default="latency", help="What to optimize.")
 @click.option("--limit", "limits", multiple=True, metavar="edge=512MB", callback=_parse_sides, help=_LIMIT)
-@click.option("--codec", "codecs", multiple=True, default=("raw",), metavar="NAME", help=_CODEC)
+@click.option(
+    "--codec", "codecs", multiple=True, default=("raw",), metavar="A,B,…", callback=_split_codecs, help=_CODEC
+)
 @click.option("--codec-costs", "costs", multiple=True, metavar="edge=F", callback=_parse_sides, help=_COSTS)
 @click.option("--top", type=click.IntRange(min=1), default=8, metavar="K", help="Show the best K candidates.")
 @output_options("json", "csv", "md", "measure_codecs", "perfetto")

@@ -32,7 +32,7 @@ _ENERGY_MODEL = "Estimate energy from coefficients in joules, such as flop=0.5e-
 @click.option("--by", type=click.Choice(["module", "type", "op"]), help="Group by module, module type or operator.")
 @click.option("--sort", metavar="COLUMN", help="Sort by this column, largest first.")
 @click.option("--top", type=click.IntRange(min=1), metavar="K", help="Show the first K rows.")
-@click.option("--columns", metavar="A,B,…", help="Show these columns.")
+@click.option("--columns", metavar="A,B,…", help="Show these columns, such as params,macs,time.")
 @click.option("--all", "expand", is_flag=True, help="Show each of several identical blocks.")
 @click.option("--convention", type=click.Choice(CONVENTIONS), default="microtome", help="What counts as a FLOP.")
 @click.option("--backward", is_flag=True, help="Include the backward pass, and the tensors saved for it.")
@@ -79,7 +79,7 @@ def profile(
         raise click.UsageError("choose one of --depth, --granularity and --by")
     from microtome.report.row_selection import RowSelection, resolve_columns
 
-    selected = tuple(name.strip() for name in columns.split(",")) if columns else ()
+    selected = tuple(filter(None, map(str.strip, (columns or "").split(","))))
     selection = RowSelection(depth, granularity, by, sort, top, selected, expand=expand)
     if model.name.partition(":")[0] in SOURCES:  # importing Python code may register columns
         resolve_columns(selection)
@@ -91,6 +91,10 @@ def profile(
         raise click.UsageError("--perfetto and --speedscope need times: measure them with --time")
     if model.meta and model.device is not None:
         raise click.UsageError("choose one of --meta and --device")
+    runs = [f"--{name}" for name in measure if name != "energy" or energy_model is None]  # an estimate needs no run
+    if model.meta and runs:
+        why = f"--meta builds a model without data, which cannot run for {', '.join(runs)}"
+        raise click.UsageError(f"{why}: leave out --meta")
     import_torch()
     import torch
 
