@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+import torch
+
+from microtome.errors import Unsupported
 from microtome.remote import protocol
+from microtome.remote.payloads import pack_output
 from microtome.remote.worker import QueuedRequest, _Gate
+from microtome.split.analysis.structure_spec import flatten
 
 
 def test_a_resolved_request_holds_no_data() -> None:
@@ -42,3 +48,9 @@ def test_who_wants_to_be_alone_is_let_in_though_others_never_pause() -> None:
     for thread in workers:
         thread.join()
     assert entered
+
+
+def test_an_output_that_cannot_be_sent_says_what_to_do() -> None:
+    spec, _, _ = flatten(torch.ones(1))
+    with pytest.raises(Unsupported, match=r"returns a lock, which cannot be sent: .*Pass use_cache=False"):
+        pack_output(threading.Lock(), spec, "", "")

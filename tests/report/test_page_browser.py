@@ -234,16 +234,16 @@ def test_the_tree_is_coloured_by_kind_with_a_key_and_the_legend_follows_the_choi
     assert found == {kind: explained[kind] for kind in found}
     assert found.keys() == {"Linear", "LayerNorm", "ReLU"}
     assert len(set(found.values())) == len(found)
-    tab.page.get_by_label("Colour", exact=True).select_option("macs")
+    tab.page.get_by_label("Color", exact=True).select_option("macs")
     assert (kinds.evaluate(SHOWN), ramp.evaluate(SHOWN)) == (False, True)
-    tab.page.get_by_label("Colour", exact=True).select_option("type")
+    tab.page.get_by_label("Color", exact=True).select_option("type")
     assert (kinds.evaluate(SHOWN), ramp.evaluate(SHOWN)) == (True, False)
 
 
 def test_the_ramp_follows_the_zoom(opened: Open, page: str, profile: mt.Profile) -> None:
     tab = opened(page)
     tab.page.get_by_label("Size", exact=True).select_option("macs")
-    tab.page.get_by_label("Colour", exact=True).select_option("macs")
+    tab.page.get_by_label("Color", exact=True).select_option("macs")
     brightest = "nodes => nodes.map(node => [node.ariaLabel.split(', ')[0], node.style.background])"
     assert f"{count(profile.total.macs)} (MACs)" in tab.texts(".ramp")[0]
     before = dict(tab.page.locator(".icicle .node").evaluate_all(brightest))
@@ -255,10 +255,10 @@ def test_the_ramp_follows_the_zoom(opened: Open, page: str, profile: mt.Profile)
 
 def test_the_ramp_of_a_peak_begins_at_the_weights(opened: Open, page: str, profile: mt.Profile) -> None:
     tab = opened(page)
-    tab.page.get_by_label("Colour", exact=True).select_option("peak_bytes")
+    tab.page.get_by_label("Color", exact=True).select_option("peak_bytes")
     weights = profile.total.param_bytes + profile.total.buffer_bytes
     assert tab.texts(".ramp span") == [size(weights), f"{size(profile.total.peak_bytes)} (peak memory)"]
-    tab.page.get_by_label("Colour", exact=True).select_option("macs")
+    tab.page.get_by_label("Color", exact=True).select_option("macs")
     assert tab.texts(".ramp span")[0] == "0"
 
 
@@ -291,7 +291,7 @@ def test_the_tree_says_what_is_not_known_and_what_costs_nothing(opened: Open) ->
     assert set(widths(tab)) == {"(root)", "2"}
     reason = "– MACs of 1 call not known (no formula is known for its operators): 0."  # noqa: RUF001
     assert tab.texts(".left") == [f"{reason} 1 call costs nothing."]
-    tab.page.get_by_label("Colour", exact=True).select_option("same")
+    tab.page.get_by_label("Color", exact=True).select_option("same")
     assert "; grey: not known" in tab.texts(".ramp")[0]
     many = plain(*(nn.Linear(8, 8) for _ in range(9)))
     tab = opened(costing(many, "macs", {str(at): None for at in range(7)}).to_html())

@@ -45,7 +45,8 @@ def pack_output(output: Any, spec: StructureSpec, at: str, fingerprint: str) -> 
     got, tensors, plain = flatten(output)
     if got.unsupported is not None:
         raise Unsupported(
-            f"the model returns a {got.unsupported}, which cannot be sent: tensors, numbers and strings can"
+            f"the model returns a {got.unsupported}, which cannot be sent: tensors, numbers and strings can. Pass "
+            "use_cache=False to a language model: requests are single passes"
         )
     check_structure("the structure of the output", spec, got)
     return _pack(at, fingerprint, tensors, plain)

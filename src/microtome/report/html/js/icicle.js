@@ -31,7 +31,7 @@ function icicle(view) {
   view.append(
     el("div", { class: "controls" },
       chooser("Size", options(sums), size, (name) => { size = name; layout(); draw(); }),
-      chooser("Colour", colours, colour, (name) => { colour = name; draw(); }),
+      chooser("Color", colours, colour, (name) => { colour = name; draw(); }),
       legend),
     kinds, crumbs, picture, status, left);
 
