@@ -78,6 +78,11 @@ class Stage:
         """The address of the cut where the stage ends; None for the last stage."""
         return None if self._ends is None else self._ends.at
 
+    @property
+    def glue_state_paths(self) -> frozenset[Any]:
+        """The parts of state objects that code between calls changes before the stage, and that it changes again."""
+        return frozenset() if self._begins is None else self._begins.glue_state_paths
+
     def parameters_needed(self) -> list[str]:
         """The names of the parameters and buffers that the stage reads."""
         return list(self._parameters)

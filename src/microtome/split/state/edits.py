@@ -34,10 +34,20 @@ def forget_history(parts: dict[Path, Part]) -> None:
             part.value.forget_history()
 
 
-def check_not_edited(parts: dict[Path, Part]) -> None:
-    """Raise if a stage changed a tensor of the state that another stage has."""
-    for path, part in parts.items():
-        if isinstance(part.value, StatePlaceholder) and part.value.history != ():
+def check_not_edited(before: dict[Path, Part], after: dict[Path, Part], glue: frozenset[Path]) -> None:
+    """Raise if a stage changed a tensor of the state that another stage has.
+
+    Args:
+        glue: The parts that code between calls changes, which the other stage runs, too.
+    """
+    for path, part in after.items():
+        if not isinstance(part.value, Placeholder) or path in glue:
+            continue
+        if isinstance(part.value, StatePlaceholder):
+            is_edited = part.value.history != ()
+        else:  # computed from a placeholder
+            is_edited = path not in before or before[path].value is not part.value
+        if is_edited:
             raise Unsupported(
                 f"a stage changes the state at {format_path(path)}, whose values another stage has: cut where one "
                 "stage writes to it"

@@ -111,7 +111,7 @@ class StepSequence:
         for number, own in enumerate(self._states):
             for index, state in enumerate(own):
                 parts = parts_of(state)
-                check_not_edited(parts)
+                check_not_edited(before[number][index], parts, stages[number].glue_state_paths)
                 changes = find_changes(before[number][index], parts, by_others=False) if number else []
                 for stage, others in zip(stages[:number], self._states[:number], strict=True):
                     apply_changes(others[index], changes, stage.device, _placeholder_of(stage))
