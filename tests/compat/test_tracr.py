@@ -765,5 +765,5 @@ def test_invalid_configurations_raise(change: dict[str, Any], error: type[Except
 
 
 def test_a_factory_that_returns_no_module_is_refused() -> None:
-    with pytest.raises(NotAModule, match="returned a dict, expected an nn.Module"):
+    with pytest.raises(NotAModule, match="expected builtins:dict to return an nn.Module, got dict"):
         WrappedModel({"model": CONFIG["model"] | {"model_name": "builtins:dict", "num_classes": None}})

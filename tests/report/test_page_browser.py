@@ -537,7 +537,7 @@ def test_the_best_cut_is_the_one_that_the_plan_names(
             cuts,
             edge=timed(profile, speed=now["edge"]),
             cloud=timed(profile, speed=now["cloud"]),
-            link=mt.Link(now["bandwidth_bps"], now["rtt_s"]),
+            link=mt.Link(float(now["bandwidth_bps"]), float(now["rtt_s"])),
         )
         assert view.get_attribute("data-best") == plan.winner.name
         winners.add(plan.winner.name)

@@ -205,7 +205,10 @@ class _SelectedEdit:
             raise
 
     def _compare(self, what: str, before: Any, after: Any) -> None:
-        old, new = ([(tensor.shape, tensor.dtype) for tensor in tensors_in(value)] for value in (before, after))
+        old, new = (
+            [(tensor.shape, tensor.dtype) for tensor in tensors_in(value) if not tensor.is_nested]  # these have none
+            for value in (before, after)
+        )
         if old != new:
             self.difference = f"the edit of {what} changed {_describe(old)} to {_describe(new)}"
 
