@@ -75,7 +75,7 @@ class Inputs:
         """
         if isinstance(inputs, Inputs):
             return inputs
-        create = _TensorFactory(device or ("cpu" if model is None else device_of(model)), _dtype_of(model))
+        create = _InputFactory(device or ("cpu" if model is None else device_of(model)), _dtype_of(model))
         if isinstance(inputs, str):
             return create.parse(inputs)
         if isinstance(inputs, Mapping):
@@ -165,7 +165,7 @@ def _parameters(model: nn.Module) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind not in variadic]
 
 
-class _TensorFactory:
+class _InputFactory:
     """Creates deterministic tensors from shapes, and converts numpy arrays."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:

@@ -66,7 +66,7 @@ class Requirement:
 
     @property
     def advice(self) -> str:
-        """What to write to have it."""
+        """The argument or option that adds it."""
         return advise(self.argument, self.option)
 
 

@@ -35,7 +35,7 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class ModelSummary(Result, kind="summary"):
-    """What is known of a model without a run: the tree of its modules, parameters and sizes.
+    """The tree of a model's modules, with parameters and sizes, known without a run.
 
     Attributes:
         model: The type of the model.

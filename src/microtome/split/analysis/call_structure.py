@@ -19,7 +19,7 @@ from microtome.split.analysis.randomness import Draw, is_random
 from microtome.split.analysis.signature import Arguments, describe
 from microtome.split.analysis.structure_spec import StructureSpec, flatten
 from microtome.split.cuts.state import TORCH_ATTRIBUTES, changed_attributes, module_state
-from microtome.split.state.contents import Part, Path, changed_paths, parts_of
+from microtome.split.state.contents import Path, StatePart, changed_paths, parts_of
 
 if TYPE_CHECKING:
     from microtome.trace.recorder import TraceRecorder
@@ -68,7 +68,7 @@ class _CallStart(NamedTuple):
     description: Arguments
     state: dict[str, Any]
     enclosing: dict[Call, dict[str, Any]]
-    parts: list[dict[Path, Part]]
+    parts: list[dict[Path, StatePart]]
 
 
 class CallRecorder(Probe):

@@ -56,8 +56,8 @@ from microtome.split.execution.schedule import (
     differs_from_example,
 )
 from microtome.split.state.contents import (
-    Part,
     Path,
+    StatePart,
     changed_paths,
     digest_of,
     find_changes,
@@ -78,7 +78,7 @@ class _OpenCall(NamedTuple):
     scheduled: SkippedCall
     arguments: CallArguments
     signature: CallSignature
-    parts: list[dict[Path, Part]]
+    parts: list[dict[Path, StatePart]]
 
 
 class BoundaryRecorder:
@@ -97,7 +97,7 @@ class BoundaryRecorder:
         self._requires_grad: dict[str, None] = {}
         self._overlapping_inputs: list[str] = []  # their copies do not overlap
         self._states: list[Any] = []
-        self._parts: list[dict[Path, Part]] = []  # of the states, when the run begins
+        self._parts: list[dict[Path, StatePart]] = []  # of the states, when the run begins
         self._digests: tuple[str, ...] = ()
 
     @property
@@ -285,7 +285,7 @@ class BoundaryRecorder:
         return StorageView(name, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()))
 
 
-def _scheduled_parts(call: SkippedCall, arguments: CallArguments) -> list[dict[Path, Part]]:
+def _scheduled_parts(call: SkippedCall, arguments: CallArguments) -> list[dict[Path, StatePart]]:
     """The parts of state objects that a call changes on the example, as they are now."""
     if len(call.state_paths) != len(arguments.state_objects):
         raise differs_from_example(f"{call.address!r} has {len(arguments.state_objects)} states among its arguments")

@@ -44,7 +44,7 @@ _LEAVES = frozenset((*_PLAIN, Tensor, torch.dtype, torch.device))
 _MISSING = object()
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """A part of a state object at some time.
 
     Attributes:
@@ -55,7 +55,7 @@ class Part(NamedTuple):
     value: Any
     version: int = 0
 
-    def is_same(self, other: Part) -> bool:
+    def is_same(self, other: StatePart) -> bool:
         if self.value is other.value:
             is_unversioned = type(self.value) is Tensor and self.value.is_inference()  # it may have been written to
             return self.version == other.version and not is_unversioned
@@ -65,14 +65,14 @@ class Part(NamedTuple):
 _COMPARED = (*_PLAIN, torch.dtype, torch.device, tuple)
 
 
-def parts_of(state: Any) -> dict[Path, Part]:
+def parts_of(state: Any) -> dict[Path, StatePart]:
     """Every part of a state object by its path, holders before what they hold."""
-    parts: dict[Path, Part] = {}
+    parts: dict[Path, StatePart] = {}
     _collect(state, (), parts, set())
     return parts
 
 
-def _collect(value: Any, path: Path, parts: dict[Path, Part], visited: set[int]) -> None:
+def _collect(value: Any, path: Path, parts: dict[Path, StatePart], visited: set[int]) -> None:
     parts[path] = _part(value)
     if type(value) not in _LEAVES and id(value) not in visited and (children := _children(value, path)) is not None:
         visited.add(id(value))
@@ -80,14 +80,14 @@ def _collect(value: Any, path: Path, parts: dict[Path, Part], visited: set[int])
             _collect(child, (*path, step), parts, visited)
 
 
-def part_at(state: Any, path: Path) -> Part | None:
+def part_at(state: Any, path: Path) -> StatePart | None:
     """The part at a path; None: there is none."""
     value = _value_at(state, path)
     return None if value is _MISSING else _part(value)
 
 
-def _part(value: Any) -> Part:
-    return Part(value, version_of(value) if type(value) is Tensor else 0)
+def _part(value: Any) -> StatePart:
+    return StatePart(value, version_of(value) if type(value) is Tensor else 0)
 
 
 def _children(value: Any, path: Path) -> Iterable[tuple[Any, Any]] | None:
@@ -136,7 +136,9 @@ def _unwrap_key(step: Any) -> Any:
 # -- describing --------------------------------------------------------------------------------------------------------
 
 
-def find_changes(before: dict[Path, Part], after: dict[Path, Part], *, by_others: bool = True) -> list[StateChange]:
+def find_changes(
+    before: dict[Path, StatePart], after: dict[Path, StatePart], *, by_others: bool = True
+) -> list[StateChange]:
     """The parts that are new or changed, described without the values of tensors, and those that are gone.
 
     Args:
@@ -152,13 +154,13 @@ def find_changes(before: dict[Path, Part], after: dict[Path, Part], *, by_others
     return changes + [StateChange(_to_steps(path), StateRemoved()) for path in reversed(gone)]
 
 
-def changed_paths(before: dict[Path, Part], after: dict[Path, Part]) -> tuple[Path, ...]:
+def changed_paths(before: dict[Path, StatePart], after: dict[Path, StatePart]) -> tuple[Path, ...]:
     """The paths of the parts that are new, changed or gone."""
     paths = dict.fromkeys([*after, *before])
     return tuple(path for path in paths if not _is_same(before.get(path), after.get(path)))
 
 
-def _is_same(before: Part | None, after: Part | None) -> bool:
+def _is_same(before: StatePart | None, after: StatePart | None) -> bool:
     return before is not None and after is not None and before.is_same(after)
 
 
@@ -167,7 +169,7 @@ def describe_state(state: Any) -> list[StateChange]:
     return find_changes({}, parts_of(state))
 
 
-def describe_part(part: Part, path: Path) -> StateItem:
+def describe_part(part: StatePart, path: Path) -> StateItem:
     """Describe a part without the values of a tensor, unless they are a few integers."""
     value = part.value
     if isinstance(value, Tensor):
@@ -293,7 +295,7 @@ def _keeps(value: Any, item: StateItem) -> bool:
     """Whether a tensor is the stage's own, or has the values that an item states."""
     if not isinstance(value, Tensor) or isinstance(value, Placeholder):
         return False
-    return not isinstance(item, StateValues) or describe_part(Part(value), ()) == item
+    return not isinstance(item, StateValues) or describe_part(StatePart(value), ()) == item
 
 
 def _restore(

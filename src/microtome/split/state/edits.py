@@ -13,8 +13,8 @@ from microtome.errors import Unsupported
 from microtome.split.boundary.schema import PlaceholderSpec
 from microtome.split.execution.placeholder import Placeholder
 from microtome.split.state.contents import (
-    Part,
     Path,
+    StatePart,
     apply_changes,
     changed_paths,
     find_changes,
@@ -27,14 +27,14 @@ from microtome.split.state.placeholder import StatePlaceholder
 from microtome.trace.op_schema import op_schema
 
 
-def forget_history(parts: dict[Path, Part]) -> None:
+def forget_history(parts: dict[Path, StatePart]) -> None:
     """Let the history of placeholders begin anew: the other stages know of it."""
     for part in parts.values():
         if isinstance(part.value, StatePlaceholder):
             part.value.forget_history()
 
 
-def check_not_edited(before: dict[Path, Part], after: dict[Path, Part], glue: frozenset[Path]) -> None:
+def check_not_edited(before: dict[Path, StatePart], after: dict[Path, StatePart], glue: frozenset[Path]) -> None:
     """Raise if a stage changed a tensor of the state that another stage has.
 
     Args:
@@ -54,7 +54,7 @@ def check_not_edited(before: dict[Path, Part], after: dict[Path, Part], glue: fr
             )
 
 
-def edited_paths(before: dict[Path, Part], after: dict[Path, Part]) -> list[Path]:
+def edited_paths(before: dict[Path, StatePart], after: dict[Path, StatePart]) -> list[Path]:
     """The parts that the caller changed since the last step, in-place operators on placeholders included."""
     placeholders = {path: part.value for path, part in after.items() if isinstance(part.value, StatePlaceholder)}
     in_place = (path for path, placeholder in placeholders.items() if placeholder.history != ())
@@ -63,8 +63,8 @@ def edited_paths(before: dict[Path, Part], after: dict[Path, Part]) -> list[Path
 
 def apply_edits(
     state: Any,
-    before: dict[Path, Part],
-    after: dict[Path, Part],
+    before: dict[Path, StatePart],
+    after: dict[Path, StatePart],
     make_tensor: Callable[[PlaceholderSpec, Path], Tensor],
     device: torch.device | None,
 ) -> None:
@@ -99,7 +99,7 @@ def _is_same_content(tensor: Tensor, other: Tensor) -> bool:
     return not other.is_floating_point() and tensor.shape == other.shape and tensor.cpu().equal(other.cpu())
 
 
-def _replay(tensor: Tensor, placeholder: Placeholder, path: Path, before: Part | None) -> Tensor:
+def _replay(tensor: Tensor, placeholder: Placeholder, path: Path, before: StatePart | None) -> Tensor:
     """Run the operators that were applied to a placeholder on the tensor that it stands for."""
     history = None
     if isinstance(placeholder, StatePlaceholder) and before is not None and placeholder.root is before.value:

@@ -20,8 +20,8 @@ from microtome.split.execution.effects import overlapping_names
 from microtome.split.execution.placeholder import Placeholder
 from microtome.split.stage import Stage
 from microtome.split.state.contents import (
-    Part,
     Path,
+    StatePart,
     apply_changes,
     describe_state,
     find_changes,
@@ -49,7 +49,7 @@ class StepSequence:
     def __init__(self) -> None:
         self.running = 0
         self._states: list[list[Any]] = []  # for each stage
-        self._after: list[dict[Path, Part]] = []  # of the caller's objects, after the last step
+        self._after: list[dict[Path, StatePart]] = []  # of the caller's objects, after the last step
         self._failed = False
 
     @property
@@ -106,7 +106,7 @@ class StepSequence:
             for state, before, after in zip(others, self._after, now, strict=True):
                 apply_edits(state, before, after, _placeholder_of(stage), stage.device)
 
-    def _propagate_changes(self, stages: Sequence[Stage], before: list[list[dict[Path, Part]]]) -> None:
+    def _propagate_changes(self, stages: Sequence[Stage], before: list[list[dict[Path, StatePart]]]) -> None:
         """Let each stage know what later ones wrote: shapes, numbers and flags; boundaries say so of earlier ones."""
         for number, own in enumerate(self._states):
             for index, state in enumerate(own):
