@@ -346,7 +346,13 @@ def test_an_operator_without_a_formula_is_listed_and_strict_raises() -> None:
     assert p.coverage.fraction == pytest.approx(1 - 1 / p.coverage.ops)
     assert p.coverage.work is None  # one operator may do most of it
     assert p.as_dict()["coverage"]["work"] is None
-    counted = f"counted: {p.coverage.ops - 1} of {p.coverage.ops} operators, an unknown share of the work"
+    # The linear layer reads 6 inputs, 9 weights and 3 biases and writes 6 numbers; the scan reads 6 and writes 6.
+    assert (unknown.moved_bytes, p.coverage.moved_bytes) == (12 * 4, (24 + 12) * 4)
+    assert p.coverage.moved_fraction == p.as_dict()["coverage"]["moved_fraction"] == 1 - 12 / 36
+    counted = (
+        f"counted: {p.coverage.ops - 1} of {p.coverage.ops} operators, which move 66.6% of the bytes, "
+        "an unknown share of the work"
+    )
     assert counted in " ".join(str(p).split())
     assert "share of the work" in p.to_html()
     assert p["1"].flops is None

@@ -129,14 +129,47 @@ def mixture(kind: str) -> tuple[nn.Module, Any, int]:
     return model.eval(), {"input_ids": torch.randint(0, words, (batch, tokens))}, macs
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
-def test_mixtures_of_experts_count_their_experts_in_every_mode(kind: str) -> None:
+def test_mixtures_of_experts_count_their_experts_in_every_mode(kind: str, dtype: torch.dtype) -> None:
     model, inputs, macs = mixture(kind)
+    model.to(dtype)
     with torch.no_grad():
         for stand, fake in STANDS.items():
             p = mt.profile(model, inputs, fake=fake, strict=True)
             assert p.how.startswith(stand)
             assert p.total.macs == macs
+
+
+def test_one_token_reads_the_matrices_of_its_experts_only() -> None:
+    # One row for each of 2 experts: 2 of 4 matrices of 16 x 8, the rows, 4 int32 offsets; then 2 x 8 sums.
+    offs = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
+    for fake in STANDS.values():
+        p = mt.profile(Grouped(), (torch.rand(2, 16), torch.rand(4, 16, 8), offs), fake=fake)
+        assert p.total.read_bytes == 4 * (2 * 16 * 8 + 2 * 16 + 4)
+        assert p.total.write_bytes == 4 * 2 * 8
+
+
+def test_experts_without_a_formula_lower_the_share_of_the_bytes_not_of_the_operators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from microtome.flops import registry
+
+    model, inputs, _ = mixture("mixtral")
+    names = ("_grouped_mm", "transformers::grouped_mm_fallback")
+    monkeypatch.setattr(registry, "_resolved", {})
+    for name in names:
+        monkeypatch.delitem(registry._built_in, name)
+    with torch.no_grad():
+        p = mt.profile(model.to("meta"), inputs)
+    (experts,) = p.coverage.unknown
+    # Of each of 2 layers, two products: 32 rows (2 of 4 experts for each of 16 tokens), 4 matrices, 4 int32 offsets.
+    up = 32 * 32 + 4 * 32 * 128 + 32 * 128 + 4
+    down = 32 * 64 + 4 * 64 * 32 + 32 * 32 + 4
+    assert experts.moved_bytes == 2 * 4 * (up + down)
+    moved = p.coverage.moved_fraction
+    assert moved == 1 - experts.moved_bytes / (p.total.read_bytes + p.total.write_bytes)
+    assert moved < 0.65 < 0.98 < p.coverage.fraction
 
 
 # -- the sweep ---------------------------------------------------------------------------------------------------------

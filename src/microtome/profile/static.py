@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from microtome.profile.memory import live_bytes, timeline
 from microtome.results.measurements import Timeline
 from microtome.results.metrics import Amounts
 from microtome.results.profile import Coverage, UnknownOp
-from microtome.results.rows import Group, Row, Tensor, add
+from microtome.results.rows import Group, Row, Tensor, add, group
 from microtome.results.trace import Op, Trace, TracedCall
 from microtome.trace.costs import TraceCosts
 
@@ -55,13 +54,16 @@ class ProfileBuilder:
     def coverage(self) -> Coverage:
         ops = [op for op in self._trace.ops if op.phase == "forward" or self._counts_backward]
         unknown = [op for op in ops if self._op_costs[op.index] is None]
-        runs = Counter(op.name for op in unknown)
-        calls: dict[str, dict[str, None]] = {}
-        for op in unknown:
-            address = "" if op.call is None else self._trace.calls[op.call].address
-            calls.setdefault(op.name, {})[address] = None
-        unknown_ops = tuple(UnknownOp(name, count, tuple(calls[name])) for name, count in runs.most_common())
-        return Coverage(len(ops), unknown_ops, tuple(_never_ran(self._model, {call.path for call in self._calls})))
+        by_name = group((op.name, op) for op in unknown)
+        unknown_ops = [
+            UnknownOp(name, len(runs), tuple(dict.fromkeys(map(self._address, runs))), sum(map(_moved_bytes, runs)))
+            for name, runs in sorted(by_name.items(), key=lambda item: -len(item[1]))
+        ]
+        never_ran = tuple(_never_ran(self._model, {call.path for call in self._calls}))
+        return Coverage(len(ops), tuple(unknown_ops), never_ran, sum(map(_moved_bytes, ops)))
+
+    def _address(self, op: Op) -> str:
+        return "" if op.call is None else self._trace.calls[op.call].address
 
     def timeline(self) -> Timeline:
         return timeline(self._trace, self._live)
@@ -223,6 +225,10 @@ def _new(tensors: list[Any], seen: set[int]) -> list[Any]:
     new = list({id(tensor): tensor for tensor in tensors if id(tensor) not in seen}.values())
     seen.update(map(id, new))
     return new
+
+
+def _moved_bytes(op: Op) -> int:
+    return op.read_bytes + op.write_bytes
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:

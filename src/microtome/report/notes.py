@@ -9,7 +9,7 @@ from typing import Any
 
 from microtome.results.measurements import EnergyUse, Spread, Timing
 from microtome.results.metrics import Metric, advise
-from microtome.results.profile import Coverage, Profile
+from microtome.results.profile import Profile
 from microtome.results.rows import Row, group
 from microtome.units import UNKNOWN, joules, plural, seconds, size, some, watts
 
@@ -50,7 +50,7 @@ def profile_notes(profile: Profile) -> list[str]:
     notes = [
         f"{plural(total.params, 'parameter')} ({total.trainable_params:,} trainable, {size(total.param_bytes)}); "
         f"{'; '.join(counts)} ({profile.convention} convention)",
-        f"counted: {_share(coverage)}, on {profile.how}{gradients}",
+        f"counted: {coverage}, on {profile.how}{gradients}",
     ]
     if total.backward_flops is not None:
         peak = f"at most {size(profile.peak_bytes)} live, {size(total.peak_bytes)} in the forward"
@@ -64,12 +64,6 @@ def profile_notes(profile: Profile) -> list[str]:
         names = some(_merge_paths(coverage.never_ran), _NAMES)
         notes.append(f"never ran: {names}; parameters they hold count in the call above them")
     return notes
-
-
-def _share(coverage: Coverage) -> str:
-    if coverage.work is None:
-        return f"{coverage.counted:,} of {plural(coverage.ops, 'operator')}, an unknown share of the work"
-    return f"{coverage.work:.1%} of {plural(coverage.ops, 'operator')}"
 
 
 def _measurement_notes(profile: Profile) -> Iterator[str]:

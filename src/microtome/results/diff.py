@@ -351,8 +351,7 @@ def _notes(before: Profile, after: Profile) -> Iterator[str]:
     for when, profile in (("before", before), ("after", after)):
         coverage = profile.coverage
         if coverage.unknown:
-            counted = f"{coverage.counted:,} of {plural(coverage.ops, 'operator')}, an unknown share of the work"
-            yield f"{when}, {counted}, are counted: no formula for {', '.join(_uncounted(profile))}"
+            yield f"{when}, {coverage}, are counted: no formula for {', '.join(_uncounted(profile))}"
     if None not in (before.gradients, after.gradients) and before.gradients != after.gradients:
         when = "before" if before.gradients else "after"
         yield f"memory is not comparable: {when}, it holds what a backward needs"

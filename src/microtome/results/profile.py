@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from math import floor
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from microtome.addresses import find_address, glob, is_glob, path_not_found
@@ -27,11 +28,13 @@ class UnknownOp:
     Attributes:
         runs: The number of its runs.
         calls: The addresses of the calls that ran it.
+        moved_bytes: The bytes that it reads and writes; None in files of an older microtome.
     """
 
     name: str
     runs: int
     calls: tuple[str, ...]
+    moved_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,13 @@ class Coverage:
         ops: The number of operators that ran.
         unknown: The operators without a formula, which the counts leave out.
         never_ran: The paths of modules that did not run, without the modules inside them.
+        moved_bytes: The bytes that all operators read and write; None in files of an older microtome.
     """
 
     ops: int
     unknown: tuple[UnknownOp, ...]
     never_ran: tuple[str, ...]
+    moved_bytes: int | None = None
 
     @property
     def fraction(self) -> float:
@@ -62,6 +67,22 @@ class Coverage:
     def work(self) -> float | None:
         """The fraction of the work that is counted: 1, or None (unknown) where an operator has no formula."""
         return None if self.unknown else 1.0
+
+    @property
+    def moved_fraction(self) -> float | None:
+        """The fraction of the moved bytes that counted operators move: low if a large operator has no formula."""
+        uncounted = [op.moved_bytes for op in self.unknown]
+        if self.moved_bytes is None or None in uncounted:
+            return None if self.unknown else 1.0
+        return 1 - sum(filter(None, uncounted)) / self.moved_bytes if self.moved_bytes else 1.0
+
+    def __str__(self) -> str:
+        if not self.unknown:
+            return f"100.0% of {plural(self.ops, 'operator')}"
+        moved = self.moved_fraction
+        # Rounded down, so that an operator without a formula never leaves 100 %.
+        share = "" if moved is None else f"which move {floor(1000 * moved) / 1000:.1%} of the bytes, "
+        return f"{self.counted:,} of {plural(self.ops, 'operator')}, {share}an unknown share of the work"
 
 
 @dataclass(frozen=True)
@@ -309,7 +330,9 @@ class Profile(Result, kind="profile", schema=2):
 
     def as_dict(self) -> dict[str, Any]:
         data = super().as_dict()
-        data["coverage"] |= {"fraction": self.coverage.fraction, "work": self.coverage.work}
+        coverage = self.coverage
+        names = ("fraction", "work", "moved_fraction")
+        data["coverage"] |= {name: getattr(coverage, name) for name in names}
         return data
 
     @classmethod

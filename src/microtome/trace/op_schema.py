@@ -20,6 +20,10 @@ _GATHERS = {
     *(_aten.embedding, _aten._embedding_bag, _aten.index, _aten._unsafe_index),
     *(_aten.index_select, _aten.gather, _aten.take),
 }
+_GROUPED_PRODUCTS = {
+    *("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"),
+    "transformers::grouped_mm_fallback",
+}
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution}
 
 
@@ -30,23 +34,29 @@ class OpSchema:
         may_write: Whether it may mutate arguments.
         is_view: Whether it only changes the shape of its first argument, in place.
         is_gather: Whether it reads only those elements of its first argument that it returns.
+        is_grouped_product: Whether its second argument may be a matrix for each of several groups of rows.
         is_product: Whether it requires one dtype for all operands, which meta kernels do not check.
     """
 
-    __slots__ = ("_func", "_is_batch_norm", "_writes", "is_gather", "is_product", "is_view", "may_write", "name")
+    __slots__ = (
+        "_func", "_is_batch_norm", "_writes", "is_gather", "is_grouped_product", "is_product", "is_view", "may_write",
+        "name",
+    )  # fmt: skip
 
     def __init__(self, func: AnyOp) -> None:
         self._func = func  # kept alive, since schemas are looked up by its id
         self.name = f"aten.{func.__name__}"
         self._writes: tuple[tuple[int, str], ...] = ()
-        self.is_view = self._is_batch_norm = self.is_gather = self.is_product = False
+        self.is_view = self._is_batch_norm = self.is_gather = self.is_grouped_product = self.is_product = False
         if isinstance(func, OpOverload):
             self.name = str(func)
             self.is_view = torch.Tag.inplace_view in func.tags
             self._is_batch_norm = func in _BATCH_NORMS
             self.is_gather = func.overloadpacket in _GATHERS
             self.is_product = func.overloadpacket in _PRODUCTS
-            arguments = enumerate(schema_of(func).arguments)
+            schema = schema_of(func)
+            self.is_grouped_product = schema.name in _GROUPED_PRODUCTS
+            arguments = enumerate(schema.arguments)
             self._writes = tuple((index, a.name) for index, a in arguments if a.alias_info and a.alias_info.is_write)
         self.may_write = bool(self._writes) or self._is_batch_norm
 

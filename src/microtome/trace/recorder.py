@@ -263,6 +263,8 @@ class TraceRecorder(Probe):
                 write_bytes += value.nbytes if value.nbytes < storage.nbytes else storage.nbytes
         if schema is not None and schema.is_gather and read:
             read_bytes -= max(min(read[0].nbytes, read[0].storage.nbytes) - write_bytes, 0)
+        elif schema is not None and schema.is_grouped_product:
+            read_bytes -= _unread_bytes(read)
         for value in written:
             value.mutated_by.append(index)
             write_bytes += min(value.nbytes, value.storage.nbytes)
@@ -343,6 +345,17 @@ class TraceRecorder(Probe):
             for record, address in zip(records, addresses, strict=True)
         ]
         return Trace(how, tuple(calls), tuple(self._ops), *self._values.to_data(), tuple(self._reads))
+
+
+def _unread_bytes(read: list[ValueRecord]) -> int:
+    """The bytes of matrices that a grouped product does not read: there are at most as many groups as rows.
+
+    Which rows are in which group are values, so of several rows it may read even less.
+    """
+    if len(read) < 2 or len(read[0].shape) != 2 or len(read[1].shape) != 3:
+        return 0
+    rows, matrices = read[0].shape[0], read[1].shape[0]
+    return read[1].nbytes // matrices * (matrices - rows) if rows < matrices else 0
 
 
 def _indices(values: list[ValueRecord]) -> tuple[int, ...]:

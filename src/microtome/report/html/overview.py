@@ -135,7 +135,7 @@ def caveats(profile: Profile) -> list[str]:
     coverage, sentences = profile.coverage, []
     if coverage.unknown:
         names = some([op.name for op in coverage.unknown], 4)
-        sentences.append(f"Operators without a formula add nothing to MACs and FLOPs: {names}.")
+        sentences.append(f"Operators without a formula add nothing to MACs and FLOPs: {names}. Counted: {coverage}.")
     if coverage.never_ran:
         modules = plural(len(coverage.never_ran), "module")
         sentences.append(f"{modules} never ran: the parameters inside count in the call above.")
