@@ -62,6 +62,27 @@ def test_json_csv_and_markdown_go_to_files_or_to_the_terminal(tmp_path: Path) ->
     assert "written" not in alone.stderr
 
 
+def test_json_has_the_selected_rows_as_csv_has(tmp_path: Path) -> None:
+    words = ["--sort", "macs", "--top", 2, "--columns", "type,macs"]
+    result = run("zoo:tiny-resnet", *words, "--json", tmp_path / "p.json", "--csv", tmp_path / "p.csv")
+    assert result.exit_code == 0, result.output
+    data = json.loads((tmp_path / "p.json").read_text())
+    assert (data["kind"], data["of"], data["name"]) == ("rows", "profile", "zoo:tiny-resnet")
+    best = mt.profile(*zoo.build("tiny-resnet")).top(2, by="macs")
+    assert data["rows"] == [{"address": row.address, "type": row.type, "macs": row.macs} for row in best]
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "p.csv").read_text())))
+    assert [row["address"] for row in rows] == [row["address"] for row in data["rows"]]
+    by_type = json.loads(run("zoo:tiny-resnet", "--by", "type", "--json", "-").stdout)["rows"]
+    assert by_type[0]["name"] == "Conv2d"
+    with pytest.raises(mt.MicrotomeError, match="selected rows of a 'profile', not the whole result: write it without"):
+        mt.load(tmp_path / "p.json")
+
+
+def test_a_named_column_that_was_not_measured_says_how_to_measure_it() -> None:
+    assert "time: not measured: add --time" in run("zoo:tiny-resnet", "--columns", "params,time,time_share").output
+    assert "add --time" not in run("zoo:tiny-resnet", "--columns", "params").output
+
+
 def test_convention_columns_training_and_meta() -> None:
     assert (
         "MACs; 9,355,584 FLOPs (torchvision convention)" in run("zoo:tiny-resnet", "--convention", "torchvision").output

@@ -152,6 +152,18 @@ def test_limits_refuse_candidates_and_keep_them_listed() -> None:
         planned(limits={"edge": 1, "cloud": 1})
 
 
+def test_a_slower_device_multiplies_the_times_of_its_profile() -> None:
+    plan = planned(slower={"edge": 10})
+    assert plan["l1"].seconds("run", where="edge") == pytest.approx(30.0)  # 10 times 1 + 2 s
+    assert plan["l1"].seconds("run", where="cloud") == pytest.approx(0.4)
+    assert plan["l1"].energy_j == planned()["l1"].energy_j
+    assert "edge: measured times multiplied by 10" in plan.notes
+    with pytest.raises(BadQuery, match="expected slower of 'edge', 'cloud', got one of 'phone'"):
+        planned(slower={"phone": 2})
+    with pytest.raises(BadQuery, match="expected a factor above 0 on the times of 'edge', got 0"):
+        planned(slower={"edge": 0})
+
+
 def test_jitter_is_said_beside_the_latency() -> None:
     plan = planned(link=mt.Link("800bps", jitter="30ms"))
     assert plan["l1"].late_s == pytest.approx(0.06)

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 import microtome as mt
-from microtome.report.formats import describe
+from microtome.report.formats import describe, text
+from microtome.report.plan import CandidateSelection, records
 from tests.plan import synthetic
 
 CUTS = synthetic.cuts([4000, 400, 40])
@@ -40,7 +41,7 @@ cut                           ┃     sent ┃   edge ┃  cloud ┃   wire ┃ 
   all on edge                 │        – │ 6.10 s │    0 s │    0 s │  6.10 s
   l2                          │     40 B │ 6.10 s │    0 s │ 280 ms │  6.38 s
 
-latency in the order of the run: █ edge ▓ cloud ░ between
+latency, in execution order: █ edge ▓ cloud ░ codec, link
 * all on cloud, input by zstd   1.44 s ░░░░▓▓▓▓░
   l0                            4.94 s █░░░░░░░░░░░░░░░░░░░░░░░░░▓▓▓▓░
   l1                            3.14 s █████████████░░░▓▓▓░
@@ -66,9 +67,11 @@ def test_columns_that_are_left_out_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_winner_is_said_with_its_terms_and_what_else_there_was() -> None:
     drawn = str(planned())
-    assert "all on cloud, input by zstd: 1.44 s = send to cloud 600 ms + cloud 700 ms + back from cloud 140 ms" in drawn
-    assert "latency, as times of the winner's: all on cloud, raw input 1.35, all on edge 4.24" in drawn
-    assert "best over bandwidths: until" in drawn
+    assert (
+        "all on cloud, input by zstd: 1.44 s = send to cloud 600 ms + cloud 700 ms + result from cloud 140 ms" in drawn
+    )
+    assert "latency relative to the winner: all on cloud, raw input 1.35×, all on edge 4.24×" in drawn  # noqa: RUF001
+    assert "best cut by bandwidth: " in drawn
     assert "codecs: measured on one machine for all devices (a CPU, with made values)" in drawn
     assert "energy of edge: with idle power, by share; without codecs" in drawn
 
@@ -76,7 +79,7 @@ def test_the_winner_is_said_with_its_terms_and_what_else_there_was() -> None:
 def test_a_bar_has_a_part_for_each_device_and_one_between(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     bars = {}
-    for line in str(planned(link=mt.Link("8Kbps"))).partition("latency in")[2].splitlines()[1:]:
+    for line in str(planned(link=mt.Link("8Kbps"))).partition("latency, in")[2].splitlines()[1:]:
         if any(ink in line for ink in "█▓░"):
             bars[line[2:].split("  ")[0]] = line.split()[-1]
     assert set(bars["all on edge"]) == {"█"}
@@ -88,7 +91,7 @@ def test_a_bar_has_a_part_for_each_device_and_one_between(monkeypatch: pytest.Mo
 
 def chart(plan: mt.Plan) -> list[str]:
     """The lines of the chart."""
-    lines = str(plan).partition("latency in")[2].splitlines()[1:]
+    lines = str(plan).partition("latency, in")[2].splitlines()[1:]
     return [line for line in lines if any(ink in line for ink in "█▓░")]
 
 
@@ -116,10 +119,10 @@ def test_many_cuts_are_sampled_in_the_chart_with_the_winner() -> None:
     plan = mt.plan(
         cuts, edge=edge, cloud=cloud, link=mt.Link("1Kbps"), costs=synthetic.costs(cuts), strategy=lambda them: them[37]
     )
-    chart = str(plan).partition("latency in")[2].partition(" = ")[0]
+    chart = str(plan).partition("latency, in")[2].partition(" = ")[0]
     assert 15 <= sum("█" in line for line in chart.splitlines()) <= 24
     assert f"* {plan.winner.name} " in chart
-    assert f"* {plan.winner.name} " in str(plan).partition("latency in")[0]
+    assert f"* {plan.winner.name} " in str(plan).partition("latency, in")[0]
     assert "chosen by <lambda>" in str(plan)
 
 
@@ -141,12 +144,12 @@ def test_passes_a_second_share_a_unit_and_are_in_front_if_they_are_the_objective
 def test_limits_and_chains_have_their_columns() -> None:
     drawn = str(planned(limits={"edge": 250}))
     assert "edge memory" in drawn
-    assert "candidates are refused: such as all on edge: edge would need 300 B" in drawn
+    assert "candidates are refused; all on edge: edge would need 300 B" in drawn
     links = [mt.Link("8Kbps"), mt.Link("80Kbps")]
     chain = mt.plan(CUTS, devices={"a": EDGE, "b": CLOUD, "c": CLOUD}, links=links, costs=synthetic.costs(CUTS))
     words = str(chain)
     assert "a to b 8 Kbps, rtt 0 s, b to c 80 Kbps" in words
-    assert "█ a ▓ b ▒ c ░ between" in words
+    assert "█ a ▓ b ▒ c ░ codec, link" in words
     assert "bandwidths" not in words
     with pytest.raises(mt.MicrotomeError, match="expected a plan with one link to compare bandwidths, got 2 links"):
         chain.over_bandwidths()
@@ -179,3 +182,33 @@ def test_costs_of_codecs_are_a_row_each() -> None:
     assert "50.0 %" in str(costs)
     assert "measured on a CPU, with made values" in costs.to_markdown()
     assert costs.to_csv().splitlines()[1] == "raw,args[0],1000,0.0,0.0"
+
+
+def test_top_limits_the_table_and_the_chart() -> None:
+    drawn = text(planned(), CandidateSelection(top=2))
+    table, _, bars = drawn.partition("latency, in execution order")
+    assert [line.split("│")[0].strip("* ") for line in table.splitlines() if "│" in line] == [
+        "all on cloud, input by zstd",
+        "all on cloud, raw input",
+    ]
+    assert sum(any(ink in line for ink in "█▓░") for line in bars.splitlines()[1:]) == 2
+    assert "2 of 6 candidates shown" in drawn
+    assert len(records(planned(), CandidateSelection(top=2))) == 2
+
+
+def test_the_chart_draws_the_objective() -> None:
+    plan = planned(objective="throughput", link=mt.Link("8Kbps"))
+    drawn = str(plan)
+    # 500 bytes take 0.5 s of the link, and the cloud 0.7 s: 1.43 passes per second. The edge alone takes 6.1 s.
+    chart = drawn.partition("passes per second, by the slowest device or link, in execution order: ")[2]
+    bars = {line[2:].split("  ")[0]: line.split()[-2:] for line in chart.splitlines()[1:6]}
+    assert bars["all on cloud, input by zstd"][0] == "1.43"
+    assert set(bars["all on cloud, input by zstd"][1]) == {"▓"}
+    assert bars["all on edge"][0] == "0.164"
+    assert set(bars["all on edge"][1]) == {"█"}
+    assert set(bars["l0"][1]) == {"░"}  # 4000 bytes take 4 s
+    # 0.7 s and 6.1 s between results
+    assert "throughput relative to the winner: all on cloud, raw input 0.7×, all on edge 0.115×" in drawn  # noqa: RUF001
+    energy = str(planned(objective="energy"))
+    assert "energy, in execution order\n" in energy
+    assert "latency, in execution order" not in energy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -112,6 +113,16 @@ def parse_limits(limits: Mapping[str, int | str] | None, names: Sequence[str]) -
         if name not in names:
             raise BadQuery(f"expected limits of {', '.join(map(repr, names))}, got one of {name!r}")
     return {name: parse_size(limit) for name, limit in (limits or {}).items()}
+
+
+def check_factors(slower: Mapping[str, float] | None, names: Sequence[str]) -> dict[str, float]:
+    """Return the factors on the times of devices; raise if one is not a positive number, or of no device."""
+    for name, factor in (slower or {}).items():
+        if name not in names:
+            raise BadQuery(f"expected slower of {', '.join(map(repr, names))}, got one of {name!r}")
+        if not isinstance(factor, int | float) or not 0 < factor < inf:
+            raise BadQuery(f"expected a factor above 0 on the times of {name!r}, got {factor!r}")
+    return dict(slower or {})
 
 
 def devices_with_energy(

@@ -54,7 +54,7 @@ class DeviceCosts:
         joules: Joules from the beginning to each point; None: not measured.
     """
 
-    def __init__(self, name: str, profile: Profile, points: Sequence[CutPoint]) -> None:
+    def __init__(self, name: str, profile: Profile, points: Sequence[CutPoint], slower: float = 1.0) -> None:
         self.name = name
         self.profile = profile
         self._points = points
@@ -64,7 +64,7 @@ class DeviceCosts:
         clocks = [[0.0, *(row.elapsed_s or 0.0 for row in ends)]]
         if all(row.elapsed_device_s is not None for row in ends):
             clocks.append([0.0, *(row.elapsed_device_s or 0.0 for row in ends)])
-        self.elapsed_s = torch.tensor(clocks, dtype=torch.float64)
+        self.elapsed_s = torch.tensor(clocks, dtype=torch.float64) * slower
 
     def run_s(self) -> Tensor:
         """Return the seconds from each point (row) to each other."""

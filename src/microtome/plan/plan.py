@@ -30,6 +30,7 @@ def plan(
     links: Sequence[Link | str] | None = None,
     objective: Objective = "latency",
     limits: Mapping[str, int | str] | None = None,
+    slower: Mapping[str, float] | None = None,
     codec: Collection[str] | str = "raw",
     costs: Any = None,
     energy_of: Collection[str] | None = None,
@@ -47,6 +48,8 @@ def plan(
         objective: `"latency"`, the time to a result; `"throughput"`, results per second of a pipeline; `"energy"`, the
             joules of the first device, which needs a profile with `measure="energy"`.
         limits: The most memory of a device, by name: `{"edge": "512MB"}`.
+        slower: Factors on the measured times of a device, by name: `{"edge": 10}` for one that is ten times slower than
+            the profiled one. Costs of codecs and energy stay as measured.
         codec: The codecs of boundaries, one or several: each cut is tried with each. Codecs with loss are used only if
             they are named.
         costs: The costs of codecs from `codec_costs`, or a file of them; a dict by device if they differ. None: measure
@@ -78,7 +81,8 @@ def plan(
         raise BadQuery(f"expected objective 'latency', 'energy' or 'throughput', got {objective!r}")
     profiles, chain_links = arguments.load_chain(cuts, edge, cloud, link, devices, links)
     points = cut_points(cuts, list(profiles.values()))
-    chain_devices = [DeviceCosts(name, profile, points) for name, profile in profiles.items()]
+    factors = arguments.check_factors(slower, list(profiles))
+    chain_devices = [DeviceCosts(name, one, points, factors.get(name, 1.0)) for name, one in profiles.items()]
     codecs = arguments.check_codecs(codec)
     memory_limits = arguments.parse_limits(limits, list(profiles))
     energy_devices = arguments.devices_with_energy(chain_devices, objective, energy_of)
@@ -110,7 +114,10 @@ def plan(
         limits=dict(chain.limits),
         codec_costs=source,
         energy_of=tuple(chain.energy_of),
-        notes=tuple(_notes(cuts, chain, compressed)),
+        notes=(
+            *(f"{name}: measured times multiplied by {factor:g}" for name, factor in factors.items()),
+            *_notes(cuts, chain, compressed),
+        ),
         aliases=cuts.aliases,
     )
 

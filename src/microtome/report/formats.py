@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv as csv_format
 import io
+import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,6 +73,13 @@ def csv(result: Result, *options: Any) -> str:
     """Render CSV: raw numbers, one line a row."""
     records = find_renderer(f"{result.kind}.records")(result, *options)
     return csv_text(list(dict.fromkeys(name for record in records for name in record)), records)
+
+
+def selected_json(result: Result, *options: Any) -> str:
+    """Render JSON of the selected rows, raw numbers; `microtome.load` reads only JSON of the whole result."""
+    records = find_renderer(f"{result.kind}.records")(result, *options)
+    about = {name: getattr(result, name) for name in ("model", "name", "inputs") if hasattr(result, name)}
+    return json.dumps({"kind": "rows", "of": result.kind, **about, "rows": records}, indent=1) + "\n"
 
 
 def markdown(result: Result, *options: Any) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
-from math import inf, isinf
+from math import inf
 from typing import Any
 
 from rich.text import Text
@@ -15,15 +15,15 @@ from microtome.report.palette import LINK, device_colours
 from microtome.report.table import Column, Medium, Report, Segments, Table
 from microtome.report.text import StackedBar, colour_characters, sample, stacked_bars
 from microtome.results.metrics import ENERGY, find_choice
-from microtome.results.plan import Candidate, Plan
-from microtome.units import UNKNOWN, joules, rate, ratio, seconds, size, write
+from microtome.results.plan import Candidate, Objective, Plan
+from microtome.units import UNKNOWN, Unit, joules, rate, ratio, seconds, size, write
 
 #: The most candidates of a table beside those that are always shown, and the most cuts of a chart.
 _ROWS, _BARS = 8, 20
 #: A bar longer than this many times the median is cut off.
 _LONGEST = 6
 #: The characters of bars: for each device in the order of the chain, and for codecs and links.
-_DEVICES, _BETWEEN = "█▓▒▚", "░"
+_DEVICES, _BETWEEN, _BETWEEN_NAME = "█▓▒▚", "░", "codec, link"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class CandidateSelection:
 
     Attributes:
         sort: Order by this quantity, the least first, not by the objective.
-        top: Show so many, beside the winner and the whole model on one device; None: as many as there is room for.
+        top: Show the best so many; None: as many as there is room for, the winner and the whole model on one device.
         columns: The names of the columns; () for those that fit the terminal.
     """
 
@@ -42,7 +42,7 @@ class CandidateSelection:
 
 
 def report(plan: Plan, view: CandidateSelection | None = None, medium: Medium = "terminal") -> Report:
-    """Describe the winner, the candidates and the chart; files have every candidate that can be chosen."""
+    """Describe the winner, the candidates and the chart; files have every candidate that can be chosen, or `top`."""
     view = _resolve_sort(view or CandidateSelection())
     rows = _select_rows(plan, view, {"markdown": len(plan), "html": 12, "terminal": _ROWS}[medium])
     columns = [Column("cut", lambda one: one.name, "left"), *_columns(plan)]
@@ -68,15 +68,16 @@ def report(plan: Plan, view: CandidateSelection | None = None, medium: Medium = 
         _title(plan),
         (table,),
         tuple(_notes(plan, rows)),
-        chart=lambda width: _chart(plan, width),
+        chart=lambda width: _chart(plan, _over_cuts(plan) if view.top is None else _in_run_order(plan, rows), width),
         figures=tuple(figures),
-        legend=(*_colours(plan).items(), ("between", LINK)),
+        legend=(*_colours(plan).items(), (_BETWEEN_NAME, LINK)),
     )
 
 
-def records(plan: Plan) -> list[dict[str, Any]]:
-    """Return a record for each candidate, refused ones included."""
-    return [_record(plan, candidate) for candidate in plan]
+def records(plan: Plan, view: CandidateSelection | None = None) -> list[dict[str, Any]]:
+    """Return a record for each selected candidate, by default for every one, refused ones included."""
+    candidates = plan if view is None else _select_rows(plan, _resolve_sort(view), len(plan))
+    return [_record(plan, candidate) for candidate in candidates]
 
 
 def _record(plan: Plan, candidate: Candidate) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def _resolve_sort(view: CandidateSelection) -> CandidateSelection:
 
 
 def _select_rows(plan: Plan, view: CandidateSelection, most: int) -> list[Candidate]:
-    """Return the best, the winner, and the whole model on one device, in the plan's or the selected order."""
+    """Return the best `top`, or the best, the winner and the whole model on one device, in the order of the view."""
     candidates = list(plan)
     if view.sort is not None:
         key_of = _SORTS[view.sort]
@@ -131,8 +132,10 @@ def _select_rows(plan: Plan, view: CandidateSelection, most: int) -> list[Candid
         if all(key is None for key in keys.values()):
             raise BadQuery(f"no candidate has a value of {view.sort!r} to sort by: profile with {ENERGY.advice}")
         candidates.sort(key=lambda one: inf if (key := keys[id(one)]) is None else key)
-    top = most if view.top is None else view.top
-    best = {id(candidate) for candidate in [one for one in candidates if one.refused is None][:top]}
+    allowed = [one for one in candidates if one.refused is None]
+    if view.top is not None:
+        return allowed[: view.top]
+    best = {id(candidate) for candidate in allowed[:most]}
     return [one for one in candidates if id(one) in best or one.is_baseline or one is plan.winner]
 
 
@@ -174,39 +177,62 @@ def _colours(plan: Plan) -> dict[str, str]:
 # -- the chart ---------------------------------------------------------------------------------------------------------
 
 
-def _chart(plan: Plan, width: int) -> Text:
-    """Draw the latency of each cut in the order of the run, as stacked bars of devices, codecs and links."""
+#: The quantity of the chart and its unit, by objective.
+_CHARTED: dict[Objective, tuple[str, Unit]] = {
+    "latency": ("latency", "seconds"),
+    "throughput": ("passes per second, by the slowest device or link", "ratio"),
+    "energy": ("energy", "joules"),
+}
+
+
+def _chart(plan: Plan, candidates: Sequence[Candidate], width: int) -> Text:
+    """Draw the objective of each candidate as a bar: latencies are stacked by devices, codecs and links."""
     signs = dict(zip(plan.devices, cycle(_DEVICES), strict=False))
-    bars = [
-        StackedBar(
-            row.name,
-            "*" if row is plan.winner else " ",
-            row.latency_s,
-            tuple(
-                (signs[step.where], step.seconds, True) if step.what == "run" else (_BETWEEN, step.seconds, False)
-                for step in row.steps
-            ),
-        )
-        for row in _over_cuts(plan)
-    ]
-    latencies = sorted(bar.total_s for bar in bars)
+    bars = []
+    for one in candidates:
+        parts = _bar_parts(plan.objective, one, signs)
+        total = one.latency_s if plan.objective == "latency" else sum(amount for _, amount, _ in parts)
+        bars.append(StackedBar(one.name, "*" if one is plan.winner else " ", total, parts))
+    totals = sorted(bar.total for bar in bars)
     names = " ".join(f"{sign} {name}" for name, sign in signs.items())
+    key = "" if plan.objective == "energy" else f": {names} {_BETWEEN} {_BETWEEN_NAME}"
     colours = {signs[name]: colour for name, colour in _colours(plan).items()} | {_BETWEEN: LINK}
-    legend = colour_characters(f"latency in the order of the run: {names} {_BETWEEN} between", colours)
-    drawn = stacked_bars(bars, _LONGEST * latencies[len(latencies) // 2], width, colours)
+    quantity, unit = _CHARTED[plan.objective]
+    legend = colour_characters(f"{quantity}, in execution order{key}", colours)
+    drawn = stacked_bars(bars, _LONGEST * totals[len(totals) // 2] or totals[-1], width, colours, unit)
     return Text("\n").join([legend, *drawn])
+
+
+def _bar_parts(objective: Objective, one: Candidate, signs: dict[str, str]) -> tuple[tuple[str, float, bool], ...]:
+    """Return the parts of a bar: the terms of a latency, or one part for a throughput or an energy."""
+    if objective == "latency":
+        return tuple(
+            (signs[step.where], step.seconds, True) if step.what == "run" else (_BETWEEN, step.seconds, False)
+            for step in one.steps
+        )
+    if objective == "energy":
+        return ((_DEVICES[0], one.energy_j or 0.0, True),)
+    busy_s = {name: one.seconds("run", "encode", "decode", where=name) for name in signs}
+    slowest = max(signs, key=lambda name: busy_s[name])
+    sign = signs[slowest] if busy_s[slowest] >= one.slowest_s else _BETWEEN
+    return ((sign, one.throughput_per_s if one.slowest_s else 0.0, True),)
 
 
 def _over_cuts(plan: Plan) -> list[Candidate]:
     """Return each cut with its best codec, and the whole model on one device; of many, an even sample."""
-    first = next(iter(plan.devices))
     best: dict[tuple[str | None, ...], Candidate] = {}
     for candidate in plan:
         best.setdefault(candidate.at, candidate)
-    ordered = sorted(best.values(), key=lambda one: (one.seconds("run", where=first), not one.at))
+    ordered = _in_run_order(plan, best.values())
     if plan.winner not in ordered:  # a strategy may choose another codec
         ordered = [plan.winner if one.at == plan.winner.at else one for one in ordered]
     return sample(ordered, _BARS, lambda one: one is plan.winner)
+
+
+def _in_run_order(plan: Plan, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the candidates by how much of the model runs on the first device."""
+    first = next(iter(plan.devices))
+    return sorted(candidates, key=lambda one: (one.seconds("run", where=first), not one.at))
 
 
 # -- title and notes ---------------------------------------------------------------------------------------------------
@@ -227,15 +253,15 @@ def _notes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
     yield f"{winner.name}: {seconds(winner.latency_s)} = {' + '.join(_terms(winner))}"
     yield from _beside(plan)
     if winner.late_s:
-        yield f"up to {seconds(winner.late_s)} more if messages are late by the jitter of the links"
+        yield f"jitter of the links adds up to {seconds(winner.late_s)}"
     if len(plan.links) == 1:
-        yield f"best over bandwidths: {_spans(plan)}"
+        yield f"best cut by bandwidth: {_spans(plan)}"
     refused = [one for one in plan if one.refused is not None]
     if refused:
-        are, first = "is" if len(refused) == 1 else "are", f"{refused[0].name}: {refused[0].refused}"
-        yield f"{len(refused)} of {len(plan)} candidates {are} refused: such as {first}"
+        are = "is" if len(refused) == 1 else "are"
+        yield f"{len(refused)} of {len(plan)} candidates {are} refused; {refused[0].name}: {refused[0].refused}"
     if len(shown) < len(plan):
-        yield f"shown: {len(shown)} of {len(plan)} candidates"
+        yield f"{len(shown)} of {len(plan)} candidates shown"
     yield from (f"{name}: {machine}" for name, machine in plan.devices.items())
     yield f"codecs: {plan.codec_costs}"
     yield from plan.notes
@@ -244,27 +270,32 @@ def _notes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
 def _terms(candidate: Candidate) -> Iterator[str]:
     for step in candidate.steps:
         if step.seconds:
-            words = {"run": step.where, "send": f"send to {step.where}", "back": f"back from {step.where}"}
+            words = {"run": step.where, "send": f"send to {step.where}", "back": f"result from {step.where}"}
             yield f"{words.get(step.what, f'{step.what} on {step.where}')} {seconds(step.seconds)}"
 
 
 def _beside(plan: Plan) -> Iterator[str]:
-    """Describe the costs of the whole model on one device, relative to the winner."""
+    """Compare the whole model on one device with the winner, by the objective."""
     ours = plan.winner.score(plan.objective)
     others = [(one, one.score(plan.objective)) for one in plan.baselines if one is not plan.winner]
-    parts = [f"{one.name} {ratio(score / ours)}" for one, score in others if score is not None and ours]
+    is_rate = plan.objective == "throughput"  # its score is the time between results
+    parts = [
+        f"{one.name} {ratio(ours / score if is_rate else score / ours)}×"  # noqa: RUF001
+        for one, score in others
+        if score and ours
+    ]
     if parts:
-        what = {"latency": "latency", "throughput": "time between results", "energy": "energy"}[plan.objective]
-        yield f"{what}, as times of the winner's: {', '.join(parts)}"
+        yield f"{plan.objective} relative to the winner: {', '.join(parts)}"
 
 
 def _spans(plan: Plan, most: int = 8) -> str:
     spans = plan.over_bandwidths()
     if len(spans) == 1:
-        return f"at any, {spans[0].candidate.name}"
+        return f"{spans[0].candidate.name} at any bandwidth"
     words = []
     for span in spans[:most]:
-        since = f"from {rate(span.from_bytes_per_s)} " if span.from_bytes_per_s else ""
-        until = "" if isinf(span.until_bytes_per_s) or since else f"until {rate(span.until_bytes_per_s)} "
-        words.append(f"{since}{until}{span.candidate.name}".strip())
+        if span.from_bytes_per_s:
+            words.append(f"{span.candidate.name} from {rate(span.from_bytes_per_s)}")
+        else:
+            words.append(f"{span.candidate.name} up to {rate(span.until_bytes_per_s)}")
     return "; ".join(words) + ("; …" if len(spans) > most else "")

@@ -19,7 +19,7 @@ from microtome.report.row_selection import (
     whole_tree,
 )
 from microtome.report.table import Bar, Cell, Column, Line, Medium, Note, Report, Table, gap, plain
-from microtome.results.metrics import IMPORTANCE, METRICS, advise
+from microtome.results.metrics import IMPORTANCE, METRICS, advise, why_missing
 from microtome.results.profile import Profile
 from microtome.results.rows import Group, Row, flat
 from microtome.units import SCALED, scale_of_largest, write
@@ -65,7 +65,11 @@ def report(profile: Profile, view: RowSelection | None = None, medium: Medium = 
     ]
     lines.append(Line(("total", *by_row[-1]), style="bold", kind="total"))
     table = Table((Column(NAME_HEADERS[view.by], align="left", is_name=True), *columns), tuple(lines))
-    notes = (*profile_notes(profile), *_notes(profile, view, dict(zip(columns, cells, strict=True)), len(rows)))
+    notes = (
+        *_missing(profile, view, known),
+        *profile_notes(profile),
+        *_notes(profile, view, dict(zip(columns, cells, strict=True)), len(rows)),
+    )
     return Report(f"{profile.title} on {profile.inputs}", (table,), notes, figures=_figures(profile))
 
 
@@ -155,6 +159,13 @@ def _bars(profile: Profile, column: CallColumn, cells: list[Cell], rows: list[An
     whole = column.metric.of(profile.total) or 1
     bars = [Bar((column.metric.of(row) or 0) / whole, plain(cell)) for row, cell in zip(rows, cells, strict=False)]
     return [*bars, ""]
+
+
+def _missing(profile: Profile, view: RowSelection, known: dict[str, CallColumn]) -> list[str]:
+    """Return the reason why a column that the selection names has no values."""
+    metrics = dict.fromkeys(metric for name in view.columns if (metric := known[name].metric) and metric.requires)
+    reasons = {metric.label: why_missing(profile, metric) for metric in metrics}
+    return [f"{label}: {why}" for label, why in reasons.items() if why is not None]
 
 
 def _notes(profile: Profile, view: RowSelection, columns: dict[Column, list[Cell]], shown: int) -> list[str | Note]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from rich.text import Text
 
 from microtome.errors import sanitize_text
-from microtome.units import write
+from microtome.units import Unit, write
 
 #: The most characters of a name.
 _NAME = 34
@@ -60,29 +60,32 @@ class StackedBar:
     """A bar with its name and its sum.
 
     Attributes:
-        parts: The character, the seconds, and whether a part above 0 s has at least one character.
+        parts: The character, the amount, and whether a part above 0 has at least one character.
     """
 
     name: str
     mark: str
-    total_s: float
+    total: float
     parts: tuple[tuple[str, float, bool], ...]
 
 
-def stacked_bars(bars: Sequence[StackedBar], longest_s: float, width: int, colours: Mapping[str, str]) -> list[Text]:
-    """Draw bars below each other; those above `longest_s` are cut off.
+def stacked_bars(
+    bars: Sequence[StackedBar], longest: float, width: int, colours: Mapping[str, str], unit: Unit = "seconds"
+) -> list[Text]:
+    """Draw bars below each other; those above `longest` are cut off.
 
     Args:
         colours: The colour of each character.
+        unit: The unit of the sums.
     """
     marks = max(len(bar.mark) for bar in bars) + 1
     names = min(max(len(bar.name) for bar in bars), max(2 * width // 5, 12), _NAME)
     room = width - names - marks - 11
-    whole = min(max(bar.total_s for bar in bars), longest_s) or 1.0
+    whole = min(max(bar.total for bar in bars), longest) or 1.0
     lines = []
     for bar in bars:
         name = shorten(sanitize_text(bar.name), names)
-        line = Text(f"{bar.mark:<{marks}}{name:<{names}} {write(bar.total_s, 'seconds'):>8} ")
+        line = Text(f"{bar.mark:<{marks}}{name:<{names}} {write(bar.total, unit):>8} ")
         lines.append(line.append_text(colour_characters(_draw(bar, whole, room), colours)))
         lines[-1].rstrip()
     return lines
@@ -95,12 +98,12 @@ def colour_characters(text: str, colours: Mapping[str, str]) -> Text:
 
 
 def _draw(bar: StackedBar, whole: float, room: int) -> str:
-    drawn, at_s = "", 0.0
-    for character, spent, is_visible in bar.parts:
-        at_s += spent
-        end = round(min(room * at_s / whole, room + 1))
-        drawn += character * max(end - len(drawn), int(is_visible and spent > 0))
-    return drawn[:room] if bar.total_s <= whole else drawn[: room - 1] + _CUT_OFF
+    drawn, reached = "", 0.0
+    for character, amount, is_visible in bar.parts:
+        reached += amount
+        end = round(min(room * reached / whole, room + 1))
+        drawn += character * max(end - len(drawn), int(is_visible and amount > 0))
+    return drawn[:room] if bar.total <= whole else drawn[: room - 1] + _CUT_OFF
 
 
 def sample(rows: Sequence[Row], most: int, is_required: Callable[[Row], bool]) -> list[Row]:

@@ -131,6 +131,9 @@ def parse(text: str | bytes, source: str) -> Any:
     kind = data.get("kind") if isinstance(data, dict) else None
     if kind == "split":
         raise BadFile(f"{source} describes a split model: microtome.load_stage reads the stages in its folder")
+    if kind == "rows":
+        why = f"{source} has selected rows of a {data.get('of')!r:.80}, not the whole result"
+        raise BadFile(f"{why}: write it without options that select rows, such as --top")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise BadFile(
             f"{source} holds no result of microtome: expected a 'kind' of {' or '.join(_KINDS)}, got {kind!r}"

@@ -184,7 +184,7 @@ class Plan(Result, kind="plan"):
 
         Args:
             sort: Order by `"latency"`, `"throughput"`, `"energy"` or `"sent"`, the best first; None: by the objective.
-            top: Show so many candidates, beside the winner and the whole model on one device.
+            top: Show the best so many candidates; None: also the winner and the whole model on one device.
             columns: Show these columns, such as `["latency", "sent"]`.
         """
         render("formats.show", self, "plan.CandidateSelection", sort=sort, top=top, columns=columns)

@@ -30,12 +30,24 @@ def _parse_sides(context: click.Context, parameter: click.Parameter, words: tupl
     return sides
 
 
+def _parse_factors(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, float]:
+    factors = {}
+    for name, value in _parse_sides(context, parameter, words).items():
+        try:
+            factors[name] = float(value)
+        except ValueError:
+            raise click.BadParameter(f"expected a factor, such as {name}=10, got {value!r}") from None
+    return factors
+
+
 def _split_codecs(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for word in words for name in word.split(","))))
 
 
 _CODEC = "Codecs of the boundary to compare, such as raw,zstd,fp16; repeatable."
 _LIMIT = "Memory limit of a side; repeatable."
+_SLOWER = "Multiply the measured times of a side, for a device that is so many times slower; repeatable."
+_TOP = "Show, and write to files, the best K candidates."
 _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatable."
 
 
@@ -49,11 +61,12 @@ _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatab
 @click.option("--joules-per-byte", type=click.FloatRange(min=0), metavar="J", help="Energy of the edge's radio.")
 @click.option("--objective", type=click.Choice(OBJECTIVES), default="latency", help="What to optimize.")
 @click.option("--limit", "limits", multiple=True, metavar="edge=512MB", callback=_parse_sides, help=_LIMIT)
+@click.option("--slower", multiple=True, metavar="edge=10", callback=_parse_factors, help=_SLOWER)
 @click.option(
     "--codec", "codecs", multiple=True, default=("raw",), metavar="A,B,…", callback=_split_codecs, help=_CODEC
 )
 @click.option("--codec-costs", "costs", multiple=True, metavar="edge=F", callback=_parse_sides, help=_COSTS)
-@click.option("--top", type=click.IntRange(min=1), default=8, metavar="K", help="Show the best K candidates.")
+@click.option("--top", type=click.IntRange(min=1), metavar="K", help=_TOP)
 @output_options("json", "csv", "md", "measure_codecs", "perfetto")
 def plan(
     *,
@@ -64,20 +77,21 @@ def plan(
     joules_per_byte: float | None,
     codecs: tuple[str, ...],
     costs: dict[str, str],
-    top: int,
+    top: int | None,
     outputs: Outputs,
     **options: Any,
 ) -> None:
     """Choose where to cut a model, from the profiles of two devices and the link between them.
 
-    MODEL and its inputs are those of the profiles, such as torchvision:resnet50. Neither device is needed.
+    MODEL and its inputs are those of the profiles, such as torchvision:resnet50. Neither device is needed. JSON has
+    every candidate, for microtome.load; with --top, the rows of the best K.
     """
     measures_codecs = outputs.files["measure_codecs"] is not None
     if costs and measures_codecs:
         raise click.UsageError("choose one of --codec-costs and --measure-codecs")
     import_torch()
     from microtome.plan import plan as plan_cuts
-    from microtome.report.formats import text
+    from microtome.report.formats import csv, markdown, selected_json, text
     from microtome.report.plan import CandidateSelection
     from microtome.results.link import Link
 
@@ -89,7 +103,11 @@ def plan(
     formats = {"perfetto": result.to_perfetto}
     if measured is not None:
         formats["measure_codecs"] = measured.to_json
-    outputs.write_result(result, partial(text, result, CandidateSelection(top=top)), **formats)
+    selection = CandidateSelection(top=top)
+    if top is not None:
+        selected = {"json": selected_json, "csv": csv, "md": markdown}
+        formats |= {name: partial(write, result, selection) for name, write in selected.items()}
+    outputs.write_result(result, partial(text, result, selection), **formats)
 
 
 def _find_cuts(resolved: Resolved, codecs: tuple[str, ...]) -> tuple[Any, Any]:

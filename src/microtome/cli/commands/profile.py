@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from microtome.zoo import Resolved
 
 _BUDGET = "Maximum time for each quantity, in seconds."
+_SORT = "Sort by this column, largest first; also in files."
 _WARMUP = "Warm-up passes (default: until times are stable)."
 _ENERGY_METHOD = "Distribute the model's energy by time, or replay each layer separately."
 _ENERGY_MODEL = "Estimate energy from coefficients in joules, such as flop=0.5e-12,byte=20e-12,watts=3."
@@ -30,8 +31,8 @@ _ENERGY_MODEL = "Estimate energy from coefficients in joules, such as flop=0.5e-
 @click.option("--depth", type=click.IntRange(min=0), help="Show and measure calls up to this depth.")
 @click.option("--granularity", type=click.IntRange(min=1), help="Show calls of this height; 1 for single layers.")
 @click.option("--by", type=click.Choice(["module", "type", "op"]), help="Group by module, module type or operator.")
-@click.option("--sort", metavar="COLUMN", help="Sort by this column, largest first.")
-@click.option("--top", type=click.IntRange(min=1), metavar="K", help="Show the first K rows.")
+@click.option("--sort", metavar="COLUMN", help=_SORT)
+@click.option("--top", type=click.IntRange(min=1), metavar="K", help="Show the first K rows, also in files.")
 @click.option("--columns", metavar="A,B,…", help="Show these columns, such as params,macs,time.")
 @click.option("--all", "expand", is_flag=True, help="Show each of several identical blocks.")
 @click.option("--convention", type=click.Choice(CONVENTIONS), default="microtome", help="What counts as a FLOP.")
@@ -73,7 +74,8 @@ def profile(
     """Show the cost of each layer of a model, if possible without running it.
 
     MODEL is a name that `microtome models` lists, such as torchvision:resnet50, or Python code: package.module:Name or
-    ./file.py:Name. Perfetto and speedscope need --time.
+    ./file.py:Name. JSON has every call, for microtome.load and `microtome plan`; with --granularity, --by, --sort,
+    --top or --columns, the selected rows alone, as CSV and Markdown. Perfetto and speedscope need --time.
     """
     if sum(choice is not None for choice in (depth, granularity, by)) > 1:
         raise click.UsageError("choose one of --depth, --granularity and --by")
@@ -100,7 +102,7 @@ def profile(
 
     from microtome.profile import profile as profile_model
     from microtome.profile.energy import EnergyModel
-    from microtome.report.formats import csv, markdown, text
+    from microtome.report.formats import csv, markdown, selected_json, text
 
     options["energy"] = energy_method if energy_model is None else EnergyModel.parse(energy_model)
     resolved = model.resolve()
@@ -117,9 +119,11 @@ def profile(
         )
     result = replace(result, name=model.name)
     cuts = _find_cuts(resolved) if html_file is not None and "time" in measure else None
+    is_selected = any((granularity is not None, by, sort, top is not None, selected))
     outputs.write_result(
         result,
         partial(text, result, selection),
+        json=partial(selected_json, result, selection) if is_selected else result.to_json,
         csv=partial(csv, result, selection),
         md=partial(markdown, result, selection),
         perfetto=result.to_perfetto,
