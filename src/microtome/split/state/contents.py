@@ -145,13 +145,18 @@ def find_changes(
         by_others: Include placeholders: tensors that other stages wrote.
     """
     changes = [
-        StateChange(_to_steps(path), describe_part(part, path))
+        describe_change(path, part)
         for path, part in after.items()
         if (path not in before or not before[path].is_same(part))
         and (by_others or not isinstance(part.value, Placeholder))
     ]
     gone = [path for path in before if path not in after and (not path or path[:-1] in after)]
     return changes + [StateChange(_to_steps(path), StateRemoved()) for path in reversed(gone)]
+
+
+def describe_change(path: Path, part: StatePart) -> StateChange:
+    """Describe a part as it is now."""
+    return StateChange(_to_steps(path), describe_part(part, path))
 
 
 def changed_paths(before: dict[Path, StatePart], after: dict[Path, StatePart]) -> tuple[Path, ...]:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from microtome.engine.pytree import map_tensors
 from microtome.errors import Unsupported
-from microtome.split.boundary.schema import PlaceholderSpec
+from microtome.split.boundary.schema import PlaceholderSpec, StateChange, StateValues
 from microtome.split.execution.placeholder import Placeholder
 from microtome.split.state.contents import (
     Path,
     StatePart,
     apply_changes,
-    changed_paths,
+    describe_change,
+    describe_part,
     find_changes,
     format_path,
     part_at,
     set_part,
     to_path,
 )
-from microtome.split.state.placeholder import StatePlaceholder
+from microtome.split.state.placeholder import StateOp, StatePlaceholder
 from microtome.trace.op_schema import op_schema
 
 
@@ -54,64 +55,72 @@ def check_not_edited(before: dict[Path, StatePart], after: dict[Path, StatePart]
             )
 
 
-def edited_paths(before: dict[Path, StatePart], after: dict[Path, StatePart]) -> list[Path]:
-    """The parts that the caller changed since the last step, in-place operators on placeholders included."""
-    placeholders = {path: part.value for path, part in after.items() if isinstance(part.value, StatePlaceholder)}
-    in_place = (path for path, placeholder in placeholders.items() if placeholder.history != ())
-    return list(dict.fromkeys([*changed_paths(before, after), *in_place]))
+class StateEdit(NamedTuple):
+    """An edit of one part of the state, made by the caller between two steps.
+
+    Attributes:
+        change: The part, and what it is now.
+        ops: The operators that made the tensor there from the one of the last step; None: other stages cannot repeat
+            the edit.
+    """
+
+    change: StateChange
+    ops: tuple[StateOp, ...] | None
+
+
+def find_edits(before: dict[Path, StatePart], after: dict[Path, StatePart]) -> list[StateEdit]:
+    """The edits of a state object since the last step, in-place operators on placeholders included."""
+    changes = find_changes(before, after)
+    changed = {to_path(change.path) for change in changes}
+    for path, part in after.items():
+        if path not in changed and isinstance(part.value, StatePlaceholder) and part.value.history != ():
+            changes.append(describe_change(path, part))
+    return [StateEdit(change, _find_ops(to_path(change.path), before, after)) for change in changes]
+
+
+def _find_ops(path: Path, before: dict[Path, StatePart], after: dict[Path, StatePart]) -> tuple[StateOp, ...] | None:
+    value = after[path].value if path in after else None
+    if isinstance(value, StatePlaceholder) and path in before and value.root is before[path].value:
+        return value.history
+    return None
 
 
 def apply_edits(
     state: Any,
-    before: dict[Path, StatePart],
-    after: dict[Path, StatePart],
+    edits: Iterable[StateEdit],
     make_tensor: Callable[[PlaceholderSpec, Path], Tensor],
     device: torch.device | None,
 ) -> None:
-    """Make the edits of the caller's object in that of another stage.
-
-    Args:
-        state: The object of the stage, with its own values.
-        before: The parts of the caller's object at the end of the last step.
-        after: The same now.
-    """
-    own: list[Path] = []
-    for path in edited_paths(before, after):
+    """Make the edits of the caller's object in that of another stage, which has values of its own."""
+    for change, ops in edits:
+        path = to_path(change.path)
         local = part_at(state, path)
         if local is not None and isinstance(local.value, Tensor) and not isinstance(local.value, Placeholder):
-            own.append(path)
-            if path in after and isinstance(after[path].value, Placeholder):
-                set_part(state, path, _replay(local.value, after[path].value, path, before.get(path)))
-            elif path not in after or not isinstance(after[path].value, Tensor):
-                own.pop()  # removed, or replaced by what `apply_changes` sets
-                set_part(state, path, None)
-            elif not _is_same_content(local.value, after[path].value):
-                raise Unsupported(
-                    f"the state at {format_path(path)} was replaced between two steps, and its values are in another "
-                    "stage: edit it by operators on itself, such as index_select"
-                )
-    skipped = set(own)
-    changes = [change for change in find_changes(before, after) if to_path(change.path) not in skipped]
-    apply_changes(state, changes, device, make_tensor, keeps_tensors=True)
+            if isinstance(change.item, PlaceholderSpec):
+                set_part(state, path, _repeat(ops, local.value, path))
+                continue
+            if isinstance(change.item, StateValues):
+                if describe_part(local, path) != change.item:
+                    raise _not_repeatable(path)
+                continue
+            set_part(state, path, None)  # replaced or removed below
+        apply_changes(state, [change], device, make_tensor, keeps_tensors=True)
 
 
-def _is_same_content(tensor: Tensor, other: Tensor) -> bool:
-    return not other.is_floating_point() and tensor.shape == other.shape and tensor.cpu().equal(other.cpu())
-
-
-def _replay(tensor: Tensor, placeholder: Placeholder, path: Path, before: StatePart | None) -> Tensor:
+def _repeat(ops: tuple[StateOp, ...] | None, tensor: Tensor, path: Path) -> Tensor:
     """Run the operators that were applied to a placeholder on the tensor that it stands for."""
-    history = None
-    if isinstance(placeholder, StatePlaceholder) and before is not None and placeholder.root is before.value:
-        history = placeholder.history
-    if history is None:
-        raise Unsupported(
-            f"the state at {format_path(path)} was edited between two steps by more than operators on itself, and its "
-            "values are in another stage: reorder, crop or repeat it"
-        )
+    if ops is None:
+        raise _not_repeatable(path)
     device = tensor.device
-    for func, args, kwargs in history:
+    for func, args, kwargs in ops:
         args, kwargs = map_tensors(lambda other: other.to(device), (args, kwargs))
         result = func(tensor, *args, **kwargs)
         tensor = tensor if op_schema(func).written((tensor, *args), kwargs) else result
     return tensor
+
+
+def _not_repeatable(path: Path) -> Unsupported:
+    return Unsupported(
+        f"the state at {format_path(path)} was edited between two steps by more than operators on itself, and its "
+        "values are in another stage: reorder, crop or repeat it by operators such as index_select"
+    )

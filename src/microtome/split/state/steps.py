@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from microtome.engine.pytree import map_tensors
-from microtome.errors import SessionError, Unsupported
+from microtome.errors import SessionError
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import state_objects_in
 from microtome.split.boundary.boundary import Boundary
-from microtome.split.boundary.schema import PlaceholderSpec
-from microtome.split.execution.effects import overlapping_names
-from microtome.split.execution.placeholder import Placeholder
 from microtome.split.stage import Stage
-from microtome.split.state.contents import (
-    Path,
-    StatePart,
-    apply_changes,
-    describe_state,
-    find_changes,
-    format_path,
-    part_at,
-    parts_of,
-)
-from microtome.split.state.edits import apply_edits, check_not_edited, forget_history
-from microtome.split.state.placeholder import StatePlaceholder
+from microtome.split.state.contents import Path, StatePart, parts_of
+from microtome.split.state.edits import find_edits, forget_history
+from microtome.split.state.stage_state import Changes, Edits, StageState, copy_state
 
 #: The state objects that belong to a sequence, by identity: they may define equality.
 _claimed: dict[int, weakref.ref[Any]] = {}
@@ -48,14 +32,14 @@ class StepSequence:
 
     def __init__(self) -> None:
         self.running = 0
-        self._states: list[list[Any]] = []  # for each stage
+        self._states: list[StageState] = []  # for each stage
         self._after: list[dict[Path, StatePart]] = []  # of the caller's objects, after the last step
         self._failed = False
 
     @property
     def states(self) -> list[list[Any]]:
         """The state objects of each stage."""
-        return self._states
+        return [state.objects for state in self._states]
 
     def run(self, stages: Sequence[Stage], inputs: Inputs) -> Any:
         """Run one step on inputs that have all states; the output has the caller's state objects."""
@@ -65,25 +49,38 @@ class StepSequence:
             )
         states = state_objects_in((inputs.args, inputs.kwargs))
         self._failed = True  # until the step is complete: state that is written in part is of no use
+        edits: Edits = ()
         if self._states:
-            self._edit(stages, states)
+            edits = self._find_edits(states)
         else:
             self._begin(stages, states)
-        before = [list(map(parts_of, own)) for own in self._states]
-        for parts in (parts for own in before for parts in own):
-            forget_history(parts)
         self.running = 0
+        self._states[0].begin_step(stages[0])
         value = stages[0].run(inputs.args, inputs.kwargs)
-        for stage, own in zip(stages[1:], self._states[1:], strict=True):
+        self._states[0].end_step(stages[0])
+        for stage, state in zip(stages[1:], self._states[1:], strict=True):
             self.running = stage.index
-            value = self.run_stage(stage, value, own)
-        self._propagate_changes(stages, before)
+            value, changes = self.run_step(stage, value, state, edits)
+            for earlier in stages[: stage.index]:  # boundaries let later ones know
+                self._states[earlier.index].apply(earlier, changes)
+        self._after = list(map(parts_of, states))
+        for parts in self._after:
+            forget_history(parts)
         self._failed = False
-        return replace_states(value, self._states[-1], states)
+        return replace_states(value, self._states[-1].objects, states)
+
+    def run_step(self, stage: Stage, boundary: Boundary, state: StageState, edits: Edits) -> tuple[Any, Changes]:
+        """Run a stage other than the first; return its output and its changes of the state."""
+        state.begin_step(stage, edits)
+        output = self.run_stage(stage, boundary, state.objects)
+        return output, state.end_step(stage)
 
     def run_stage(self, stage: Stage, boundary: Boundary, states: Sequence[Any]) -> Any:
-        """Run a stage other than the first."""
         return stage.run((boundary,), {}, states=states, release=True)
+
+    def make_state(self, stage: Stage, states: Sequence[Any]) -> StageState:
+        """The state of a stage other than the first, before the first step."""
+        return StageState([copy_state(state, stage.device) for state in states])
 
     def _begin(self, stages: Sequence[Stage], states: list[Any]) -> None:
         for state in states:
@@ -94,59 +91,19 @@ class StepSequence:
                 )
         for state in states:
             _claim(state)
-        self._states = [states, *([_copy(state, stage.device) for state in states] for stage in stages[1:])]
+        self._states = [StageState(states), *(self.make_state(stage, states) for stage in stages[1:])]
 
-    def _edit(self, stages: Sequence[Stage], states: list[Any]) -> None:
-        """Make the caller's edits since the last step in all stages."""
-        expected = self._states[0]
+    def _find_edits(self, states: list[Any]) -> Edits:
+        """The caller's edits since the last step."""
+        expected = self._states[0].objects
         if len(states) != len(expected) or any(one is not other for one, other in zip(states, expected, strict=True)):
             raise SessionError("expected the state that the last step returned, got another one: begin a new session")
-        now = list(map(parts_of, states))
-        for stage, others in zip(stages[1:], self._states[1:], strict=True):
-            for state, before, after in zip(others, self._after, now, strict=True):
-                apply_edits(state, before, after, _placeholder_of(stage), stage.device)
-
-    def _propagate_changes(self, stages: Sequence[Stage], before: list[list[dict[Path, StatePart]]]) -> None:
-        """Let each stage know what later ones wrote: shapes, numbers and flags; boundaries say so of earlier ones."""
-        for number, own in enumerate(self._states):
-            for index, state in enumerate(own):
-                parts = parts_of(state)
-                check_not_edited(before[number][index], parts, stages[number].glue_state_paths)
-                changes = find_changes(before[number][index], parts, by_others=False) if number else []
-                for stage, others in zip(stages[:number], self._states[:number], strict=True):
-                    apply_changes(others[index], changes, stage.device, _placeholder_of(stage))
-        self._after = list(map(parts_of, self._states[0]))
-        for parts in self._after:
-            forget_history(parts)
+        return [find_edits(before, parts_of(state)) for before, state in zip(self._after, states, strict=True)]
 
 
 def _claim(state: Any) -> None:
     key = id(state)
     _claimed[key] = weakref.ref(state, lambda _: _claimed.pop(key, None))
-
-
-def _copy(state: Any, device: torch.device | None) -> Any:
-    """Copy a state object with its values to the device of a stage."""
-    tensors = {format_path(path): part.value for path, part in parts_of(state).items() if type(part.value) is Tensor}
-    if overlapping := overlapping_names({name: tensor for name, tensor in tensors.items() if tensor.numel()}):
-        raise Unsupported(f"the state holds tensors that share memory, such as {overlapping[0]}: pass copies of them")
-
-    def copy_tensor(spec: PlaceholderSpec, path: Path) -> Tensor:
-        part = part_at(state, path)
-        assert part is not None
-        if isinstance(part.value, Placeholder):
-            raise SessionError("expected a state with values, got one of stages: a state belongs to one session")
-        return part.value.detach().to(device, copy=True)
-
-    return apply_changes(None, describe_state(state), device, copy_tensor)
-
-
-def _placeholder_of(stage: Stage) -> Any:
-    return partial(_make_placeholder, stage.device)
-
-
-def _make_placeholder(device: torch.device | None, spec: PlaceholderSpec, path: Path) -> Tensor:
-    return StatePlaceholder.make(spec, path, device, "another stage")
 
 
 def replace_states(value: Any, states: Sequence[Any], replacements: Sequence[Any]) -> Any:

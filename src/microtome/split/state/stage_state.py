@@ -1,0 +1,99 @@
+"""The state objects of one stage over the steps of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from microtome.errors import SessionError, Unsupported
+from microtome.split.boundary.schema import PlaceholderSpec, StateChange
+from microtome.split.execution.effects import overlapping_names
+from microtome.split.execution.placeholder import Placeholder
+from microtome.split.stage import Stage
+from microtome.split.state.contents import (
+    Path,
+    StatePart,
+    apply_changes,
+    describe_state,
+    find_changes,
+    format_path,
+    part_at,
+    parts_of,
+)
+from microtome.split.state.edits import StateEdit, apply_edits, check_not_edited, forget_history
+from microtome.split.state.placeholder import StatePlaceholder
+
+#: The edits of each state object before a step, and the changes of each by a stage in it.
+Edits = Sequence[Sequence[StateEdit]]
+Changes = Sequence[Sequence[StateChange]]
+
+
+class StageState:
+    """The state objects of one stage: its own tensors have values, those of other stages are placeholders.
+
+    Attributes:
+        objects: The state objects, in the order of the model's arguments.
+    """
+
+    def __init__(self, objects: list[Any]) -> None:
+        self.objects = objects
+        self._before: list[dict[Path, StatePart]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensors that the stage has values of."""
+        parts = (part.value for state in self.objects for part in parts_of(state).values())
+        own = {id(part): part for part in parts if isinstance(part, Tensor) and not isinstance(part, Placeholder)}
+        return sum(tensor.nbytes for tensor in own.values())
+
+    def begin_step(self, stage: Stage, edits: Edits = ()) -> None:
+        """Make the caller's edits since the last step."""
+        for state, own in zip(self.objects, edits, strict=False):
+            apply_edits(state, own, _placeholder_of(stage), stage.device)
+        self._before = list(map(parts_of, self.objects))
+        for parts in self._before:
+            forget_history(parts)
+
+    def end_step(self, stage: Stage) -> Changes:
+        """The changes by this stage, for the others.
+
+        Raises:
+            Unsupported: It changed tensors of another stage.
+        """
+        after = list(map(parts_of, self.objects))
+        for before, now in zip(self._before, after, strict=True):
+            check_not_edited(before, now, stage.glue_state_paths)
+        return [find_changes(old, new, by_others=False) for old, new in zip(self._before, after, strict=True)]
+
+    def apply(self, stage: Stage, changes: Changes) -> None:
+        """Change the objects as another stage changed its own."""
+        for state, own in zip(self.objects, changes, strict=True):
+            apply_changes(state, own, stage.device, _placeholder_of(stage))
+
+
+def copy_state(state: Any, device: torch.device | None) -> Any:
+    """Copy a state object with its values to the device of a stage."""
+    tensors = {format_path(path): part.value for path, part in parts_of(state).items() if type(part.value) is Tensor}
+    if overlapping := overlapping_names({name: tensor for name, tensor in tensors.items() if tensor.numel()}):
+        raise Unsupported(f"the state holds tensors that share memory, such as {overlapping[0]}: pass copies of them")
+
+    def copy_tensor(spec: PlaceholderSpec, path: Path) -> Tensor:
+        part = part_at(state, path)
+        assert part is not None
+        if isinstance(part.value, Placeholder):
+            raise SessionError("expected a state with values, got one of stages: a state belongs to one session")
+        return part.value.detach().to(device, copy=True)
+
+    return apply_changes(None, describe_state(state), device, copy_tensor)
+
+
+def _placeholder_of(stage: Stage) -> Any:
+    return partial(_make_placeholder, stage.device)
+
+
+def _make_placeholder(device: torch.device | None, spec: PlaceholderSpec, path: Path) -> Tensor:
+    return StatePlaceholder.make(spec, path, device, "another stage")
