@@ -114,6 +114,19 @@ def test_a_connection_that_was_closed_says_so_to_who_asks() -> None:
         connection.call("Echo", protocol.EchoRequest(), timeout=1.0)
 
 
+def test_a_refused_connection_fails_long_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("microtome.remote.connection.monotonic", lambda: clock[0])
+    monkeypatch.setattr("microtome.remote.connection.sleep", lambda s: clock.append(clock.pop() + s))
+    connection = Connection("127.0.0.1:1")
+    with pytest.raises(
+        RemoteError, match=r"127.0.0.1:1 cannot be reached: connection refused: nothing listens there\."
+    ):
+        connection.call("Echo", protocol.EchoRequest(), timeout=60.0)
+    connection.close()
+    assert clock[0] < 2.0
+
+
 def test_a_name_of_the_server_means_that_its_certificate_is_looked_at() -> None:
     def stream(requests: Iterator[Any], _: Any) -> Iterator[bytes]:
         yield from ()

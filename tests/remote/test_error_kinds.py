@@ -34,7 +34,10 @@ class Failed(grpc.RpcError):  # type: ignore[misc]
             "DNS resolution failed for host:7070: C-ares status is not ARES_SUCCESS",
             "the name of the host was not found",
         ),
-        (f"{NO_CONNECTION}Failed to connect to remote host: Connection refused", "connection refused. Is the server "),
+        (
+            f"{NO_CONNECTION}Failed to connect to remote host: Connection refused",
+            "connection refused: nothing listens there. ",
+        ),
         (f"{NO_CONNECTION}connect: No route to host (113)", "connect: No route to host (113)"),
         (
             f"{NO_CONNECTION}Socket closed",

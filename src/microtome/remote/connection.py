@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from microtome.endpoints import SCHEMES, explain_endpoint
 from microtome.errors import BadQuery, RemoteError
 from microtome.remote import protocol
-from microtome.remote.error_kinds import from_message, from_rpc
+from microtome.remote.error_kinds import from_message, from_rpc, is_connection_refused
 from microtome.remote.protocol import DEFAULT_REPLY_BYTES, MAX_MESSAGE_BYTES, METHODS
 from microtome.remote.request import RemoteRequest
 from microtome.remote.security import Security, is_loopback
@@ -33,6 +33,8 @@ log = logging.getLogger("microtome.remote")
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.02, 1.0
 #: Seconds between the attempts of a unary call.
 _RETRY_INTERVAL_S = 0.1
+#: Seconds of refused connections after which a first call fails: nothing listens there, or it would have started.
+_REFUSED_S = 1.0
 #: Bytes and seconds of sending from which the bandwidth can be computed: buffers accept the first bytes at once.
 _MIN_SENT_BYTES, _MIN_SENDING_S = 4 << 20, 0.2
 #: The most bytes of the reply to Hello: a few strings, and the addresses of all cuts.
@@ -68,11 +70,14 @@ class Connection:
         self._call: Any = None
         self._closed = False
         self._has_answered = False
+        self._was_reached = False  # by a unary call
         self._sent_bytes, self._sending_s = 0, 0.0
         self._thread: threading.Thread | None = None
 
     def call(self, name: str, request: Any, timeout: float, reply_bytes: int = DEFAULT_REPLY_BYTES) -> Any:
         """Call a unary method, again and again until the server can be reached.
+
+        A first call fails early where nothing listens; a server that was reached before may be restarting.
 
         Args:
             reply_bytes: The most bytes of the reply, if that is more than every channel accepts.
@@ -88,16 +93,19 @@ class Connection:
             return self._retry(channel.unary_unary(METHODS[name].path), name, data, timeout, reply_bytes)
 
     def _retry(self, method: Any, name: str, data: bytes, timeout: float, reply_bytes: int) -> Any:
-        deadline = monotonic() + timeout
+        start = monotonic()
         while True:
-            left = deadline - monotonic()
+            left = start + timeout - monotonic()
             try:
                 reply = method(data, timeout=max(left, 0.001), metadata=self._metadata)
+                self._was_reached = True
                 return self._parse(name, reply)
             except grpc.RpcError as rpc_error:
                 too_large = f"answers {name} with more than {size(reply_bytes)}"
                 error = from_rpc(rpc_error, self.address, self._security, too_large)
                 is_final = error.kind in ("REFUSED", "TOO_LARGE") or left < _RETRY_INTERVAL_S
+                if not self._was_reached and is_connection_refused(rpc_error):
+                    is_final |= monotonic() - start >= _REFUSED_S
                 # Retry here: gRPC's own retries would lose the reason why the server cannot be reached.
                 if is_final or rpc_error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise error from rpc_error

@@ -28,6 +28,7 @@ _FINAL = {
 
 #: What gRPC puts before the reason why no connection was made.
 _NO_CONNECTION = re.compile(r"failed to connect to all addresses; last error: \w+: \S+: ")
+_CONNECTION_REFUSED = "Connection refused"
 _UNVERIFIED = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
 
 #: The most characters of an error message that are sent, and shown.
@@ -116,6 +117,11 @@ def from_rpc(error: grpc.RpcError, server: str, security: Security, too_large: s
     return RemoteError(f"{server} cannot be reached: {_no_connection(details, security)}", "UNREACHABLE")
 
 
+def is_connection_refused(error: grpc.RpcError) -> bool:
+    """Whether the host is there and nothing listens on the port."""
+    return _CONNECTION_REFUSED in str(error.details())
+
+
 def _tls_failure(details: str) -> str:
     """Return why a TLS handshake failed for good; empty if it did not."""
     if "WRONG_VERSION_NUMBER" in details:
@@ -132,8 +138,8 @@ def _tls_failure(details: str) -> str:
 
 def _no_connection(details: str, security: Security) -> str:
     """Return why there is no connection, without the words that gRPC puts around the reason."""
-    if "Connection refused" in details:
-        return "connection refused. Is the server running there, and is the port right?"
+    if _CONNECTION_REFUSED in details:
+        return "connection refused: nothing listens there. Is the server running, and is the port right?"
     if "Domain name not found" in details or "DNS resolution failed" in details:
         return "the name of the host was not found"
     if _NO_CONNECTION.match(details) is None or not ("Socket closed" in details or "Connection reset" in details):
