@@ -320,7 +320,7 @@ def test_an_example_that_cannot_be_described_is_refused(tmp_path: Path) -> None:
             return self.b(self.a(x)).to(dtype)
 
     stages = mt.split(Takes(), (torch.randn(2, 4), torch.float64), at="a")
-    with pytest.raises(Unsupported, match=r"cannot save dtype of the example: expected .*, got a dtype"):
+    with pytest.raises(Unsupported, match=r"cannot save or send dtype of the example: expected .*, got a dtype"):
         stages.save(tmp_path)
 
 

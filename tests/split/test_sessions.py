@@ -374,7 +374,7 @@ def test_a_split_does_not_change_what_other_functions_take_a_class_for(model: Mo
 
 @torch.no_grad()
 def test_a_model_without_generate_says_what_to_do(model: Model) -> None:
-    with pytest.raises(Unsupported, match=r"expected a model with a method `generate`.*stages\.session\(\)"):
+    with pytest.raises(Unsupported, match=r"expected a model with a method `generate`.*run its steps with session\(\)"):
         mt.split(model, EXAMPLE, at="layers.1").generate(X)
 
 

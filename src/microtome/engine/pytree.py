@@ -121,6 +121,12 @@ def is_state(value: Any) -> bool:
     return isinstance(value, _state_classes.get())
 
 
+def base_class(cls: type) -> type:
+    """The most general class of the same package, so that one kind of cache may take the place of another."""
+    package = cls.__module__.partition(".")[0]
+    return [base for base in cls.__mro__ if base.__module__.partition(".")[0] == package][-1]
+
+
 def node_type(value: Any) -> NodeType | None:
     """The kind of structure that a value is; None for a leaf."""
     if (classes := _state_classes.get()) and isinstance(value, classes):

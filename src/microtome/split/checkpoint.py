@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from microtome.engine.argument_names import named_arguments
 from microtome.engine.module_state import replace_tensors, set_attribute, set_buffer
 from microtome.engine.selectors import check_model, named_modules
 from microtome.engine.torch_internals import own_buffers, own_parameters
@@ -21,9 +20,9 @@ from microtome.files.reading import File, read_json, translate_read_errors
 from microtome.files.tensors import DTYPE_CODES, read_tensors, write_tensors
 from microtome.files.types import find_mismatch, from_plain, to_plain
 from microtome.files.writing import translate_write_errors, write_atomically, write_buffers
-from microtome.inputs import Inputs
-from microtome.split.boundary.serialization import DTYPES
+from microtome.split.description import SplitDescription, restore_inputs
 from microtome.split.stage import Stage
+from microtome.split.variants import StageVariants, Variant
 from microtome.split.weights import strip_weights, tensor_at
 
 _PLAN = "plan.json"
@@ -52,6 +51,8 @@ class _SavedSplit(NamedTuple):
         inputs: The example without values.
         more: The locations of the further values that cross each cut, from `Splitter.export_locations`. It keeps the
             name of the key in the file.
+        continues: Whether the stages also compute the next steps of a sequence; None in older files.
+        variants: The same cuts for inputs of other structures.
     """
 
     model: str
@@ -61,6 +62,8 @@ class _SavedSplit(NamedTuple):
     inputs: dict[str, Any]
     more: list[list[list[Any]]]
     stages: tuple[_SavedStage, ...]
+    continues: bool | None = None
+    variants: tuple[SplitDescription, ...] = ()
     schema: int = _SCHEMA
     kind: str = "split"
 
@@ -69,18 +72,11 @@ class _SavedSplit(NamedTuple):
 
 
 def save_stages(
-    folder: File, stages: Sequence[Stage], example: Inputs, at: Sequence[str], fingerprint: str, locations: Any
+    folder: File, stages: Sequence[Stage], descriptions: Sequence[SplitDescription], fingerprint: str
 ) -> None:
-    """Write what `load_stage` reads."""
-    seen: dict[int, int] = {}
-    arguments = named_arguments(stages[0].model, example)
-    described = {name: _describe(value, name, seen) for name, value in arguments.items()}
-    inputs = {
-        "args": list(described.values())[: len(example.args)],
-        "kwargs": {name: described[name] for name in example.kwargs},
-    }
-    path = Path(folder)
-    _check_replaceable(path, at, fingerprint)
+    """Write what `load_stage` reads; the first description is that of the stages."""
+    path, first = Path(folder), descriptions[0]
+    _check_replaceable(path, first.at, fingerprint)
     with translate_write_errors(repr(str(path))):
         path.mkdir(parents=True, exist_ok=True)
         (path / _PLAN).unlink(missing_ok=True)
@@ -89,11 +85,13 @@ def save_stages(
                 old.unlink()
         saved = _SavedSplit(
             model=type(stages[0].model).__qualname__,
-            at=list(at),
+            at=first.at,
             fingerprint=fingerprint,
             torch=torch.__version__,
-            inputs=inputs,
-            more=locations,
+            inputs=first.inputs,
+            more=first.locations,
+            continues=first.continues,
+            variants=tuple(descriptions[1:]),
             stages=tuple(_save_stage(path, stage) for stage in stages),
         )
         text = json.dumps(to_plain(saved), indent=1) + "\n"
@@ -158,25 +156,6 @@ def _attribute_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _describe(value: Any, path: str, seen: dict[int, int]) -> Any:
-    """Describe an input in JSON; a tensor that occurs again by its rank among the distinct ones."""
-    if isinstance(value, Tensor):
-        if id(value) in seen:
-            return {"repeats": seen[id(value)]}
-        seen[id(value)] = len(seen)
-        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, bool | int | float | str | None):
-        return {"value": value}
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [_describe(item, f"{path}[{index}]", seen) for index, item in enumerate(value)]}
-    if type(value) is dict:
-        return {"dict": [[key, _describe(item, f"{path}[{key!r}]", seen)] for key, item in value.items()]}
-    raise Unsupported(
-        f"cannot save {path} of the example: expected tensors, numbers, strings, lists, tuples and dicts, got a "
-        f"{type(value).__name__}"
-    )
-
-
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
@@ -222,22 +201,25 @@ def load_stage(
     if type(built).__qualname__ != saved.model:
         raise BadWeights(f"expected a {saved.model}, as in {str(folder)!r}, got a {type(built).__qualname__}")
     built.eval()
-    stages = _split_again(built, saved, Path(folder) / _PLAN)
+    first = SplitDescription(saved.at, saved.inputs, saved.more, bool(saved.continues))
+    variants = [_split_again(built, saved, one, Path(folder) / _PLAN) for one in (first, *saved.variants)]
     for name, tensor in weights.items():  # after splitting, which needs all weights on one device
         _set_weight(built, name.removeprefix(_ATTRIBUTE), tensor)
-    return stages[index]
+    stage = variants[0].stages[index]
+    stage.variants = StageVariants(variants)
+    return stage
 
 
-def _split_again(model: nn.Module, saved: _SavedSplit, file: Path) -> list[Stage]:
+def _split_again(model: nn.Module, saved: _SavedSplit, description: SplitDescription, file: Path) -> Variant:
     """Split a model without weights as it was split before."""
-    with translate_read_errors(repr(str(file))):
-        tensors: list[Tensor] = []
-        args = [_restore(value, tensors) for value in saved.inputs["args"]]
-        example = Inputs(*args, **{name: _restore(value, tensors) for name, value in saved.inputs["kwargs"].items()})
-    from microtome.split.splitter import load_stages  # it imports this module
+    from microtome.split.splitter import load_variant  # it imports this module
 
     try:
-        return load_stages(model, example, saved.at, saved.fingerprint, saved.more)
+        with translate_read_errors(repr(str(file))):
+            example = restore_inputs(description.inputs, model)
+        return load_variant(model, example, description, saved.fingerprint)
+    except BadFile:
+        raise
     except Unsupported as error:  # the model cannot run without weights, or not on the example of the file
         raise Unsupported(f"cannot split the {saved.model} as {str(file)!r} describes: {error}") from error
     except Exception as error:  # from the model's code, which runs on the example of the file
@@ -324,20 +306,3 @@ def _check_weight(name: str, old: Tensor | None, tensor: Tensor) -> None:
     if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
         got = "nothing" if old is None else f"{tuple(old.shape)} {old.dtype}"
         raise BadWeights(f"{name!r}: expected {tuple(tensor.shape)} {tensor.dtype}, as in the folder, got {got}")
-
-
-def _restore(value: dict[str, Any], tensors: list[Tensor]) -> Any:
-    """Undo `_describe`, with meta tensors."""
-    if "repeats" in value:
-        return tensors[value["repeats"]]
-    if "shape" in value:
-        if value["dtype"] not in DTYPES:
-            raise ValueError(f"torch {torch.__version__} has no dtype {value['dtype']!r:.80}")
-        tensors.append(torch.empty(value["shape"], dtype=DTYPES[value["dtype"]], device="meta"))
-        return tensors[-1]
-    if "value" in value:
-        return value["value"]
-    if "dict" in value:
-        return {key: _restore(item, tensors) for key, item in value["dict"]}
-    ((kind, items),) = value.items()
-    return {"list": list, "tuple": tuple}[kind](_restore(item, tensors) for item in items)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch import nn
 
@@ -17,9 +17,7 @@ from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import state_objects_in
 from microtome.split.state.contents import kind_of
 from microtome.split.state.steps import StepSequence
-
-if TYPE_CHECKING:
-    from microtome.split.stages import Stages
+from microtome.split.variants import StageVariants, Variant
 
 
 class StageSession:
@@ -32,39 +30,44 @@ class StageSession:
         num_steps: The number of steps so far.
     """
 
-    def __init__(self, stages: Stages) -> None:
-        self._stages = stages
+    def __init__(self, variants: StageVariants) -> None:
+        self._variants = variants
         self._sequence = StepSequence()
         self._kind: str | None = None
         self.num_steps = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step."""
-        stages, inputs = self._stages.variants.for_step(Inputs(*args, **kwargs), self._kind)
-        with as_state(stages[0].spec.state_classes):
+        variant, inputs = self._variants.for_step(Inputs(*args, **kwargs), self._kind)
+        with as_state(variant.spec.state_classes):
             if self._kind is None:
                 self._kind = kind_of(state_objects_in((inputs.args, inputs.kwargs)))
-            output = self._sequence.run(stages, inputs)
+            output = self.run_step(variant, inputs)
         self.num_steps += 1
         return output
+
+    def run_step(self, variant: Variant, inputs: Inputs) -> Any:
+        return self._sequence.run(variant.stages, inputs)
+
+    def close(self) -> None:
+        """Drop the state."""
+        self._sequence = StepSequence()
+        self._kind = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._sequence = StepSequence()
-        self._kind = None
+        self.close()
 
 
-def generate(stages: Stages, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the `generate` of the model, a model of transformers, with a forward that runs the stages."""
-    model = stages[0].model
+def generate(model: nn.Module, session: StageSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the `generate` of the model, a model of transformers, with a forward that runs the steps of a session."""
     if not callable(getattr(model, "generate", None)):
         raise Unsupported(
             f"expected a model with a method `generate`, as those of transformers have, got a {type(model).__name__}: "
-            "run its steps with stages.session()"
+            "run its steps with session()"
         )
-    session = StageSession(stages)
     generator: Any = _with_forward(unwrap_model(model), session)
     # With a static cache on a GPU, it would compile the forward, which runs sessions.
     output = generator.generate(*args, **{"disable_compile": True, **kwargs})

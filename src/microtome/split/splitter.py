@@ -22,9 +22,11 @@ from microtome.split.analysis.structure_spec import Example, SplitSpec, TensorSp
 from microtome.split.cuts.crossing import Crossing, ValueLocation
 from microtome.split.cuts.cuts import list_cuts
 from microtome.split.cuts.liveness import Liveness
+from microtome.split.description import SplitDescription
 from microtome.split.execution.schedule import build_schedule
 from microtome.split.stage import Stage
 from microtome.split.stages import Stages
+from microtome.split.variants import Variant
 from microtome.split.verification import Verification, VerificationResult
 from microtome.split.weights import weights_of
 
@@ -201,9 +203,16 @@ def _stage_index(load: str | int, count: int) -> int:
     return index
 
 
-def load_stages(model: nn.Module, inputs: Any, at: Sequence[str], fingerprint: str, locations: Any) -> list[Stage]:
-    """The stages of a model that was split and saved in another process, and whose weights may not be here."""
+def load_variant(
+    model: nn.Module, inputs: Inputs, description: SplitDescription, fingerprint: str, run: nn.Module | None = None
+) -> Variant:
+    """The stages of a model that was split in another process, and whose weights may not be here.
+
+    Args:
+        run: The model that the stages run, if another copy of it is analyzed.
+    """
     splitter = Splitter(model, inputs, fingerprint)
     # Older files leave out the `#0` of the first of several calls.
-    chosen = [splitter.cuts[address if "#" in address else f"{address}#0"] for address in at]
-    return splitter.stages(chosen, splitter.import_locations(locations))
+    chosen = [splitter.cuts[address if "#" in address else f"{address}#0"] for address in description.at]
+    stages = splitter.stages(chosen, splitter.import_locations(description.locations), run)
+    return Variant(stages, description.is_first, description.continues, lambda: description)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from microtome.split.execution.schedule import Schedule
 from microtome.split.execution.stage_run import DrawingStageRun, StageRun
 from microtome.split.weights import tensor_at
 
+if TYPE_CHECKING:
+    from microtome.split.variants import StageVariants
+
 
 class Stage:
     """The part of a model between two cuts; the first stage begins with the inputs, the last ends with the output.
@@ -36,6 +39,7 @@ class Stage:
         fingerprint: The fingerprint of the model; boundaries with another one are refused.
         spec: The structures of the model's arguments and output.
         state: A description of the state that the model carries between runs; None: it has none.
+        variants: The same cuts for other inputs, of a stage that was loaded from a folder.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Stage:
         self._ends = ends
         self.spec = spec
         self.state = state
+        self.variants: StageVariants | None = None
         self._parameters = tuple(parameters)
         self._idle: list[tuple[Session, StageRun]] = []
         modules = dict(named_modules(model))

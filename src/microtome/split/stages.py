@@ -6,23 +6,27 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
-from microtome.engine.pytree import tensors_in
-from microtome.errors import Unsupported
+from microtome.engine.argument_names import named_arguments
+from microtome.engine.pytree import map_tensors, tensors_in
+from microtome.errors import NoMatch, Unsupported
 from microtome.files.reading import File
+from microtome.inputs import Inputs
 from microtome.results.cuts import Cut
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.codecs import is_lossless
 from microtome.split.checkpoint import save_stages
 from microtome.split.comparison import differences
 from microtome.split.cuts.crossing import ValueLocation
+from microtome.split.description import SplitDescription, describe_inputs
 from microtome.split.stage import Stage
+from microtome.split.state.contents import fill_placeholders
 from microtome.split.verification import BIT_EQUAL, VerificationResult
 from microtome.split.weights import copy_with_weights
 
 if TYPE_CHECKING:
     from microtome.split.session import StageSession
     from microtome.split.splitter import Splitter
-    from microtome.split.variants import StageVariants
+    from microtome.split.variants import StageVariants, Variant
 
 
 class CodecTrial(NamedTuple):
@@ -103,7 +107,7 @@ class Stages(Sequence[Stage]):
         """Begin a sequence of steps, in which each stage keeps its own part of the state, such as a KV cache."""
         from microtome.split.session import StageSession  # which imports much
 
-        return StageSession(self)
+        return StageSession(self.variants)
 
     @property
     def variants(self) -> StageVariants:
@@ -111,14 +115,42 @@ class Stages(Sequence[Stage]):
         from microtome.split.variants import StageVariants
 
         if self._variants is None:
-            self._variants = StageVariants(self)
+            self._variants = StageVariants([self._as_variant(is_first=True)], self._make_variant)
         return self._variants
+
+    def _as_variant(self, *, is_first: bool) -> Variant:
+        from microtome.split.variants import Variant
+
+        return Variant(self, is_first, self.continues, self.describe)
+
+    def _make_variant(self, inputs: Inputs, is_first: bool) -> Variant:
+        """Analyze the model on inputs of another structure."""
+        from microtome.split.splitter import Splitter
+
+        args, kwargs = map_tensors(lambda tensor: tensor, (inputs.args, inputs.kwargs), fill_placeholders)
+        model = self._stages[0].model
+        try:
+            stages = Splitter(model, Inputs(*args, **kwargs), self.fingerprint).at(self.at)
+        except NoMatch as error:
+            names = ", ".join(named_arguments(model, inputs))
+            raise Unsupported(
+                f"the model cannot be cut at {', '.join(self.at)} when it is called with {names}: {error}. If the cut "
+                "is in an encoder, `generate` runs it apart from these steps: cut in the decoder"
+            ) from error
+        return stages._as_variant(is_first=is_first)
+
+    def describe(self) -> SplitDescription:
+        """Describe the split for a process that makes the same stages."""
+        splitter = self._splitter
+        inputs = describe_inputs(splitter.model, splitter.example, splitter.spec.state_classes)
+        locations = splitter.export_locations(self._chosen, self._extra)
+        return SplitDescription(list(self.at), inputs, locations, self.continues)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate tokens by the loop of transformers; the arguments are those of the model's own `generate`."""
         from microtome.split.session import generate
 
-        return generate(self, args, kwargs)
+        return generate(self._stages[0].model, self.session(), args, kwargs)
 
     def try_codec(self, codec: str) -> CodecTrial:
         """Run the example with boundaries encoded by a codec, and compare the output with the model's."""
@@ -148,9 +180,11 @@ class Stages(Sequence[Stage]):
         return other
 
     def save(self, folder: File) -> None:
-        """Write `stage0.safetensors`, `stage1.safetensors`, … and `plan.json`, which `mt.load_stage` reads."""
-        locations = self._splitter.export_locations(self._chosen, self._extra)
-        save_stages(folder, self._stages, self._splitter.example, self.at, self.fingerprint, locations)
+        """Write `stage0.safetensors`, `stage1.safetensors`, … and `plan.json`, which `mt.load_stage` reads.
+
+        The stages for other structures of inputs that `generate` and sessions have needed so far are saved, too.
+        """
+        save_stages(folder, self._stages, self.variants.describe(), self.fingerprint)
 
     def __repr__(self) -> str:
         name = type(self._stages[0].model).__name__

@@ -2,33 +2,57 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from microtome.engine.argument_names import named_arguments
-from microtome.engine.pytree import as_state, map_tensors
-from microtome.errors import NoMatch, Unsupported
+from microtome.engine.pytree import as_state
+from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import state_objects_in
-from microtome.split.analysis.structure_spec import flatten
-from microtome.split.splitter import Splitter
-from microtome.split.state.contents import fill_placeholders, has_tensors, kind_of
+from microtome.split.analysis.structure_spec import SplitSpec, flatten
+from microtome.split.description import SplitDescription
+from microtome.split.stage import Stage
+from microtome.split.state.contents import has_tensors, kind_of
 
-if TYPE_CHECKING:
-    from microtome.split.stages import Stages
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """Stages for inputs of one structure.
+
+    Attributes:
+        is_first: Whether they compute the first step of a sequence.
+        continues: Whether they also compute its next steps.
+        describe: Describes the split for another process.
+    """
+
+    stages: Sequence[Stage]
+    is_first: bool
+    continues: bool
+    describe: Callable[[], SplitDescription]
+
+    @property
+    def spec(self) -> SplitSpec:
+        return self.stages[0].spec
 
 
 class StageVariants:
     """The stages of a model with the same cuts, for inputs of other structures, flags and kinds of state."""
 
-    def __init__(self, stages: Stages) -> None:
-        self._stages = stages
-        self._first = [stages]
-        self._later: list[Stages] = []  # of steps that make other calls than the first, as in models like T5
+    def __init__(self, variants: Iterable[Variant], make: Callable[[Inputs, bool], Variant] | None = None) -> None:
+        """`make` analyzes the model on inputs of a first step, or of a later one; None: not all weights are here."""
+        self._variants = list(variants)
+        self._make = make
 
     def __len__(self) -> int:
-        return len(self._first) + len(self._later)
+        return len(self._variants)
 
-    def for_step(self, inputs: Inputs, kind: str | None) -> tuple[Stages, Inputs]:
+    def describe(self) -> list[SplitDescription]:
+        """Describe all variants so far, the first one first."""
+        return [variant.describe()._replace(is_first=variant.is_first) for variant in self._variants]
+
+    def for_step(self, inputs: Inputs, kind: str | None) -> tuple[Variant, Inputs]:
         """Choose the stages for a step, or make them; return also the inputs with all states.
 
         Args:
@@ -37,33 +61,28 @@ class StageVariants:
         Raises:
             Unsupported: A run on these inputs does not reach the cuts.
         """
-        with as_state(self._stages[0].spec.state_classes):
+        with as_state(self._variants[0].spec.state_classes):
             states = state_objects_in((inputs.args, inputs.kwargs))
             is_first = not any(map(has_tensors, states))
             kind = kind or (kind_of(states) if states else None)
-            candidates = self._first if is_first else [one for one in self._first if one.continues] + self._later
-            for stages in candidates:
-                spec = stages[0].spec
-                completed = spec.complete(inputs, stages[0].model)
+            for variant in self._variants:
+                if not (variant.is_first if is_first else variant.continues or not variant.is_first):
+                    continue
+                spec, model = variant.spec, variant.stages[0].model
+                completed = spec.complete(inputs, model)
                 structure, _, plain = flatten((completed.args, completed.kwargs), arrays=[])
-                is_kind = kind is None or kind == kind_of(spec.states) or stages in self._later
+                is_kind = kind is None or kind == kind_of(spec.states) or not variant.is_first
                 if is_kind and (structure.text, _flags(plain)) == (spec.inputs.text, _flags(spec.example.plain)):
-                    return stages, completed
-            made = self._make(inputs)
-            (self._first if is_first else self._later).append(made)
-            return made, made[0].spec.complete(inputs, made[0].model)
-
-    def _make(self, inputs: Inputs) -> Stages:
-        args, kwargs = map_tensors(lambda tensor: tensor, (inputs.args, inputs.kwargs), fill_placeholders)
-        model, at = self._stages[0].model, self._stages.at
-        try:
-            return Splitter(model, Inputs(*args, **kwargs), self._stages.fingerprint).at(at)
-        except NoMatch as error:
-            names = ", ".join(named_arguments(model, inputs))
-            raise Unsupported(
-                f"the model cannot be cut at {', '.join(at)} when it is called with {names}: {error}. If the cut is in "
-                "an encoder, `generate` runs it apart from these steps: cut in the decoder"
-            ) from error
+                    return variant, completed
+            if self._make is None:
+                names = ", ".join(named_arguments(self._variants[0].stages[0].model, inputs))
+                raise Unsupported(
+                    f"the stages were not saved for steps that are called with {names}: call stages.generate(…) with "
+                    "the same options before stages.save(…), so that they are"
+                )
+            made = self._make(inputs, is_first)
+            self._variants.append(made)
+            return made, made.spec.complete(inputs, made.stages[0].model)
 
 
 def _flags(plain: list[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from microtome.engine.arguments import copy_arguments
 from microtome.engine.meta_tensors import value_of
-from microtome.engine.pytree import RECORD, node_type, reachable_tensors
+from microtome.engine.pytree import RECORD, base_class, node_type, reachable_tensors
 from microtome.engine.selectors import unwrap_model
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
@@ -83,14 +83,8 @@ def find_states(model: nn.Module, found: list[MutatedObject]) -> tuple[tuple[typ
         if item.name in parameters and item.initial is not None and not item.is_input and _is_cache(item)
     }
     states = [item for item in found if item.is_input or item.name in created]
-    classes = dict.fromkeys(_base_class(item.cls) for item in states)
+    classes = dict.fromkeys(base_class(item.cls) for item in states)
     return tuple(classes), {str(name): state for name, state in created.items()}
-
-
-def _base_class(cls: type) -> type:
-    """The most general class of the same package, so that one kind of cache may take the place of another."""
-    package = cls.__module__.partition(".")[0]
-    return [base for base in cls.__mro__ if base.__module__.partition(".")[0] == package][-1]
 
 
 def _is_cache(item: MutatedObject) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from microtome.split.boundary.decoder import are_sizes
 
 #: Increases with every change that older versions cannot read.
 SCHEMA = 1
+
+_Record = TypeVar("_Record")
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -167,6 +169,42 @@ class StateChange(NamedTuple):
 
     path: list[StateStep]
     item: StateItem
+
+
+class _StateChanges(NamedTuple):
+    changes: tuple[StateChange, ...]
+
+
+def parse_changes(data: Any) -> tuple[StateChange, ...]:
+    """Parse and check changes of a state object, in the JSON of `to_plain(changes, compact=True)`.
+
+    Raises:
+        BadBoundary: If something is missing or invalid, with its path and value.
+    """
+    changes = parse_record({"changes": data}, _StateChanges).changes
+    return tuple(map(check_change, changes))
+
+
+def parse_record(data: Any, cls: type[_Record]) -> _Record:
+    """Parse and check a record that holds changes of state objects.
+
+    Raises:
+        BadBoundary: If something is missing or invalid, with its path and value.
+    """
+    try:
+        record: _Record = from_plain(data, cls)
+    except (ValueError, TypeError) as error:
+        raise BadBoundary(f"invalid changes of a state: {error}") from error
+    if (mismatch := find_mismatch(record, cls, finite=False)) is not None:
+        raise BadBoundary(f"invalid changes of a state: changes{mismatch}")
+    return record
+
+
+def check_change(change: StateChange) -> StateChange:
+    """Raise if a change of a state has the right types and impossible values."""
+    if not _is_possible_change(change):
+        raise BadBoundary(f"no part of a state is {change!r:.200}")
+    return change
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -318,7 +356,9 @@ def _is_possible(item: OutputItem | ContainerItem, position: int) -> bool:
 
 def _is_possible_change(change: StateChange) -> bool:
     item = change.item
-    if not change.path or any(isinstance(step, list) and len(step) != 1 for step in change.path):
+    if not change.path and not isinstance(item, StateNode):  # the object itself, when it is described as a whole
+        return False
+    if any(isinstance(step, list) and len(step) != 1 for step in change.path):
         return False
     if isinstance(item, StateValues):
         return item.dtype in PLACEHOLDER_DTYPES and are_sizes(item.shape) and math.prod(item.shape) == len(item.values)
