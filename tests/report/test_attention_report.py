@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import microtome as mt
+from microtome import zoo
 from microtome.capture.attention.attention import Attention
 from microtome.errors import BadQuery
 from microtome.report.pictures.attention import picture
@@ -54,6 +57,26 @@ def test_the_map_alone_has_one_square_for_each_patch() -> None:
     assert pixels.shape == (384, 384, 3)
     assert tuple(pixels[10, 200].tolist()) == LIGHT
     assert {tuple(pixels[y, x].tolist()) for y, x in [(10, 10), (200, 10), (200, 200)]} == {DARK}
+
+
+def test_tokens_of_text_are_a_map_of_queries_and_keys() -> None:
+    found = replace(one_hot(16, 3), of_image=False)  # a sequence of 16 tokens, not 4 x 4 patches
+    pixels = found.plot(head=0).pixels
+    assert pixels.shape == (384, 384, 3)
+    assert {tuple(pixel.tolist()) for pixel in pixels[:, 3 * 24 + 5]} == {LIGHT}  # every query looks at key 3
+    assert {tuple(pixel.tolist()) for pixel in pixels[:, 4 * 24 + 5]} == {DARK}
+    assert found.plot(head=0, row=2).pixels.shape == (24, 384, 3)  # one query is a row of tokens
+    assert found.plot(head="all").pixels.shape[:2] == (224, 2 * 224 + 2)
+    assert replace(one_hot(7, 3), of_image=True).plot().pixels.shape == (7 * 54, 7 * 54, 3)  # no square
+    long = Attention(("attn",), (torch.rand(1, 1, 3000, 3000),), of_image=False)
+    assert long.plot().pixels.shape == (1024, 1024, 3)
+
+
+def test_a_model_that_takes_no_image_has_no_patches() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    assert not mt.attention(layer, torch.randn(1, 16, 8)).of_image
+    assert not mt.attention(layer, torch.randn(1, 16, 8))[:1].of_image
+    assert mt.attention(*zoo.build("tiny-vit")).of_image
 
 
 def test_heads_are_averaged_unless_one_is_chosen() -> None:

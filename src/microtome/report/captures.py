@@ -102,7 +102,7 @@ def attention(result: Attention) -> str:
     notes = (
         "first sample, the mean of the heads: a row for each query, a column for each key, lighter is more; "
         "of a single query, a row for each head",
-        "plot(image, layer=, head=) draws one over the image",
+        "plot(layer=, head=) draws one larger; plot(image) draws one query over the image",
         *count_note(rows, result.layers, "layers"),
     )
     return page(Report("Attention", (), notes, figures=tuple(figures)), f"<div>{maps}</div>")

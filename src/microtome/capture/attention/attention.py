@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any, Literal, SupportsFloat, overload
 
@@ -15,6 +15,7 @@ from microtome.addresses import Addresses, path_not_found
 from microtome.capture.attention.fused_weights import Heads, Rows, WeightRange
 from microtome.capture.attention.probe import ATTENTION, AttentionProbe
 from microtome.engine import Selector, Session
+from microtome.engine.pytree import tensors_in
 from microtome.engine.selectors import CallSelection, check_model, path_aliases
 from microtome.errors import BadQuery, NoMatch
 from microtome.files.reading import File
@@ -69,7 +70,19 @@ def attention(
     if not captured:
         raise no_attention_error(model, probe)
     addresses = tuple(Addresses(captured).names)
-    return Attention(addresses, tuple(captured.values()), selected.heads, selected.rows, path_aliases(model))
+    return Attention(
+        addresses,
+        tuple(captured.values()),
+        selected.heads,
+        selected.rows,
+        path_aliases(model),
+        of_image=any(map(_is_image, tensors_in((run.args, run.kwargs)))),
+    )
+
+
+def _is_image(tensor: Tensor) -> bool:
+    """Whether an input is a batch of images: (batch, channels, height, width)."""
+    return tensor.dim() == 4 and tensor.is_floating_point()
 
 
 def no_attention_error(model: nn.Module, probe: AttentionProbe) -> NoMatch:
@@ -111,6 +124,7 @@ class Attention(Sequence[Tensor]):
         heads: The captured heads; None: all.
         rows: The captured query rows; None: all.
         others: Further names of shared modules, which can be used as addresses too.
+        of_image: Whether the tokens may be the patches of an image, since the model took one.
     """
 
     layers: tuple[str, ...]
@@ -118,6 +132,7 @@ class Attention(Sequence[Tensor]):
     heads: Heads = None
     rows: Rows = None
     others: Mapping[str, str] = field(default_factory=dict)
+    of_image: bool = True
 
     @property
     def weights(self) -> Tensor:
@@ -139,7 +154,7 @@ class Attention(Sequence[Tensor]):
     def __getitem__(self, at: int | str | slice) -> Tensor | Attention:
         """Return the weights of a layer, by its address or position, or the attention of a slice of layers."""
         if isinstance(at, slice):
-            return Attention(self.layers[at], self.by_layer[at], self.heads, self.rows, self.others)
+            return replace(self, layers=self.layers[at], by_layer=self.by_layer[at])
         return self.by_layer[self._position(at) if isinstance(at, str) else _index(at)]
 
     def _position(self, name: str) -> int:
@@ -160,21 +175,23 @@ class Attention(Sequence[Tensor]):
         *,
         layer: int | str = -1,
         head: int | Literal["all"] | None = None,
-        row: int = 0,
+        row: int | None = None,
         grid: tuple[int, int] | None = None,
         sample: int = 0,
         alpha: float = 0.6,
     ) -> Any:
-        """Draw the attention of one query for display in a notebook, overlaid on the input image if one is passed.
+        """Draw attention for display in a notebook: a map of queries and keys, or one query over the patches of an image.
 
         Args:
             image: (3, H, W), (H, W, 3) or (H, W), or a batch of the first; integers from 0 to 255, or other numbers,
                 which are scaled; or a PIL image.
             layer: The address or position of the layer.
             head: The position among the captured heads; `"all"`: each, side by side; None: their mean.
-            row: The position among the captured query rows: the first is the class token's, if the model has one.
-            grid: The height and width of the image in patches, which are the last keys. None: a square, if the keys are
-                one after at most a class token, or, over an image, a few register tokens; else a row.
+            row: The position among the captured query rows. None: the first, which is the class token's if there is
+                one, if the keys are the patches of an image; else all, a row of the map for each query.
+            grid: The height and width of the image in patches, which are the last keys. None: a square, if the model
+                took an image and the keys are one after at most a class token, or, over an image, a few register
+                tokens; else one query is a row.
             sample: The index in the batch.
             alpha: The opacity of the map over the image.
         """

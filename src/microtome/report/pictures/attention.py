@@ -1,8 +1,9 @@
-"""Draw attention: the weights of one query over the image."""
+"""Draw attention: a map of queries and keys, or the weights of one query over the image."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal, SupportsFloat
 
 import torch
@@ -28,8 +29,8 @@ _SIZE, _SMALL = 384, 224
 _LEAST = 24
 #: The most class and register tokens before a square of patches.
 _MAX_SPECIAL = 5
-#: The most pixels of a map in an overview, in height and in width.
-_OVERVIEW = 160
+#: The most queries and keys of a map, and the most pixels of one in an overview, in height and in width.
+_MOST, _OVERVIEW = 1024, 160
 
 
 def plot(
@@ -38,31 +39,51 @@ def plot(
     *,
     layer: int | str,
     head: int | Literal["all"] | None,
-    row: int,
+    row: int | None,
     grid: tuple[int, int] | None,
     sample: int,
     alpha: float,
 ) -> Picture:
-    """Draw the weights of one query. `Attention.plot` has the options and their defaults."""
+    """Draw all queries, or the weights of one. `Attention.plot` has the options and their defaults."""
     chosen = attention[layer] if isinstance(layer, str) else pick(attention.by_layer, layer, "layer")
     weights = pick(chosen, sample, "sample")
     under = None if image is None else _pixels(image)
     if under is not None and under.dim() == 4:
         under = pick(under, sample, "image")
+    if row is None and under is None and grid is None and not (attention.of_image and is_square(weights.shape[-1])):
+        draw = _draw_queries
+    else:
+        if grid is None and under is None and not attention.of_image:
+            grid = 1, weights.shape[-1]
+        draw = partial(_draw_query, image=under, row=row or 0, grid=grid, alpha=alpha)
     if head == "all":
-        options: dict[str, Any] = {"grid": grid, "alpha": alpha, "least": _SMALL}
-        return tile([picture(pick(one, row, "row"), under, **options).pixels for one in weights])
-    heads = weights.mean(0) if head is None else pick(weights, head, "head")
-    return picture(pick(heads, row, "row"), under, grid=grid, alpha=alpha)
+        return tile([draw(one, least=_SMALL).pixels for one in weights])
+    return draw(weights.mean(0) if head is None else pick(weights, head, "head"), least=_SIZE)
+
+
+def _draw_queries(weights: Tensor, *, least: int) -> Picture:
+    """Draw the weights of each query as a row of the picture, one key a column; of many tokens, averages."""
+    heat = _downsample(weights, _MOST)
+    zoom = max(1, least // max(heat.shape))
+    return Picture(draw_map(heat, max(zoom, _LEAST // heat.shape[0]), zoom))
+
+
+def _downsample(weights: Tensor, most: int) -> Tensor:
+    """Scale weights (queries, keys) to between 0 and 1, averaged to at most so many in height and in width."""
+    heat = weights.detach().float().cpu().nan_to_num()
+    shown = min(heat.shape[0], most), min(heat.shape[1], most)
+    return scale_values(F.adaptive_avg_pool2d(heat[None, None], shown)[0, 0])
+
+
+def _draw_query(weights: Tensor, *, row: int, least: int, **options: Any) -> Picture:
+    return picture(pick(weights, row, "row"), least=least, **options)
 
 
 def overview(weights: Tensor) -> Picture:
     """Draw the weights of the first sample: the mean of the heads over queries and keys; of one query, each head."""
-    first = weights[0].detach().float().cpu().nan_to_num()
-    heat = first[:, 0] if first.shape[1] == 1 else first.mean(0)
-    shown = min(heat.shape[0], _OVERVIEW), min(heat.shape[1], _OVERVIEW)
-    heat = scale_values(F.adaptive_avg_pool2d(heat[None, None], shown)[0, 0])
-    zoom = _OVERVIEW // max(shown)
+    first = weights[0].float()
+    heat = _downsample(first[:, 0] if first.shape[1] == 1 else first.mean(0), _OVERVIEW)
+    zoom = _OVERVIEW // max(heat.shape)
     return Picture(draw_map(heat, zoom, zoom))
 
 
@@ -98,12 +119,18 @@ def picture(
 def _infer_grid(tokens: int, *, over_image: bool) -> tuple[int, int]:
     """Return the square of patches after the class token, if the tokens are one; else a row, if there is no image."""
     side = math.isqrt(tokens)
-    others = tokens - side * side
-    if others < side and others <= (_MAX_SPECIAL if over_image else 1):
+    if is_square(tokens, _MAX_SPECIAL if over_image else 1):
         return side, side
     if over_image:
         raise BadQuery(f"expected grid=, the patches in height and in width: {tokens} tokens are no square, got None")
     return 1, tokens
+
+
+def is_square(tokens: int, special: int = 1) -> bool:
+    """Whether the tokens are a square of patches, after at most so many others."""
+    side = math.isqrt(tokens)
+    others = tokens - side * side
+    return others < side and others <= special
 
 
 def _pixels(image: Any) -> Tensor:
