@@ -18,6 +18,7 @@
     ├── SessionError      a session is entered twice, or queried in the wrong state
     ├── SensorFailed      a sensor cannot be read, or its reading is impossible
     ├── Unsupported       a model or a run that microtome cannot handle; the message has an alternative
+    │   └── NeedsValues   a model cannot be built or run without the values of its tensors
     └── ProbeError        a probe or callback raised; has the address of the observed call
 
 Each also derives from the builtin exception that a caller would expect, such as `TypeError` or `LookupError`.
@@ -115,6 +116,10 @@ class SensorFailed(MicrotomeError, OSError):
 
 class Unsupported(MicrotomeError, RuntimeError):
     """A model or a run that microtome cannot handle."""
+
+
+class NeedsValues(Unsupported):
+    """A model cannot be built or run on tensors without values."""
 
 
 class ProbeError(MicrotomeError, RuntimeError):

@@ -20,7 +20,7 @@ from microtome.engine.meta_run import SUBSTITUTION_LOCK, substitute_tensors
 from microtome.engine.pytree import clone_tensors
 from microtome.engine.selectors import check_model, path_aliases
 from microtome.engine.signals import grad_mode
-from microtome.errors import BadInputs, MicrotomeError, Unsupported, describe_error
+from microtome.errors import BadInputs, MicrotomeError, NeedsValues, Unsupported, describe_error
 from microtome.inputs import Inputs
 from microtome.results.trace import How, TensorMode, Trace
 
@@ -111,7 +111,7 @@ def record(
             if mode == modes[-1]:
                 if not isinstance(cause, CannotSubstitute) and not _needs_values(cause):
                     raise
-                raise Unsupported(f"the model cannot be traced without computing: {message}") from error
+                raise NeedsValues(f"the model cannot be traced without computing: {message}") from error
             reasons.append(f"not on {mode} tensors: {message}")
             stopped_at = None if isinstance(cause, CannotSubstitute) else recorder.unfinished_op()
     raise AssertionError

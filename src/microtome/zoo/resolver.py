@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from microtome.engine.argument_names import describe_arguments
 from microtome.engine.pytree import map_tensors
-from microtome.errors import BadInputs, BuildFailed, MicrotomeError, NoMatch, NotAModule, Unsupported, describe_error
+from microtome.errors import BadInputs, BuildFailed, MicrotomeError, NeedsValues, NoMatch, NotAModule, describe_error
 from microtome.inputs import Inputs
 from microtome.user_code import line_of
 from microtome.zoo.catalogue import listing
@@ -38,6 +38,7 @@ class Resolved:
         notes: Notes for the user.
         file: The Python file that defines the model; None for models of packages with a source of their own.
         has_random_weights: Whether the weights are random although trained ones are published.
+        one_pass: Keyword arguments of a run that is not continued by another: `use_cache=False` of a language model.
     """
 
     name: str
@@ -46,11 +47,21 @@ class Resolved:
     notes: tuple[str, ...] = ()
     file: str | None = None
     has_random_weights: bool = False
+    one_pass: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def arguments(self) -> str:
         """The inputs by the names of the parameters of `forward`, such as `x 1x3x224x224`."""
         return describe_arguments(self.model, self.inputs)
+
+    def for_one_pass(self) -> Resolved:
+        """Return the model with inputs for a run that is not continued by another, and with a note if these differ."""
+        added = {name: value for name, value in self.one_pass.items() if name not in self.inputs.kwargs}
+        if not added:
+            return self
+        inputs = self.inputs.with_arguments(self.inputs.args, {**self.inputs.kwargs, **added})
+        arguments = ", ".join(f"{name}={value}" for name, value in added.items())
+        return replace(self, inputs=inputs, notes=(*self.notes, f"{self.name} runs one pass, with {arguments}"))
 
 
 def resolve(
@@ -89,7 +100,7 @@ def resolve(
         positional, keyword = map_tensors(lambda tensor: tensor.to("meta"), (arguments.args, arguments.kwargs))
         arguments = arguments.with_arguments(positional, keyword)
     is_random = spec.has_random_weights and weights is None
-    return Resolved(text, model, arguments, spec.notes, spec.file, has_random_weights=is_random)
+    return Resolved(text, model, arguments, spec.notes, spec.file, has_random_weights=is_random, one_pass=spec.one_pass)
 
 
 def _find(text: str, args: dict[str, Any], *, meta: bool) -> ModelSpec:
@@ -139,7 +150,7 @@ def _build(text: str, spec: ModelSpec, *, meta: bool) -> nn.Module:
     except (Exception, SystemExit) as error:
         reason = f"{describe_error(error)}{line_of(error, spec.file)}"
         if meta:
-            raise Unsupported(f"{text} cannot be built on the meta device: {reason}. Try it without meta") from error
+            raise NeedsValues(f"{text} cannot be built on the meta device: {reason}. Try it without meta") from error
         raise BuildFailed(f"{text} cannot be built: {reason}") from error
     if not isinstance(model, nn.Module):
         raise NotAModule(f"expected {text} to return an nn.Module, got {type(model).__name__}")

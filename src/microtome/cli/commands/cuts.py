@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 
+from microtome.cli.interrupts import import_torch
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import show_progress
 from microtome.results.cuts import By
+
+if TYPE_CHECKING:
+    from microtome.results.cuts import Cuts
+    from microtome.zoo import Resolved
 
 
 @click.command()
@@ -28,15 +33,18 @@ def cuts(*, model: ModelOptions, depth: int | None, every: bool, best: By | None
     """
     if (depth is not None) + every + (best is not None) > 1:
         raise click.UsageError("choose one of --depth, --all and --best")
-    resolved = model.resolve()
+    import_torch()
     import torch
 
     from microtome.report.cuts import CutSelection, details
     from microtome.report.formats import markdown, text
     from microtome.split.cuts.cuts import cuts as find_cuts
 
-    with show_progress(f"cutting {model.name}"), wrap_model_errors(resolved), torch.no_grad():
-        result = replace(find_cuts(resolved.model, resolved.inputs), name=model.name)
+    def find(resolved: Resolved) -> Cuts:
+        with show_progress(f"cutting {model.name}"), wrap_model_errors(resolved), torch.no_grad():
+            return replace(find_cuts(resolved.model, resolved.inputs), name=model.name)
+
+    _, result = model.count(find, how=lambda found: found.how)
     selection = CutSelection(depth, every=every)
     shown = partial(text, result, selection) if best is None else partial(details, result.best(best), result)
     outputs.write_result(result, shown, md=partial(markdown, result, selection))

@@ -15,6 +15,8 @@ from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import show_progress
 
 if TYPE_CHECKING:
+    from microtome.results.codec_costs import CodecCosts
+    from microtome.results.cuts import Cuts
     from microtome.zoo import Resolved
 
 
@@ -96,9 +98,11 @@ def plan(
     from microtome.results.link import Link
 
     link = Link(bandwidth, rtt, jitter, joules_per_byte)
-    resolved = model.resolve()
+    if measures_codecs:
+        cuts, measured = _find_cuts(model.resolve(), codecs)
+    else:
+        _, (cuts, measured) = model.count(_find_cuts, how=lambda found: found[0].how)
     with show_progress(f"planning {model.name}"):
-        cuts, measured = _find_cuts(resolved, codecs if measures_codecs else ())
         result = plan_cuts(cuts, link=link, codec=codecs, costs=measured or costs or None, **options)
     formats = {"perfetto": result.to_perfetto}
     if measured is not None:
@@ -110,14 +114,14 @@ def plan(
     outputs.write_result(result, partial(text, result, selection), **formats)
 
 
-def _find_cuts(resolved: Resolved, codecs: tuple[str, ...]) -> tuple[Any, Any]:
+def _find_cuts(resolved: Resolved, codecs: tuple[str, ...] = ()) -> tuple[Cuts, CodecCosts | None]:
     """List the cuts; if codecs are named, also measure their costs on this machine, those of the inputs included."""
     import torch
 
     from microtome.plan.codec_benchmark import codec_costs
     from microtome.split.cuts.cuts import cuts as find_cuts
 
-    with wrap_model_errors(resolved), torch.no_grad():
+    with show_progress(f"cutting {resolved.name}"), wrap_model_errors(resolved), torch.no_grad():
         cuts = replace(find_cuts(resolved.model, resolved.inputs), name=resolved.name)
         if not codecs:
             return cuts, None

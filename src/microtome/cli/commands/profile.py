@@ -17,6 +17,7 @@ from microtome.errors import MicrotomeError
 
 if TYPE_CHECKING:
     from microtome.results.cuts import Cuts
+    from microtome.results.profile import Profile
     from microtome.zoo import Resolved
 
 _BUDGET = "Maximum time for each quantity, in seconds."
@@ -105,18 +106,24 @@ def profile(
     from microtome.report.formats import csv, markdown, selected_json, text
 
     options["energy"] = energy_method if energy_model is None else EnergyModel.parse(energy_model)
-    resolved = model.resolve()
-    resolve_columns(selection)
-    resolved.model.train(train)
-    description = f"{'measuring' if measure else 'counting'} {model.name}"
-    with (
-        show_progress(description) as progress,
-        wrap_model_errors(resolved),
-        torch.set_grad_enabled(options["backward"]),
-    ):
-        result = profile_model(
-            resolved.model, resolved.inputs, measure=measure, depth=depth, progress=progress, **options
-        )
+
+    def run(resolved: Resolved) -> Profile:
+        resolve_columns(selection)
+        resolved.model.train(train)
+        description = f"{'measuring' if measure else 'counting'} {model.name}"
+        with (
+            show_progress(description) as progress,
+            wrap_model_errors(resolved),
+            torch.set_grad_enabled(options["backward"]),
+        ):
+            return profile_model(
+                resolved.model, resolved.inputs, measure=measure, depth=depth, progress=progress, **options
+            )
+
+    if runs:
+        result = run(resolved := model.resolve())
+    else:
+        resolved, result = model.count(run)
     result = replace(result, name=model.name)
     cuts = _find_cuts(resolved) if html_file is not None and "time" in measure else None
     is_selected = any((granularity is not None, by, sort, top is not None, selected))

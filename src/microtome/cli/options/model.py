@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from microtome.cli.completion import complete_model
 from microtome.cli.interrupts import import_torch
 from microtome.cli.progress import print_notes, show_progress
-from microtome.errors import BadInputs, MicrotomeError, describe_error
+from microtome.errors import BadInputs, MicrotomeError, NeedsValues, describe_error
+from microtome.units import size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from microtome.split.stage import Stage
     from microtome.zoo import Resolved
 
+T = TypeVar("T")
+#: Models with more bytes of weights have a note on whether these are in memory.
+_NOTED_BYTES = 2**30
 _INPUT = "Shapes of the inputs, such as 1x3x224x224 or input_ids=1x128:int64, comma-separated (default: an example)."
 _ARG = "Keyword argument of the model's class or factory, such as num_classes=10; repeatable."
 
@@ -39,14 +43,16 @@ class ModelOptions:
     meta: bool = False
     device: str | None = None
 
-    def resolve(self, *, uses_values: bool = False) -> Resolved:
+    def resolve(self, *, uses_values: bool = False, one_pass: bool = True) -> Resolved:
         """Build the model and its inputs on their device, and print the notes on it.
 
         Args:
             uses_values: Whether outputs depend on the values of weights; print a note if these are random.
+            one_pass: Whether a run is not continued by another, so that a language model need not return a cache.
         """
         self._check_device()
-        resolved = self._build()
+        resolved = self._build(one_pass=one_pass)
+        print_notes(resolved.notes)
         if uses_values and resolved.has_random_weights:
             print_notes([f"the weights of {self.name} are random: load trained ones with --weights FILE"])
         if self.device is None:
@@ -55,6 +61,42 @@ class ModelOptions:
             model = resolved.model.to(self.device)
             return replace(resolved, model=model, inputs=resolved.inputs.to(self.device))
 
+    def count(
+        self, run: Callable[[Resolved], T], *, how: Callable[[T], str] = lambda _: "meta", one_pass: bool = True
+    ) -> tuple[Resolved, T]:
+        """Run a function that measures nothing, if possible on the model without weights, on the meta device.
+
+        The model has weights where options ask for them, where its code needs values, and where it fails without them
+        and is small.
+
+        Args:
+            how: Returns the kind of tensors of a result which must be of meta tensors: on fake ones, code may branch
+                differently than in a real run.
+        """
+        if self.meta or self.weights is not None or self.device is not None:
+            resolved = self.resolve(one_pass=one_pass)
+            return resolved, run(resolved)
+        without: Resolved | None = None
+        try:
+            without = replace(self, meta=True)._build(one_pass=one_pass)
+            result = run(without)
+            if not (kind := how(result)).startswith("meta"):
+                raise NeedsValues(f"{self.name} runs on {kind} tensors only")
+        except Exception as error:
+            if not isinstance(error, NeedsValues) and (without is None or _weight_bytes(without) > _NOTED_BYTES):
+                raise
+            resolved = self._build(one_pass=one_pass)
+            result = run(resolved)
+            if _weight_bytes(resolved) > _NOTED_BYTES:
+                print_notes([f"{self.name} has weights in memory, which its code needs: {describe_error(error)}"])
+            print_notes(resolved.notes)
+            return resolved, result
+        if (nbytes := _weight_bytes(without)) > _NOTED_BYTES:
+            why = "nothing is measured, so it is on the meta device"
+            print_notes([f"{self.name} is built without its {size(nbytes)} of weights: {why}"])
+        print_notes(without.notes)
+        return without, result
+
     def load(self, index: int) -> tuple[nn.Module | Stage, Inputs]:
         """Build the model, or with `--stages` the stage at this index, and its inputs."""
         if self.weights is not None and self.stages is not None:
@@ -62,7 +104,7 @@ class ModelOptions:
         self.check_has_values()
         self._check_device()
         if self.stages is None:
-            resolved = self.resolve(uses_values=True)
+            resolved = self.resolve(uses_values=True, one_pass=False)
             return resolved.model, resolved.inputs
         import_torch()
         from microtome.split.checkpoint import load_stage
@@ -70,7 +112,8 @@ class ModelOptions:
         inputs: list[Inputs] = []
 
         def make() -> nn.Module:
-            resolved = self._build()
+            resolved = self._build(one_pass=False)
+            print_notes(resolved.notes)
             inputs.append(resolved.inputs)
             return resolved.model
 
@@ -102,14 +145,13 @@ class ModelOptions:
         got = f"got {self.device!r}{build}"
         raise BadInputs(f"--device {self.device}: expected a device of this machine, {', '.join(available)}, {got}")
 
-    def _build(self) -> Resolved:
+    def _build(self, *, one_pass: bool) -> Resolved:
         import_torch()
         with show_progress(f"building {self.name}"):
             from microtome import zoo
 
             resolved = zoo.resolve(self.name, inputs=self.inputs, args=self.args, meta=self.meta, weights=self.weights)
-        print_notes(resolved.notes)
-        return resolved
+        return resolved.for_one_pass() if one_pass else resolved
 
     @contextmanager
     def _wrap_device_errors(self) -> Iterator[None]:
@@ -122,6 +164,10 @@ class ModelOptions:
             if self.device is None:
                 raise
             raise BadInputs(f"--device {self.device}: {describe_error(error)}") from error
+
+
+def _weight_bytes(resolved: Resolved) -> int:
+    return sum(parameter.nbytes for parameter in resolved.model.parameters())
 
 
 def _parse_arguments(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, Any]:

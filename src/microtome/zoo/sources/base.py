@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ class ModelSpec:
         notes: Notes for the user.
         file: The Python file whose line number belongs in error messages.
         has_random_weights: Whether the weights are random although trained ones are published.
+        one_pass: Keyword arguments of a run that is not continued by another.
     """
 
     build: Callable[[], Any]
@@ -31,6 +32,7 @@ class ModelSpec:
     notes: tuple[str, ...] = ()
     file: str | None = None
     has_random_weights: bool = False
+    one_pass: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ModelSource(Protocol):

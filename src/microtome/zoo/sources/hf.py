@@ -6,6 +6,7 @@ Nothing is downloaded, and no code in a folder is run.
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +43,15 @@ def find(name: str, args: dict[str, Any]) -> ModelSpec:
         with _offline():
             return model_class._from_config(config)  # as AutoModel.from_config, but runs no code in a folder
 
-    return ModelSpec(build, transformers_example, has_random_weights=True)
+    one_pass = {"use_cache": False} if _makes_cache(model_class, config) else {}
+    return ModelSpec(build, transformers_example, has_random_weights=True, one_pass=one_pass)
+
+
+def _makes_cache(model_class: Any, config: Any) -> bool:
+    """Return whether the model returns a cache for the next token unless told not to."""
+    is_encoder = not (getattr(config, "is_decoder", True) or getattr(config, "is_encoder_decoder", False))
+    takes_flag = "use_cache" in inspect.signature(model_class.forward).parameters
+    return takes_flag and not is_encoder and bool(getattr(config.get_text_config(), "use_cache", False))
 
 
 @contextmanager

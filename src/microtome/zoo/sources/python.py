@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from microtome.errors import BuildFailed, NoMatch, NotAModule, Unsupported, describe_error
+from microtome.errors import BuildFailed, NeedsValues, NoMatch, NotAModule, describe_error
 from microtome.user_code import import_file, line_of, on_path
 from microtome.zoo.packages import is_installed
 from microtome.zoo.sources.base import ModelSpec
@@ -37,7 +37,7 @@ def find(place: str, name: str, args: dict[str, Any], *, meta: bool) -> ModelSpe
         if args:
             raise BuildFailed(f"{place}:{name} is a {type(target).__name__} instance: it takes no arguments")
         if meta:
-            raise Unsupported(f"{place}:{name} is a {type(target).__name__} instance with weights: leave out meta")
+            raise NeedsValues(f"{place}:{name} is a {type(target).__name__} instance with weights: leave out meta")
         instance = target
         # A copy, since the resolver sets eval mode and loads weights.
         return ModelSpec(lambda: copy.deepcopy(instance), lambda model: _example(model, module), file=file)
