@@ -56,6 +56,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a cut that is not there": (lambda: mt.split(RESNET, X, at="layer9"), "Did you mean .*'layer1'"),
     # -- results
     "a metric": (lambda: profile().top(by="tme"), "no metric 'tme' to order by: did you mean 'time_s'"),
+    "a metric as a number": (lambda: profile().top("macs"), "expected n of 1 or more, got 'macs': pass .* by='macs'"),
     "times that were not measured": (lambda: profile().top(by="time_s"), 'to order by: add measure=["time"]'),
     "a plan without times": (
         lambda: mt.plan(mt.cuts(RESNET, X), edge=profile(), cloud=profile(), link=mt.Link("20Mbps", **LINK)),
@@ -75,6 +76,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "the head takes the inputs of the model, got a Bound",
     ),
     "a head with more inputs": (lambda: stages()[0](X, X), "expected|differ"),
+    "a head with a list": (
+        lambda: stages()[0]([X]),
+        "head: expected .tensor., as on the example, got ..tensor..",
+    ),
     "bytes that are no boundary": (lambda: mt.Boundary.from_bytes(b"hello"), "not a boundary: expected at least"),
     # -- files and servers
     "a missing file": (lambda: mt.load("nothing.json"), "cannot read 'nothing.json': No such file"),

@@ -67,6 +67,19 @@ def test_columns_are_left_out_by_importance_and_named(
         assert all(str(numbers[at]) in table for _, numbers in rows)
 
 
+def test_a_pipe_has_room_for_every_column_and_full_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = (Column("name", align="left"), *(Column(f"column {at}", importance=at) for at in range(20)))
+    wide = Report("t", (Table(columns, (Line(("x" * 100, *map(str, range(20)))),)),))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    _, head, _, row = text(wide).splitlines()
+    assert [cell.strip() for cell in head.split("┃")] == [column.header for column in columns]
+    assert [cell.strip() for cell in row.split("│")] == ["x" * 100, *map(str, range(20))]
+    monkeypatch.setenv("COLUMNS", "140")
+    assert "no room for: " in text(wide)
+    monkeypatch.delenv("COLUMNS")
+    assert text(Report("nothing", ())) == "nothing"
+
+
 def test_columns_without_an_importance_are_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     columns = (Column("name", align="left"), Column("must"), Column("may", importance=0))

@@ -91,7 +91,9 @@ def test_another_fixed_value_than_on_the_example_is_refused(pair: str, wrap: str
 def test_another_key_than_on_the_example_is_refused() -> None:
     model = Net(1, "1", *WRAPS["key"]).eval()
     head, _ = mt.split(model, torch.rand(2, 4), at="a")
-    with pytest.raises(BadInputs, match=r"expected .*tuple\(tensor,dict\(\[1\]=value.*, got .*dict\(1=value\)\)"):
+    with pytest.raises(
+        BadInputs, match=r"expected .*\(tensor, \{1: value\}\), as on .*, got .*\(tensor, \{'1': value\}\)"
+    ):
         head(torch.rand(3, 4))
 
 
@@ -167,7 +169,7 @@ def test_a_function_among_the_inputs_is_that_of_the_example_or_refused() -> None
     with torch.no_grad():
         head, tail = mt.split(model, (x, torch.sin), at="a")
         assert tail(mt.Boundary.from_bytes(head(x, torch.sin).to_bytes())).equal(model(x, torch.sin))
-        with pytest.raises(BadInputs, match=r"expected .*tensor,torch.sin.*, got .*tensor,torch.cos"):
+        with pytest.raises(BadInputs, match=r"expected .*tensor, torch.sin.*, got .*tensor, torch.cos"):
             head(x, torch.cos)
     for function in (lambda y: y * 2, nn.ReLU()):
         with pytest.raises(NoMatch, match=r"the model is given a (function .*<lambda>|ReLU), which cannot be sent"):

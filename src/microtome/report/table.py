@@ -24,7 +24,7 @@ from microtome.report.text import shorten
 from microtome.results.metrics import find_choice
 from microtome.units import plural
 
-#: The width of text that goes to a file or a pipe.
+#: The width of text that goes to a file or a pipe, unless a table is wider.
 _WIDTH = 140
 #: The least width of a shortened name, and the least and the most of lists of names and wrapped cells.
 _SHORTEST, _LEAST, _MOST = 16, 10, 48
@@ -261,9 +261,15 @@ class Report:
 
 
 def text(report: Report) -> str:
-    """Render a report as text, with colours where the standard output is a terminal, unless NO_COLOR is set."""
+    """Render a report as text, with colours where the standard output is a terminal, unless NO_COLOR is set.
+
+    Columns are dropped only where the width is known: on a terminal, or with COLUMNS.
+    """
     is_terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if is_terminal or "COLUMNS" in os.environ else _WIDTH
+    if is_terminal or "COLUMNS" in os.environ:
+        width = shutil.get_terminal_size().columns
+    else:
+        width = max([_WIDTH, *(_Layout(table, sys.maxsize).width for table in report.tables)])
     file = io.StringIO()
     Console(file=file, width=width, force_terminal=is_terminal, legacy_windows=False).print(report)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -303,6 +309,11 @@ class _Layout:
         self._shown = [0, *shown]
         self.columns = [table.columns[index] for index in self._shown]
         self.dropped = [column for index, column in enumerate(table.columns) if index not in self._shown]
+
+    @property
+    def width(self) -> int:
+        """The width of the columns that are shown, with the gaps between them."""
+        return sum(self._widths[index] + self._gap for index in self._shown) - self._gap
 
     def draw(self) -> RichTable:
         options: dict[str, Any] = {} if self._table.has_rules else {"box": None, "padding": (0, self._gap, 0, 0)}

@@ -246,9 +246,10 @@ class Profile(Result, kind="profile", schema=2):
             BadQuery: The metric is unknown of every call.
         """
         names = {name: (*metric.titles, *metric.share_titles) for name, metric in METRICS.items()}
+        if not isinstance(n, int) or n < 1:
+            hint = f": pass a metric as by={n!r}" if isinstance(n, str) else ""
+            raise BadQuery(f"expected n of 1 or more, got {n!r}{hint}")
         metric = METRICS[find_choice(by, names, "metric", " to order by")]
-        if n < 1:
-            raise BadQuery(f"expected n of 1 or more, got {n}")
         costs = [(row, cost) for row in self.calls if isinstance(cost := metric.own(row), int | float)]
         if not costs:
             raise BadQuery(f"no call has a value of {by!r} to order by: {why_unknown(self, metric)}")

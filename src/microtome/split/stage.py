@@ -130,7 +130,7 @@ class Stage:
             if boundary is None:
                 inputs = self.spec.complete(Inputs(*args, **kwargs), self.model)
                 got = flatten((inputs.args, inputs.kwargs), arrays=[])[0]
-                check_structure("arguments of the head, positional and by name", self.spec.inputs, got)
+                check_structure("arguments of the head", self.spec.inputs, got, is_call=True)
             else:
                 inputs = run.make_inputs(self.spec.inputs)
             run.record_inputs(inputs)

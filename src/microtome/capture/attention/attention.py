@@ -180,7 +180,7 @@ class Attention(Sequence[Tensor]):
         sample: int = 0,
         alpha: float = 0.6,
     ) -> Any:
-        """Draw attention for display in a notebook: a map of queries and keys, or one query over the patches of an image.
+        """Draw attention for display in a notebook: a map of queries and keys, or one query over patches of an image.
 
         Args:
             image: (3, H, W), (H, W, 3) or (H, W), or a batch of the first; integers from 0 to 255, or other numbers,

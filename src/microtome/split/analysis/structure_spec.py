@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -308,17 +307,49 @@ def _spell(value: Any) -> Iterator[str]:
         yield ")"
 
 
-def check_structure(name: str, expected: StructureSpec, got: StructureSpec) -> None:
-    """Raise if two structures differ; the name of the value is for the message."""
+def check_structure(name: str, expected: StructureSpec, got: StructureSpec, *, is_call: bool = False) -> None:
+    """Raise if two structures differ.
+
+    Args:
+        name: The name of the value, for the message.
+        is_call: Whether it is the arguments of a call: a tuple of those by position and a dict of those by name.
+    """
     if expected.text != got.text:
+        write = _write_arguments if is_call else _write
         raise BadInputs(
-            f"{name}: expected {_readable(expected.text)}, as on the example, got {_readable(got.text)}. Split the "
+            f"{name}: expected {write(expected.template)}, as on the example, got {write(got.template)}. Split the "
             "model on an example of the same structure"
         )
 
 
-def _readable(text: str) -> str:
-    words = ((r"\bT\d+\b", "tensor"), (r"\bS\d+\b", "value"), (r"\bN\d+\b", "ndarray"), (r"\bO\d+\b", "state"))
-    for slot, word in (*words, (r"\bZ\d+:\d+", "size"), (r",?\)", ")")):
-        text = re.sub(slot, word, text)
-    return text
+_LEAVES = {"T": "tensor", "S": "value", "N": "ndarray", "A": "object", "O": "state", "Z": "torch.Size"}
+
+
+def _write(value: Any) -> str:
+    """Write a template as Python writes the value, with the kinds of its leaves.
+
+    >>> _write(([Slot("T", 0)], {"mask": Slot("T", 1)}, (Slot("S", 0),)))
+    "([tensor], {'mask': tensor}, (value,))"
+    """
+    node = node_type(value)
+    if isinstance(value, Slot):
+        return _LEAVES[value.kind]
+    if node is None:
+        return qualified_name(value) or type(value).__name__
+    items = [(key, _write(item)) for key, item in node.items(value)]
+    cls = type(value)
+    texts = ", ".join(text for _, text in items)
+    if cls is tuple:
+        return f"({texts},)" if len(items) == 1 else f"({texts})"
+    if cls is list:
+        return f"[{texts}]"
+    if cls is dict:
+        return f"{{{', '.join(f'{qualified_name(key) or repr(key)}: {text}' for key, text in items)}}}"
+    if node in (SEQUENCE, SET):
+        return f"{cls.__name__}({texts})"
+    return f"{cls.__name__}({', '.join(f'{key}={text}' for key, text in items)})"
+
+
+def _write_arguments(template: Any) -> str:
+    args, kwargs = template
+    return f"({', '.join([*map(_write, args), *(f'{name}={_write(value)}' for name, value in kwargs.items())])})"
