@@ -20,8 +20,8 @@ from microtome.devices.machine import environment
 from microtome.errors import BadQuery
 from microtome.report.html import document
 from microtome.report.html.data import bar_base, model_bytes
-from microtome.report.html.table import full_bar
-from microtome.results.measurements import EnergyUse, Spread
+from microtome.report.html.table import alive_table, full_bar
+from microtome.results.measurements import Alive, EnergyUse, Spread
 from microtome.results.metrics import METRICS
 from microtome.units import UNKNOWN, size
 from tests.report.pages import HOSTILE, hostile_profile, large, timed
@@ -133,6 +133,21 @@ def test_bars_of_the_peak_begin_where_the_weights_end() -> None:
     above = [row.peak_bytes - weights for row in profile]
     assert bars == [round(100 * nbytes / max(above)) for nbytes in above]
     assert len(set(bars)) > 1
+
+
+def test_the_largest_tensors_at_the_peak_are_listed_and_the_others_added_up(profile: mt.Profile) -> None:
+    large = [Alive("op", f"layer{at}", 1000) for at in range(14)]
+    small = [Alive("op", "tiny", 1), Alive("input", "x", 2), Alive("rest", "", 7, 5)]
+    line = profile.timeline
+    assert line is not None
+    line = replace(line, live_bytes=(14_010,) * len(line.live_bytes))
+    table = alive_table(replace(line, alive=(*large, *small)))
+    assert table.count("computed in layer") == 12
+    assert "tiny" not in table
+    assert "9 smaller tensors" in table  # two layers, tiny, x and five others
+    assert "1.96 KiB" in table  # 2010 bytes
+    few = alive_table(replace(line, alive=(large[0], small[0])))
+    assert "computed in tiny" in few
 
 
 def test_headline_and_chart_have_the_same_peak_with_the_weights_stated(profile: mt.Profile) -> None:

@@ -240,6 +240,50 @@ def test_the_tree_is_coloured_by_kind_with_a_key_and_the_legend_follows_the_choi
     assert (kinds.evaluate(SHOWN), ramp.evaluate(SHOWN)) == (True, False)
 
 
+class Functional(nn.Module):
+    """A layer, and the product of its output with itself: as many MACs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y @ y
+
+
+def test_operators_between_modules_are_labelled_in_the_tree_and_the_key(opened: Open) -> None:
+    tab = opened(mt.profile(Functional(), "8x8").to_html())
+    assert "operators between modules 50.0 %" in tab.texts("[id='section:tree'] .key span")
+    (gap,) = tab.page.locator(".icicle .gap").all()
+    assert gap.inner_text() == "operators between modules"
+    assert gap.get_attribute("title") == "operators between modules: 50.0 % of MACs, in (root)"
+    half, whole = gap.bounding_box()["width"], tab.page.locator(".icicle").bounding_box()["width"]
+    assert half == pytest.approx(whole / 2, abs=2)
+    tab = opened(plain(nn.Linear(8, 8), nn.Linear(8, 8)).to_html())
+    assert tab.page.locator(".icicle .gap").count() == 0
+    assert "operators between" not in " ".join(tab.texts("[id='section:tree'] .key span"))
+
+
+def test_a_permalink_zooms_the_tree(opened: Open, page: str) -> None:
+    tab = opened(page, at="#layer2.0")
+    tree = tab.page.locator(".icicle")
+    assert tree.get_attribute("data-focus") == "layer2.0"
+    tab.page.evaluate("location.hash = '#layer1.0.conv1'")  # a layer: the call around it
+    tab.until("document.querySelector('.icicle').dataset.focus === 'layer1.0'")
+    tab.page.evaluate("location.hash = '#section:memory'")
+    assert tree.get_attribute("data-focus") == "layer1.0"
+
+
+def test_the_roofline_says_which_layers_it_leaves_out(opened: Open) -> None:
+    tab = opened(timed(plain(nn.Linear(8, 8), nn.Identity())).to_html())
+    assert tab.texts("[id='section:roofline'] .omitted") == [
+        "1 of 2 layers is drawn; 1 without FLOPs. The roof is the best rate of any layer, so a single layer is on it."
+    ]
+    tab = opened(timed(plain(nn.Linear(8, 8), nn.Linear(8, 8))).to_html())
+    assert tab.texts("[id='section:roofline'] .omitted") == [""]
+
+
 def test_the_ramp_follows_the_zoom(opened: Open, page: str, profile: mt.Profile) -> None:
     tab = opened(page)
     tab.page.get_by_label("Size", exact=True).select_option("macs")

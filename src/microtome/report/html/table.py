@@ -123,27 +123,41 @@ _KINDS = {
     "parameter": "parameters",
     "buffer": "buffers",
     "input": "input",
-    "constant": "a tensor that the model keeps",
-    "op": "made in",
-    "rest": "smaller ones",
+    "constant": "constant of the model",
+    "op": "computed in",
+    "rest": "smaller tensors",
 }
 
 
 def alive_table(line: Timeline) -> str:
-    """Render the values that are live at the peak of memory, the largest first."""
+    """Render the values that are live at the peak of memory: the largest, and the sum of the others."""
     if line.peak is None:
         return ""
     whole = line.live_bytes[line.peak]
     rows = "".join(
         f'<tr><th scope="row">{_live_name(one)}<td class="n b{round(100 * one.nbytes / whole) if whole else 0}">'
         f'{size(one.nbytes)}<td class="n">{share(one.nbytes, whole)}'
-        for one in line.alive
+        for one in _largest(line.alive, whole)
     )
     phase = "" if line.peak < line.forward else " of the backward"
     return (
-        f"<details><summary>What lives at the peak: {size(whole)}, at operator {line.peak + 1:,} of "
-        f"{len(line.live_bytes):,}{phase}</summary>{small_table(('what', 'bytes', 'share'), rows)}</details>"
+        f"<details><summary>Tensors alive at the peak: {size(whole)}, at operator {line.peak + 1:,} of "
+        f"{len(line.live_bytes):,}{phase}</summary>{small_table(('tensor', 'bytes', 'share'), rows)}</details>"
     )
+
+
+#: The most values at the peak that are listed, and the least share of the peak of each.
+_LISTED, _LEAST_SHARE = 12, 0.01
+
+
+def _largest(alive: Sequence[Alive], whole: int) -> list[Alive]:
+    """Return the largest values, and the sum of the others."""
+    large = [one for one in alive if one.kind != "rest" and one.nbytes >= _LEAST_SHARE * whole]
+    small = [one for one in alive if one.kind == "rest" or one.nbytes < _LEAST_SHARE * whole]
+    listed, others = large[:_LISTED], [*large[_LISTED:], *small]
+    if len(others) < 2:
+        return list(alive)
+    return [*listed, Alive("rest", "", sum(one.nbytes for one in others), sum(one.count for one in others))]
 
 
 def _live_name(one: Alive) -> str:

@@ -6,6 +6,7 @@ const NAMED = 5;
 const GREY = [200, 206, 212];
 // Parts that exceed the whole by less are not worth a word.
 const EXCESS = 0.001;
+const BETWEEN = "operators between modules";
 
 function icicle(view) {
   const sums = DATA.metrics.filter((metric) => metric.is_sum);
@@ -36,6 +37,8 @@ function icicle(view) {
     kinds, crumbs, picture, status, left);
 
   const inside = (at) => CHILDREN[at].reduce((sum, child) => sum + (costs[child] ?? 0), 0);
+  /** What a call with calls inside costs besides them. */
+  const own = (at) => (CHILDREN[at].length ? Math.max(costs[at] - inside(at), 0) : 0);
   /** By which part of a call the calls inside it take more than it: medians need not add up. */
   const excess = (at) => (costs[at] && inside(at) / costs[at] > 1 + EXCESS ? inside(at) / costs[at] - 1 : 0);
 
@@ -84,6 +87,8 @@ function icicle(view) {
     const others = ranked.filter((one) => !isNamed(one));
     if (others.length) entries.push([rgb(OTHER_KIND), `${others.length === 1 ? CALLS.types[others[0][0]] : `${others.length} other kinds`}${part(others.reduce((sum, [, cost]) => sum + cost, 0))}`]);
     if (all.some((at) => CHILDREN[at].length)) entries.push([ink("box"), "holds other modules"]);
+    const between = all.reduce((sum, at) => sum + own(at), 0);
+    if (between > EXCESS * costs[focus]) entries.push([HATCHED, `${BETWEEN}${part(between)}`]);
     return entries;
   }
 
@@ -93,6 +98,7 @@ function icicle(view) {
     const wide = zoomed.x1 - zoomed.x0;
     const paint = painter();
     const boxes = [];
+    const gaps = [];
     let deepest = 0;
     const visit = (node) => {
       const level = node.depth - zoomed.depth;
@@ -101,10 +107,15 @@ function icicle(view) {
       deepest = Math.max(deepest, level);
       boxes.push(box(node, level, ((node.x0 - zoomed.x0) / (wide || 1)) * width, node === zoomed ? width : span, paint(node.data)));
       node.children?.forEach(visit);
+      const rest = ((node.x1 - (node.children?.at(-1).x1 ?? node.x1)) / (wide || 1)) * width;
+      if (own(node.data) > EXCESS * costs[focus] && rest >= NARROW && level + 1 < LEVELS) {
+        deepest = Math.max(deepest, level + 1);
+        gaps.push(gap(node, level + 1, ((node.x1 - zoomed.x0) / (wide || 1)) * width - rest, rest));
+      }
     };
     visit(zoomed);
     picture.style.height = `${(deepest + 1) * NODE_HEIGHT}px`;
-    picture.replaceChildren(...boxes);
+    picture.replaceChildren(...boxes, ...gaps);
     picture.dataset.focus = CALLS.address[focus];
     drawCrumbs();
     markFound();
@@ -114,7 +125,7 @@ function icicle(view) {
 
   /** Fade what a search does not match. */
   function markFound() {
-    for (const node of picture.children) node.classList.toggle("other", SEARCH.isActive() && !SEARCH.found.has(Number(node.dataset.at)));
+    for (const node of picture.querySelectorAll(".node")) node.classList.toggle("other", SEARCH.isActive() && !SEARCH.found.has(Number(node.dataset.at)));
   }
   SEARCH.listeners.push(markFound);
 
@@ -156,6 +167,17 @@ function icicle(view) {
     return element;
   }
 
+  /** The place beside the calls inside a call: what its own operators cost. */
+  function gap(node, level, left, span) {
+    const text = `${BETWEEN}: ${share(own(node.data), valueOf(size, 0))} of ${METRICS[size].label}, in ${fullName(node.data)}`;
+    const element = el("div", { class: "gap", title: text, "aria-hidden": "true" }, span > 44 ? BETWEEN : "");
+    element.style.left = `${left}px`;
+    element.style.width = `${span}px`;
+    element.style.top = `${level * NODE_HEIGHT}px`;
+    if (span < 14) element.style.padding = "0";
+    return element;
+  }
+
   /** The name where it fits, or enough of it. */
   function labelOf(at, span) {
     const name = at === 0 ? typeOf(0) : nameOf(at);
@@ -188,7 +210,7 @@ function icicle(view) {
     const here = event.target.dataset.at;
     if (here === undefined) return;
     const at = Number(here);
-    const beside = [...picture.children].filter((node) => DEPTH[node.dataset.at] === DEPTH[at]);
+    const beside = [...picture.querySelectorAll(".node")].filter((node) => DEPTH[node.dataset.at] === DEPTH[at]);
     const place = beside.indexOf(event.target);
     const go = {
       ArrowUp: () => picture.querySelector(`[data-at="${CALLS.parent[at]}"]`),
@@ -203,9 +225,21 @@ function icicle(view) {
     event.preventDefault();
   });
 
+  /** Zoom to the call that the address of the page names, or to the call around a single layer. */
+  function follow() {
+    const { at } = linked();
+    if (at === undefined) return false;
+    focus = CHILDREN[at].length ? at : Math.max(CALLS.parent[at], 0);
+    return true;
+  }
+  addEventListener("hashchange", () => { if (follow()) draw(); });
+
   layout();
+  follow();
   drawn(view, draw);
 }
+
+const HATCHED = "repeating-linear-gradient(135deg, var(--line) 0 2px, transparent 2px 6px)";
 
 // The root of a share, so that layers of a few per cent can be distinguished.
 const shade = (part) => cividis(Math.sqrt(part));

@@ -29,6 +29,17 @@ function nameOf(at) {
   return above && address.startsWith(`${above}.`) ? address.slice(above.length + 1) : address;
 }
 
+/** The address after the `#` of the page's, and its call: undefined if there is none. */
+function linked() {
+  let address = location.hash.slice(1);
+  try {
+    address = decodeURIComponent(address);
+  } catch {
+    // then it is no address of ours, and shown as it is
+  }
+  return { address, at: address ? BY_ADDRESS.get(address) ?? BY_ADDRESS.get(address.replace(/#0$/, "")) : undefined };
+}
+
 /** The calls around a call, the root first, itself last. */
 function pathTo(at) {
   const path = [];

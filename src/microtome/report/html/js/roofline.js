@@ -5,12 +5,20 @@ const [SMALL, LARGE] = [2.5, 12];
 function rooflineView(view) {
   const clock = METRICS.device_s.missing === null ? "device_s" : "time_s";
   const points = [];
+  const without = { time: 0, FLOPs: 0, "moved bytes": 0 };
+  let layers = 0;
   for (let at = 0; at < COUNT; at++) {
+    if (CHILDREN[at].length) continue;
     const [seconds, flops, moved] = [valueOf(clock, at), valueOf("flops", at), valueOf("moved_bytes", at)];
-    if (!CHILDREN[at].length && seconds > 0 && flops > 0 && moved > 0) points.push({ at, seconds, x: flops / moved, y: flops / seconds, speed: moved / seconds });
+    layers++;
+    if (!(seconds > 0)) without.time++;
+    else if (!(flops > 0)) without.FLOPs++;
+    else if (!(moved > 0)) without["moved bytes"]++;
+    else points.push({ at, seconds, x: flops / moved, y: flops / seconds, speed: moved / seconds });
   }
+  const missing = Object.entries(without).filter(([, count]) => count).map(([name, count]) => `${grouped(count)} without ${name}`).join(", ");
   if (!points.length) {
-    view.append(el("p", { class: "reason" }, "– No layer has a time, FLOPs and bytes: there is nothing to place."));
+    view.append(el("p", { class: "reason" }, `– No layer has a time, FLOPs and moved bytes: ${missing}.`));
     return;
   }
   points.sort((a, b) => b.seconds - a.seconds || a.at - b.at);
@@ -20,7 +28,9 @@ function rooflineView(view) {
   const place = el("div");
   const status = el("div", { class: "status dim", "aria-live": "polite" });
   const marks = el("div");
-  view.append(marks, place, status);
+  const drawnLayers = `${grouped(points.length)} of ${grouped(layers)} layer${layers === 1 ? "" : "s"} ${points.length === 1 ? "is" : "are"} drawn`;
+  const single = points.length === 1 ? " The roof is the best rate of any layer, so a single layer is on it." : "";
+  view.append(marks, place, status, el("div", { class: "omitted dim" }, missing || single ? `${drawnLayers}${missing && `; ${missing}`}.${single}` : ""));
 
   function say(point) {
     status.replaceChildren(link(CALLS.address[point.at]), ` ${typeOf(point.at)}: ${write("ratio", point.x)} FLOPs/B, ${write("count", point.y)}FLOP/s, ${write("bytes", point.speed)}/s, ${write("seconds", point.seconds)} of ${METRICS[clock].label}`);

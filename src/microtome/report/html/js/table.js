@@ -229,14 +229,8 @@ function layerTable(grid) {
 
   /** Show the call that the address of the page names. */
   function follow() {
-    let address = location.hash.slice(1);
-    try {
-      address = decodeURIComponent(address);
-    } catch {
-      // then it is no address of ours, and shown as it is
-    }
-    const at = BY_ADDRESS.get(address) ?? BY_ADDRESS.get(address.replace(/#0$/, ""));
-    const isCall = at !== undefined && address;
+    const { address, at } = linked();
+    const isCall = at !== undefined;
     notFound.textContent = isCall || !address || address.startsWith("section:") ? "" : `There is no call '${address}' in this run.`;
     if (notFound.textContent) notFound.scrollIntoView({ block: "nearest" });
     if (!isCall) return;
