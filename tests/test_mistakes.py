@@ -56,7 +56,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a cut that is not there": (lambda: mt.split(RESNET, X, at="layer9"), "Did you mean .*'layer1'"),
     # -- results
     "a metric": (lambda: profile().top(by="tme"), "no metric 'tme' to order by: did you mean 'time_s'"),
-    "a metric as a number": (lambda: profile().top("macs"), "expected n of 1 or more, got 'macs': pass .* by='macs'"),
+    "a metric as a number": (
+        lambda: profile().top("macs"),  # type: ignore[arg-type]
+        "expected n of 1 or more, got 'macs': pass a metric as by='macs'",
+    ),
     "times that were not measured": (lambda: profile().top(by="time_s"), 'to order by: add measure=["time"]'),
     "a plan without times": (
         lambda: mt.plan(mt.cuts(RESNET, X), edge=profile(), cloud=profile(), link=mt.Link("20Mbps", **LINK)),

@@ -171,7 +171,7 @@ def test_strict_fails_on_what_has_no_formula(tmp_path: Path) -> None:
     file.write_text(
         "from torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n        return x.cholesky_solve(x)\n"
     )
-    assert "no formula is known" in run(f"{file}:Net", "--input", "3x3").output
+    assert "no FLOP formula for" in run(f"{file}:Net", "--input", "3x3").output
     strict = run(f"{file}:Net", "--input", "3x3", "--strict")
     assert strict.exit_code == 2
     assert "register one with microtome.register_formula" in strict.output

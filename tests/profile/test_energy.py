@@ -66,7 +66,7 @@ def test_an_estimate_is_linear_in_its_coefficients() -> None:
     # 2 x 8 x 8 multiply-accumulates, two operations each; 2 x 8 and 8 x 8 floats read, 2 x 8 written.
     assert p.total.energy_j == 2 * 2 * 8 * 8 + 0.5 * 4 * (16 + 64 + 16)
     assert (p.total.net_energy_j, p.energy and p.energy.method) == (None, "estimate")
-    assert "an estimate from given coefficients, not measured" in str(p)
+    assert "energy: estimated from coefficients, not measured" in str(p)
 
 
 def test_without_a_sensor_the_reason_and_remedy_are_reported() -> None:

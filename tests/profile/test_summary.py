@@ -60,7 +60,7 @@ def test_a_summary_says_what_inputs_would_add(summary: ModelSummary, capsys: pyt
     summary.show(sort="params", top=2, columns=["params"])
     shown = capsys.readouterr().out
     assert "pass inputs, such as mt.profile(model, (1, 3, 224, 224)), for MACs" in shown.replace("\n", " ")
-    assert "shown: 2 of 6 modules" in shown
+    assert "2 of 6 modules shown" in shown
     assert "parameters in brackets are counted elsewhere" in str(summary)
 
 

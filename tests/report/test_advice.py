@@ -70,9 +70,9 @@ def test_reasons_name_the_argument_or_the_option(profile: mt.Profile) -> None:
 
 def test_notes_name_the_argument_or_the_option(profile: mt.Profile) -> None:
     slow = replace(profile, timing=Timing(Spread(1.0, 0.9, 1.1, 0.8, 1.2, 9, 0), 1.5, 1e-6, 2))
-    assert "look longer than they are: measure with a smaller depth=" in profile_notes(slow)[-1]
+    assert "are too long: measure with a smaller depth=" in profile_notes(slow)[-1]
     with on_command_line():
-        assert "look longer than they are: measure with a smaller --depth" in profile_notes(slow)[-1]
+        assert "are too long: measure with a smaller --depth" in profile_notes(slow)[-1]
 
 
 BUSY = "this machine was too busy for these times: "
@@ -82,8 +82,11 @@ QUIET = Timing(Spread(1.0, 0.99, 1.01, 0.98, 1.02, 30, 0), 1.01, 1e-6, 2)
 @pytest.mark.parametrize(
     ("timing", "reason"),
     [
-        (replace(QUIET, ratio=0.8), "passes with time stamps were faster than bare ones. Close other programs"),
-        (replace(QUIET, bare=Spread(1.0, 0.8, 1.2, 0.9, 1.1, 30, 0)), "the middle half .* from 800 ms to 1.2 s. Close"),
+        (replace(QUIET, ratio=0.8), "passes with time stamps were faster than passes without. Close other programs"),
+        (
+            replace(QUIET, bare=Spread(1.0, 0.8, 1.2, 0.9, 1.1, 30, 0)),
+            "the interquartile range .* is 800 ms to 1.2 s. Close",
+        ),
     ],
 )
 def test_times_of_a_busy_machine_are_said_to_be_so_once(profile: mt.Profile, timing: Timing, reason: str) -> None:
@@ -101,7 +104,7 @@ def test_calls_that_take_longer_than_the_call_around_them_are_noise(profile: mt.
         shown = profile_notes(replace(profile, calls=calls, timing=QUIET))
         return [note for note in shown if note.startswith(BUSY)]
 
-    assert "the calls inside the model took longer than it" in notes(0.9)[0]
+    assert "the calls inside the model sum up to more than its own time" in notes(0.9)[0]
     assert notes(0.01) == []
 
 

@@ -124,7 +124,7 @@ def test_the_cap_hides_the_middle_and_neither_the_costliest_nor_the_last_rows() 
     assert min(gaps) > 1  # a single row takes no more room than the line that would stand for it
     assert shown == 66  # 40, and the single rows between them
     assert shown + sum(gaps) == len(profile)
-    assert f"shown: {shown} of 100 rows; the total is of all" in profile._repr_html_()
+    assert f"{shown} of 100 rows shown; the total includes all" in profile._repr_html_()
     assert "… " not in str(profile)
     kept = [row[0] for row in rows_of(mt.cuts(nn.Sequential(*layers), "1x8")._repr_html_())]
     assert {"0", "98"} < set(kept)

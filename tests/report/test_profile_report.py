@@ -41,7 +41,7 @@ call   ┃ module     ┃ output ┃ params ┃ MACs ┃ FLOPs ┃ FLOPs share  
 ───────┼────────────┼────────┼────────┼──────┼───────┼──────────────┼─────────┼───────
 total  │            │ 4x3    │     83 │  288 │   652 │              │     988 │    604
 83 parameters (83 trainable, 332 B); 288 MACs; 652 FLOPs (microtome convention)
-counted: 100.0% of 6 operators, on meta tensors, with gradients: memory holds what a backward would need"""
+counted: 100.0% of 6 operators, on meta tensors, with gradients: memory includes tensors saved for the backward"""
 
 
 def test_a_small_table_is_drawn_so() -> None:
@@ -174,14 +174,14 @@ def test_views_choose_rows(p: mt.Profile) -> None:
 
 
 def test_it_is_said_where_rows_are_without_the_layers_inside_them(p: mt.Profile) -> None:
-    note = "a layer counts without the layers inside it"
+    note = "costs are those of a layer itself, without the layers inside it"
     for view in (RowSelection(sort="flops"), RowSelection(by="type"), RowSelection(by="type", sort="params")):
         assert note in text(p, view)
         assert f"- {note}" in markdown(p, view)
     for view in (RowSelection(), RowSelection(by="module", sort="flops"), RowSelection(by="op")):
         assert note not in text(p, view)
     for view in (RowSelection(granularity=2), RowSelection(sort="flops", depth=1)):
-        assert "(own): without the layers inside it, which have rows of their own" in text(p, view)
+        assert "(own): the layer itself, without the layers inside it" in text(p, view)
 
 
 def test_numbers_of_a_column_have_one_unit(p: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,8 +285,8 @@ class Solves(nn.Module):
 
 def test_what_is_not_counted_is_said() -> None:
     shown = str(mt.profile(Solves(), "3x3"))
-    assert "no formula is known for aten.cholesky_solve.default (1)" in shown
-    assert "never ran: spare" in shown
+    assert "no FLOP formula for aten.cholesky_solve.default (1)" in shown
+    assert "modules that never ran: spare" in shown
 
 
 def test_sums_that_leave_operators_out_are_marked() -> None:

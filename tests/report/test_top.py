@@ -49,17 +49,19 @@ def test_why_there_is_no_section_is_said() -> None:
     lines = text(mt.profile(nn.Sequential(nn.Flatten(), nn.Identity()), "2x8")).splitlines()
     assert not {"by params", "by MACs"} & set(lines)
     assert "by peak memory" in lines
-    assert "params: no layer has parameters" in lines
-    assert "MACs: no layer has any" in lines
+    assert "params: 0 in every layer" in lines
+    assert "MACs: 0 in every layer" in lines
     lines = text(mt.profile(Solves(), "3x3")).splitlines()
-    assert "MACs: not known, no formula for aten.cholesky_solve.default" in lines
+    assert "MACs: unknown, no formula for aten.cholesky_solve.default" in lines
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_rows_never_wrap(p: mt.Profile, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     lines = text(p).splitlines()
-    table = lines[lines.index("by params") : [line.startswith("a layer counts") for line in lines].index(True)]
+    table = lines[
+        lines.index("by params") : [line.startswith("costs are those of a layer") for line in lines].index(True)
+    ]
     rows = [line for line in table if line and not line.startswith("by ")]
     assert len(rows) == 30
     assert all(line.endswith(" %") and len(line) <= width for line in rows)

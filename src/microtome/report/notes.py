@@ -42,27 +42,27 @@ def profile_notes(profile: Profile) -> list[str]:
     """Return the notes on the counts, the coverage and the measurements of a profile."""
     total, coverage = profile.total, profile.coverage
     counts = [
-        f"{unit} not known" if number is None else f"{number:,} {unit}"
+        f"{unit} unknown" if number is None else f"{number:,} {unit}"
         for number, unit in ((total.macs, "MACs"), (total.flops, "FLOPs"))
     ]
     keeps = profile.gradients and total.saved_bytes is None
-    gradients = ", with gradients: memory holds what a backward would need" if keeps else ""
+    gradients = ", with gradients: memory includes tensors saved for the backward" if keeps else ""
     notes = [
         f"{plural(total.params, 'parameter')} ({total.trainable_params:,} trainable, {size(total.param_bytes)}); "
         f"{'; '.join(counts)} ({profile.convention} convention)",
         f"counted: {coverage}, on {profile.how}{gradients}",
     ]
     if total.backward_flops is not None:
-        peak = f"at most {size(profile.peak_bytes)} live, {size(total.peak_bytes)} in the forward"
-        notes.append(f"backward: {total.backward_flops:,} FLOPs; {size(total.saved_bytes)} saved for it; {peak}")
+        peak = f"peak {size(profile.peak_bytes)}, {size(total.peak_bytes)} in the forward"
+        notes.append(f"backward: {total.backward_flops:,} FLOPs; {size(total.saved_bytes)} of saved tensors; {peak}")
     elif total.saved_bytes is not None:
-        notes.append(f"the {profile.convention} convention does not say what a backward costs")
+        notes.append(f"the {profile.convention} convention does not define the FLOPs of a backward")
     notes += _measurement_notes(profile)
     if coverage.unknown:
-        notes.append(f"no formula is known for {some([f'{op.name} ({op.runs})' for op in coverage.unknown], _NAMES)}")
+        notes.append(f"no FLOP formula for {some([f'{op.name} ({op.runs})' for op in coverage.unknown], _NAMES)}")
     if coverage.never_ran:
         names = some(_merge_paths(coverage.never_ran), _NAMES)
-        notes.append(f"never ran: {names}; parameters they hold count in the call above them")
+        notes.append(f"modules that never ran: {names}; their parameters are counted in the call around them")
     return notes
 
 
@@ -74,15 +74,14 @@ def _measurement_notes(profile: Profile) -> Iterator[str]:
     if profile.timing is not None:
         yield from _timing(profile, profile.timing)
     if (memory := profile.memory) is not None:
-        process = f"the process held {size(memory.rss_before_bytes)} before and {size(memory.rss_peak_bytes)} at most"
+        process = f"resident memory {size(memory.rss_before_bytes)} before, {size(memory.rss_peak_bytes)} at the peak"
         yield f"measured peak: {memory.method}; {process}"
     if profile.energy is not None:
         yield from _energy(profile, profile.energy)
     if (sampling := profile.sampling) is not None:
         yield (
-            f"load: {plural(sampling.samples, 'sample')}, one every {seconds(sampling.every_s)}, over "
-            f"{plural(sampling.passes, 'pass')}; "
-            "calls shorter than that have what was around them"
+            f"load: {plural(sampling.samples, 'sample')} over {plural(sampling.passes, 'pass')}, one every "
+            f"{seconds(sampling.every_s)}; calls shorter than that interval include the load of their neighbors"
         )
         reasons = group((why, name) for name, why in sampling.missing.items())
         yield from (f"no load of {' and '.join(names)}: {why}" for why, names in reasons.items())
@@ -96,19 +95,19 @@ def _gpu(where: dict[str, str]) -> str:
     if "driver" in where:
         parts.append(f"driver {where['driver']}")
     if "gpu_clock" in where:
-        parts.append(f"at {where['gpu_clock']}, held back: {where.get('gpu_throttling', 'not known')}")
+        parts.append(f"clock {where['gpu_clock']}, throttling: {where.get('gpu_throttling', 'unknown')}")
     return "; " + ", ".join(parts)
 
 
 def _noise(profile: Profile, timing: Timing) -> Iterator[str]:
-    """Say that the times are unreliable, with the reasons; nothing if they are not."""
+    """Yield a note with the reasons if the times are unreliable."""
     bare, reasons = timing.bare, []
     if timing.ratio < _FASTER:
-        reasons.append("passes with time stamps were faster than bare ones")
+        reasons.append("passes with time stamps were faster than passes without")
     if bare.q3 - bare.q1 > _WIDE * bare.median:
-        reasons.append(f"the middle half of the passes takes from {seconds(bare.q1)} to {seconds(bare.q3)}")
+        reasons.append(f"the interquartile range of the passes is {seconds(bare.q1)} to {seconds(bare.q3)}")
     if bare.count >= FEW and (row := _exceeded(profile)) is not None:
-        reasons.append(f"the calls inside {row.address or 'the model'} took longer than it")
+        reasons.append(f"the calls inside {row.address or 'the model'} sum up to more than its own time")
     if reasons:
         yield _too_busy("; ".join(reasons))
 
@@ -121,8 +120,8 @@ def _too_busy(reason: str) -> str:
 
 
 def noise_note(profile: Profile) -> str:
-    """Explain `NOISE`; say that the times are unreliable if it is large, unless another note does."""
-    reason = "calls took less time than the calls inside them"
+    """Explain `NOISE`; if it is large, also say that the times are unreliable, unless another note does."""
+    reason = "the calls inside a call sum up to more than its own time"
     least = min(group.time_s or 0.0 for group in profile.by_type().values())
     is_large = least < -_BELOW * (profile.total.time_s or 0.0)
     is_said = profile.timing is not None and any(_noise(profile, profile.timing))
@@ -130,7 +129,7 @@ def noise_note(profile: Profile) -> str:
 
 
 def _exceeded(profile: Profile) -> Row | None:
-    """Return a call of some weight that took less time than the calls inside it together."""
+    """Return a call with a large share of the time that took less than the sum of the calls inside it."""
     least = _WEIGHT * (profile.total.time_s or 0)
     for row in profile:
         inside = [child.time_s for child in profile.children(row) if child.time_s is not None]
@@ -143,22 +142,22 @@ def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
     yield from _noise(profile, timing)
     bare = timing.bare
     yield (
-        f"time: median of {bare.count} passes after {timing.warmups}; a bare forward takes {seconds(bare.median)} "
-        f"({interval(bare)}), one with time stamps {timing.ratio:.3f} of it; "
-        f"{seconds(timing.stamp_s)} a call are taken off"
+        f"time: median of {plural(bare.count, 'pass')} after {timing.warmups} warm-up passes; a forward without time "
+        f"stamps takes {seconds(bare.median)} ({interval(bare)}), with them {timing.ratio:.3f} times as long; "
+        f"{seconds(timing.stamp_s)} per call is subtracted"
     )
     if timing.backward is not None and timing.backward_ratio is not None:
         yield (
-            f"backward: a bare one takes {seconds(timing.backward.median)} ({interval(timing.backward)}), "
-            f"one with time stamps {timing.backward_ratio:.3f} of it; "
-            f"{seconds(timing.backward_stamp_s)} a stamp are taken off"
+            f"backward: without time stamps {seconds(timing.backward.median)} ({interval(timing.backward)}), "
+            f"with them {timing.backward_ratio:.3f} times as long; "
+            f"{seconds(timing.backward_stamp_s)} per time stamp is subtracted"
         )
     if timing.device is not None and timing.device_ratio is not None:
         device = timing.device
         method = profile.total.spreads["device_s"].method
         yield (
-            f"device: {method}; {seconds(device.median)} ({interval(device)}) for a bare forward, "
-            f"and all calls are {timing.device_ratio:.3f} of it"
+            f"device time: {method}; {seconds(device.median)} ({interval(device)}) for a forward without time stamps; "
+            f"the calls sum up to {timing.device_ratio:.3f} of it"
         )
         layers = [row for row in profile if row.height == 1 and row.is_launch_bound is not None]
         bound = sum(bool(row.is_launch_bound) for row in layers)
@@ -168,33 +167,33 @@ def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
                 "the host takes longer to launch them than the GPU to run them"
             )
     if not timing.fast_paths:
-        yield "fused operators of torch, which bare passes run, would hide calls: they are off where calls are measured"
+        yield "fast paths of torch, which skip calls, are disabled while calls are timed, and enabled in other passes"
     if bare.count < FEW:
         yield (
-            f"{bare.count} passes are few: intervals go from the least to the most of them, and the medians of calls "
-            "may be more than that of the call around them"
+            f"only {plural(bare.count, 'pass')}: intervals are the range of the passes, and the median of a call may "
+            "exceed that of the call around it"
         )
     if max(timing.ratio, timing.backward_ratio or 0.0) > _DISTURBED:
         less = f": measure with a smaller {advise('depth=', '--depth')}" if len(profile) > 1 else ""
-        yield f"time stamps cost more than 5 %, so short calls look longer than they are{less}"
+        yield f"time stamps add more than 5 %, so the times of short calls are too long{less}"
 
 
 def _energy(profile: Profile, use: EnergyUse) -> Iterator[str]:
     if use.whole is None:
-        yield "energy: an estimate from given coefficients, not measured"
+        yield "energy: estimated from coefficients, not measured"
         return
-    methods = {"share": "shared by time", "replay": "each layer run alone"}
+    methods = {"share": "distributed by time", "replay": "each layer replayed alone"}
     yield (
-        f"energy: {use.meter}, {methods[use.method]}; a whole pass takes {joules(use.whole.median)} "
+        f"energy: {use.meter}, {methods[use.method]}; one pass takes {joules(use.whole.median)} "
         f"({interval(use.whole, joules)}, {plural(use.whole.count, 'window')}) in {seconds(use.pass_s)}; "
         f"idle {watts(use.idle_w)}"
     )
     closure = f"{joules(use.closure_j)} ({joules(use.net_closure_j)} net)"
-    yield f"closure: the whole takes {closure} more than its parts"
+    yield f"closure: the total minus the sum of its parts is {closure}"
     if use.not_replayed:
         reasons = Counter(use.not_replayed.values())
         counted = "; ".join(f"{plural(count, 'layer')}, {why}" for why, count in reasons.items())
-        yield f"not replayed: {counted}; sums leave them out"
+        yield f"not replayed: {counted}; sums exclude them"
 
 
 def _merge_paths(paths: Sequence[str]) -> list[str]:

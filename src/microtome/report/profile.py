@@ -186,9 +186,9 @@ def _notes(profile: Profile, view: RowSelection, columns: dict[Column, list[Cell
     if noisy := tuple(column for column, cells in columns.items() if NOISE in map(plain, cells)):
         notes.append(Note(noise_note(profile), noisy))
     if view.by == "type" or (view.sort is not None and (view.by, view.depth, view.granularity) == (None,) * 3):
-        notes.append("a layer counts without the layers inside it")
+        notes.append("costs are those of a layer itself, without the layers inside it")
     elif own := where(OWN):
-        notes.append(Note(f"{OWN}: without the layers inside it, which have rows of their own", own))
+        notes.append(Note(f"{OWN}: the layer itself, without the layers inside it", own))
     if view.is_tree:
         tree = tree_rows(profile, expand=view.expand, calls_only=view.calls_only)
         depth = depth_of(tree) if view.depth is None else view.depth
@@ -199,5 +199,5 @@ def _notes(profile: Profile, view: RowSelection, columns: dict[Column, list[Cell
             notes.append(f"shown to depth {depth} of {deepest(profile)}")
     whole = len(rows_of(profile, replace(view, top=None)))
     if shown < whole:
-        notes.append(f"shown: {shown} of {whole} rows; the total is of all")
+        notes.append(f"{shown} of {whole} rows shown; the total includes all")
     return notes

@@ -95,7 +95,7 @@ def _notes(summary: ModelSummary, rows: list[ModuleRow]) -> list[str]:
     if any(row.shared_params for row in rows):
         notes.append("parameters in brackets are counted elsewhere: tied weights, or a module with several names")
     if len(rows) < len(summary):
-        notes.append(f"shown: {len(rows)} of {len(summary)} modules; the total is of all")
+        notes.append(f"{len(rows)} of {len(summary)} modules shown; the total includes all")
     notes.append(
         "the model has not run: pass inputs, such as mt.profile(model, (1, 3, 224, 224)), for MACs, FLOPs, memory and "
         "output shapes, and measure= for times"

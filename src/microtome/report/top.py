@@ -91,8 +91,8 @@ def report(profile: Profile, n: int = 10) -> Report:
 
 
 _NOTES = (
-    "a layer counts without the layers inside it; bars are beside the first of each section",
-    "peak memory: the most that lives at once while a layer runs, all weights included; its share is that of the peak",
+    "costs are those of a layer itself, without the layers inside it; bars are relative to the first of each section",
+    "peak memory: the most live bytes while a layer runs, all weights included, and their share of the model's peak",
 )
 
 
@@ -100,10 +100,10 @@ def _missing(profile: Profile, ranked: dict[str, tuple[Row, ...]]) -> Iterator[s
     """Yield the reason why a metric has no section."""
     if profile.total.macs is None:
         unknown = ", ".join(op.name for op in profile.coverage.unknown)
-        yield f"MACs: not known{f', no formula for {unknown}' if unknown else ''}"
+        yield f"MACs: unknown{f', no formula for {unknown}' if unknown else ''}"
     for name, metric in metrics(profile).items():
         if not ranked[name]:
-            yield f"{metric.label}: no layer has {'parameters' if name == 'params' else 'any'}"
+            yield f"{metric.label}: 0 in every layer"
 
 
 def _most(profile: Profile, metric: Metric, n: int) -> tuple[Row, ...]:

@@ -318,7 +318,7 @@ def why_unknown(profile: Profile, metric: Metric) -> str:
     if needs is LOAD and profile.sampling is not None:
         return "; ".join(dict.fromkeys(profile.sampling.missing.values())) or "it was not sampled"
     if metric.counted_by == "" and profile.total.saved_bytes is not None and profile.total.backward_flops is None:
-        return f"the {profile.convention} convention does not say what a backward costs"
+        return f"the {profile.convention} convention does not define the FLOPs of a backward"
     if needs is not None:
         return f"add {needs.advice}"
     unknown = ", ".join(op.name for op in profile.coverage.unknown)

@@ -63,7 +63,7 @@ def _memory(profile: Profile) -> Card:
         notes.append(f"in the backward; forward {size(total.peak_bytes)}")
         where = " in the forward"
     elif profile.gradients and total.saved_bytes is None:
-        notes.append("with what a backward would need")
+        notes.append("with tensors saved for a backward")
     measured = total.measured_peak_bytes
     notes.append("computed" if measured is None else f"measured {size(measured)}{where}")
     return Card("peak memory", size(profile.peak_bytes), "; ".join(notes))
@@ -138,15 +138,13 @@ def caveats(profile: Profile) -> list[str]:
         sentences.append(f"Operators without a formula add nothing to MACs and FLOPs: {names}. Counted: {coverage}.")
     if coverage.never_ran:
         modules = plural(len(coverage.never_ran), "module")
-        sentences.append(f"{modules} never ran: the parameters inside count in the call above.")
+        sentences.append(f"{modules} never ran: their parameters are counted in the call around them.")
     if profile.timing is not None and profile.timing.ratio > 1.05:
-        sentences.append("Time stamps cost more than 5 %: short calls look longer than they are.")
+        sentences.append("Time stamps add more than 5 %: the times of short calls are too long.")
     if profile.timing is not None and profile.timing.bare.count < FEW:
-        sentences.append(
-            f"Times are medians of {profile.timing.bare.count} passes, which are few: parts may exceed the whole."
-        )
+        sentences.append(f"Times are medians of only {profile.timing.bare.count} passes: parts may exceed the whole.")
     if profile.energy is not None and profile.energy.whole is None:
-        sentences.append("Energy is an estimate from given coefficients.")
+        sentences.append("Energy is estimated from coefficients.")
     sentences += [f"No {name}: {why}." for name, why in profile.unavailable.items()]
     return sentences
 
