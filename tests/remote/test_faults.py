@@ -199,7 +199,7 @@ def test_when_the_server_hangs_the_edge_finishes_before_the_deadline(server: Ser
                 assert remote.requests[-1].where == "edge"
         finally:
             server.go_on()
-        remote._options = replace(remote._options, deadline_s=None)
+        remote.options = replace(remote.options, deadline_s=None)
 
         def comes_from_the_cloud() -> bool:
             x = asking()
@@ -370,7 +370,7 @@ def test_a_line_that_changes_bytes_gives_no_wrong_answer(here: Server, direction
                 until(lambda: remote._connection.down_reason is not None)
         weather.corrupt = None
         until(lambda: remote._connection.down_reason is None)
-        remote._options = replace(remote._options, deadline_s=None)
+        remote.options = replace(remote.options, deadline_s=None)
         assert remote(x).equal(truth(x))
 
 

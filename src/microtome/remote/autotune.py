@@ -135,6 +135,11 @@ class Autotuner:
             return _HERE
         return best
 
+    def best_layer_route(self) -> Route:
+        """Return the fastest route that cuts at a layer, or runs the whole model here."""
+        latencies = {route: one.latency_s for route, one in self._candidates.items() if route.at != INPUTS}
+        return min(latencies, key=lambda route: latencies[route], default=_HERE)
+
     def observe(self, record: RequestRecord) -> None:
         """Update the speeds from a request; move the cut if another has been better for a while."""
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import Any, Self
@@ -14,8 +15,9 @@ from torch import nn
 
 from microtome.addresses import INPUT
 from microtome.engine.meta_run import copy_inputs
-from microtome.errors import BadQuery, MicrotomeError, RemoteError
+from microtome.errors import BadQuery, MicrotomeError, RemoteError, Unsupported
 from microtome.inputs import Inputs
+from microtome.remote import protocol
 from microtome.remote.autotune import LOSSLESS, Autotuner, RouteChange, autotune, fastest_codec
 from microtome.remote.connection import Connection
 from microtome.remote.error_kinds import TRANSIENT
@@ -24,10 +26,12 @@ from microtome.remote.payloads import INPUTS, ExpectedReply, pack_inputs, unpack
 from microtome.remote.pipeline import run_pipeline
 from microtome.remote.request import RemoteRequest, RequestOptions, RequestState, Route
 from microtome.remote.security import Security
+from microtome.remote.session import LocalSession, RemoteSession
 from microtome.results.plan import Plan
 from microtome.results.requests import RequestRecord
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.codecs import parse_codec
+from microtome.split.session import StageSession, generate
 from microtome.split.stage import Stage
 from microtome.units import parse_seconds, parse_size, size
 
@@ -45,6 +49,8 @@ class Remote:
     Attributes:
         requests: The records of the last requests.
         server: The server's reply to `Hello`.
+        options: The options of every request.
+        has_fallback: Whether this device computes the output if the server does not answer: all weights are here.
     """
 
     def __init__(
@@ -57,8 +63,8 @@ class Remote:
     ) -> None:
         self._local = local
         self._connection = connection
-        self._options = options
-        self._has_fallback = options.has_fallback and local.is_whole
+        self.options = options
+        self.has_fallback = options.has_fallback and local.is_whole
         self._tail_s: dict[str, float] = {}  # seconds of the tail on this device, by cut
         self._autotuner: Autotuner | None = None
         if isinstance(route, Autotuner):
@@ -90,6 +96,9 @@ class Remote:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, and return its output."""
+        if self._local.spec.states:
+            with self.session() as session:
+                return session(*args, **kwargs)
         return self._finish(self._send(self._start(Inputs(*args, **kwargs))))
 
     def stream(self, items: Iterable[Any], window: int = 8) -> Iterator[Any]:
@@ -105,6 +114,39 @@ class Remote:
             raise BadQuery(f"expected a window of 1 or more requests in flight, got {window!r}")
         return run_pipeline(self._start, self._send, self._finish, self._connection.cancel, iter(items), window)
 
+    def session(self, *, replay_memory: int | str = "256MB") -> StageSession:
+        """Begin a sequence of steps; the server keeps the tail's part of the state, such as a KV cache, between them.
+
+        The cut does not move during a session. If the server dies, the steps so far are replayed on it when it is back,
+        or on this device.
+
+        Args:
+            replay_memory: The most bytes of boundaries that are kept for a replay; a longer session raises when the
+                server dies.
+
+        Raises:
+            Unsupported: The inputs of the model are sent, not the values at a layer.
+        """
+        keep_bytes = parse_size(replay_memory)
+        route = self.route
+        if self._autotuner is not None and route.at == INPUTS:
+            route = self._autotuner.best_layer_route()
+        if route.at is None:
+            return LocalSession(self._local.model)
+        if route.at == INPUTS:
+            raise Unsupported(f"expected a cut at a layer for a session, got {INPUT!r}: pass at= to mt.connect")
+        if not self.server.sessions:
+            raise RemoteError(
+                f"{self._connection.address} keeps no sessions: start it with --sessions, or a newer microtome",
+                "REFUSED",
+            )
+        return RemoteSession(self, self._local.variants_at(route.at), route, keep_bytes)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate tokens by the loop of transformers; the arguments are those of the model's own `generate`."""
+        with self.session() as session:
+            return generate(self._local.model, session, args, kwargs)
+
     def warm_up(self, route: Route) -> None:
         """Send the example along a route, so that both sides have built their stages before the first request.
 
@@ -113,6 +155,13 @@ class Remote:
         splitter = self._local.splitter
         if route.at is None or splitter is None:
             return
+        if self._local.spec.states and route.at == INPUTS:
+            return  # sessions do not send inputs
+        if self._local.spec.states:
+            with RemoteSession(self, self._local.variants_at(route.at), route, keep_bytes=0) as session:
+                example = copy_inputs(splitter.example, splitter.model)
+                session(*example.args, **example.kwargs)
+            return
         request = RemoteRequest(copy_inputs(splitter.example, splitter.model), route)  # the model may write into them
         self._send(self._run_head(request))
         if request.state is RequestState.SENT:
@@ -120,14 +169,14 @@ class Remote:
                 request.reply.result(_WARM_UP_S)
             except FutureTimeout:
                 self._connection.cancel(request)
-        if self._has_fallback and self._options.deadline_s is not None:
+        if self.has_fallback and self.options.deadline_s is not None:
             for _ in range(2):  # the first run takes longer
                 self._fall_back(request)
 
     # -- the steps of a request ----------------------------------------------------------------------------------------
 
     def _start(self, inputs: Inputs) -> RemoteRequest:
-        return self._run_head(RemoteRequest(inputs, self.route, self._options.deadline_s))
+        return self._run_head(RemoteRequest(inputs, self.route, self.options.deadline_s))
 
     def _run_head(self, request: RemoteRequest) -> RemoteRequest:
         inputs, at = request.inputs, request.route.at
@@ -145,19 +194,18 @@ class Remote:
         """Encode and send the boundary, if there is one and the server is not known to be down."""
         if request.boundary is None:
             return request
-        if self._has_fallback and self._connection.down_reason is not None:
+        if self.has_fallback and self._connection.down_reason is not None:
             request.reason = self._connection.down_reason
             return request
         with request.timed("encode_s"):
-            if request.deadline is not None and not self._has_fallback:
-                request.retry_until = request.deadline
-            else:
-                resend_for_s = _RESEND_WITH_FALLBACK_FOR_S if self._has_fallback else _RESEND_FOR_S
-                request.retry_until = monotonic() + resend_for_s
+            self._set_retry_until(request)
             example = self._local.spec.example
-            request.expected = ExpectedReply(example, request.inputs, self._options.max_reply_bytes)
+            request.expected = ExpectedReply(example, request.inputs, self.options.max_reply_bytes)
             request.encode(request.boundary)
-        nbytes = max(request.nbytes, request.boundary.nbytes)  # encoded, and decoded
+        self._submit(request, max(request.nbytes, request.boundary.nbytes))  # encoded, and decoded
+        return request
+
+    def _submit(self, request: RemoteRequest, nbytes: int) -> None:
         if nbytes > self.server.max_message:
             raise RemoteError(
                 f"{size(nbytes)} cross at {request.route.at or INPUT!r}, and {self._connection.address} accepts "
@@ -166,7 +214,44 @@ class Remote:
             )
         request.mark_sent(is_alone=self._connection.is_idle())
         self._connection.submit(request)
-        return request
+
+    def exchange(self, request: RemoteRequest) -> Any:
+        """Send an encoded step of a session, and return the reply.
+
+        Raises:
+            RemoteError: There is none.
+        """
+        if self.has_fallback and self._connection.down_reason is not None:
+            raise RemoteError(self._connection.down_reason, "UNREACHABLE")
+        self._set_retry_until(request)
+        self._submit(request, request.nbytes)
+        timeout = None if request.deadline is None else max(request.deadline - monotonic(), 0.0)
+        try:
+            reply = request.reply.result(timeout)
+        except FutureTimeout as error:
+            raise self._late_error(request) from error
+        request.mark_replied(reply)
+        return reply
+
+    def end_session(self, session: str) -> None:
+        """Tell the server that a session has ended, without waiting for a reply."""
+        request = RemoteRequest(Inputs(), self.route)
+        request.encode_step(protocol.Step(session=session, ends=True), memoryview(b""))
+        with suppress(RemoteError):  # the connection is closed, and with it the session
+            self._connection.submit(request)
+
+    def _set_retry_until(self, request: RemoteRequest) -> None:
+        if request.deadline is not None and not self.has_fallback:
+            request.retry_until = request.deadline
+        else:
+            resend_for_s = _RESEND_WITH_FALLBACK_FOR_S if self.has_fallback else _RESEND_FOR_S
+            request.retry_until = monotonic() + resend_for_s
+
+    def _late_error(self, request: RemoteRequest) -> RemoteError:
+        """Cancel a request that is not answered in time."""
+        self._connection.cancel(request)
+        request.reason = f"{self._connection.address} did not answer in {self.options.deadline_s:g} s"
+        return RemoteError(request.reason, "DEADLINE")
 
     def _finish(self, request: RemoteRequest) -> Any:
         """Return the output, from the reply or computed here, and record the request."""
@@ -199,14 +284,13 @@ class Remote:
         try:
             reply = request.reply.result(timeout)
         except FutureTimeout as error:
-            self._connection.cancel(request)
-            request.reason = f"{self._connection.address} did not answer in {self._options.deadline_s:g} s"
-            if not self._has_fallback:
-                raise RemoteError(request.reason, "DEADLINE") from error
+            late = self._late_error(request)
+            if not self.has_fallback:
+                raise late from error
             return None
         except RemoteError as error:
             self._connection.cancel(request)
-            if error.kind not in TRANSIENT or not self._has_fallback:
+            if error.kind not in TRANSIENT or not self.has_fallback:
                 raise
             request.reason = str(error)
             return None
@@ -215,7 +299,7 @@ class Remote:
 
     def _fallback_s(self, at: str | None) -> float:
         """Seconds that this device needs to compute the rest; 0 if it cannot, or has never done so."""
-        if not self._has_fallback or at is None:
+        if not self.has_fallback or at is None:
             return 0.0
         if at in self._tail_s or self._autotuner is None:
             return self._tail_s.get(at, 0.0)

@@ -51,6 +51,10 @@ class Draining(MicrotomeError):
     """The server is shutting down: another one, or the same one later, may answer."""
 
 
+class NoSession(MicrotomeError):
+    """The session has ended, or never began on this stream."""
+
+
 _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (WrongModel, "WRONG_MODEL"),
     (TooLarge, "TOO_LARGE"),
@@ -58,6 +62,7 @@ _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (NoMatch, "NO_CUT"),
     (Late, "DEADLINE"),
     (Draining, "DRAINING"),
+    (NoSession, "NO_SESSION"),
     (MemoryError, "OUT_OF_MEMORY"),
     (torch.OutOfMemoryError, "OUT_OF_MEMORY"),
     (MicrotomeError, "BAD_REQUEST"),

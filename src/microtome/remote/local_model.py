@@ -17,6 +17,7 @@ from microtome.remote.connection import Connection
 from microtome.remote.payloads import INPUTS
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
+from microtome.split.variants import StageVariants
 from microtome.units import count
 
 
@@ -31,6 +32,7 @@ class LocalModel:
     def __init__(self, model: nn.Module | Stage, inputs: Any) -> None:
         self._lock = threading.Lock()
         self._stages: dict[str, tuple[Stage, Stage | None]] = {}
+        self._variants: dict[str, StageVariants] = {}
         self.splitter: Splitter | None = None
         source: Stage | Splitter
         if isinstance(model, Stage):
@@ -38,6 +40,8 @@ class LocalModel:
                 raise BadQuery(f"expected the first stage of a model for a client, got {model!r}")
             source = model
             self._stages[model.ends_at] = model, None
+            if model.variants is not None:
+                self._variants[model.ends_at] = model.variants
         else:
             if inputs is None:
                 raise no_inputs_error(model)
@@ -62,9 +66,15 @@ class LocalModel:
                 if self.splitter is None:
                     (only,) = self._stages
                     raise BadQuery(f"only the stage up to {only!r} is here: the model cannot be cut at {at!r}")
-                head, tail = self.splitter.at(at)
-                self._stages[at] = head, tail if self.is_whole else None
+                stages = self.splitter.at(at)
+                self._stages[at] = stages[0], stages[1] if self.is_whole else None
+                self._variants[at] = stages.variants
             return self._stages[at]
+
+    def variants_at(self, at: str) -> StageVariants:
+        """Return the stages of a cut for the steps of sessions."""
+        self.stages_at(at)
+        return self._variants[at]
 
     def resolve_cut(self, at: Any) -> str:
         """Return the address of a cut that a user named; of a stage, its only one for `"auto"`."""

@@ -36,29 +36,41 @@ def unpack_inputs(boundary: Boundary, spec: StructureSpec, device: torch.device 
     return Inputs(*args, **kwargs)
 
 
-def pack_output(output: Any, spec: StructureSpec, at: str, fingerprint: str) -> Boundary:
+def pack_output(output: Any, spec: StructureSpec, at: str, fingerprint: str, states: Sequence[Any] = ()) -> Boundary:
     """Pack the output of a model.
+
+    Args:
+        states: The state objects of a session, of which the other side has its own.
 
     Raises:
         Unsupported: If it contains an object that cannot be sent.
     """
-    got, tensors, plain = flatten(output)
+    got, tensors, plain = flatten(output, list(states))
     if got.unsupported is not None:
         raise Unsupported(
             f"the model returns a {got.unsupported}, which cannot be sent: tensors, numbers and strings can. Pass "
-            "use_cache=False to a language model: requests are single passes"
+            "use_cache=False to a language model, or run its steps in a session of the client"
         )
     check_structure("the structure of the output", spec, got)
     return _pack(at, fingerprint, tensors, plain)
 
 
-def unpack_output(boundary: Boundary, spec: StructureSpec, device: torch.device | None, expected: ExpectedReply) -> Any:
+def unpack_output(
+    boundary: Boundary,
+    spec: StructureSpec,
+    device: torch.device | None,
+    expected: ExpectedReply,
+    states: Sequence[Any] = (),
+) -> Any:
     """Unpack the output of a model.
+
+    Args:
+        states: The state objects of a session, which take the place of those of the other side.
 
     Raises:
         BadBoundary: If the model cannot have returned it.
     """
-    return _unpack(boundary, spec, device, "output", expected.check)
+    return _unpack(boundary, spec, device, "output", expected.check, states)
 
 
 def _pack(at: str, fingerprint: str, tensors: list[Tensor], plain: list[Plain]) -> Boundary:
@@ -74,6 +86,7 @@ def _unpack(
     device: torch.device | None,
     name: str,
     check: Callable[[Boundary, list[str]], None] | None = None,
+    states: Sequence[Any] = (),
 ) -> Any:
     plain, order = boundary.facts.get("plain"), boundary.facts.get("tensors")
     count = spec.num_tensors + spec.num_arrays
@@ -92,7 +105,8 @@ def _unpack(
         check(boundary, list(map(str, order)))
     on_device = {key: tensor if device is None else moved(tensor, device) for key, tensor in boundary.tensors.items()}
     arrays = [to_array(boundary.tensors[str(key)]) for key in order[spec.num_tensors :]]
-    return spec.unflatten([on_device[str(key)] for key in order[: spec.num_tensors]], plain, arrays=arrays)
+    tensors = [on_device[str(key)] for key in order[: spec.num_tensors]]
+    return spec.unflatten(tensors, plain, list(states), arrays=arrays)
 
 
 class ExpectedReply:

@@ -41,6 +41,11 @@ class Metrics:
         self.batches = Histogram(
             "microtome_batch", "Requests computed together.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=registry
         )
+        self.sessions = Gauge("microtome_sessions", "Open sessions.", registry=registry)
+        self.state_bytes = Gauge("microtome_state_bytes", "Bytes of the states of all sessions.", registry=registry)
+        self.ended_sessions = Counter(
+            "microtome_ended_sessions", "Sessions that ended, by reason.", ["reason"], registry=registry
+        )
 
     def count_joules(self, devices: Sequence[torch.device]) -> None:
         """Add a gauge of the energy since now, if this machine has an energy counter.

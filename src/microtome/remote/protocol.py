@@ -29,7 +29,7 @@ MESSAGES: dict[str, Any] = {
     for message in DESCRIPTOR.message_type
 }
 HelloRequest, HelloReply = MESSAGES["HelloRequest"], MESSAGES["HelloReply"]
-Request, Reply = MESSAGES["Request"], MESSAGES["Reply"]
+Request, Reply, Step = MESSAGES["Request"], MESSAGES["Reply"], MESSAGES["Step"]
 Error, Timing = MESSAGES["Error"], MESSAGES["Timing"]
 EchoRequest, EchoReply = MESSAGES["EchoRequest"], MESSAGES["EchoReply"]
 ProfileRequest, ProfileReply = MESSAGES["ProfileRequest"], MESSAGES["ProfileReply"]

@@ -121,6 +121,12 @@ class RemoteRequest:
         self._set_timeout()
         self._message = encode(boundary.metadata, boundary.tensors, self.route.codec, self._prefix)
 
+    def encode_step(self, step: Any, payload: memoryview) -> None:
+        """Serialize a step of a session, of whose boundary the payload is the rest after the header."""
+        self._header = protocol.Request(id=self.id, codec=self.route.codec, step=step)
+        self._set_timeout()
+        self._message = self._prefix(len(payload)) + payload
+
     def _prefix(self, nbytes: int) -> bytes:
         self.nbytes = nbytes
         return protocol.payload_prefix(self._header, nbytes)
@@ -131,7 +137,7 @@ class RemoteRequest:
 
     def parts(self, max_bytes: int | None) -> list[memoryview]:
         """Split the encoded boundary for a server that accepts `max_bytes` in a message; None: any number."""
-        whole = memoryview(self._message)[-self.nbytes :]
+        whole = memoryview(self._message)[len(self._message) - self.nbytes :]
         if max_bytes is None or self.nbytes <= max_bytes:
             return [whole]
         return [whole[start : start + _PART_BYTES] for start in range(0, self.nbytes, _PART_BYTES)]

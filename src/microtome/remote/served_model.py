@@ -10,15 +10,22 @@ import torch
 from torch import nn
 
 from microtome.devices.base import backend_of
-from microtome.errors import BadQuery, NoMatch, Unsupported, describe_error
+from microtome.engine.meta_run import SUBSTITUTION_LOCK
+from microtome.errors import BadBoundary, BadQuery, MicrotomeError, NoMatch, Unsupported, describe_error
 from microtome.inputs import Inputs, no_inputs_error
 from microtome.profile import profile
 from microtome.remote.batching import Batcher, build_batcher
 from microtome.remote.error_kinds import WrongModel
 from microtome.remote.payloads import INPUTS, pack_inputs, pack_output, unpack_inputs
+from microtome.remote.steps import parse_split
 from microtome.split.boundary.boundary import Boundary
-from microtome.split.splitter import Splitter
+from microtome.split.description import restore_inputs
+from microtome.split.splitter import Splitter, load_variant
 from microtome.split.stage import Stage
+from microtome.split.weights import copy_with_weights
+
+#: The most stages for steps of sessions that are kept.
+_MAX_TAILS = 64
 
 
 class ServedModel:
@@ -35,6 +42,8 @@ class ServedModel:
         self._stages: dict[str, tuple[Stage | None, Stage]] = {}
         self._batchers: dict[str, Batcher | None] = {}
         self._splitter: Splitter | None = None
+        self._tails: dict[bytes, Stage] = {}  # of the steps of sessions, by the description of their split
+        self._without_weights: nn.Module | None = None
         source: Stage | Splitter
         if isinstance(model, Stage):
             source = model
@@ -123,6 +132,42 @@ class ServedModel:
 
     def encode(self, output: Any, at: str, codec: str) -> bytes:
         return pack_output(output, self._spec.output, at, self.fingerprint).to_bytes(codec)
+
+    def tail_for(self, split: bytes, limit: int) -> Stage:
+        """Return the last stage for the steps of a session, from the description of the client's split.
+
+        The client has verified the split, and says which values cross; here the model is analyzed on an example of the
+        same shapes.
+
+        Args:
+            limit: The most bytes of the example.
+
+        Raises:
+            NoMatch: If the cut is not served.
+            Unsupported: If the model cannot be analyzed: its code reads values, and not all weights are here.
+        """
+        tail = self._tails.get(split)
+        if tail is not None:
+            return tail
+        description = parse_split(split)
+        if len(description.at) != 1 or description.at[0] not in self.cuts:
+            raise NoMatch(f"the cut of {self.name} at {', '.join(description.at)!r:.200} is not served")
+        with self._lock, SUBSTITUTION_LOCK:
+            model, device = self.model, self.device
+            if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+                self._without_weights = self._without_weights or copy_with_weights(model, ())
+                model, device = self._without_weights, None
+            try:
+                inputs = restore_inputs(description.inputs, model, device, limit)
+                variant = load_variant(model, inputs, description, self.fingerprint, self.model)
+            except MicrotomeError:
+                raise
+            except Exception as error:  # from the model's code, which runs on the example of the client
+                raise BadBoundary(f"{self.name} cannot run on the client's example: {describe_error(error)}") from error
+            while len(self._tails) >= _MAX_TAILS:
+                del self._tails[next(iter(self._tails))]
+            self._tails[split] = tail = variant.stages[-1]
+            return tail
 
     def _run(self, boundary: Boundary) -> Any:
         if boundary.at == INPUTS:

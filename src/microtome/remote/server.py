@@ -21,6 +21,7 @@ from microtome.remote.prometheus import Metrics
 from microtome.remote.security import AuthInterceptor, ServerSecurity, is_loopback
 from microtome.remote.served_model import ServedModel
 from microtome.remote.service import Service
+from microtome.remote.sessions import SessionLimits
 from microtome.remote.watchdog import Watchdog
 from microtome.remote.worker import Limits
 from microtome.split.stage import Stage
@@ -177,6 +178,9 @@ def serve(
     concurrency: int = 1,
     batch: int = 1,
     batch_window: float | str = "2ms",
+    sessions: int = 64,
+    state_memory: int | str = "1GB",
+    session_timeout: float | str = "10min",
 ) -> Server:
     """Serve every cut of a model until the server is stopped.
 
@@ -192,6 +196,10 @@ def serve(
         batch: The most requests at the same cut that are computed together, if their shapes allow it. Outputs then
             equal those of each request alone to the precision of the kernels, not bit for bit.
         batch_window: How long the first request of a batch waits for others.
+        sessions: The most sessions at once, each with the state of one sequence, such as the KV cache of an answer; the
+            least recently used one ends when there are more.
+        state_memory: The most bytes of the states of all sessions, such as `"4GB"`.
+        session_timeout: How long a session lasts without a step.
 
     >>> from microtome import zoo
     >>> model, x = zoo.build("tiny-resnet")
@@ -204,10 +212,13 @@ def serve(
     for name, number in (("concurrency", concurrency), ("batch", batch)):
         if not isinstance(number, int) or number < 1:
             raise BadQuery(f"expected a {name} of 1 or more requests, got {number!r}")
+    if not isinstance(sessions, int) or sessions < 0:
+        raise BadQuery(f"expected a number of sessions of 0 or more, got {sessions!r}")
     served = ServedModel(model, inputs)
     max_bytes = parse_size(max_message)
     if max_bytes > _MAX_BOUNDARY_BYTES:
         raise BadQuery(f"expected max_message of at most {size(_MAX_BOUNDARY_BYTES)}, got {max_message!r}")
-    limits = Limits(max_bytes, concurrency, batch, parse_seconds(batch_window))
+    session_limits = SessionLimits(sessions, parse_size(state_memory), parse_seconds(session_timeout))
+    limits = Limits(max_bytes, concurrency, batch, parse_seconds(batch_window), session_limits)
     security = ServerSecurity(tls_cert, tls_key, client_ca, token)
     return Server(served, listen, security, limits).start()

@@ -27,6 +27,7 @@ from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.peers import Peers
 from microtome.remote.prometheus import Metrics
 from microtome.remote.served_model import ServedModel
+from microtome.remote.sessions import SessionStore
 from microtome.remote.worker import Limits, QueuedRequest, WorkerPool
 from microtome.split.boundary.codecs import CODECS
 from microtome.units import size
@@ -55,6 +56,7 @@ class Service:
         replies: Bytes of unwritten replies: half of the quarter of the memory for replies, since gRPC copies each one
             while it writes it.
         draining: Set when no new requests are accepted.
+        sessions: The state that is kept for the steps of clients.
         failure: Why the device is unusable; None: it works.
     """
 
@@ -69,7 +71,8 @@ class Service:
         self.echoes = BytePool(MAX_ECHO_BYTES)
         self.profiles = BytePool(_MAX_PROFILES_BYTES)
         self.replies = ReplyBudget(limits.max_message // 2)
-        self._workers = WorkerPool(served, limits, metrics, self.replies, self._fail)
+        self.sessions = SessionStore(limits.sessions, metrics)
+        self._workers = WorkerPool(served, limits, metrics, self.replies, self.sessions, self._fail)
         self._profiler = ThreadPoolExecutor(1, thread_name_prefix="microtome-profile")
         self._profile: str | None = None
         self._profile_failure: tuple[float, Exception] | None = None
@@ -106,6 +109,7 @@ class Service:
             batch=self._limits.batch,
             max_part=self._limits.part_bytes,
             params=self._served.params,
+            sessions=self._limits.sessions.number,
         )
         await call.write(reply.SerializeToString())
 
@@ -192,6 +196,7 @@ class Service:
             await asyncio.gather(reading, drained, *answers, return_exceptions=True)
             answers.clear()
             del reading, drained, task  # break the cycle of an exception and its frames
+            self.sessions.end_all(call)
             self._metrics.streams.dec()
 
     # -- one request ---------------------------------------------------------------------------------------------------
@@ -199,8 +204,10 @@ class Service:
     async def _receive(self, call: OpenCall, data: bytes) -> QueuedRequest:
         """Return a complete request, its bytes reserved among the queued ones; read its other parts if it has any."""
         header, payload = await self._parse_request(call, data)
+        if header.HasField("step") and not call.is_stream:
+            await self._reject(call, "expected a single pass, got a step of a session: send it on a Stream")
         if not header.size or not call.is_stream:
-            return await self._enqueue(call, QueuedRequest(header, payload))
+            return await self._enqueue(call, QueuedRequest(header, payload, call))
         if header.size > self._limits.max_message:
             limit = size(self._limits.max_message)
             await self._reject(call, f"expected at most {limit}, got a boundary of {size(header.size)}")
@@ -214,7 +221,7 @@ class Service:
                 whole.release()  # the frames of the exception may outlive the reservation
                 raise
             call.upload = None  # from here on it waits for the server alone
-            return await self._enqueue(call, QueuedRequest(header, whole.toreadonly()))
+            return await self._enqueue(call, QueuedRequest(header, whole.toreadonly(), call))
         finally:
             call.upload = None
             self.uploads.release(header.size)

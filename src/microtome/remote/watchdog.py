@@ -62,6 +62,7 @@ class Watchdog:
     def check(self, now: float) -> None:
         """End the calls that are over a limit at a time of `monotonic`."""
         service = self._service
+        service.sessions.expire()
         for calls in (service.calls, self._health.checks, self._health.watches):
             for call in calls:
                 self._check_call(calls, call, now)

@@ -12,13 +12,16 @@ from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from microtome.engine.pytree import as_state
 from microtome.errors import BadQuery, NoMatch
 from microtome.remote import protocol
 from microtome.remote.admission import ReplyBudget
 from microtome.remote.error_kinds import Draining, Late, TooLarge, to_message
 from microtome.remote.logs import MAX_ID_CHARS
+from microtome.remote.payloads import pack_output
 from microtome.remote.prometheus import Metrics
 from microtome.remote.served_model import ServedModel
+from microtome.remote.sessions import ServedSession, SessionLimits, SessionStore
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.codecs import parse_codec
 from microtome.units import size
@@ -40,12 +43,14 @@ class Limits(NamedTuple):
         concurrency: Requests, or batches of them, that are computed at once.
         batch: The most requests in a batch; 1: no batching.
         batch_window_s: Seconds that the first request of a batch waits for others.
+        sessions: Limits of sessions.
     """
 
     max_message: int
     concurrency: int
     batch: int = 1
     batch_window_s: float = 0.0
+    sessions: SessionLimits = SessionLimits()
 
     @property
     def total_bytes(self) -> int:
@@ -70,16 +75,20 @@ class QueuedRequest:
         arrived: When it arrived, a time of `perf_counter`; `deadline`: when the client stops waiting.
         nbytes: The bytes that it holds while it is queued.
         data: The encoded boundary, until it is decoded; `boundary`: the decoded one, until it is computed.
+        step: The step of a session that it is; None: a single pass.
+        owner: The stream on which it arrived.
         reply: The message with the output or an error.
         timing: Seconds of each phase.
     """
 
-    def __init__(self, header: Any, data: memoryview) -> None:
+    def __init__(self, header: Any, data: memoryview, owner: object = None) -> None:
         self.id: str = header.id
+        self.step: Any = header.step if header.HasField("step") else None
+        self.owner = owner
         self.codec: str = header.codec or "raw"
         self.arrived = perf_counter()
         self.deadline = self.arrived + (header.timeout_s if header.timeout_s > 0 else inf)
-        self.nbytes = len(data) + len(self.id) + len(header.codec)
+        self.nbytes = len(data) + header.ByteSize()
         self.data: memoryview | None = data
         self.boundary: Boundary | None = None
         self.at = ""
@@ -105,6 +114,7 @@ class WorkerPool:
         limits: Limits,
         metrics: Metrics,
         replies: ReplyBudget,
+        sessions: SessionStore,
         on_failure: Callable[[str], None],
     ) -> None:
         """Start the threads; one of them calls `on_failure` when the device becomes unusable."""
@@ -112,6 +122,7 @@ class WorkerPool:
         self._limits = limits
         self._metrics = metrics
         self._replies = replies
+        self._sessions = sessions
         self._on_failure = on_failure
         self._failure: str | None = None
         self._gate = _Gate()
@@ -168,6 +179,9 @@ class WorkerPool:
         """Decode requests, and compute those with the same batch key together."""
         groups: dict[str | int, list[QueuedRequest]] = {}
         for request in requests:
+            if request.step is not None:
+                self._compute_step(request)
+                continue
             try:
                 boundary = self._decode(request)
                 key = self._served.batch_key(boundary) if len(requests) > 1 else None
@@ -178,25 +192,70 @@ class WorkerPool:
         for group in groups.values():
             self._compute(group)
 
-    def _decode(self, request: QueuedRequest) -> Boundary:
+    def _decode(self, request: QueuedRequest, header: bytes = b"") -> Boundary:
+        """Decode the boundary of a request; that of a step arrives without its header."""
+        self._check(request)
         start = perf_counter()
-        request.timing["queue_s"] = start - request.arrived
+        assert request.data is not None
+        data = b"".join((header, request.data)) if header else request.data
+        request.boundary = self._served.decode(data, self._limits.total_bytes)
+        request.timing["decode_s"] = perf_counter() - start
+        request.data, request.at = None, request.boundary.at
+        return request.boundary
+
+    def _check(self, request: QueuedRequest) -> None:
+        """Raise if a request is late, too large, or names an unknown codec, before anything is computed."""
+        now = perf_counter()
+        request.timing["queue_s"] = now - request.arrived
         if self._failure is not None:
             raise self._device_failed()
-        if start > request.deadline:
-            raise Late(f"the request waited {start - request.arrived:.3f} s, and its deadline has passed")
+        if now > request.deadline:
+            raise Late(f"the request waited {now - request.arrived:.3f} s, and its deadline has passed")
         assert request.data is not None
         if len(request.data) > self._limits.max_message:
             raise TooLarge(f"expected at most {size(self._limits.max_message)}, got {size(len(request.data))}")
         try:
-            parse_codec(request.codec)  # before anything is computed
+            parse_codec(request.codec)
         except NoMatch as error:  # which would be reported as a missing cut
             raise BadQuery(str(error)) from error
+
+    def _compute_step(self, request: QueuedRequest) -> None:
+        """Compute a step of a session; an error ends the session."""
+        step = request.step
+        try:
+            if step.ends:
+                self._sessions.end(request.owner, step.session)
+                reply = protocol.Reply(id=request.id).SerializeToString()
+            else:
+                with self._sessions.step(request.owner, step.session, step.number) as session:
+                    reply = self._run_step(request, session)
+        except BaseException as error:  # noqa: BLE001  whatever the model raises, the client is told
+            self._fail(request, error)
+        else:
+            self._replies.add(len(reply))
+            request.resolve(reply)
+            if not step.ends:
+                self._count(request, 1)
+
+    def _run_step(self, request: QueuedRequest, session: ServedSession) -> bytes:
+        step = request.step
+        if step.split or not session.num_steps:
+            session.split = session.received.decompress("split", step.split)
+        header = session.received.decompress("header", step.header)
+        state = session.received.decompress("state", step.state)
+        boundary = self._decode(request, header)
         start = perf_counter()
-        request.boundary = self._served.decode(request.data, self._limits.total_bytes)
-        request.timing["decode_s"] = perf_counter() - start
-        request.data, request.at = None, request.boundary.at
-        return request.boundary
+        tail = self._served.tail_for(session.split, self._limits.max_message)
+        result = session.tail.run(tail, state, boundary, self._sessions.limits.nbytes)
+        request.timing["run_s"] = perf_counter() - start
+        start = perf_counter()
+        with as_state(tail.spec.state_classes):
+            states, spec = session.tail.state.objects, tail.spec.output
+            output = pack_output(result.output, spec, request.at, tail.fingerprint, states).to_bytes(request.codec)
+        request.timing["encode_s"] = perf_counter() - start
+        changes = session.sent.compress("state", result.changes)
+        reply = protocol.Reply(id=request.id, timing=protocol.Timing(**request.timing, batch=1), state=changes)
+        return protocol.with_payload(reply, output)
 
     def _compute(self, group: list[QueuedRequest]) -> None:
         start = perf_counter()

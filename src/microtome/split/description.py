@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -59,70 +61,106 @@ def _describe(value: Any, path: str, seen: dict[int, int]) -> Any:
         seen[id(value)] = len(seen)
         if isinstance(value, Tensor):
             return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-        name = f"{type(value).__module__}.{type(value).__qualname__}"
-        return {"state": name, "parts": to_plain(describe_state(value), compact=True)}
+        return {"state": class_name(value), "parts": to_plain(describe_state(value), compact=True)}
     if isinstance(value, bool | int | float | str | None):
         return {"value": value}
     if type(value) in (list, tuple):
         return {type(value).__name__: [_describe(item, f"{path}[{index}]", seen) for index, item in enumerate(value)]}
     if type(value) is dict:
         return {"dict": [[key, _describe(item, f"{path}[{key!r}]", seen)] for key, item in value.items()]}
+    if _is_output_class(type(value)):
+        items = {name: _describe(item, f"{path}.{name}", seen) for name, item in value.items()}
+        return {"output": class_name(value), "items": items}
     raise Unsupported(
-        f"cannot save or send {path} of the example: expected tensors, numbers, strings, lists, tuples, dicts and states, "
-        f"got a {type(value).__name__}"
+        f"cannot save or send {path} of the example: expected tensors, numbers, strings, lists, tuples, dicts and "
+        f"states, got a {type(value).__name__}"
     )
 
 
-def restore_inputs(described: dict[str, Any], model: nn.Module) -> Inputs:
-    """The arguments that `describe_inputs` described, with meta tensors.
+def restore_inputs(
+    described: dict[str, Any], model: nn.Module, device: torch.device | None = None, max_bytes: int | None = None
+) -> Inputs:
+    """The arguments that `describe_inputs` described, with tensors of ones.
+
+    Args:
+        device: The device of the tensors; None: meta.
+        max_bytes: The most bytes of the tensors; None: any number.
 
     Raises:
         ValueError, KeyError, TypeError: It is no such description.
     """
-    seen: list[Any] = []
-    args = [_restore(value, seen, model) for value in described["args"]]
-    return Inputs(*args, **{name: _restore(value, seen, model) for name, value in described["kwargs"].items()})
+    restorer = _Restorer(model, device, max_bytes)
+    args = [restorer.restore(value) for value in described["args"]]
+    return Inputs(*args, **{name: restorer.restore(value) for name, value in described["kwargs"].items()})
 
 
-def _restore(value: dict[str, Any], seen: list[Any], model: nn.Module) -> Any:
-    if "repeats" in value:
-        return seen[value["repeats"]]
-    if "shape" in value:
-        if value["dtype"] not in DTYPES:
-            raise ValueError(f"torch {torch.__version__} has no dtype {value['dtype']!r:.80}")
-        seen.append(torch.empty(value["shape"], dtype=DTYPES[value["dtype"]], device="meta"))
-        return seen[-1]
-    if "state" in value:
-        seen.append(restore_state(value["state"], value["parts"], model))
-        return seen[-1]
-    if "value" in value:
-        return value["value"]
-    if "dict" in value:
-        return {key: _restore(item, seen, model) for key, item in value["dict"]}
-    ((kind, items),) = value.items()
-    return {"list": list, "tuple": tuple}[kind](_restore(item, seen, model) for item in items)
+class _Restorer:
+    """Makes arguments from their description."""
+
+    def __init__(self, model: nn.Module, device: torch.device | None, max_bytes: int | None) -> None:
+        self._model = model
+        self._device = device
+        self._free_bytes = max_bytes
+        self._seen: list[Any] = []
+
+    def restore(self, value: dict[str, Any]) -> Any:
+        if "repeats" in value:
+            return self._seen[value["repeats"]]
+        if "shape" in value:
+            if value["dtype"] not in DTYPES:
+                raise ValueError(f"torch {torch.__version__} has no dtype {value['dtype']!r:.80}")
+            self._seen.append(self._make_tensor(value["shape"], DTYPES[value["dtype"]]))
+            return self._seen[-1]
+        if "state" in value:
+            self._seen.append(self._restore_state(value["state"], value["parts"]))
+            return self._seen[-1]
+        if "output" in value:
+            cls = find_model_class(value["output"], self._model, _is_output_class)
+            return cls(**{name: self.restore(item) for name, item in value["items"].items()})
+        if "value" in value:
+            return value["value"]
+        if "dict" in value:
+            return {key: self.restore(item) for key, item in value["dict"]}
+        ((kind, items),) = value.items()
+        return {"list": list, "tuple": tuple}[kind](map(self.restore, items))
+
+    def _restore_state(self, name: str, parts: Any) -> Any:
+        def make_tensor(spec: PlaceholderSpec, _: Path) -> Tensor:
+            return self._make_tensor(spec.shape, PLACEHOLDER_DTYPES[spec.dtype])
+
+        with as_state((base_class(find_model_class(name, self._model, is_plain_class)),)):
+            return apply_changes(None, parse_changes(parts), self._device, make_tensor)
+
+    def _make_tensor(self, shape: list[int], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        if self._device is None:
+            return tensor
+        if self._free_bytes is not None:
+            self._free_bytes -= tensor.nbytes
+            if self._free_bytes < 0:
+                raise ValueError(f"expected an example of fewer bytes, got one with {dtype} of shape {shape}")
+        return torch.ones(shape, dtype=dtype, device=self._device)
 
 
-def restore_state(name: str, parts: Any, model: nn.Module) -> Any:
-    """A state object of a class of the model's package; its tensors are on meta, but for a few integers."""
-
-    def make_tensor(spec: PlaceholderSpec, _: Path) -> Tensor:
-        return torch.empty(spec.shape, dtype=PLACEHOLDER_DTYPES[spec.dtype], device="meta")
-
-    with as_state((base_class(find_state_class(name, model)),)):
-        return apply_changes(None, parse_changes(parts), None, make_tensor)
+def class_name(value: Any) -> str:
+    """The name by which `find_model_class` finds the class of an object."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def find_state_class(name: str, model: nn.Module) -> type:
-    """The class of a state object by its qualified name, in a package that a class of the model comes from.
+def _is_output_class(cls: type) -> bool:
+    """Whether a class is a dict with fields, as the outputs of transformers are."""
+    return issubclass(cls, dict) and is_dataclass(cls)
+
+
+def find_model_class(name: str, model: nn.Module, is_allowed: Callable[[type], bool]) -> type:
+    """The class of this name, in a package that a class of the model comes from.
 
     Raises:
         ValueError: There is none.
     """
     module, _, qualified = name.rpartition(".")
-    packages = {type(one).__module__.partition(".")[0] for one in model.modules()}
+    packages = {type(one).__module__.partition(".")[0] for one in model.modules()} - {"torch", "builtins"}
     found = getattr(sys.modules.get(module), qualified, None)
-    is_allowed = module.partition(".")[0] in packages - {"torch", "builtins"}
-    if not isinstance(found, type) or not is_allowed or not is_plain_class(found):
-        raise ValueError(f"expected a class of states from {', '.join(sorted(packages))}, got {name!r:.80}")
+    if not isinstance(found, type) or module.partition(".")[0] not in packages or not is_allowed(found):
+        raise ValueError(f"expected a class of inputs from {', '.join(sorted(packages))}, got {name!r:.80}")
     return found

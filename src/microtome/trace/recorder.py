@@ -17,6 +17,7 @@ from microtome.engine.arguments import CannotSubstitute
 from microtome.engine.composite_ops import CompositeOp, is_meta_or_fake
 from microtome.engine.module_index import untraced_root_error
 from microtome.engine.probes import AnyOp, Where
+from microtome.engine.pytree import is_state, reachable_tensors
 from microtome.engine.snapshot import WriteBackups
 from microtome.engine.torch_internals import DisableTorchFunction, is_autocast_enabled
 from microtome.errors import MicrotomeError, Unsupported
@@ -108,6 +109,9 @@ class TraceRecorder(Probe):
         for name, value in named_arguments(model, inputs).items():
             for index, tensor in enumerate(found := list(tensors_in(value))):
                 self._values.record(tensor, "input", name if len(found) == 1 else f"{name}[{index}]")
+            if is_state(value):  # a leaf, whose tensors calls write to
+                for tensor in reachable_tensors(value):
+                    self._values.record(tensor, "constant", name)
 
     # -- events of the session -----------------------------------------------------------------------------------------
 

@@ -162,12 +162,15 @@ class Analysis:
 
     @cached_property
     def state_writes(self) -> dict[int, list[int]]:
-        """The operators that write to each memory of the model: parameters, buffers, tensors elsewhere."""
+        """The operators that write to each memory of the model: parameters, buffers, tensors elsewhere.
+
+        Tensors of state objects are not the model's; as constants they have a name, that of the argument.
+        """
         values, writers = self.trace.values, dict[int, list[int]]()
         for op in self.trace.ops:
             for value in (values[index] for index in op.mutates):
                 base = value if value.alias_of is None else values[value.alias_of]
-                if base.origin in ("parameter", "buffer", "constant"):
+                if base.origin in ("parameter", "buffer") or (base.origin == "constant" and base.name is None):
                     writers.setdefault(value.memory, []).append(op.index)
         return writers
 

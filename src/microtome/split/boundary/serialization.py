@@ -65,6 +65,11 @@ _JSON = json.JSONEncoder(separators=(",", ":"))
 _JSON_SCALARS = (str, int, float, bool, type(None))
 
 
+def header_length(data: bytes) -> int:
+    """The number of bytes before the tensors in an encoded boundary."""
+    return HEADER_OFFSET + int(PREFIX.unpack_from(data)[2])
+
+
 class Part(NamedTuple):
     """Bytes to write, the name of their compression, and the object that keeps them alive."""
 

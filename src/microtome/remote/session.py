@@ -1,0 +1,274 @@
+"""Sessions over a server: the head of each step runs here, and the server keeps the state of the tail."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from microtome.engine.pytree import as_state
+from microtome.errors import MicrotomeError, RemoteError
+from microtome.inputs import Inputs
+from microtome.remote import protocol
+from microtome.remote.error_kinds import TRANSIENT
+from microtome.remote.payloads import ExpectedReply, unpack_output
+from microtome.remote.request import RemoteRequest, RequestState, Route
+from microtome.remote.steps import (
+    DeltaCodec,
+    encode_edits,
+    encode_split,
+    encode_states,
+    parse_all_changes,
+    split_header,
+)
+from microtome.remote.tail_session import StepResult, TailSession
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.session import StageSession
+from microtome.split.stage import Stage
+from microtome.split.state.stage_state import Changes, Edits, StageState
+from microtome.split.state.steps import StepSequence, replace_states
+from microtome.split.variants import StageVariants, Variant
+from microtome.units import size
+
+if TYPE_CHECKING:
+    from microtome.remote.client import Remote
+
+log = logging.getLogger("microtome.remote")
+
+#: How often a session begins again on the server within one step.
+_MAX_REPLAYS = 5
+
+
+class LoggedStep(NamedTuple):
+    """A step as it was sent, kept to be replayed.
+
+    Attributes:
+        split: The encoded description of the split.
+        state: The encoded state objects of the first step, or the edits before another one.
+        boundary: The encoded boundary.
+    """
+
+    variant: Variant
+    inputs: Inputs
+    split: bytes
+    state: bytes
+    boundary: bytes
+
+
+class RemoteSession(StageSession):
+    """One sequence of steps whose tail a server runs. Call it as the model, with the state of the last step.
+
+    If the server ends the session, or dies, the steps so far are replayed: there when it is back, or on this device.
+
+    Attributes:
+        where: Where the last step was computed: "cloud" or "edge".
+        replays: How often the steps so far were computed again.
+    """
+
+    def __init__(self, remote: Remote, variants: StageVariants, route: Route, keep_bytes: int) -> None:
+        super().__init__(variants)
+        self._sequence = self._steps = _RemoteSequence(remote, route, keep_bytes)
+
+    @property
+    def where(self) -> str:
+        return self._steps.where
+
+    @property
+    def replays(self) -> int:
+        return self._steps.replays
+
+    def run_step(self, variant: Variant, inputs: Inputs) -> Any:
+        self._steps.variant, self._steps.inputs = variant, inputs
+        with torch.no_grad():
+            return super().run_step(variant, inputs)
+
+    def close(self) -> None:
+        """End the session on the server, too."""
+        self._steps.close()
+
+
+class LocalSession(StageSession):
+    """Steps of a model that is not cut: it runs here as a whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.num_steps = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_steps += 1
+        with torch.no_grad():
+            return self._model(*args, **kwargs)
+
+    def close(self) -> None:
+        """Do nothing: the caller has the state."""
+
+
+class _RemoteSequence(StepSequence):
+    """The steps of a session: the head's state is the caller's, the tail's is on the server or in a `TailSession`."""
+
+    variant: Variant
+    inputs: Inputs
+
+    def __init__(self, remote: Remote, route: Route, keep_bytes: int) -> None:
+        super().__init__()
+        self._remote = remote
+        self._route = route
+        self._keep_bytes = keep_bytes
+        self._log: list[LoggedStep] | None = []  # None: it became too long to be kept
+        self._logged_bytes = 0
+        self._begin_anew()
+        self._local: TailSession | None = None
+        self._initial = b""
+        self._num_steps = 0
+        self.replays = 0
+
+    @property
+    def where(self) -> str:
+        return "cloud" if self._local is None else "edge"
+
+    def make_state(self, stage: Stage, states: Sequence[Any]) -> StageState:
+        self._initial = encode_states(states)
+        return StageState(list(states))  # the caller's: those of the server are there
+
+    def run_step(self, stage: Stage, boundary: Boundary, state: StageState, edits: Edits) -> tuple[Any, Changes]:
+        variant = self.variant
+        encoded_edits = encode_edits(edits) if self._num_steps else self._initial
+        split = encode_split(variant.describe())
+        step = LoggedStep(variant, self.inputs, split, encoded_edits, boundary.to_bytes(self._route.codec))
+        self._num_steps += 1
+        self._keep(step)
+        output, changes = self._run(step, state.objects)
+        return output, parse_all_changes(changes, len(state.objects))
+
+    def _keep(self, step: LoggedStep) -> None:
+        """Keep a step for a replay; one that runs on this device needs none."""
+        self._logged_bytes += len(step.boundary) + len(step.state)
+        if self._log is not None and self._local is None:
+            self._log.append(step)
+            if self._logged_bytes > self._keep_bytes:
+                self._log = None
+                log.warning("the session cannot be replayed any more", extra={"bytes": self._logged_bytes})
+
+    def _run(self, step: LoggedStep, states: list[Any]) -> tuple[Any, bytes]:
+        """Run a step on the server; if that fails, replay the session there, or here."""
+        if self._local is not None:
+            return self._run_here(step, states)
+        error: RemoteError | None = None
+        for _ in range(_MAX_REPLAYS):
+            try:
+                if error is not None:
+                    self._replay_there(states, error)
+                return self._run_there(step, states)
+            except RemoteError as failure:
+                if failure.kind not in TRANSIENT | {"NO_SESSION"}:
+                    raise
+                error = failure
+                if failure.kind != "NO_SESSION":  # the connection has tried again for a while
+                    break
+        assert error is not None
+        if not self._remote.has_fallback:
+            raise error
+        return self._replay_here(states, error)
+
+    # -- on the server -------------------------------------------------------------------------------------------------
+
+    def _begin_anew(self) -> None:
+        self._id = uuid.uuid4().hex
+        self._sent, self._received = DeltaCodec(), DeltaCodec()
+        self._number = 0
+        self._last_split = b""
+
+    def _run_there(self, step: LoggedStep, states: list[Any]) -> tuple[Any, bytes]:
+        request = RemoteRequest(step.inputs, self._route, self._remote.options.deadline_s)
+        try:
+            return self._exchange(request, step, states)
+        except MicrotomeError as error:
+            request.mark_failed(str(error))
+            raise
+        finally:
+            self._remote.requests.append(request.record())
+
+    def _exchange(self, request: RemoteRequest, step: LoggedStep, states: list[Any]) -> tuple[Any, bytes]:
+        spec = step.variant.spec
+        with request.timed("encode_s"):
+            header, rest = split_header(step.boundary)
+            message = protocol.Step(
+                session=self._id,
+                number=self._number,
+                split=b"" if step.split == self._last_split else self._sent.compress("split", step.split),
+                state=self._sent.compress("state", step.state),
+                header=self._sent.compress("header", header),
+            )
+            with as_state(spec.state_classes):
+                request.expected = ExpectedReply(spec.example, step.inputs, self._remote.options.max_reply_bytes)
+            request.encode_step(message, rest)
+        self._last_split, self._number = step.split, self._number + 1
+        reply = self._remote.exchange(request)
+        with request.timed("decode_s"):
+            boundary = Boundary.from_bytes(reply.output, limit=request.expected.decoding_bytes)
+            with as_state(spec.state_classes):
+                device = step.variant.stages[0].device
+                output = unpack_output(boundary, spec.output, device, request.expected, states)
+            return output, self._received.decompress("state", reply.state)
+
+    def _replay_there(self, states: list[Any], error: RemoteError) -> None:
+        """Begin a new session, and run all steps before the last one again."""
+        before = self._steps_before(error)
+        self._begin_anew()
+        self.replays += 1
+        log.info("replaying a session", extra={"steps": len(before), "reason": str(error)})
+        for step in before:
+            self._run_there(step, states)
+
+    def _steps_before(self, error: RemoteError) -> list[LoggedStep]:
+        """The steps before the last one.
+
+        Raises:
+            RemoteError: They are not kept.
+        """
+        if self._log is None:
+            raise RemoteError(
+                f"{error}. The {self._num_steps} steps of the session took {size(self._logged_bytes)}, and "
+                f"{size(self._keep_bytes)} are kept for a replay: raise replay_memory=, or begin again",
+                error.kind,
+            ) from error
+        return self._log[:-1]
+
+    # -- on this device ------------------------------------------------------------------------------------------------
+
+    def _replay_here(self, states: list[Any], error: RemoteError) -> tuple[Any, bytes]:
+        """Run all steps again on this device, which computes the rest of the session, too."""
+        before = self._steps_before(error)
+        log.warning("continuing a session locally", extra={"steps": len(before), "reason": str(error)})
+        self._local = TailSession()
+        self.replays += 1
+        for step in before:
+            self._run_tail(step)
+        assert self._log is not None
+        last, self._log = self._log[-1], None
+        return self._run_here(last, states, str(error))
+
+    def _run_here(self, step: LoggedStep, states: list[Any], reason: str | None = None) -> tuple[Any, bytes]:
+        request = RemoteRequest(step.inputs, self._route)
+        request.reason = reason
+        with request.timed("tail_s"):
+            result = self._run_tail(step)
+        request.state = RequestState.LOCAL
+        self._remote.requests.append(request.record())
+        assert self._local is not None
+        with as_state(step.variant.spec.state_classes):
+            return replace_states(result.output, self._local.state.objects, states), result.changes
+
+    def _run_tail(self, step: LoggedStep) -> StepResult:
+        assert self._local is not None
+        return self._local.run(step.variant.stages[-1], step.state, Boundary.from_bytes(step.boundary))
+
+    def close(self) -> None:
+        """End the session on the server."""
+        if self._number and self._local is None and not self._failed:
+            self._remote.end_session(self._id)
+        self._failed = True
