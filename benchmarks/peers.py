@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -53,12 +54,15 @@ def by_fvcore(model: nn.Module, x: Tensor) -> float:
     return float(FlopCountAnalysis(model, x).unsupported_ops_warnings(False).uncalled_modules_warnings(False).total())
 
 
-def by_ptflops(model: nn.Module, x: Tensor) -> float:
+def by_ptflops(model: nn.Module, x: Tensor, backend: str = "pytorch") -> float:
+    """Count with the backend that ptflops uses by default, or with `"aten"`, which it recommends for transformers."""
     from ptflops import get_model_complexity_info
 
-    shape = tuple(x.shape[1:])
-    found = get_model_complexity_info(model, shape, as_strings=False, print_per_layer_stat=False, verbose=False)
-    return float(found[0])
+    options: dict[str, Any] = {"as_strings": False, "print_per_layer_stat": False, "verbose": False}
+    macs, _ = get_model_complexity_info(model, tuple(x.shape[1:]), backend=backend, **options)
+    if macs is None:
+        raise RuntimeError("ptflops failed, and printed the reason")
+    return float(macs)
 
 
 def by_thop(model: nn.Module, x: Tensor) -> float:
@@ -90,6 +94,7 @@ TOOLS: dict[str, Callable[[nn.Module, Tensor], float | None]] = {
     "torchinfo": by_torchinfo,
     "fvcore": by_fvcore,
     "ptflops": by_ptflops,
+    "ptflops (aten)": partial(by_ptflops, backend="aten"),
     "thop": by_thop,
     "torchstat": by_torchstat,
 }
@@ -133,10 +138,12 @@ def main() -> int:
     lines.append(f"| **right** | {len(MODELS.split())} | {' | '.join(map(str, right.values()))} |")
     print(lines[-1])
     if "--save" in sys.argv:
-        names = [name for name in TOOLS if name != "microtome" and not name.startswith("torch (")]
+        names = [name for name in TOOLS if name != "microtome" and "(" not in name]
+        versions = ", ".join(f"{name} {version(name)}" for name in names)
         told = (
-            "GMACs, random weights, in eval; what is off by more than 0.5 %, or raised, leans. Some count elementwise "
-            f"work too: part of the difference is convention. {', '.join(f'{name} {version(name)}' for name in names)}."
+            "GMACs, random weights, in eval; in italics: off by more than 0.5 %, or the exception. Some count "
+            "elementwise operators too: part of the difference is convention. ptflops runs with its default backend, "
+            f"`pytorch`, and with `aten`, which its README recommends for transformers. {versions}."
         )
         print("written to", save("peers", "\n".join([told, "", *lines]), "python -m benchmarks.peers --save"))
     return int(right["microtome"] < len(MODELS.split()))
