@@ -24,6 +24,7 @@ def test_public_names() -> None:
             "Meter",
             "MicrotomeError",
             "OpCost",
+            "Phases",
             "Plan",
             "Probe",
             "Profile",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from microtome.results.cuts import Cuts
     from microtome.results.link import Link
     from microtome.results.metrics import register_column
+    from microtome.results.phases import Phases
     from microtome.results.plan import Plan
     from microtome.results.profile import Profile
     from microtome.results.trace import Trace
@@ -56,6 +57,7 @@ __all__ = [
     "Meter",
     "MicrotomeError",
     "OpCost",
+    "Phases",
     "Plan",
     "Probe",
     "Profile",
@@ -117,6 +119,7 @@ _MODULES = {
         "microtome.results.cuts": ["Cuts"],
         "microtome.results.link": ["Link"],
         "microtome.results.metrics": ["register_column"],
+        "microtome.results.phases": ["Phases"],
         "microtome.results.plan": ["Plan"],
         "microtome.results.profile": ["Profile"],
         "microtome.results.trace": ["Trace"],

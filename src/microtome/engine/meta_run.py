@@ -97,6 +97,7 @@ def substitute_tensors(
                     if tensor is not None:
                         namespace[name] = substitute(tensor)
         substitute_inputs = copy_arguments(inputs, substitute, modules)
+        substitute.forget()  # a cache among the inputs frees the tensors that it replaces
         stack.push(Modes().restore_after)
         yield substitute_inputs
 
@@ -202,6 +203,11 @@ class _TensorFactory:
             make = self._from_tensor or self._copy
             self._substitutes[id(tensor)] = _with_metadata(make(tensor), tensor)
         return self._substitutes[id(tensor)]
+
+    def forget(self) -> None:
+        """Drop the references to substitutes."""
+        self._substitutes.clear()
+        self._storages.clear()
 
     def _copy(self, tensor: Tensor) -> Tensor:
         is_meta = self._mode == "meta"

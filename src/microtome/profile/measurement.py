@@ -65,6 +65,11 @@ class MeasurementSpec:
         return cls(quantities, schedule, **options) if quantities else None
 
     @property
+    def needs_runs(self) -> bool:
+        """Whether the model is run on real tensors: an estimate of energy alone may need no times."""
+        return self.measure != {"energy"} or self.energy_needs_time
+
+    @property
     def energy_needs_time(self) -> bool:
         return not isinstance(self.energy, EnergyModel) or bool(self.energy.watts)
 
@@ -101,7 +106,7 @@ class _Measurer:
 
     def run(self) -> Profile:
         spec, quantities = self._spec, self._spec.measure
-        if quantities == {"energy"} and not spec.energy_needs_time:
+        if not spec.needs_runs:
             self._estimate_energy([None] * len(self._tree))
         else:
             with open_passes(self._model, self._inputs, backward=spec.backward) as runs:

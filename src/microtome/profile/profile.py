@@ -10,18 +10,20 @@ from torch import nn
 
 from microtome.engine.argument_names import describe_arguments
 from microtome.engine.selectors import check_model, path_aliases, unwrap_model
-from microtome.errors import BadInputs, Unsupported
+from microtome.errors import BadInputs, BadQuery, Unsupported
 from microtome.example_inputs import example_inputs
 from microtome.inputs import Inputs
 from microtome.trace.trace import record
 
 if TYPE_CHECKING:
     from microtome.devices.meters import Meter
+    from microtome.engine import Probe
     from microtome.flops.conventions.base import Convention
     from microtome.profile.accelerator import DeviceTimeMethod
     from microtome.profile.energy import EnergyModel
     from microtome.profile.measurement import MeasurementSpec
     from microtome.profile.passes import Progress
+    from microtome.results.phases import Phases
     from microtome.results.profile import Coverage, Profile
     from microtome.results.summary import ModelSummary
     from microtome.results.trace import Trace
@@ -49,10 +51,30 @@ def profile(
     meter: Meter | str | None = None,
     progress: Progress | None = None,
 ) -> Profile: ...
+@overload
 def profile(
     model: nn.Module,
     inputs: Any = ...,
     *,
+    phases: Collection[str],
+    convention: str = "microtome",
+    strict: bool = False,
+    fake: bool | None = None,
+    measure: Collection[str] = (),
+    depth: int | None = None,
+    warmup: int | None = None,
+    repeat: int = 30,
+    budget_s: float = 20.0,
+    device_time: DeviceTimeMethod = "kernels",
+    energy: Literal["share", "replay"] | EnergyModel = "share",
+    meter: Meter | str | None = None,
+    progress: Progress | None = None,
+) -> Phases: ...
+def profile(
+    model: nn.Module,
+    inputs: Any = ...,
+    *,
+    phases: Collection[str] | None = None,
     backward: bool = False,
     convention: str = "microtome",
     strict: bool = False,
@@ -66,7 +88,7 @@ def profile(
     energy: Literal["share", "replay"] | EnergyModel = "share",
     meter: Meter | str | None = None,
     progress: Progress | None = None,
-) -> Profile | ModelSummary:
+) -> Profile | ModelSummary | Phases:
     """Count the parameters, MACs, FLOPs and bytes of each call of a model, and measure more if asked to.
 
     Counting computes nothing where the model can run on meta or fake tensors.
@@ -75,6 +97,8 @@ def profile(
         inputs: A tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`; see `Inputs`. If left out,
             models of torchvision, timm and transformers run on example inputs, and other models do not run: the result
             is a `ModelSummary` of their modules and parameters.
+        phases: Of a language model: `"prefill"`, the run over the prompt, `"decode"`, the run for one more token with
+            the cache of the prompt, or both. The result is a `Phases`, with a profile of each.
         backward: Also count the backward of the sum of the outputs, and the memory saved for it.
         convention: The definition of a FLOP: `"microtome"` (twice the MACs, and every other operation), or that of
             `"torchvision"`, `"fvcore"`, `"ptflops"` or `"torchstat"`.
@@ -132,16 +156,25 @@ def profile(
 
             return summarize(model)
         inputs = example
-    run = Inputs.of(inputs, model)
-    trace, costs = record(model, run, backward=backward, fake=fake)
-    static = profile_trace(trace, costs, model, run, priced_by, backward=backward)
-    if strict and static.coverage.unknown:
-        raise _unknown_op_error(static.coverage)
-    if spec is None:
-        return static
-    from microtome.profile.measurement import measure as add_measurements
 
-    return add_measurements(static, model, run, spec)
+    def profile_run(run: Inputs, *probes: Probe, measured: bool = True) -> Profile:
+        trace, costs = record(model, run, backward=backward, fake=fake, make_probes=lambda _: probes)
+        static = profile_trace(trace, costs, model, run, priced_by, backward=backward)
+        if strict and static.coverage.unknown:
+            raise _unknown_op_error(static.coverage)
+        if spec is None or not measured:
+            return static
+        from microtome.profile.measurement import measure as add_measurements
+
+        return add_measurements(static, model, run, spec)
+
+    if phases is None:
+        return profile_run(Inputs.of(inputs, model))
+    if backward:
+        raise BadQuery("phases are of generation, which has no backward: leave out backward or phases")
+    from microtome.profile.phases import profile_phases
+
+    return profile_phases(model, inputs, phases, profile_run, needs_values=spec is not None and spec.needs_runs)
 
 
 def profile_trace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,16 @@ from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import MicrotomeError
 
 if TYPE_CHECKING:
+    from microtome.inputs import Inputs
+    from microtome.report.row_selection import RowSelection
     from microtome.results.cuts import Cuts
+    from microtome.results.phases import Phases
     from microtome.results.profile import Profile
     from microtome.zoo import Resolved
 
 _BUDGET = "Maximum time for each quantity, in seconds."
 _SORT = "Sort by this column, largest first; also in files."
+_PREFILL = "Profile the run of a language model over a prompt of N tokens, which fills its cache."
 _WARMUP = "Warm-up passes (default: until times are stable)."
 _ENERGY_METHOD = "Distribute the model's energy by time, or replay each layer separately."
 _ENERGY_MODEL = "Estimate energy from coefficients in joules, such as flop=0.5e-12,byte=20e-12,watts=3."
@@ -37,6 +42,8 @@ _ENERGY_MODEL = "Estimate energy from coefficients in joules, such as flop=0.5e-
 @click.option("--columns", metavar="A,B,…", help="Show these columns, such as params,macs,time.")
 @click.option("--all", "expand", is_flag=True, help="Show each of several identical blocks.")
 @click.option("--convention", type=click.Choice(CONVENTIONS), default="microtome", help="What counts as a FLOP.")
+@click.option("--prefill", type=click.IntRange(min=1), metavar="N", help=_PREFILL)
+@click.option("--decode", is_flag=True, help="Profile the run for the next token of a language model.")
 @click.option("--backward", is_flag=True, help="Include the backward pass, and the tensors saved for it.")
 @click.option("--train", is_flag=True, help="Profile the model in training mode.")
 @click.option("--strict", is_flag=True, help="Fail if an operator has no FLOP formula.")
@@ -65,6 +72,8 @@ def profile(
     top: int | None,
     columns: str | None,
     expand: bool,
+    prefill: int | None,
+    decode: bool,
     train: bool,
     energy_method: str,
     energy_model: str | None,
@@ -77,6 +86,7 @@ def profile(
     MODEL is a name that `microtome models` lists, such as torchvision:resnet50, or Python code: package.module:Name or
     ./file.py:Name. JSON has every call, for microtome.load and `microtome plan`; with --granularity, --by, --sort,
     --top or --columns, the selected rows alone, as CSV and Markdown. Perfetto and speedscope need --time.
+    With --prefill and --decode, the phases of generation; options that select rows also show the layers of each.
     """
     if sum(choice is not None for choice in (depth, granularity, by)) > 1:
         raise click.UsageError("choose one of --depth, --granularity and --by")
@@ -92,6 +102,8 @@ def profile(
     check_opened(html_file, "--html", is_opened=is_opened)
     if "time" not in measure and (outputs.files["perfetto"] or outputs.files["speedscope"]):
         raise click.UsageError("--perfetto and --speedscope need times: measure them with --time")
+    phases = [name for name, is_chosen in (("prefill", prefill is not None), ("decode", decode)) if is_chosen]
+    _check_phases(phases, model, outputs, prefill=prefill is not None, backward=options["backward"])
     if model.meta and model.device is not None:
         raise click.UsageError("choose one of --meta and --device")
     runs = [f"--{name}" for name in measure if name != "energy" or energy_model is None]  # an estimate needs no run
@@ -101,13 +113,14 @@ def profile(
     import_torch()
     import torch
 
-    from microtome.profile import profile as profile_model
+    from microtome.profile import profile as profile_any
+
+    profile_model: Callable[..., Profile | Phases] = profile_any  # whichever overload the options select
     from microtome.profile.energy import EnergyModel
-    from microtome.report.formats import csv, markdown, selected_json, text
 
     options["energy"] = energy_method if energy_model is None else EnergyModel.parse(energy_model)
 
-    def run(resolved: Resolved) -> Profile:
+    def run(resolved: Resolved) -> Any:
         resolve_columns(selection)
         resolved.model.train(train)
         description = f"{'measuring' if measure else 'counting'} {model.name}"
@@ -116,17 +129,68 @@ def profile(
             wrap_model_errors(resolved),
             torch.set_grad_enabled(options["backward"]),
         ):
+            inputs = resolved.inputs if prefill is None else _prompt(resolved, prefill)
             return profile_model(
-                resolved.model, resolved.inputs, measure=measure, depth=depth, progress=progress, **options
+                resolved.model,
+                inputs,
+                phases=phases or None,
+                measure=measure,
+                depth=depth,
+                progress=progress,
+                **options,
             )
 
     if runs:
-        result = run(resolved := model.resolve())
+        result = run(resolved := model.resolve(one_pass=not phases))
     else:
-        resolved, result = model.count(run)
+        resolved, result = model.count(run, one_pass=not phases)
     result = replace(result, name=model.name)
-    cuts = _find_cuts(resolved) if html_file is not None and "time" in measure else None
     is_selected = any((granularity is not None, by, sort, top is not None, selected))
+    if phases:
+        shows_layers = is_selected or depth is not None or expand
+        outputs.write_result(
+            result, partial(_phases_text, result, selection if shows_layers else None), html=result.to_html
+        )
+    else:
+        cuts = _find_cuts(resolved) if html_file is not None and "time" in measure else None
+        _write_profile(result, selection, outputs, cuts, is_selected=is_selected)
+    if html_file is not None and is_opened:
+        open_page(html_file)
+
+
+def _check_phases(phases: list[str], model: ModelOptions, outputs: Outputs, *, prefill: bool, backward: bool) -> None:
+    """Raise if other options do not go with phases."""
+    if not phases:
+        return
+    if prefill and model.inputs is not None:
+        raise click.UsageError("choose one of --prefill, the length of the prompt, and --input, the prompt")
+    if backward:
+        raise click.UsageError("--prefill and --decode are phases of generation, which has no backward")
+    for name in ("perfetto", "speedscope"):
+        if outputs.files[name] is not None:
+            raise click.UsageError(f"--{name} is of one run: profile it without --prefill and --decode")
+
+
+def _prompt(resolved: Resolved, length: int) -> Inputs:
+    """Return the example inputs with a prompt of another length."""
+    from microtome.trace.phases import Prompt
+
+    return Prompt.of(resolved.model, resolved.inputs).resized(length).inputs
+
+
+def _phases_text(phases: Phases, selection: RowSelection | None) -> str:
+    """Render the phases, and with a selection the layers of each."""
+    from microtome.report.formats import text
+
+    layers = [] if selection is None else [replace(one, name=f"{phases.title}, {phase}") for phase, one in phases]
+    return "\n\n".join([text(phases), *(text(one, selection) for one in layers)])
+
+
+def _write_profile(
+    result: Profile, selection: RowSelection, outputs: Outputs, cuts: Cuts | None, *, is_selected: bool
+) -> None:
+    from microtome.report.formats import csv, markdown, selected_json, text
+
     outputs.write_result(
         result,
         partial(text, result, selection),
@@ -137,8 +201,6 @@ def profile(
         speedscope=result.to_speedscope,
         html=partial(result.to_html, cuts=cuts),
     )
-    if html_file is not None and is_opened:
-        open_page(html_file)
 
 
 def _find_cuts(resolved: Resolved) -> Cuts | None:

@@ -1,0 +1,169 @@
+"""The two phases of a language model: the prefill, one run over the prompt, and decoding, a run for each new token."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microtome.engine import Call, Probe
+from microtome.engine.argument_names import named_arguments
+from microtome.engine.arguments import copy_arguments
+from microtome.engine.meta_tensors import value_of
+from microtome.engine.pytree import reachable_tensors
+from microtome.engine.selectors import unwrap_model
+from microtome.engine.torch_internals import storage_id
+from microtome.errors import BadInputs, Unsupported
+from microtome.inputs import Inputs
+
+PHASES = ("prefill", "decode")
+#: The tokens that a decoder takes, the argument of an encoder-decoder model first.
+_TOKENS = ("decoder_input_ids", "input_ids")
+#: The mask of each argument of tokens.
+_MASKS = {"decoder_input_ids": "decoder_attention_mask", "input_ids": "attention_mask"}
+_POSITIONS = ("position_ids", "cache_position", "decoder_position_ids")
+#: The output of an encoder, which the decoder takes again at every token.
+_ENCODED = "encoder_last_hidden_state"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The inputs of the prefill of a language model.
+
+    Attributes:
+        arguments: The arguments by name.
+        tokens: The name of the token ids, of shape (batch, length).
+    """
+
+    model: nn.Module
+    arguments: dict[str, Any]
+    tokens: str
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Any) -> Prompt:
+        """Read the prompt from the inputs of a model, which then returns a cache."""
+        arguments = named_arguments(model, Inputs.of(inputs, model))
+        name = next((name for name in _TOKENS if isinstance(arguments.get(name), Tensor)), None)
+        if name is None or arguments[name].dim() != 2:
+            got = f"{name} of {arguments[name].dim()} dimensions" if name else ", ".join(arguments) or "no arguments"
+            raise BadInputs(
+                f"phases need token ids of shape (batch, length) as {' or '.join(_TOKENS)}: expected such an argument "
+                f"of {type(unwrap_model(model)).__name__}.forward, got {got}"
+            )
+        if "use_cache" in _parameters(model):
+            arguments["use_cache"] = True
+        return cls(model, arguments, name)
+
+    @property
+    def batch(self) -> int:
+        return int(self.arguments[self.tokens].shape[0])
+
+    @property
+    def length(self) -> int:
+        return int(self.arguments[self.tokens].shape[1])
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(**self.arguments)
+
+    def resized(self, length: int) -> Prompt:
+        """Return a prompt of another length, of the same tokens, repeated."""
+        if length < 1:
+            raise BadInputs(f"expected a prompt of 1 token or more, got {length}")
+        alike = [name for name, value in self.arguments.items() if _has_length(value, self.length)]
+        resized = {name: _repeat(self.arguments[name], length) for name in alike}
+        return Prompt(self.model, self.arguments | resized, self.tokens)
+
+    def states_in(self, output: Any) -> dict[str, Any]:
+        """Return the state that a run returned for the next one: a KV cache, or recurrent states, by argument.
+
+        Raises:
+            Unsupported: The output holds none.
+        """
+        returned = dict(output) if isinstance(output, Mapping) else {}
+        taken = _parameters(self.model)
+        states = {name: value for name, value in returned.items() if name in taken and _has_tensors(value)}
+        if not states:
+            name = type(unwrap_model(self.model)).__name__
+            got = f"an output of {', '.join(returned)}" if returned else f"a {type(output).__name__}"
+            raise Unsupported(
+                f"{name} returns no cache for the next token: phases need an output such as past_key_values, which "
+                f"forward also takes; got {got}. Profile it without phases"
+            )
+        return states
+
+    def next_token(self, output: Any) -> Inputs:
+        """Return the arguments of the run for one more token of each sequence.
+
+        They are the state, the token, and flags. Other tensors, such as images, belong to the prompt.
+        """
+        arguments = {name: value for name, value in self.arguments.items() if not _has_tensors(value)}
+        last: Tensor = self.arguments[self.tokens][:, -1:].clone()
+        arguments[self.tokens] = last
+        mask = self.arguments.get(_MASKS[self.tokens])
+        if isinstance(mask, Tensor):
+            arguments[_MASKS[self.tokens]] = torch.cat([mask, mask[..., -1:]], dim=-1)
+        for name in _POSITIONS:
+            if isinstance(positions := self.arguments.get(name), Tensor):
+                arguments[name] = positions[..., -1:] + 1
+        if self.tokens == "decoder_input_ids":
+            arguments |= self._encoded(output)
+        return Inputs(**arguments | self.states_in(output))
+
+    def _encoded(self, output: Any) -> dict[str, Any]:
+        """Return the encoder's output, so that it does not run again, and the mask of its tokens."""
+        if _ENCODED not in output or "encoder_outputs" not in _parameters(self.model):
+            name = type(unwrap_model(self.model)).__name__
+            raise Unsupported(f"expected {name} to return {_ENCODED} and to take encoder_outputs, for the next token")
+        masks = {name: self.arguments[name] for name in ("attention_mask",) if name in self.arguments}
+        return {"encoder_outputs": (output[_ENCODED],), **masks}
+
+
+class OutputProbe(Probe):
+    """Keeps the output of the model, with tensors without values in place of those that a run without values has."""
+
+    def __init__(self) -> None:
+        self.output: Any = None
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not call.path and call.phase == "forward":
+            self.output = copy_arguments(Inputs(output), _detach).args[0]
+
+
+def state_bytes(states: Mapping[str, Any]) -> int:
+    """Return the bytes of the tensors of a state, each storage once."""
+    sizes: dict[int, int] = {}
+    for tensor in reachable_tensors(dict(states)):
+        storage = storage_id(tensor)
+        sizes[storage] = max(sizes.get(storage, 0), min(tensor.nbytes, tensor.untyped_storage().nbytes()))
+    return sum(sizes.values())
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    """Return a tensor that outlives a run on substitutes: on meta, unless its values are known."""
+    if type(tensor) is Tensor and not tensor.is_meta:
+        return tensor.detach()
+    known = value_of(tensor) if tensor.is_meta else None
+    if known is not None:
+        return known
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _has_tensors(value: Any) -> bool:
+    return next(reachable_tensors(value), None) is not None
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(unwrap_model(model).forward).parameters
+
+
+def _has_length(value: Any, length: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and value.shape[-1] == length
+
+
+def _repeat(tensor: Tensor, length: int) -> Tensor:
+    return tensor.repeat(1, -(-length // tensor.shape[-1]))[:, :length].contiguous()

@@ -1,0 +1,211 @@
+"""The phases of language models, against closed forms."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import microtome as mt
+from microtome import zoo
+from microtome.errors import BadInputs, BadQuery, Unsupported
+from microtome.results.phases import Roof, flops_per_byte, moved_bytes, pass_seconds
+
+LAYERS, HIDDEN, INNER, HEADS, GROUPS, WORDS = 3, 32, 48, 4, 2, 64
+WIDTH = HIDDEN // HEADS
+BATCH, LENGTH = 2, 5
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+}
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    zoo.import_torchvision()  # which transformers imports
+    return pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def llama(transformers: Any) -> nn.Module:
+    model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    return model
+
+
+def ids(batch: int = BATCH, length: int = LENGTH) -> Tensor:
+    return torch.arange(batch * length).reshape(batch, length) % WORDS
+
+
+def llama_macs(tokens: int, keys: int) -> int:
+    """MACs of a run on `tokens` of each sequence, which attend to `keys`."""
+    rows = BATCH * tokens
+    projections = rows * HIDDEN * WIDTH * (2 * HEADS + 2 * GROUPS)
+    attention = 2 * BATCH * HEADS * tokens * keys * WIDTH
+    gated = 3 * rows * HIDDEN * INNER
+    return LAYERS * (projections + attention + gated) + rows * HIDDEN * WORDS
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_llama_has_the_counts_of_the_closed_forms(llama: nn.Module, device: str) -> None:
+    model = (
+        llama
+        if device == "cpu"
+        else zoo.resolve("hf:llama", args={**SIZES, "architectures": ["LlamaForCausalLM"]}, meta=True).model
+    )
+    with torch.no_grad():
+        p = mt.profile(model, {"input_ids": ids().to(device)}, phases=("prefill", "decode"), strict=True)
+    assert (p.batch, p.prompt_tokens, p.state) == (BATCH, LENGTH, ("past_key_values",))
+    assert p.token_cache_bytes == 2 * LAYERS * GROUPS * WIDTH * 4  # keys and values of each layer
+    assert p.cache_bytes == BATCH * LENGTH * p.token_cache_bytes
+    assert p["prefill"].total.macs == llama_macs(LENGTH, LENGTH)
+    assert p["decode"].total.macs == llama_macs(1, LENGTH + 1)
+    assert all(profile.how == "meta tensors" for _, profile in p)
+    measured = [p.first_token_s, p.token_s, p.tokens_per_s, p.roof, p.answer_s(3), p.bound("decode")]
+    assert measured == [None] * len(measured)
+
+
+def test_the_cache_has_the_dtype_of_the_model(transformers: Any) -> None:
+    config = transformers.LlamaConfig(**SIZES, dtype=torch.bfloat16)
+    model = transformers.LlamaModel._from_config(config).eval()
+    p = mt.profile(model, {"input_ids": ids()}, phases=["decode"])
+    assert p.token_cache_bytes == 2 * LAYERS * GROUPS * WIDTH * 2
+    assert p.prefill is None
+
+
+def test_decoding_one_token_of_a_mixture_reads_the_experts_of_that_token(transformers: Any) -> None:
+    def moved(experts: int) -> int:
+        sizes = {**SIZES, "num_local_experts": experts, "num_experts_per_tok": 2}
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).eval()
+        with torch.no_grad():
+            decode = mt.profile(model, {"input_ids": ids(1)}, phases="decode").decode
+        assert decode is not None
+        return sum(row.read_bytes or 0 for row in decode if row.type == "MixtralExperts")
+
+    # Of each expert more there is an int32 offset for each of two products, and its place in histogram and sums.
+    few, many = moved(4), moved(8)
+    assert many - few < LAYERS * 4 * 64
+    assert few > LAYERS * 2 * 3 * HIDDEN * INNER * 4  # the matrices of two experts
+
+
+FAMILIES = {
+    "gpt2": {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": WORDS},
+    "mamba": {"num_hidden_layers": 2, "hidden_size": 16, "state_size": 4, "vocab_size": WORDS},
+    "t5": {"num_layers": 2, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_heads": 2, "vocab_size": WORDS},
+}
+#: Bytes of the cache for one token: keys and values of 2 layers; the states of a recurrent model do not grow.
+PER_TOKEN = {"gpt2": 2 * 2 * 16 * 4, "mamba": 0, "t5": 2 * 2 * 2 * 4 * 4}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_have_their_own_state(family: str, transformers: Any) -> None:
+    found = zoo.resolve(f"hf:{family}", args=FAMILIES[family])
+    with torch.no_grad():
+        p = mt.profile(found.model, found.inputs, phases=("prefill", "decode"))
+    assert p.token_cache_bytes == PER_TOKEN[family]
+    assert p.cache_bytes > 0
+    assert p.state == (("cache_params",) if family == "mamba" else ("past_key_values",))
+    assert (p["decode"].total.macs or 0) < (p["prefill"].total.macs or 0) / 10
+    if family == "t5":
+        assert not p["decode"].by_module().keys() & {"encoder"}  # which ran for the prompt
+
+
+def test_the_next_token_extends_masks_and_positions(llama: nn.Module) -> None:
+    inputs = {
+        "input_ids": ids(),
+        "attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.int64),
+        "position_ids": torch.arange(LENGTH).expand(BATCH, LENGTH),
+    }
+    with torch.no_grad():
+        p = mt.profile(llama, inputs, phases="decode")
+    assert p.decode is not None
+    shapes = {tensor.shape for tensor in p.decode.total.inputs}
+    assert {(BATCH, 1), (BATCH, LENGTH + 1)} <= shapes
+    assert "position_ids 2x1:int64" in p.decode.inputs
+
+
+def test_times_are_of_one_prefill_and_one_token(llama: nn.Module, tmp_path: Path) -> None:
+    before = {name: value.clone() for name, value in llama.state_dict().items()}
+    with torch.no_grad():
+        p = mt.profile(llama, {"input_ids": ids()}, phases=("prefill", "decode"), measure="time", repeat=3)
+        after = mt.profile(llama, {"input_ids": ids()}, phases="decode", measure="time", repeat=3)
+    assert all(value.equal(before[name]) for name, value in llama.state_dict().items())
+    assert p.first_token_s == pass_seconds(p["prefill"])
+    assert p.token_s == pass_seconds(p["decode"])
+    assert p.token_s is not None
+    assert p.first_token_s is not None
+    assert p.tokens_per_s == BATCH / p.token_s
+    assert p.answer_s(4) == p.first_token_s + 3 * p.token_s
+    assert after.roof is None  # of one phase, no layer shows how fast the machine computes
+    roof = p.roof
+    assert roof is not None
+    assert p.bound("decode") == ("memory" if (flops_per_byte(p["decode"]) or 0) < roof.ridge else "compute")
+    assert mt.load(p.to_json(tmp_path / "phases.json")) == p
+    text = " ".join(str(p).split())
+    assert "time to first token:" in text
+    assert re.search(r"time per token: .*, [\d,.]+ tokens per second", text)
+    assert "so memory bounds a phase below" in text
+    assert "bound by" in p._repr_html_()
+
+
+def test_memory_bounds_a_phase_below_the_ridge() -> None:
+    roof = Roof(flops_per_s=1e12, bytes_per_s=1e11)
+    assert roof.ridge == 10.0
+
+
+def test_a_report_has_a_row_for_each_phase(llama: nn.Module) -> None:
+    with torch.no_grad():
+        p = mt.profile(llama, {"input_ids": ids()}, phases=("prefill", "decode"))
+    lines = str(p).splitlines()
+    assert lines[0] == "LlamaForCausalLM: 2 prompts of 5 tokens, then one token at a time"
+    assert [line.split()[0] for line in lines[3:5]] == ["prefill", "decode"]
+    assert "cache (past_key_values): 3.75 KiB after the prompt, 384 B for each further token of a sequence" in lines
+    first, second = p.to_csv().splitlines()[1:]
+    assert first.startswith(f"prefill,{BATCH},{LENGTH},{llama_macs(LENGTH, LENGTH)},")
+    assert second.startswith(f"decode,{BATCH},1,{llama_macs(1, LENGTH + 1)},")
+    assert str(moved_bytes(p["decode"])) in second
+    assert "<!doctype html>" in p.to_html()
+    assert repr(p) == "<Phases of LlamaForCausalLM: prefill and decode, 2 x 5 tokens>"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"phases": "encode"}, BadQuery, "expected phases of 'prefill', 'decode', got 'encode'"),
+        ({"phases": ()}, BadQuery, "expected phases of 'prefill', 'decode', got ()"),
+        ({"phases": "decode", "backward": True}, BadQuery, "phases are of generation, which has no backward"),
+    ],
+)
+def test_unknown_phases_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    decoder, tokens = zoo.build("tiny-decoder")
+    with pytest.raises(error, match=re.escape(message)):
+        mt.profile(decoder, tokens, **options)
+
+
+def test_a_model_without_a_cache_is_refused(transformers: Any) -> None:
+    bert = zoo.resolve("hf:bert", args={"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2})
+    message = "BertModel returns no cache for the next token: .* got an output of last_hidden_state, pooler_output"
+    with pytest.raises(Unsupported, match=message):
+        mt.profile(bert.model, bert.inputs, phases="decode")
+    decoder, tokens = zoo.build("tiny-decoder")
+    with pytest.raises(
+        Unsupported, match="Decoder returns no cache for the next token: .* got an output of logits, hidden_states"
+    ):
+        mt.profile(decoder, tokens, phases="decode")
+    resnet, image = zoo.build("tiny-resnet")
+    with pytest.raises(BadInputs, match="phases need token ids of shape .* of ResNet.forward, got x"):
+        mt.profile(resnet, image, phases="decode")
+
+
+def test_the_peak_of_decoding_has_one_cache(llama: nn.Module) -> None:
+    with torch.no_grad():
+        p = mt.profile(llama, {"input_ids": ids(2, 200)}, phases="decode")
+    assert p.decode is not None
+    assert p.cache_bytes < p.decode.peak_bytes - p.decode.total.param_bytes < 1.6 * p.cache_bytes
