@@ -154,7 +154,7 @@ def test_arrays_that_overlap_are_refused_in_a_run_too() -> None:
     head, _ = mt.split(model, (x, [WHOLE, WHOLE + 1]), at="a")
     with pytest.raises(Unsupported, match="expected plain data, got a ndarray that overlaps another input in mem"):
         head(x, [WHOLE, WHOLE[1:]])
-    with pytest.raises(BadInputs, match=r"list\(ndarray,ndarray\)"):
+    with pytest.raises(BadInputs, match=r"\[ndarray, ndarray\]"):
         head(x, [WHOLE, x])
     with pytest.raises(NoMatch, match="overlaps another input in memory"):
         mt.split(model, mt.Inputs(x, [WHOLE, torch.from_numpy(WHOLE)]), at="a")

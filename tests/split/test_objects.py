@@ -146,7 +146,7 @@ def test_an_object_of_another_class_than_on_the_example_is_refused() -> None:
     model = nn.Sequential(Either(), Uses()).eval()
     head, tail = mt.split(model, torch.ones(2, 4), at="0")
     assert same(tail(head(torch.ones(3, 4))), torch.ones(3, 4))
-    with pytest.raises(BadInputs, match=r"output of '0': expected .*, got tests.split.test_objects.Other\(tensor="):
+    with pytest.raises(BadInputs, match=r"output of '0': expected .*, got Other\(tensor="):
         head(-torch.ones(2, 4))
 
 
