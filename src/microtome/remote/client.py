@@ -112,6 +112,8 @@ class Remote:
         """
         if not isinstance(window, int) or window < 1:
             raise BadQuery(f"expected a window of 1 or more requests in flight, got {window!r}")
+        if self._local.spec.states:  # each in a session of its own, one after the other
+            return (self(*one.args, **one.kwargs) for one in map(Inputs.of, items))
         return run_pipeline(self._start, self._send, self._finish, self._connection.cancel, iter(items), window)
 
     def session(self, *, replay_memory: int | str = "256MB") -> StageSession:

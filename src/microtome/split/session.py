@@ -69,8 +69,9 @@ def generate(model: nn.Module, session: StageSession, args: tuple[Any, ...], kwa
             "run its steps with session()"
         )
     generator: Any = _with_forward(unwrap_model(model), session)
-    # With a static cache on a GPU, it would compile the forward, which runs sessions.
-    output = generator.generate(*args, **{"disable_compile": True, **kwargs})
+    if hasattr(generator, "generation_config"):  # with a static cache on a GPU, transformers would compile the forward
+        kwargs = {"disable_compile": True, **kwargs}
+    output = generator.generate(*args, **kwargs)
     if not session.num_steps:
         raise Unsupported(f"the `generate` of a {type(model).__name__} does not call it: split the model that it wraps")
     return output

@@ -61,7 +61,8 @@ class StageVariants:
         Raises:
             Unsupported: A run on these inputs does not reach the cuts.
         """
-        with as_state(self._variants[0].spec.state_classes):
+        classes = dict.fromkeys(cls for variant in self._variants for cls in variant.spec.state_classes)
+        with as_state(tuple(classes)):
             states = state_objects_in((inputs.args, inputs.kwargs))
             is_first = not any(map(has_tensors, states))
             kind = kind or (kind_of(states) if states else None)

@@ -17,6 +17,7 @@ from microtome.split.analysis.arrays import array_name
 from microtome.split.analysis.structure_spec import TensorSpec
 from microtome.split.cuts.crossing import Crossing, ValueLocation
 from microtome.split.cuts.liveness import Liveness
+from microtome.split.cuts.phases import price_phases
 from microtome.split.cuts.refusals import find_refusal
 
 
@@ -24,7 +25,8 @@ def cuts(model: nn.Module, inputs: Any) -> Cuts:
     """List every cut at which head and tail together compute exactly what the model computes.
 
     The model is run once, on tensors without values where it allows that. A cut is at the exit of a call: of every
-    module that runs, however deep.
+    module that runs, however deep. If it is a language model that returns a cache, the inputs are a prompt: `Cuts.decode`
+    has the cuts of the run for the next token, and cuts have the bytes of the cache that stay on either side.
 
     Args:
         inputs: A tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`; see `Inputs`.
@@ -38,7 +40,9 @@ def cuts(model: nn.Module, inputs: Any) -> Cuts:
     >>> [live.name for live in found["layer1.0.conv1"].live]
     ['stem', 'layer1.0.conv1']
     """
-    return list_cuts(check_model(model), Liveness(analyze(model, inputs)))
+    analysis = analyze(check_model(model), inputs)
+    found = list_cuts(model, Liveness(analysis))
+    return price_phases(model, inputs, found, list_cuts) if analysis.state_classes else found
 
 
 def list_cuts(model: nn.Module, liveness: Liveness) -> Cuts:
