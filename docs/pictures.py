@@ -28,7 +28,6 @@ from microtome import zoo
 from microtome.cli import main as microtome
 from microtome.report.cuts import CutSelection
 from microtome.report.formats import describe
-from microtome.report.plan import CandidateSelection
 from microtome.report.row_selection import RowSelection
 from microtome.report.top import report as top_report
 
@@ -54,6 +53,7 @@ def main(groups: Sequence[str]) -> None:
         sys.exit(f"expected groups among {', '.join(drawers)}, got {', '.join(sorted(unknown))}")
     FOLDER.mkdir(exist_ok=True)
     torch.set_num_threads(1)  # times of one thread differ less from run to run
+    os.environ.update(TERM="xterm-256color", COLORTERM="truecolor")  # rich caches the codes of colors it wrote first
     for group in groups or drawers:
         drawers[group]()
 
@@ -73,8 +73,8 @@ def draw_tables() -> None:
     plan = mt.plan(
         replace(mt.cuts(model, "8x3x64x64"), name=name), edge=timed, cloud=timed, link=link, objective="throughput"
     )
-    words = "microtome plan … --bandwidth 10Gbps --rtt 1ms --objective throughput --top 4"
-    terminal("plan", words, describe(plan, CandidateSelection(top=4)))
+    words = "microtome plan … --bandwidth 10Gbps --rtt 1ms --objective throughput"
+    terminal("plan", words, describe(plan))
 
 
 def terminal(name: str, words: str, shown: RenderableType, width: int = WIDTH) -> None:
@@ -139,7 +139,7 @@ def draw_gallery() -> None:
         run("profile torchvision:resnet50 --time --json edge.json")
         run("profile torchvision:resnet50 --time --json cloud.json")
         link = "--bandwidth 20Mbps --rtt 15ms --objective throughput --codec int8"
-        draw_command("cut", "plan torchvision:resnet50", "--edge edge.json --cloud cloud.json", f"{link} --top 4")
+        draw_command("cut", "plan torchvision:resnet50", "--edge edge.json --cloud cloud.json", link)
         run("profile timm:resnet18 --time --json before.json")
         run("profile timm:resnet18 --arg replace_stem_pool=True --time --json after.json")
         draw_command("diff", "diff before.json after.json", width=90)
@@ -158,7 +158,7 @@ def draw_command(name: str, start: str, middle: str = "", end: str = "", *, widt
 
 def run(words: str, width: int = WIDTH) -> str:
     """Run a command of microtome, and return what it prints on a terminal of this width."""
-    os.environ.update(COLUMNS=str(width), TERM="xterm-256color", COLORTERM="truecolor")
+    os.environ["COLUMNS"] = str(width)
     with redirect_stdout(_Terminal()) as printed:
         microtome(shlex.split(words), standalone_mode=False)
     return printed.getvalue()
