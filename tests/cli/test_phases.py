@@ -48,6 +48,14 @@ def test_one_phase_and_its_layers(tmp_path: Path) -> None:
     assert [line.split(",")[:3] for line in decode] == [["phase", "batch", "tokens"], ["decode", "3", "1"]]
 
 
+def test_cuts_price_the_prompt_and_each_token() -> None:
+    result = CliRunner().invoke(main, ["cuts", *LLAMA, "--prefill", "300", "--depth", "1"])
+    assert result.exit_code == 0, result.output
+    assert "hf:llama on input_ids 1x300:int64" in result.stdout
+    assert "bytes: for the prompt of 300 tokens; per token: for each one after it" in " ".join(result.stdout.split())
+    assert "use_cache" not in result.stderr
+
+
 def test_times_are_measured() -> None:
     result = run(*GPT2, "--prefill", 7, "--decode", "--time", "--repeat", 3, "--json", "-")
     data = json.loads(result.stdout)

@@ -110,7 +110,7 @@ def _builder(hint: Any) -> Builder:
         return lambda data: {key: value(item) for key, item in data.items()} if isinstance(data, dict) else data
     if hasattr(hint, "from_dict"):
         from_dict: Builder = hint.from_dict
-        return from_dict
+        return lambda data: from_dict(data) if isinstance(data, dict) else data
     return partial(_construct, hint, _fields_of(hint)) if is_dataclass(hint) or hasattr(hint, "_fields") else _identity
 
 

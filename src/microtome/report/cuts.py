@@ -22,6 +22,8 @@ _ROWS = 60
 #: The most reasons for refusals in the notes, and the most places of each.
 _REASONS, _PLACES = 4, 3
 _MARK = "*"
+#: The column of the bytes that cross for each token after the prompt.
+_TOKEN = "per token"
 #: The width of the bar of the most bytes.
 _BAR = 8
 #: The most rows and names in a notebook.
@@ -58,7 +60,7 @@ def report(cuts: Cuts, view: CutSelection | None = None, medium: Medium = "termi
     kept = cap(costs, _NOTEBOOK_ROWS) if medium == "html" else range(len(selected))
     rows = [selected[index] for index in kept]
     most = max(cuts.input_bytes, cuts.output_bytes, *(cut.nbytes for cut in rows), 1)
-    columns = _columns(most, medium)
+    columns = _columns(cuts, most, medium)
     table = Table.of(
         columns, rows, lambda cut: _MARK if cut.dominates else " ", lambda cut: "bold" if cut.dominates else ""
     )
@@ -71,7 +73,7 @@ def report(cuts: Cuts, view: CutSelection | None = None, medium: Medium = "termi
         notes.append(f"shown: {len(rows)} of {plural(len(cuts), 'cut')}{where}")
     if medium == "terminal":
         if view.sort is None:
-            table = replace(table, lines=_between_ends(cuts, table.lines, most))
+            table = replace(table, lines=_between_ends(cuts, table, most))
         if any(live.source == cut.at for cut in rows for live in cut.live):
             notes.append(Note("itself: the output of the call at the cut", (columns[-1],)))
     table = table.with_columns(view.columns)
@@ -102,7 +104,9 @@ def records(cuts: Cuts) -> list[dict[str, Any]]:
     places = sorted((*cuts.offered, *cuts.refused), key=lambda cut: cut.index)
     names = [name for name in Cut.__dataclass_fields__ if name != "index"]
     return [
-        {name: getattr(cut, name) for name in names} | {"live": " ".join(live.name for live in cut.live)}
+        {name: getattr(cut, name) for name in names}
+        | {"token_bytes": cuts.token_bytes(cut.at)}
+        | {"live": " ".join(live.name for live in cut.live)}
         for cut in places
     ]
 
@@ -110,7 +114,7 @@ def records(cuts: Cuts) -> list[dict[str, Any]]:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _columns(most: int, medium: Medium) -> tuple[Column, ...]:
+def _columns(cuts: Cuts, most: int, medium: Medium) -> tuple[Column, ...]:
     """On a narrow terminal the kind of module is dropped first, and the bytes last."""
 
     def amount(header: str, field: str, importance: int) -> Column:
@@ -130,6 +134,7 @@ def _columns(most: int, medium: Medium) -> tuple[Column, ...]:
         Column("cut", lambda cut: cut.at, "left", is_name=True),
         Column("module", lambda cut: cut.type, "left", importance=7),
         *nbytes,
+        *(_phase_columns(cuts) if cuts.token is not None else ()),
         amount("head\nMACs", "head_macs", 1),
         amount("tail\nMACs", "tail_macs", 5),
         amount("head\nparams", "head_params", 6),
@@ -138,14 +143,29 @@ def _columns(most: int, medium: Medium) -> tuple[Column, ...]:
     )
 
 
-def _between_ends(cuts: Cuts, lines: Sequence[Line], most: int) -> tuple[Line, ...]:
+def _phase_columns(cuts: Cuts) -> tuple[Column, ...]:
+    """Return the columns of a language model: bytes that cross for each token, and bytes of its cache."""
+    return (
+        Column(_TOKEN, lambda cut: size(cuts.token_bytes(cut.at)), importance=1),
+        Column("head\ncache", lambda cut: size(cut.head_state_bytes), importance=2),
+        Column("tail\ncache", lambda cut: size(cut.tail_state_bytes), importance=2),
+    )
+
+
+def _between_ends(cuts: Cuts, table: Table, most: int) -> tuple[Line, ...]:
     """Put the cuts between rows for the input and the output."""
 
-    def end(name: str, nbytes: int, crosses: Cell) -> Line:
-        return Line((name, "", size(nbytes), Bar(nbytes / most), "", "", "", "", crosses), mark=" ", style="dim")
+    def end(name: str, nbytes: int, token_bytes: int | None, crosses: Cell) -> Line:
+        known: dict[str, Cell] = {"cut": name, "bytes": size(nbytes), "": Bar(nbytes / most), "crosses": crosses}
+        known |= {} if token_bytes is None else {_TOKEN: size(token_bytes)}
+        return Line(tuple(known.get(column.title, "") for column in table.columns), mark=" ", style="dim")
 
-    inputs = Names(tuple(live.name for live in cuts.inputs))
-    return (end("(input)", cuts.input_bytes, inputs), *lines, end("(output)", cuts.output_bytes, ""))
+    inputs, step = Names(tuple(live.name for live in cuts.inputs)), cuts.decode
+    return (
+        end("(input)", cuts.input_bytes, None if step is None else step.input_bytes, inputs),
+        *table.lines,
+        end("(output)", cuts.output_bytes, None if step is None else step.output_bytes, ""),
+    )
 
 
 def _crossing(cut: Cut, medium: Medium) -> tuple[str, ...]:
@@ -212,6 +232,13 @@ def _notes(cuts: Cuts, view: CutSelection, rows: Sequence[Cut], mark: str) -> It
         yield f"fewest bytes: {best.at}, {size(best.nbytes)}; {fewer}"
     if any(cut.dominates for cut in rows):
         yield f"{mark}: sends fewer bytes than every cut {'' if view.depth is None else 'to this depth '}before it"
+    if cuts.token is not None:
+        yield (
+            f"bytes: for the prompt of {plural(cuts.prompt_tokens or 0, 'token')}; {_TOKEN}: for each one after it; "
+            "cache: after the prompt"
+        )
+    if cuts.no_decode is not None:
+        yield f"{_TOKEN}: not known: {cuts.no_decode}"
     if not cuts.offered and not cuts.refused:
         yield "a model is cut where a module inside it ends, and none runs inside this one"
     tensor_mode, _, why = cuts.how.partition(" ")

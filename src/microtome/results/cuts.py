@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self, get_args, overload
 
@@ -42,6 +42,7 @@ class Cut:
         head_params: Parameters that the head reads. One that both sides read counts on both.
         dominates: Whether every cut before it has more bytes.
         refused: The reason why the model cannot be cut here exactly; None: it can.
+        head_state_bytes: Bytes of a language model's cache that stay in the head after the run; None: it has none.
     """
 
     index: int
@@ -58,9 +59,23 @@ class Cut:
     tail_param_bytes: int
     dominates: bool = False
     refused: str | None = None
+    head_state_bytes: int | None = None
+    tail_state_bytes: int | None = None
 
     def __repr__(self) -> str:
         return f"<Cut at {self.at!r}, {'refused' if self.refused else size(self.nbytes)}>"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCuts:
+    """The cuts of the run of a language model for the token after a prompt; the fields are those of `Cuts`."""
+
+    inputs: tuple[Live, ...]
+    outputs: tuple[Live, ...]
+    cuts: tuple[Cut, ...]
+    how: str
+    calls: int | None
+    flops: int | None
 
 
 By = Literal["bytes", "head_macs", "tail_macs", "head_params", "tail_params"]
@@ -83,6 +98,9 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
         param_bytes: Their bytes.
         flops: FLOPs of the run; None where an operator's are not known, and in files of an older microtome.
         aliases: Further paths of modules, such as those of shared ones, each with the path in addresses.
+        token: Of a language model whose inputs are a prompt: the cuts of the run for the next token.
+        prompt_tokens: The tokens of each prompt.
+        no_decode: The reason why the next token of a model with a cache is not priced; None: it is.
     """
 
     model: str
@@ -97,6 +115,9 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
     flops: int | None = None
     aliases: dict[str, str] = field(default_factory=dict)
     name: str | None = None
+    token: TokenCuts | None = None
+    prompt_tokens: int | None = None
+    no_decode: str | None = None
 
     @property
     def title(self) -> str:
@@ -129,6 +150,32 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
         if cut.refused is not None:
             raise NoMatch(f"the {self.model} cannot be cut at {at!r}: {cut.refused}")
         return cut
+
+    @cached_property
+    def decode(self) -> Cuts | None:
+        """The cuts of the run for the token after the prompt; None: the model is not a language model with a cache."""
+        step = self.token
+        if step is None:
+            return None
+        offered, refused = (
+            tuple(cut for cut in step.cuts if (cut.refused is None) == is_cut) for is_cut in (True, False)
+        )
+        return replace(
+            self,
+            inputs=step.inputs,
+            outputs=step.outputs,
+            offered=offered,
+            refused=refused,
+            how=step.how,
+            calls=step.calls,
+            flops=step.flops,
+            token=None,
+        )
+
+    def token_bytes(self, at: str) -> int | None:
+        """Return the bytes that cross a cut for each token after the prompt; None: it is no cut there."""
+        step = None if self.decode is None else self.decode._by_address.get(at)
+        return None if step is None or step.refused is not None else step.nbytes
 
     def find(self, at: str) -> Cut:
         """Return the place at an address, whether the model can be cut there or not."""

@@ -11,6 +11,7 @@ import click
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.options.prompt import check_prefill, make_prompt, prefill_option
 from microtome.cli.progress import show_progress
 from microtome.results.cuts import By
 
@@ -21,16 +22,20 @@ if TYPE_CHECKING:
 
 @click.command()
 @model_options("meta")
+@prefill_option("Price a prompt of N tokens of a language model, and each token after it.")
 @click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Show cuts at calls up to this depth.")
 @click.option("--all", "every", is_flag=True, help="Show every cut.")
 @click.option("--best", type=click.Choice(list(get_args(By))), help="Show details of the cut with the least of this.")
 @output_options("json", "csv", "md")
-def cuts(*, model: ModelOptions, depth: int | None, every: bool, best: By | None, outputs: Outputs) -> None:
+def cuts(
+    *, model: ModelOptions, prefill: int | None, depth: int | None, every: bool, best: By | None, outputs: Outputs
+) -> None:
     """List where a model can be cut in two exactly, and the tensors that cross each cut.
 
     MODEL is as for `microtome profile`. A cut is at the exit of a call; pass its address to `microtome split --at`.
     JSON and CSV list every cut, and the refused ones with the reason.
     """
+    check_prefill(model, prefill)
     if (depth is not None) + every + (best is not None) > 1:
         raise click.UsageError("choose one of --depth, --all and --best")
     import_torch()
@@ -42,9 +47,10 @@ def cuts(*, model: ModelOptions, depth: int | None, every: bool, best: By | None
 
     def find(resolved: Resolved) -> Cuts:
         with show_progress(f"cutting {model.name}"), wrap_model_errors(resolved), torch.no_grad():
-            return replace(find_cuts(resolved.model, resolved.inputs), name=model.name)
+            inputs = resolved.inputs if prefill is None else make_prompt(resolved, prefill)
+            return replace(find_cuts(resolved.model, inputs), name=model.name)
 
-    _, result = model.count(find, how=lambda found: found.how)
+    _, result = model.count(find, how=lambda found: found.how, one_pass=prefill is None)
     selection = CutSelection(depth, every=every)
     shown = partial(text, result, selection) if best is None else partial(details, result.best(best), result)
     outputs.write_result(result, shown, md=partial(markdown, result, selection))

@@ -13,11 +13,11 @@ from microtome.cli.interrupts import import_torch
 from microtome.cli.options.choices import CONVENTIONS, DEVICE_TIMES, SOURCES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, check_opened, open_option, open_page, output_options
+from microtome.cli.options.prompt import check_prefill, make_prompt, prefill_option
 from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import MicrotomeError
 
 if TYPE_CHECKING:
-    from microtome.inputs import Inputs
     from microtome.report.row_selection import RowSelection
     from microtome.results.cuts import Cuts
     from microtome.results.phases import Phases
@@ -42,7 +42,7 @@ _ENERGY_MODEL = "Estimate energy from coefficients in joules, such as flop=0.5e-
 @click.option("--columns", metavar="A,B,…", help="Show these columns, such as params,macs,time.")
 @click.option("--all", "expand", is_flag=True, help="Show each of several identical blocks.")
 @click.option("--convention", type=click.Choice(CONVENTIONS), default="microtome", help="What counts as a FLOP.")
-@click.option("--prefill", type=click.IntRange(min=1), metavar="N", help=_PREFILL)
+@prefill_option(_PREFILL)
 @click.option("--decode", is_flag=True, help="Profile the run for the next token of a language model.")
 @click.option("--backward", is_flag=True, help="Include the backward pass, and the tensors saved for it.")
 @click.option("--train", is_flag=True, help="Profile the model in training mode.")
@@ -103,7 +103,8 @@ def profile(
     if "time" not in measure and (outputs.files["perfetto"] or outputs.files["speedscope"]):
         raise click.UsageError("--perfetto and --speedscope need times: measure them with --time")
     phases = [name for name, is_chosen in (("prefill", prefill is not None), ("decode", decode)) if is_chosen]
-    _check_phases(phases, model, outputs, prefill=prefill is not None, backward=options["backward"])
+    check_prefill(model, prefill)
+    _check_phases(phases, outputs, backward=options["backward"])
     if model.meta and model.device is not None:
         raise click.UsageError("choose one of --meta and --device")
     runs = [f"--{name}" for name in measure if name != "energy" or energy_model is None]  # an estimate needs no run
@@ -129,7 +130,7 @@ def profile(
             wrap_model_errors(resolved),
             torch.set_grad_enabled(options["backward"]),
         ):
-            inputs = resolved.inputs if prefill is None else _prompt(resolved, prefill)
+            inputs = resolved.inputs if prefill is None else make_prompt(resolved, prefill)
             return profile_model(
                 resolved.model,
                 inputs,
@@ -158,24 +159,15 @@ def profile(
         open_page(html_file)
 
 
-def _check_phases(phases: list[str], model: ModelOptions, outputs: Outputs, *, prefill: bool, backward: bool) -> None:
+def _check_phases(phases: list[str], outputs: Outputs, *, backward: bool) -> None:
     """Raise if other options do not go with phases."""
     if not phases:
         return
-    if prefill and model.inputs is not None:
-        raise click.UsageError("choose one of --prefill, the length of the prompt, and --input, the prompt")
     if backward:
         raise click.UsageError("--prefill and --decode are phases of generation, which has no backward")
     for name in ("perfetto", "speedscope"):
         if outputs.files[name] is not None:
             raise click.UsageError(f"--{name} is of one run: profile it without --prefill and --decode")
-
-
-def _prompt(resolved: Resolved, length: int) -> Inputs:
-    """Return the example inputs with a prompt of another length."""
-    from microtome.trace.phases import Prompt
-
-    return Prompt.of(resolved.model, resolved.inputs).resized(length).inputs
 
 
 def _phases_text(phases: Phases, selection: RowSelection | None) -> str:

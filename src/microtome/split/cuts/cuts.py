@@ -25,8 +25,8 @@ def cuts(model: nn.Module, inputs: Any) -> Cuts:
     """List every cut at which head and tail together compute exactly what the model computes.
 
     The model is run once, on tensors without values where it allows that. A cut is at the exit of a call: of every
-    module that runs, however deep. If it is a language model that returns a cache, the inputs are a prompt: `Cuts.decode`
-    has the cuts of the run for the next token, and cuts have the bytes of the cache that stay on either side.
+    module that runs, however deep. Inputs of a language model that returns a cache are a prompt: `Cuts.decode` has the
+    cuts of the run for the next token, and cuts have the bytes of the cache that stay on either side.
 
     Args:
         inputs: A tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`; see `Inputs`.
