@@ -75,3 +75,17 @@ def test_options_that_do_not_go_with_phases(words: tuple[str, ...], message: str
     result = run(*GPT2, *words)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_plan_is_for_a_whole_answer(tmp_path: Path) -> None:
+    file = tmp_path / "phases.json"
+    assert run(*GPT2, "--prefill", 7, "--decode", "--time", "--repeat", 3, "--json", file).exit_code == 0
+    words = ["plan", *GPT2, "--edge", str(file), "--cloud", str(file), "--bandwidth", "20Mbps", "--rtt", "3ms"]
+    result = CliRunner().invoke(main, [*words, "--tokens", "7,20"])
+    assert result.exit_code == 0, result.output
+    assert "hf:gpt2, an answer of 20 tokens to a prompt of 7: " in " ".join(result.stdout.split())
+    for tokens in ("7", "7,x", "0,5"):
+        refused = CliRunner().invoke(main, [*words, "--tokens", tokens])
+        assert "expected the tokens of the prompt and of the answer, such as 512,64" in refused.stderr
+    both = CliRunner().invoke(main, [*words, "--tokens", "7,20", "--input", "1x7:int64"])
+    assert "choose one of --tokens, the length of the prompt, and --input, the prompt" in both.stderr

@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 
 from microtome.errors import BadQuery, NotInstalled
 from microtome.plan.codec_benchmark import codec_costs
-from microtome.plan.compatibility import check_codec_costs, check_profile
+from microtome.plan.compatibility import check_codec_costs
 from microtome.plan.device_costs import DeviceCosts
 from microtome.results.base import load_result
 from microtome.results.codec_costs import CodecCosts
 from microtome.results.cuts import Cuts
 from microtome.results.link import Link
 from microtome.results.metrics import ENERGY, advise
+from microtome.results.phases import Phases
 from microtome.results.profile import Profile
 from microtome.split.boundary.codecs import parse_codec
 from microtome.units import parse_size
@@ -24,21 +25,28 @@ from microtome.units import parse_size
 #: The codec of compressed inputs, a baseline of every plan.
 COMPRESSED = "zstd"
 
-R = TypeVar("R", Cuts, Profile, CodecCosts)
+R = TypeVar("R", Cuts, Profile, Phases, CodecCosts)
 
 
 def load(argument: Any, result_type: type[R], name: str) -> R:
     """Return a result of this type, from a file if the argument is a path."""
     result = load_result(argument) if isinstance(argument, str | PathLike) else argument
     if not isinstance(result, result_type):
-        raise BadQuery(f"expected {name} as a {result_type.__name__}, or a file of one, got {result!r:.200}")
+        hint = ""
+        if isinstance(result, Phases):
+            hint = f": pass {advise('tokens=(512, 64)', '--tokens 512,64')} for a plan of a whole answer"
+        elif result_type is Phases:
+            both = advise('phases=("prefill", "decode")', "--prefill N --decode")
+            hint = f": profile the model with {both}"
+        raise BadQuery(f"expected {name} as a {result_type.__name__}, or a file of one, got {result!r:.200}{hint}")
     return result
 
 
 def load_chain(
-    cuts: Cuts, edge: Any, cloud: Any, link: Any, devices: Any, links: Sequence[Any] | None
-) -> tuple[dict[str, Profile], list[Link]]:
-    """Return the profiles by device, compared with the cuts, and the links between the devices."""
+    kind: type[R], edge: Any, cloud: Any, link: Any, devices: Any, links: Sequence[Any] | None
+) -> tuple[dict[str, R], list[Link]]:
+    """Return the profiles by device, each a result of this kind, and the links between the devices."""
+    arguments: dict[str, Any]
     if devices is None:
         arguments = {"edge": edge, "cloud": cloud}
         chain_links = [link]
@@ -60,10 +68,7 @@ def load_chain(
     for one in chain_links:
         if not isinstance(one, Link):
             raise BadQuery(f"expected a microtome.Link, such as Link('20Mbps', rtt='15ms'), got {one!r}")
-    profiles = {name: load(value, Profile, f"{name!r}") for name, value in arguments.items()}
-    for name, profile in profiles.items():
-        check_profile(cuts, name, profile)
-    return profiles, chain_links
+    return {name: load(value, kind, f"{name!r}") for name, value in arguments.items()}, chain_links
 
 
 def check_codecs(codec: Collection[str] | str) -> tuple[str, ...]:
@@ -95,6 +100,11 @@ def load_codec_costs(
         return tables, f"measured on one machine for all devices ({sources[0]})"
     each = "; ".join(f"{name}: {source}" for name, source in zip(names, sources, strict=True))
     return tables, f"measured on each device ({each})"
+
+
+def measure_step_codecs(cuts: Cuts, codecs: tuple[str, ...], devices: int) -> list[CodecCosts]:
+    """Measure codecs on the small values that cross for one token, on this machine for all devices."""
+    return [codec_costs(cuts, codecs)] * devices
 
 
 def _measure_codec_costs(cuts: Cuts, codecs: tuple[str, ...]) -> CodecCosts:

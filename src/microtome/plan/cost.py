@@ -107,12 +107,10 @@ class DeviceChain:
                 if sent is not None:
                     steps.append(LatencyTerm("encode", device.name, self.codec_cost(index, sent).encode_s))
             if sent is not None:
-                nbytes = self.sent_bytes(sent)
-                steps.append(LatencyTerm("send", self.devices[index + 1].name, self.links[index].seconds(nbytes)))
-                joules += self.radio_j(index, nbytes + self.output_bytes)
+                steps.append(LatencyTerm("send", self.devices[index + 1].name, self.send_s(index, sent)))
+                joules += self.radio_j(index, self.sent_bytes(sent) + self.output_bytes)
         for index in reversed(range(len(placement))):
-            back_s = self.links[index].seconds(self.output_bytes)
-            steps.append(LatencyTerm("back", self.devices[index + 1].name, back_s))
+            steps.append(LatencyTerm("back", self.devices[index + 1].name, self.back_s(index)))
         return Candidate(
             name=self._name(placement),
             at=tuple(self.points[crossing.point].at for crossing in placement),
@@ -123,11 +121,22 @@ class DeviceChain:
             memory_bytes=tuple(memory),
             latency_s=sum(step.seconds for step in steps),
             slowest_s=self._slowest_s(placement, steps),
-            late_s=2 * sum(link.jitter_s for link in self.links[: len(placement)]),
+            late_s=2 * self.round_trips * sum(link.jitter_s for link in self.links[: len(placement)]),
             energy_j=joules if self.energy_of else None,
             is_baseline=is_baseline,
             refused=self._refusal(memory),
         )
+
+    @property
+    def round_trips(self) -> int:
+        """The messages to the next device, and back."""
+        return 1
+
+    def send_s(self, link: int, crossing: LinkCrossing) -> float:
+        return self.links[link].seconds(self.sent_bytes(crossing))
+
+    def back_s(self, link: int) -> float:
+        return self.links[link].seconds(self.output_bytes)
 
     def radio_j(self, device: int, nbytes: int) -> float:
         per_byte = self.links[device].joules_per_byte

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from microtome.plan.cost import DeviceChain
     from microtome.results.cuts import Cuts
     from microtome.results.link import Link
+    from microtome.results.phases import Phases
     from microtome.results.plan import Candidate, Objective, Plan
     from microtome.results.profile import Profile
 
@@ -23,8 +25,8 @@ OBJECTIVES = ("latency", "energy", "throughput")
 def plan(
     cuts: Cuts | str | PathLike[str],
     *,
-    edge: Profile | str | PathLike[str] | None = None,
-    cloud: Profile | str | PathLike[str] | None = None,
+    edge: Profile | Phases | str | PathLike[str] | None = None,
+    cloud: Profile | Phases | str | PathLike[str] | None = None,
     link: Link | str | None = None,
     devices: Mapping[str, Any] | Sequence[Any] | None = None,
     links: Sequence[Link | str] | None = None,
@@ -35,6 +37,7 @@ def plan(
     costs: Any = None,
     energy_of: Collection[str] | None = None,
     strategy: Strategy | None = None,
+    tokens: tuple[int, int] | None = None,
 ) -> Plan:
     """Choose where to cut a model, from its profile on each device and the link between them.
 
@@ -57,6 +60,9 @@ def plan(
         energy_of: The names of the devices whose energy counts; None: the first.
         strategy: Chooses instead of the objective: called with the candidates within the limits, the best first, it
             returns one of them.
+        tokens: Of a language model: the tokens of the prompt and of the answer, such as `(512, 64)`. The plan is for
+            the whole answer: a run over the prompt, and one for each further token, each with a round trip. Needs cuts
+            for such a prompt, and profiles with `phases=("prefill", "decode")`.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -69,25 +75,38 @@ def plan(
     ['all on edge', 'all on cloud, input by zstd', 'all on cloud, raw input']
     """
     # Imported here since `import microtome` imports this file, and these take longer than all the rest of it.
-    from microtome.plan import arguments
+    from microtome.plan import answer, arguments
+    from microtome.plan.compatibility import check_profile
     from microtome.plan.cost import DeviceChain
     from microtome.plan.device_costs import DeviceCosts, cut_points
     from microtome.plan.search import candidates
     from microtome.results.cuts import Cuts
+    from microtome.results.phases import Phases
     from microtome.results.plan import Plan
+    from microtome.results.profile import Profile
 
     cuts = arguments.load(cuts, Cuts, "the cuts")
     if objective not in OBJECTIVES:
         raise BadQuery(f"expected objective 'latency', 'energy' or 'throughput', got {objective!r}")
-    profiles, chain_links = arguments.load_chain(cuts, edge, cloud, link, devices, links)
-    points = cut_points(cuts, list(profiles.values()))
-    factors = arguments.check_factors(slower, list(profiles))
+    decode_profiles: dict[str, Profile] = {}
+    if tokens is None:
+        profiles, chain_links = arguments.load_chain(Profile, edge, cloud, link, devices, links)
+        for name, profile in profiles.items():
+            check_profile(cuts, name, profile)
+    else:
+        tokens = answer.check_tokens(tokens, cuts)
+        phases, chain_links = arguments.load_chain(Phases, edge, cloud, link, devices, links)
+        profiles, decode_profiles = answer.split_phases(cuts, phases)
+        cuts = answer.common_cuts(cuts)
+    names, timed = list(profiles), [*profiles.values(), *decode_profiles.values()]
+    points = cut_points(cuts, timed)
+    factors = arguments.check_factors(slower, names)
     chain_devices = [DeviceCosts(name, one, points, factors.get(name, 1.0)) for name, one in profiles.items()]
     codecs = arguments.check_codecs(codec)
-    memory_limits = arguments.parse_limits(limits, list(profiles))
+    memory_limits = arguments.parse_limits(limits, names)
     energy_devices = arguments.devices_with_energy(chain_devices, objective, energy_of)
     # Last, after all checks: it may measure every codec.
-    tables, source = arguments.load_codec_costs(cuts, codecs, costs, list(profiles))
+    tables, source = arguments.load_codec_costs(cuts, codecs, costs, names)
     compressed = (arguments.COMPRESSED,) if all(arguments.COMPRESSED in table.costs for table in tables) else ()
     chain = DeviceChain(
         devices=chain_devices,
@@ -100,6 +119,16 @@ def plan(
         limits=memory_limits,
         energy_of=energy_devices,
     )
+    if tokens is not None and cuts.decode is not None:
+        step_points = cut_points(cuts.decode, timed)
+        step = replace(
+            chain,
+            devices=[DeviceCosts(name, decode_profiles[name], step_points, factors.get(name, 1.0)) for name in names],
+            points=step_points,
+            output_bytes=cuts.decode.output_bytes,
+            codec_costs=arguments.measure_step_codecs(cuts.decode, chain.input_codecs, len(names)),
+        )
+        chain = answer.AnswerChain.of(chain, step, tokens[1] - 1, cuts)
     ranked = candidates(chain, objective)
     return Plan(
         model=cuts.model,
@@ -119,6 +148,7 @@ def plan(
             *_notes(cuts, chain, compressed),
         ),
         aliases=cuts.aliases,
+        tokens=tokens,
     )
 
 
@@ -151,6 +181,8 @@ def _notes(cuts: Cuts, chain: DeviceChain, compressed: tuple[str, ...]) -> list[
         notes.append(f"the model cannot be cut at {len(cuts.refused)} calls: see `microtome.cuts` for the reasons")
     if not compressed:
         notes.append("compressed inputs are not considered: zstd is not installed, or its costs were not measured")
+    if chain.round_trips > 1:
+        notes.append("every token after the first takes as long as the second, although the cache grows")
     if any(len(device.elapsed_s) > 1 for device in chain.devices):
         notes.append("on a GPU, a part takes the longer of its kernels and the host's time to launch them")
     for device in chain.devices:

@@ -140,8 +140,8 @@ class _Search:
         """Add the costs of a link to cost and tie of a table, the way back of the result included."""
         chain = self._chain
         sent_bytes = [chain.sent_bytes(crossing) for crossing in chain.crossings]
-        back_s = chain.links[link].seconds(chain.output_bytes)
-        seconds = _floats([chain.links[link].seconds(nbytes) + back_s for nbytes in sent_bytes])
+        back_s = chain.back_s(link)
+        seconds = _floats([chain.send_s(link, crossing) + back_s for crossing in chain.crossings])
         busy_s = _floats([chain.busy_s(link, crossing) for crossing in chain.crossings])
         cost, tie = table.cost[:-1], table.tie[:-1] + seconds
         if self._objective == "throughput":

@@ -16,7 +16,7 @@ from microtome.report.table import Column, Medium, Report, Segments, Table
 from microtome.report.text import StackedBar, colour_characters, sample, stacked_bars
 from microtome.results.metrics import ENERGY, find_choice
 from microtome.results.plan import Candidate, Objective, Plan
-from microtome.units import UNKNOWN, Unit, joules, rate, ratio, seconds, size, write
+from microtome.units import UNKNOWN, Unit, joules, plural, rate, ratio, seconds, size, write
 
 #: The most candidates of a table beside those that are always shown, and the most cuts of a chart.
 _ROWS, _BARS = 8, 20
@@ -93,6 +93,8 @@ def _record(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "sent_bytes": sum(candidate.sent_bytes),
         "back_bytes": candidate.back_bytes * len(candidate.sent_bytes),
     }
+    if plan.tokens is not None:
+        record |= {"first_token_s": candidate.first_token_s, "token_s": candidate.token_s}
     for name, nbytes in zip(plan.devices, candidate.memory_bytes, strict=True):
         record[f"{name}_run_s"] = candidate.seconds("run", where=name)
         record[f"{name}_memory_bytes"] = nbytes
@@ -149,6 +151,9 @@ def _columns(plan: Plan) -> list[Column]:
     cells["codec"] = lambda one: write(one.seconds("encode", "decode"), "seconds")
     cells["wire"] = lambda one: write(one.seconds("send", "back"), "seconds")
     cells["latency"] = lambda one: write(one.latency_s, "seconds")
+    if plan.tokens is not None:
+        cells["first token"] = lambda one: write(one.first_token_s, "seconds")
+        cells["per token"] = lambda one: write(one.token_s, "seconds")
     cells["passes/s"] = lambda one: write(one.throughput_per_s, "ratio")
     if plan.energy_of:
         cells["energy"] = lambda one: write(one.energy_j, "joules")
@@ -159,7 +164,20 @@ def _columns(plan: Plan) -> list[Column]:
     if any(one.refused for one in plan):
         cells["fits"] = lambda one: "no" if one.refused else "yes"
     first = {"latency": "latency", "throughput": "passes/s", "energy": "energy"}[plan.objective]
-    names = [first, "latency", "sent", *plan.devices, "wire", "fits", "codec", "energy", *memories, "passes/s"]
+    names = [
+        first,
+        "latency",
+        "per token",
+        "first token",
+        "sent",
+        *plan.devices,
+        "wire",
+        "fits",
+        "codec",
+        "energy",
+        *memories,
+        "passes/s",
+    ]
     order = list(dict.fromkeys(names))
     return [Column(name, cell, importance=order.index(name)) for name, cell in cells.items()]
 
@@ -245,11 +263,16 @@ def _title(plan: Plan) -> str:
         for near, far, link in zip(devices, devices[1:], plan.links, strict=False)
     )
     chosen = f"chosen by {plan.strategy}" if plan.strategy else f"best {plan.objective}"
-    return f"{plan.title} on {plan.inputs}: {plan.winner.name} ({chosen}; {links})"
+    on = f" on {plan.inputs}"
+    if plan.tokens is not None:
+        on = f", an answer of {plural(plan.tokens[1], 'token')} to a prompt of {plan.tokens[0]:,}"
+    return f"{plan.title}{on}: {plan.winner.name} ({chosen}; {links})"
 
 
 def _notes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
     winner = plan.winner
+    if plan.tokens is not None:
+        yield "a pass is a whole answer: latency, energy and bytes are of all its tokens"
     yield f"{winner.name}: {seconds(winner.latency_s)} = {' + '.join(_terms(winner))}"
     yield from _beside(plan)
     if winner.late_s:

@@ -51,6 +51,7 @@ class Candidate:
         energy_j: Joules of the devices that count; None: not known.
         is_baseline: Whether it is the whole model on one device, which every plan has.
         refused: The reason why it cannot be chosen; None: it can.
+        first_token_s: Of an answer of a language model: seconds to the first token; `token_s`: for each further one.
     """
 
     name: str
@@ -66,6 +67,8 @@ class Candidate:
     energy_j: float | None
     is_baseline: bool = False
     refused: str | None = None
+    first_token_s: float | None = None
+    token_s: float | None = None
 
     def __repr__(self) -> str:
         return f"<Candidate {self.name!r}, {'refused' if self.refused else write_seconds(self.latency_s)}>"
@@ -120,6 +123,7 @@ class Plan(Result, kind="plan"):
         codec_costs: The source of the costs of codecs.
         energy_of: The devices whose joules count; empty: none are known.
         notes: Assumptions, and what was left out.
+        tokens: The tokens of the prompt and of the answer, all of which a candidate's costs cover; None: one pass.
     """
 
     model: str
@@ -136,6 +140,7 @@ class Plan(Result, kind="plan"):
     notes: tuple[str, ...]
     name: str | None = None
     aliases: dict[str, str] = field(default_factory=dict)
+    tokens: tuple[int, int] | None = None
 
     @property
     def title(self) -> str:
@@ -177,7 +182,7 @@ class Plan(Result, kind="plan"):
         if len(self.links) != 1:
             raise BadQuery(f"expected a plan with one link to compare bandwidths, got {len(self.links)} links")
         able = [candidate for candidate in self.candidates if candidate.refused is None]
-        return _spans(able, self.objective, self.links[0])
+        return _spans(able, self.objective, self.links[0], 1 if self.tokens is None else self.tokens[1])
 
     def show(self, *, sort: str | None = None, top: int | None = None, columns: Iterable[str] = ()) -> None:
         """Print the table; in a notebook, display it.
@@ -232,12 +237,12 @@ class _Curve(NamedTuple):
     candidate: Candidate
 
 
-def _spans(candidates: Sequence[Candidate], objective: Objective, link: Link) -> tuple[Span, ...]:
+def _spans(candidates: Sequence[Candidate], objective: Objective, link: Link, round_trips: int) -> tuple[Span, ...]:
     """Return the bandwidths of each winner, in order."""
     if objective == "energy":  # a byte takes the same energy on a slow link
         return (Span(0.0, inf, min(candidates, key=lambda candidate: candidate.rank("energy"))),)
-    curve_of = _latency if objective == "latency" else _slowest
-    curves = [curve_of(candidate, link) for candidate in candidates]
+    delay_s = round_trips * link.rtt_s
+    curves = [_latency(one, delay_s) if objective == "latency" else _slowest(one) for one in candidates]
     winner = min(curves, key=lambda curve: (curve.nbytes, curve.fixed))
     bandwidth = 0.0
     spans: list[Span] = []
@@ -252,15 +257,15 @@ def _spans(candidates: Sequence[Candidate], objective: Objective, link: Link) ->
         winner, bandwidth = next_winner, at
 
 
-def _latency(candidate: Candidate, link: Link) -> _Curve:
+def _latency(candidate: Candidate, delay_s: float) -> _Curve:
     """Return the curve of all steps; of those of the link, only the delay is fixed."""
     crossed = len(candidate.sent_bytes)
     busy = candidate.seconds("run", "encode", "decode")
     nbytes = sum(candidate.sent_bytes) + crossed * candidate.back_bytes
-    return _Curve(busy + crossed * link.rtt_s, nbytes, candidate)
+    return _Curve(busy + crossed * delay_s, nbytes, candidate)
 
 
-def _slowest(candidate: Candidate, link: Link) -> _Curve:
+def _slowest(candidate: Candidate) -> _Curve:
     """Return the curve of the slowest device, and of the larger of request and result: a link is full duplex."""
     devices = {step.where for step in candidate.steps}
     busy = max(candidate.seconds("run", "encode", "decode", where=where) for where in devices)

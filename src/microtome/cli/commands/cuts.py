@@ -11,7 +11,7 @@ import click
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
-from microtome.cli.options.prompt import check_prefill, make_prompt, prefill_option
+from microtome.cli.options.prompt import check_prompt, make_prompt, prefill_option
 from microtome.cli.progress import show_progress
 from microtome.results.cuts import By
 
@@ -35,7 +35,7 @@ def cuts(
     MODEL is as for `microtome profile`. A cut is at the exit of a call; pass its address to `microtome split --at`.
     JSON and CSV list every cut, and the refused ones with the reason.
     """
-    check_prefill(model, prefill)
+    check_prompt("--prefill", model, prefill)
     if (depth is not None) + every + (best is not None) > 1:
         raise click.UsageError("choose one of --depth, --all and --best")
     import_torch()

@@ -12,6 +12,7 @@ from microtome.cli.interrupts import import_torch
 from microtome.cli.options.choices import OBJECTIVES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.options.prompt import check_prompt, make_prompt
 from microtome.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -42,11 +43,21 @@ def _parse_factors(context: click.Context, parameter: click.Parameter, words: tu
     return factors
 
 
+def _parse_tokens(context: click.Context, parameter: click.Parameter, word: str | None) -> tuple[int, int] | None:
+    if word is None:
+        return None
+    prompt, comma, new = word.partition(",")
+    if not comma or not prompt.strip().isdecimal() or not new.strip().isdecimal() or 0 in (int(prompt), int(new)):
+        raise click.BadParameter(f"expected the tokens of the prompt and of the answer, such as 512,64, got {word!r}")
+    return int(prompt), int(new)
+
+
 def _split_codecs(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for word in words for name in word.split(","))))
 
 
 _CODEC = "Codecs of the boundary to compare, such as raw,zstd,fp16; repeatable."
+_TOKENS = "Plan a whole answer of a language model: tokens of the prompt and of the answer, such as 512,64."
 _LIMIT = "Memory limit of a side; repeatable."
 _SLOWER = "Multiply the measured times of a side, for a device that is so many times slower; repeatable."
 _TOP = "Show, and write to files, the best K candidates."
@@ -61,6 +72,7 @@ _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatab
 @click.option("--rtt", default="0s", metavar="T", help="Round-trip time of the link, such as 15ms.")
 @click.option("--jitter", default="0s", metavar="T", help="Jitter of the link, such as 2ms.")
 @click.option("--joules-per-byte", type=click.FloatRange(min=0), metavar="J", help="Energy of the edge's radio.")
+@click.option("--tokens", metavar="PROMPT,NEW", callback=_parse_tokens, help=_TOKENS)
 @click.option("--objective", type=click.Choice(OBJECTIVES), default="latency", help="What to optimize.")
 @click.option("--limit", "limits", multiple=True, metavar="edge=512MB", callback=_parse_sides, help=_LIMIT)
 @click.option("--slower", multiple=True, metavar="edge=10", callback=_parse_factors, help=_SLOWER)
@@ -77,6 +89,7 @@ def plan(
     rtt: str,
     jitter: str,
     joules_per_byte: float | None,
+    tokens: tuple[int, int] | None,
     codecs: tuple[str, ...],
     costs: dict[str, str],
     top: int | None,
@@ -88,6 +101,7 @@ def plan(
     MODEL and its inputs are those of the profiles, such as torchvision:resnet50. Neither device is needed. JSON has
     every candidate, for microtome.load; with --top, the rows of the best K.
     """
+    check_prompt("--tokens", model, tokens)
     measures_codecs = outputs.files["measure_codecs"] is not None
     if costs and measures_codecs:
         raise click.UsageError("choose one of --codec-costs and --measure-codecs")
@@ -98,12 +112,14 @@ def plan(
     from microtome.results.link import Link
 
     link = Link(bandwidth, rtt, jitter, joules_per_byte)
+    prompt = None if tokens is None else tokens[0]
     if measures_codecs:
-        cuts, measured = _find_cuts(model.resolve(), codecs)
+        cuts, measured = _find_cuts(model.resolve(one_pass=prompt is None), prompt, codecs)
     else:
-        _, (cuts, measured) = model.count(_find_cuts, how=lambda found: found[0].how)
+        find = partial(_find_cuts, prompt=prompt)
+        _, (cuts, measured) = model.count(find, how=lambda found: found[0].how, one_pass=prompt is None)
     with show_progress(f"planning {model.name}"):
-        result = plan_cuts(cuts, link=link, codec=codecs, costs=measured or costs or None, **options)
+        result = plan_cuts(cuts, link=link, codec=codecs, costs=measured or costs or None, tokens=tokens, **options)
     formats = {"perfetto": result.to_perfetto}
     if measured is not None:
         formats["measure_codecs"] = measured.to_json
@@ -114,7 +130,7 @@ def plan(
     outputs.write_result(result, partial(text, result, selection), **formats)
 
 
-def _find_cuts(resolved: Resolved, codecs: tuple[str, ...] = ()) -> tuple[Cuts, CodecCosts | None]:
+def _find_cuts(resolved: Resolved, prompt: int | None, codecs: tuple[str, ...] = ()) -> tuple[Cuts, CodecCosts | None]:
     """List the cuts; if codecs are named, also measure their costs on this machine, those of the inputs included."""
     import torch
 
@@ -122,8 +138,9 @@ def _find_cuts(resolved: Resolved, codecs: tuple[str, ...] = ()) -> tuple[Cuts, 
     from microtome.split.cuts.cuts import cuts as find_cuts
 
     with show_progress(f"cutting {resolved.name}"), wrap_model_errors(resolved), torch.no_grad():
-        cuts = replace(find_cuts(resolved.model, resolved.inputs), name=resolved.name)
+        inputs = resolved.inputs if prompt is None else make_prompt(resolved, prompt)
+        cuts = replace(find_cuts(resolved.model, inputs), name=resolved.name)
         if not codecs:
             return cuts, None
         names = tuple(dict.fromkeys(("raw", "zstd", *codecs)))
-        return cuts, codec_costs(cuts, names, model=resolved.model, inputs=resolved.inputs)
+        return cuts, codec_costs(cuts, names, model=resolved.model, inputs=inputs)

@@ -13,7 +13,7 @@ from microtome.cli.interrupts import import_torch
 from microtome.cli.options.choices import CONVENTIONS, DEVICE_TIMES, SOURCES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, check_opened, open_option, open_page, output_options
-from microtome.cli.options.prompt import check_prefill, make_prompt, prefill_option
+from microtome.cli.options.prompt import check_prompt, make_prompt, prefill_option
 from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import MicrotomeError
 
@@ -103,7 +103,7 @@ def profile(
     if "time" not in measure and (outputs.files["perfetto"] or outputs.files["speedscope"]):
         raise click.UsageError("--perfetto and --speedscope need times: measure them with --time")
     phases = [name for name, is_chosen in (("prefill", prefill is not None), ("decode", decode)) if is_chosen]
-    check_prefill(model, prefill)
+    check_prompt("--prefill", model, prefill)
     _check_phases(phases, outputs, backward=options["backward"])
     if model.meta and model.device is not None:
         raise click.UsageError("choose one of --meta and --device")

@@ -19,10 +19,10 @@ def prefill_option(help_text: str) -> Callable[[Any], Any]:
     return click.option("--prefill", type=click.IntRange(min=1), metavar="N", help=help_text)
 
 
-def check_prefill(model: ModelOptions, length: int | None) -> None:
-    """Raise if the length of the prompt and the prompt are both set."""
+def check_prompt(option: str, model: ModelOptions, length: object) -> None:
+    """Raise if an option for the length of the prompt and the prompt are both set."""
     if length is not None and model.inputs is not None:
-        raise click.UsageError("choose one of --prefill, the length of the prompt, and --input, the prompt")
+        raise click.UsageError(f"choose one of {option}, the length of the prompt, and --input, the prompt")
 
 
 def make_prompt(resolved: Resolved, length: int) -> Inputs:
