@@ -122,8 +122,8 @@ class Phases(Result, kind="phases"):
 
     def to_html(self, file: File | None = None) -> str:
         """Export one self-contained HTML page, to the file or as text: the prefill, compared with decoding."""
-        profiles = [profile for _, profile in self]
-        return write(render("html.document.html", profiles[0], None, profiles[1] if profiles[1:] else None), file)
+        first, *others = (profile for _, profile in self)
+        return write(render("html.document.html", first, compare=others[0] if others else None), file)
 
     def as_dict(self) -> dict[str, Any]:
         return super().as_dict() | {phase: profile.as_dict() for phase, profile in self}
