@@ -69,6 +69,8 @@ class _Server:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
 
 class _Killer:
@@ -93,21 +95,23 @@ def run_kills(count: int, seed: int = 0) -> dict[str, int]:
     chance = random.Random(seed)
     results = {"right": 0, "wrong": 0}
     server = _Server()
-    for number in range(count):
-        options = {"attention_mask": MASK, "max_new_tokens": 20}
-        options |= chance.choice([{"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 2}])
-        torch.manual_seed(number)
-        expected = model.generate(IDS, **options)
-        restarts = number % 2 == 1
-        fallback = None if restarts else "local"
-        with mt.connect(model, {"input_ids": IDS}, server.address, at=at, fallback=fallback) as remote:
-            killer = _Killer(server, chance.randrange(1, 20), restarts=restarts)
+    try:
+        for number in range(count):
+            options = {"attention_mask": MASK, "max_new_tokens": 20}
+            options |= chance.choice([{"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 2}])
             torch.manual_seed(number)
-            answer = remote.generate(IDS, logits_processor=[killer], **options)
-        results["right" if answer.equal(expected) else "wrong"] += 1
-        if not restarts:
-            server.start()
-    server.kill()
+            expected = model.generate(IDS, **options)
+            restarts = number % 2 == 1
+            fallback = None if restarts else "local"
+            with mt.connect(model, {"input_ids": IDS}, server.address, at=at, fallback=fallback) as remote:
+                killer = _Killer(server, chance.randrange(1, 20), restarts=restarts)
+                torch.manual_seed(number)
+                answer = remote.generate(IDS, logits_processor=[killer], **options)
+            results["right" if answer.equal(expected) else "wrong"] += 1
+            if not restarts:
+                server.start()
+    finally:
+        server.kill()
     return results
 
 

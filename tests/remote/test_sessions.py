@@ -471,17 +471,16 @@ def test_two_processes_with_half_the_weights_and_other_hash_seeds(name: str, tmp
     assert tokens(stages, 3, num_beams=2).shape[1] == 12  # so that the stages of its steps are saved, too
     stages.save(tmp_path)
     for seeds in ((1, 2), (2, 1)):
-        server = _start("tail", name, str(tmp_path), seed=seeds[0])
-        assert server.stdout is not None
-        address = server.stdout.readline().strip()
-        try:
-            head = _start("head", name, str(tmp_path), address, seed=seeds[1])
-            answer, _ = head.communicate(timeout=240)
-            assert head.returncode == 0
-            assert json.loads(answer) == expected.tolist()
-        finally:
-            server.kill()
-            server.wait()
+        with _start("tail", name, str(tmp_path), seed=seeds[0]) as server:
+            try:
+                assert server.stdout is not None
+                address = server.stdout.readline().strip()
+                head = _start("head", name, str(tmp_path), address, seed=seeds[1])
+                answer, _ = head.communicate(timeout=240)
+                assert head.returncode == 0
+                assert json.loads(answer) == expected.tolist()
+            finally:
+                server.kill()
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine.pytree import is_plain_class
+from microtome.engine.torch_internals import schema_of
 from microtome.errors import BadBoundary, Unsupported, describe_error
 from microtome.files.types import find_mismatch, from_plain, to_plain
 from microtome.split.boundary.schema import (
@@ -221,7 +222,8 @@ def _to_record(edit: StateEdit) -> StateEditRecord:
 
 
 def _describe_op(op: StateOp, path: str) -> OpRecord:
-    name, overload = op.func._schema.name, op.func._overloadname
+    schema = schema_of(op.func)
+    name, overload = schema.name, schema.overload_name or "default"
     if name not in _OPERATORS:
         raise Unsupported(
             f"the state at {path} was edited between two steps by {name}, and a server repeats only operators that "

@@ -1,9 +1,9 @@
-"""Describe a split in JSON, so that another process can make the same stages without the example's values."""
+"""Describe a split in JSON, so that another process can make the same stages."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
@@ -19,68 +19,95 @@ from microtome.split.boundary.schema import PLACEHOLDER_DTYPES, PlaceholderSpec,
 from microtome.split.boundary.serialization import DTYPES
 from microtome.split.state.contents import Path, apply_changes, describe_state
 
+#: The most elements of a tensor that is described by value.
+_MAX_VALUES = 1 << 16
+
 
 class SplitDescription(NamedTuple):
     """The cuts of a model and the example that it was split on.
 
     Attributes:
         at: The addresses of the cuts.
-        inputs: The example without values, from `describe_inputs`.
+        inputs: The example, from `describe_inputs`.
         locations: The values that cross each cut, from `Splitter.export_locations`.
         continues: Whether the same stages also compute the next steps of a sequence.
-        is_first: Whether they compute the first step of a sequence.
+        first_kind: See `Variant.first_kind`.
     """
 
     at: list[str]
     inputs: dict[str, Any]
     locations: list[list[list[Any]]]
     continues: bool = False
-    is_first: bool = True
+    first_kind: str | None = None
 
 
-def describe_inputs(model: nn.Module, example: Inputs, state_classes: tuple[type, ...] = ()) -> dict[str, Any]:
+def describe_inputs(
+    model: nn.Module, example: Inputs, state_classes: tuple[type, ...] = (), sent: Iterable[Tensor] = ()
+) -> dict[str, Any]:
     """Describe the structure, shapes, dtypes and plain values of a model's arguments.
+
+    Args:
+        sent: Inputs that cross a cut, so that the other side knows them: integers among them, such as masks, are
+            described by value, since models branch on them.
 
     Raises:
         Unsupported: They hold an object that cannot be described.
     """
-    seen: dict[int, int] = {}
+    describer = _Describer(sent)
     with as_state(state_classes):
-        described = {name: _describe(value, name, seen) for name, value in named_arguments(model, example).items()}
+        arguments = named_arguments(model, example).items()
+        described = {name: describer.describe(value, name) for name, value in arguments}
     return {
         "args": list(described.values())[: len(example.args)],
         "kwargs": {name: described[name] for name in example.kwargs},
     }
 
 
-def _describe(value: Any, path: str, seen: dict[int, int]) -> Any:
-    """Describe an input; a tensor or state that occurs again by its rank among the distinct ones."""
-    if isinstance(value, Tensor) or is_state(value):
-        if id(value) in seen:
-            return {"repeats": seen[id(value)]}
-        seen[id(value)] = len(seen)
-        if isinstance(value, Tensor):
-            return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-        return {"state": class_name(value), "parts": to_plain(describe_state(value), compact=True)}
-    if isinstance(value, bool | int | float | str | None):
-        return {"value": value}
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [_describe(item, f"{path}[{index}]", seen) for index, item in enumerate(value)]}
-    if type(value) is dict:
-        return {"dict": [[key, _describe(item, f"{path}[{key!r}]", seen)] for key, item in value.items()]}
-    if _is_output_class(type(value)):
-        items = {name: _describe(item, f"{path}.{name}", seen) for name, item in value.items()}
-        return {"output": class_name(value), "items": items}
-    raise Unsupported(
-        f"cannot save or send {path} of the example: expected tensors, numbers, strings, lists, tuples, dicts and "
-        f"states, got a {type(value).__name__}"
-    )
+class _Describer:
+    """Describes arguments; a tensor or state that occurs again by its rank among the distinct ones."""
+
+    def __init__(self, sent: Iterable[Tensor]) -> None:
+        self._by_value = {id(tensor) for tensor in sent if _is_mask(tensor)}
+        self._seen: dict[int, int] = {}
+
+    def describe(self, value: Any, path: str) -> Any:
+        if isinstance(value, Tensor) or is_state(value):
+            if id(value) in self._seen:
+                return {"repeats": self._seen[id(value)]}
+            self._seen[id(value)] = len(self._seen)
+            if isinstance(value, Tensor):
+                return self._describe_tensor(value)
+            return {"state": class_name(value), "parts": to_plain(describe_state(value), compact=True)}
+        if isinstance(value, bool | int | float | str | None):
+            return {"value": value}
+        if type(value) in (list, tuple):
+            return {type(value).__name__: [self.describe(item, f"{path}[{index}]") for index, item in enumerate(value)]}
+        if type(value) is dict:
+            return {"dict": [[key, self.describe(item, f"{path}[{key!r}]")] for key, item in value.items()]}
+        if _is_output_class(type(value)):
+            items = {name: self.describe(item, f"{path}.{name}") for name, item in value.items()}
+            return {"output": class_name(value), "items": items}
+        raise Unsupported(
+            f"cannot save or send {path} of the example: expected tensors, numbers, strings, lists, tuples, dicts and "
+            f"states, got a {type(value).__name__}"
+        )
+
+    def _describe_tensor(self, tensor: Tensor) -> dict[str, Any]:
+        spec: dict[str, Any] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        if id(tensor) in self._by_value:
+            spec["values"] = tensor.reshape(-1).tolist()
+        return spec
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    is_integer = tensor.dtype in (torch.bool, torch.int32, torch.int64)
+    return is_integer and tensor.numel() <= _MAX_VALUES and not tensor.is_meta
 
 
 def restore_inputs(
     described: dict[str, Any], model: nn.Module, device: torch.device | None = None, max_bytes: int | None = None
 ) -> Inputs:
-    """The arguments that `describe_inputs` described, with tensors of ones.
+    """The arguments that `describe_inputs` described, with tensors of ones where values were not.
 
     Args:
         device: The device of the tensors; None: meta.
@@ -109,8 +136,11 @@ class _Restorer:
         if "shape" in value:
             if value["dtype"] not in DTYPES:
                 raise ValueError(f"torch {torch.__version__} has no dtype {value['dtype']!r:.80}")
-            self._seen.append(self._make_tensor(value["shape"], DTYPES[value["dtype"]]))
-            return self._seen[-1]
+            tensor = self._make_tensor(value["shape"], DTYPES[value["dtype"]])
+            if "values" in value:
+                tensor = torch.tensor(value["values"], dtype=tensor.dtype, device=self._device).reshape(tensor.shape)
+            self._seen.append(tensor)
+            return tensor
         if "state" in value:
             self._seen.append(self._restore_state(value["state"], value["parts"]))
             return self._seen[-1]

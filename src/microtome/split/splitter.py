@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from microtome.engine.fingerprint import model_fingerprint
 from microtome.engine.meta_run import SUBSTITUTION_LOCK, copy_inputs
@@ -141,6 +141,14 @@ class Splitter:
         pairs = zip(chosen, extra, strict=True)
         return [self._liveness.crossing(self.analysis.exit_order[cut.index], locations) for cut, locations in pairs]
 
+    def inputs_sent(self, chosen: Sequence[Cut], extra: Sequence[Iterable[ValueLocation]]) -> list[Tensor]:
+        """The tensors of the example that cross a cut as they are."""
+        locations = (location for crossing in self.crossings(chosen, extra) for location in crossing.values)
+        ranks = {location.position for location in locations if location.is_input}
+        with as_state(self.analysis.state_classes):
+            tensors = flatten((self.example.args, self.example.kwargs), arrays=[])[1]
+        return [tensor for rank, tensor in zip(self.analysis.input_ranks, tensors, strict=True) if rank in ranks]
+
     def export_locations(self, chosen: Sequence[Cut], extra: Sequence[set[ValueLocation]]) -> list[list[list[Any]]]:
         """Describe all values that cross each cut, in numbers that are the same in every process.
 
@@ -215,4 +223,4 @@ def load_variant(
     # Older files leave out the `#0` of the first of several calls.
     chosen = [splitter.cuts[address if "#" in address else f"{address}#0"] for address in description.at]
     stages = splitter.stages(chosen, splitter.import_locations(description.locations), run)
-    return Variant(stages, description.is_first, description.continues, lambda: description)
+    return Variant(stages, description.first_kind, description.continues, lambda: description)

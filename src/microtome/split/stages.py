@@ -115,15 +115,15 @@ class Stages(Sequence[Stage]):
         from microtome.split.variants import StageVariants
 
         if self._variants is None:
-            self._variants = StageVariants([self._as_variant(is_first=True)], self._make_variant)
+            self._variants = StageVariants([self._as_variant(None)], self._make_variant)
         return self._variants
 
-    def _as_variant(self, *, is_first: bool) -> Variant:
+    def _as_variant(self, first_kind: str | None) -> Variant:
         from microtome.split.variants import Variant
 
-        return Variant(self, is_first, self.continues, self.describe)
+        return Variant(self, first_kind, self.continues, self.describe)
 
-    def _make_variant(self, inputs: Inputs, is_first: bool) -> Variant:
+    def _make_variant(self, inputs: Inputs, first_kind: str | None) -> Variant:
         """Analyze the model on inputs of another structure."""
         from microtome.split.splitter import Splitter
 
@@ -137,12 +137,13 @@ class Stages(Sequence[Stage]):
                 f"the model cannot be cut at {', '.join(self.at)} when it is called with {names}: {error}. If the cut "
                 "is in an encoder, `generate` runs it apart from these steps: cut in the decoder"
             ) from error
-        return stages._as_variant(is_first=is_first)
+        return stages._as_variant(first_kind)
 
     def describe(self) -> SplitDescription:
         """Describe the split for a process that makes the same stages."""
         splitter = self._splitter
-        inputs = describe_inputs(splitter.model, splitter.example, splitter.spec.state_classes)
+        sent = splitter.inputs_sent(self._chosen, self._extra)
+        inputs = describe_inputs(splitter.model, splitter.example, splitter.spec.state_classes, sent)
         locations = splitter.export_locations(self._chosen, self._extra)
         return SplitDescription(list(self.at), inputs, locations, self.continues)
 

@@ -22,13 +22,14 @@ class Variant:
     """Stages for inputs of one structure.
 
     Attributes:
-        is_first: Whether they compute the first step of a sequence.
-        continues: Whether they also compute its next steps.
+        first_kind: The `kind_of` the states in the first step of the sequences whose later steps they compute; None:
+            they compute the first step.
+        continues: Whether they also compute the steps after those that they were made for.
         describe: Describes the split for another process.
     """
 
     stages: Sequence[Stage]
-    is_first: bool
+    first_kind: str | None
     continues: bool
     describe: Callable[[], SplitDescription]
 
@@ -36,12 +37,29 @@ class Variant:
     def spec(self) -> SplitSpec:
         return self.stages[0].spec
 
+    @property
+    def is_first(self) -> bool:
+        """Whether they compute the first step of a sequence."""
+        return self.first_kind is None
+
+    def takes(self, inputs: Inputs) -> bool:
+        """Whether inputs with all states have the structure and the flags that they were made for."""
+        structure, _, plain = flatten((inputs.args, inputs.kwargs), arrays=[])
+        spec = self.spec
+        return (structure.text, _flags(plain)) == (spec.inputs.text, _flags(spec.example.plain))
+
+    def kind(self) -> str:
+        """The `kind_of` the states in the first step of the sequences that they compute."""
+        return kind_of(self.spec.states) if self.first_kind is None else self.first_kind
+
 
 class StageVariants:
     """The stages of a model with the same cuts, for inputs of other structures, flags and kinds of state."""
 
-    def __init__(self, variants: Iterable[Variant], make: Callable[[Inputs, bool], Variant] | None = None) -> None:
-        """`make` analyzes the model on inputs of a first step, or of a later one; None: not all weights are here."""
+    def __init__(
+        self, variants: Iterable[Variant], make: Callable[[Inputs, str | None], Variant] | None = None
+    ) -> None:
+        """`make` analyzes the model on inputs, of which it gets the `first_kind`; None: not all weights are here."""
         self._variants = list(variants)
         self._make = make
 
@@ -50,7 +68,7 @@ class StageVariants:
 
     def describe(self) -> list[SplitDescription]:
         """Describe all variants so far, the first one first."""
-        return [variant.describe()._replace(is_first=variant.is_first) for variant in self._variants]
+        return [variant.describe()._replace(first_kind=variant.first_kind) for variant in self._variants]
 
     def for_step(self, inputs: Inputs, kind: str | None) -> tuple[Variant, Inputs]:
         """Choose the stages for a step, or make them; return also the inputs with all states.
@@ -69,11 +87,8 @@ class StageVariants:
             for variant in self._variants:
                 if not (variant.is_first if is_first else variant.continues or not variant.is_first):
                     continue
-                spec, model = variant.spec, variant.stages[0].model
-                completed = spec.complete(inputs, model)
-                structure, _, plain = flatten((completed.args, completed.kwargs), arrays=[])
-                is_kind = kind is None or kind == kind_of(spec.states) or not variant.is_first
-                if is_kind and (structure.text, _flags(plain)) == (spec.inputs.text, _flags(spec.example.plain)):
+                completed = variant.spec.complete(inputs, variant.stages[0].model)
+                if (kind is None or kind == variant.kind()) and variant.takes(completed):
                     return variant, completed
             if self._make is None:
                 names = ", ".join(named_arguments(self._variants[0].stages[0].model, inputs))
@@ -81,7 +96,7 @@ class StageVariants:
                     f"the stages were not saved for steps that are called with {names}: call stages.generate(…) with "
                     "the same options before stages.save(…), so that they are"
                 )
-            made = self._make(inputs, is_first)
+            made = self._make(inputs, None if is_first else kind or "")
             self._variants.append(made)
             return made, made.spec.complete(inputs, made.stages[0].model)
 
