@@ -258,7 +258,7 @@ def test_a_second_step_on_a_tail_without_the_first_is_caught(model: Model) -> No
     head, tail = stages
     memory = stages.session()(X, memory=Memory(4))["memory"]
     boundary = head(X, memory=memory)
-    with pytest.raises(BadBoundary, match=r"has before the step, got another one: .*stages\.session\(\)"):
+    with pytest.raises(BadBoundary, match=r"has at the cut, got another one: .*stages\.session\(\)"):
         tail(boundary)
 
 

@@ -184,7 +184,7 @@ class RemoteRequest:
             where,
             **self.timing,
             total_s=perf_counter() - self._started,
-            sent_bytes=self.nbytes,
+            sent_bytes=self.nbytes + self._header.step.ByteSize(),
             received_bytes=self._received_bytes,
             attempts=self.attempts,
             reason=self.reason,

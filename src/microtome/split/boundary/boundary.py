@@ -20,6 +20,21 @@ JSON = Any
 _parse_size = lru_cache(parse_size)  # nearly always called with the same limit
 
 
+class _Facts:
+    """The field `facts`: a record of this process is converted to JSON when that is read, since most never are."""
+
+    def __get__(self, boundary: Boundary | None, owner: type) -> dict[str, JSON]:
+        if boundary is None:
+            raise AttributeError("a field without a default")
+        facts = boundary.__dict__["facts"]
+        if not isinstance(facts, dict):
+            facts = boundary.__dict__["facts"] = facts.to_facts()
+        return facts
+
+    def __set__(self, boundary: Boundary, facts: Any) -> None:
+        boundary.__dict__["facts"] = facts
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Boundary:
     """The values that cross from the head of a split model to its tail.
@@ -47,8 +62,14 @@ class Boundary:
     at: str
     fingerprint: str
     tensors: dict[str, Tensor]
-    facts: dict[str, JSON]
+    facts: Any = _Facts()
     spare_bytes: int | None = None
+
+    @property
+    def record(self) -> Any:
+        """The `BoundaryRecord` of a boundary that a stage of this process made; None: its facts are JSON, unchecked."""
+        facts = self.__dict__["facts"]
+        return None if isinstance(facts, dict) else facts
 
     @property
     def nbytes(self) -> int:

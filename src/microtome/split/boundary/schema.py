@@ -268,7 +268,7 @@ class BoundaryRecord(NamedTuple):
         draws: The random operators between the calls, in order.
         overlapping: The names of tensors that may share memory with another: a write to one may change the other.
         requires_grad: The names of tensors that required a gradient in the head.
-        states: Digests of the state objects among the inputs, when the run began and at the cut; empty: there are none.
+        states: A digest of the state objects among the inputs, at the cut; empty: there are none.
     """
 
     inputs: InputsRecord

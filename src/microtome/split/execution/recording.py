@@ -59,7 +59,7 @@ from microtome.split.state.contents import (
     Path,
     StatePart,
     changed_paths,
-    digest_of,
+    digest_of_parts,
     find_changes,
     format_path,
     part_at,
@@ -98,7 +98,6 @@ class BoundaryRecorder:
         self._overlapping_inputs: list[str] = []  # their copies do not overlap
         self._states: list[Any] = []
         self._parts: list[dict[Path, StatePart]] = []  # of the states, when the run begins
-        self._digests: tuple[str, ...] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -131,7 +130,6 @@ class BoundaryRecorder:
         self._tensors.update((array_name(index), to_tensor(array)) for index, array in enumerate(arrays))
         self._states = state_objects_in((inputs.args, inputs.kwargs))
         self._parts = list(map(parts_of, self._states))
-        self._digests = (digest_of(self._states),) if self._states else ()
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the arguments of a call before the cut."""
@@ -200,7 +198,8 @@ class BoundaryRecorder:
         """The boundary at the cut, once it has been reached."""
         assert self._inputs is not None
         self._follower.check_draws()
-        self._check_states()
+        parts = list(map(parts_of, self._states))
+        self._check_states(parts)
         for name, version in self._versions.items():
             if version_of(self._tensors[name]) != version:
                 raise Unsupported(
@@ -215,15 +214,14 @@ class BoundaryRecorder:
             tuple(self._draws),
             (*overlapping_names(self._tensors), *self._overlapping_inputs),
             tuple(self._requires_grad),
-            (*self._digests, digest_of(self._states)) if self._states else (),
+            (digest_of_parts(parts),) if parts else (),
         )
-        return Boundary(self._schedule.at, fingerprint, self._tensors, record.to_facts())
+        return Boundary(self._schedule.at, fingerprint, self._tensors, record)
 
-    def _check_states(self) -> None:
+    def _check_states(self, parts: list[dict[Path, StatePart]]) -> None:
         """Raise if a call changed a part of the state that it does not change on the example: the tail is not told."""
         described = {to_path(change.path) for call in self._calls for changes in call.states for change in changes}
-        for before, state in zip(self._parts, self._states, strict=True):
-            after = parts_of(state)
+        for before, after in zip(self._parts, parts, strict=True):
             for path in changed_paths(before, after):
                 is_tensor = path in after and isinstance(after[path].value, Tensor)
                 if is_tensor and path not in described and path not in self._schedule.glue_state_paths:

@@ -65,9 +65,10 @@ class Replayer:
         self._device = device
         self._states = states
         self._follower = ScheduleFollower(schedule)
-        self._record = record = BoundaryRecord.from_facts(boundary.facts)
+        self._record = record = boundary.record or BoundaryRecord.from_facts(boundary.facts)
         _check_fit(schedule, record)
-        self._check_states(0, "before the step")
+        if bool(record.states) is not bool(states):
+            raise _other_state()
         self._signatures = [call.signature for call in record.calls]
         self._enclosing = iter(record.enclosing)
         self._is_ordered = record.hash_seed == HASH_SEED
@@ -133,7 +134,7 @@ class Replayer:
             self._tensors.expect_unmodified(scheduled.address, arguments[index])
         self._follower.exit()
         if self._follower.is_complete:
-            self._check_states(1, "at the cut")
+            self._check_states()
         output = scheduled.output.unflatten(outputs, record.plain, (args, kwargs))
         if call.module is not None and has_forward_hooks(call.module):
             # What they return is part of the output that was sent; what they could not read was there in the head.
@@ -144,14 +145,10 @@ class Replayer:
         self._tensors.charge(owner, spec)
         return StatePlaceholder.make(spec, path, self._device, owner)
 
-    def _check_states(self, index: int, when: str) -> None:
+    def _check_states(self) -> None:
         """Raise if the stage's own state differs from that of the stage before, apart from the values of tensors."""
-        expected = self._record.states[index : index + 1]
-        if bool(expected) is not bool(self._states) or (expected and expected[0] != digest_of(self._states)):
-            raise BadBoundary(
-                f"expected the state that the head has {when}, got another one: run every step of a sequence in one "
-                "session of the stages (stages.session())"
-            )
+        if self._record.states and self._record.states[0] != digest_of(self._states):
+            raise _other_state()
 
     def draw(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the random numbers of the head; NotImplemented: the operator draws none, or follows the cut."""
@@ -254,6 +251,13 @@ class Replayer:
         else:
             container.clear()
             container.update(zip(record.keys, items, strict=True))
+
+
+def _other_state() -> BadBoundary:
+    return BadBoundary(
+        "expected the state that the head has at the cut, got another one: run every step of a sequence in one session "
+        "of the stages (stages.session())"
+    )
 
 
 def _keep(tensor: Tensor) -> Tensor:

@@ -73,8 +73,11 @@ def parts_of(state: Any) -> dict[Path, StatePart]:
 
 
 def _collect(value: Any, path: Path, parts: dict[Path, StatePart], visited: set[int]) -> None:
-    parts[path] = _part(value)
-    if type(value) not in _LEAVES and id(value) not in visited and (children := _children(value, path)) is not None:
+    cls = type(value)
+    parts[path] = StatePart(value, version_of(value) if cls is Tensor else 0)
+    if cls in _LEAVES or isinstance(value, Tensor) or id(value) in visited:
+        return
+    if (children := _children(value, path)) is not None:
         visited.add(id(value))
         for step, child in children:
             _collect(child, (*path, step), parts, visited)
@@ -96,7 +99,7 @@ def _children(value: Any, path: Path) -> Iterable[tuple[Any, Any]] | None:
         return enumerate(value)
     if type(value) is dict:
         return [((key,), item) for key, item in value.items()]
-    if isinstance(value, Tensor | type | nn.Module) or (type(value) is tuple and all(map(_is_plain, value))):
+    if isinstance(value, type | nn.Module) or (type(value) is tuple and all(map(_is_plain, value))):
         return None
     cls: Any = type(value)
     if not is_plain_class(cls) or not cls.__dictoffset__:
@@ -203,29 +206,30 @@ def digest_of(states: Iterable[Any], *, values: bool = True) -> str:
     Args:
         values: Include the values of small integer tensors, which are known in every stage.
     """
-    lines: list[str] = []
-    visited: set[int] = set()
-    for state in states:
-        _spell(state, lines, visited, values)
-    return xxh3_64_hexdigest("\n".join(lines).encode())
+    return digest_of_parts(map(parts_of, states), values=values)
 
 
-def _spell(value: Any, lines: list[str], visited: set[int], values: bool) -> None:
-    """Append a description of each part that does not depend on the stage."""
+def digest_of_parts(states: Iterable[dict[Path, StatePart]], *, values: bool = True) -> str:
+    """The `digest_of` state objects with these parts."""
+    described = [_spell(part.value, values) for parts in states for part in parts.values()]
+    return xxh3_64_hexdigest(repr(described).encode())
+
+
+def _spell(value: Any, values: bool) -> Any:
+    """What all stages know of a part."""
     if isinstance(value, Tensor):
-        numbers = value.tolist() if values and _is_sent_by_value(value) else ""
-        lines.append(f"{tuple(value.shape)}{value.dtype}{numbers}")
-    elif type(value) in _PLAIN:
-        lines.append(repr(value))
-    elif isinstance(value, torch.dtype | torch.device | tuple | type | nn.Module):
-        lines.append(str(value) if isinstance(value, torch.dtype | tuple) else getattr(value, "__name__", "-"))
-    elif id(value) not in visited:
-        visited.add(id(value))
-        parts = value if type(value) is list else value.values() if type(value) is dict else dict_of(value).values()
-        names = "" if type(value) is list else ",".join(map(str, value if type(value) is dict else dict_of(value)))
-        lines.append(f"{type(value).__name__} {len(parts)} {names}")
-        for part in parts:
-            _spell(part, lines, visited, values)
+        numbers = value.tolist() if values and _is_sent_by_value(value) else None
+        return tuple(value.shape), value.dtype, numbers
+    cls = type(value)
+    if cls in _COMPARED and cls is not torch.device:
+        return value
+    if cls is list:
+        return "list", len(value)
+    if cls is dict:
+        return "dict", [str(key) for key in value]
+    if isinstance(value, type | torch.device | nn.Module):
+        return getattr(value, "__name__", "-")
+    return cls.__name__, list(dict_of(value))
 
 
 def _is_sent_by_value(tensor: Tensor) -> bool:
