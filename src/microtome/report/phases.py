@@ -8,7 +8,7 @@ from typing import Any
 from microtome.report.notes import interval
 from microtome.report.table import Column, Medium, Report, Table
 from microtome.results.metrics import advise
-from microtome.results.phases import Phase, Phases, flops_per_byte, moved_bytes, pass_seconds
+from microtome.results.phases import Phase, Phases, flops_per_byte, moved_bytes, pass_seconds, pass_time
 from microtome.results.profile import Profile
 from microtome.units import count, plural, ratio, seconds, size, write
 
@@ -88,15 +88,17 @@ def _notes(phases: Phases) -> Iterator[str]:
     for phase, profile in phases:
         yield f"{phase} counted: {profile.coverage}, on {profile.how}"
     if phases.prefill is not None and phases.prefill.timing is not None:
-        yield f"time to first token: {seconds(phases.first_token_s)} ({interval(phases.prefill.timing.bare)})"
+        yield f"time to first token: {seconds(phases.first_token_s)} ({interval(pass_time(phases.prefill))})"
     if phases.decode is not None and phases.decode.timing is not None:
         speed = f"{ratio(phases.tokens_per_s)} tokens per second"
-        yield f"time per token: {seconds(phases.token_s)} ({interval(phases.decode.timing.bare)}), {speed}"
+        yield f"time per token: {seconds(phases.token_s)} ({interval(pass_time(phases.decode))}), {speed}"
     yield from _roofline(phases)
 
 
 def _roofline(phases: Phases) -> Iterator[str]:
     """Explain which phase memory bounds: by the fastest layers that were measured, or else on which machines."""
+    if any(phases.bound(phase) == "host" for phase, _ in phases):
+        yield "host: it takes longer to launch the kernels of a pass than the device to run them"
     roof = phases.roof
     if roof is not None:
         rates = f"{count(roof.flops_per_s)}FLOP/s and {size(roof.bytes_per_s)}/s"

@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple, Self
 from microtome.errors import BadQuery
 from microtome.files.reading import File
 from microtome.results.base import Result, render, write
+from microtome.results.measurements import Spread
 from microtome.results.profile import Profile
-from microtome.results.rows import upgrade_calls
+from microtome.results.rows import Row, upgrade_calls
 
 Phase = Literal["prefill", "decode"]
 #: Layers that take less than this share of a phase do not define the roof: short times are imprecise.
@@ -113,8 +114,14 @@ class Phases(Result, kind="phases"):
         rates = [rate for rates in by_phase for rate in rates]
         return Roof(max(rate.flops_per_s for rate in rates), max(rate.bytes_per_s for rate in rates))
 
-    def bound(self, phase: Phase) -> Literal["memory", "compute"] | None:
-        """Return which bounds a phase, by the roof and the phase's FLOPs per byte; None: unknown."""
+    def bound(self, phase: Phase) -> Literal["memory", "compute", "host"] | None:
+        """Return which bounds a phase, by the roof and the phase's FLOPs per byte; None: unknown.
+
+        `"host"`: on a GPU, the host takes longer to launch the kernels than they run.
+        """
+        timing = self[phase].timing
+        if timing is not None and timing.device is not None and timing.device.median < timing.bare.median:
+            return "host"
         roof, intensity = self.roof, flops_per_byte(self[phase])
         if roof is None or intensity is None:
             return None
@@ -145,12 +152,18 @@ class Phases(Result, kind="phases"):
         return f"<Phases of {self.model}: {phases}, {self.batch} x {self.prompt_tokens} tokens>"
 
 
-def pass_seconds(profile: Profile) -> float | None:
-    """Return the seconds of a pass: on a GPU, the longer of its kernels and the host's time to launch them."""
+def pass_time(profile: Profile) -> Spread | None:
+    """Return the time of a pass: on a GPU, the longer of its kernels and the host's time to launch them."""
     timing = profile.timing
-    if timing is None:
-        return None
-    return timing.bare.median if timing.device is None else max(timing.bare.median, timing.device.median)
+    if timing is None or timing.device is None:
+        return None if timing is None else timing.bare
+    return max(timing.bare, timing.device, key=lambda spread: spread.median)
+
+
+def pass_seconds(profile: Profile) -> float | None:
+    """Return the median of the seconds of a pass."""
+    spread = pass_time(profile)
+    return None if spread is None else spread.median
 
 
 def moved_bytes(profile: Profile) -> int | None:
@@ -166,10 +179,15 @@ def flops_per_byte(profile: Profile) -> float | None:
 
 
 def _layer_rates(profile: Profile) -> Iterator[Roof]:
-    """Yield the rates of the layers that take some share of the pass."""
-    whole = profile.total.time_s if profile.total.device_s is None else profile.total.device_s
+    """Yield the rates of the lowest measured calls that take some share of the pass."""
+
+    def seconds_of(row: Row) -> float | None:
+        return row.time_s if row.device_s is None else row.device_s
+
+    whole = seconds_of(profile.total)
     for row in profile:
-        seconds = row.time_s if row.device_s is None else row.device_s
-        if row.height > 1 or seconds is None or whole is None or seconds < _LEAST_SHARE * whole or not row.flops:
+        seconds, children = seconds_of(row), profile.children(row)
+        if seconds is None or whole is None or any(seconds_of(child) is not None for child in children):
             continue
-        yield Roof(row.flops / seconds, ((row.read_bytes or 0) + (row.write_bytes or 0)) / seconds)
+        if row.flops and seconds > 0 and seconds >= _LEAST_SHARE * whole:
+            yield Roof(row.flops / seconds, ((row.read_bytes or 0) + (row.write_bytes or 0)) / seconds)
