@@ -61,6 +61,13 @@ def test_measuring_builds_weights(built: list[bool]) -> None:
     assert "hf:llama on input_ids 1x4:int64, use_cache False" in result.stdout
 
 
+def test_stages_of_a_language_model_keep_its_cache(built: list[bool], tmp_path: Path) -> None:
+    gpt2 = ("hf:gpt2", *(word for name in ("n_layer=2", "n_embd=16", "n_head=2") for word in ("--arg", name)))
+    result = run("split", *gpt2, "--at", "h.0", "--to", tmp_path / "stages")
+    assert "use_cache" not in result.output
+    assert built == [False]
+
+
 def test_small_models_and_encoders_have_no_notes(built: list[bool]) -> None:
     assert run("profile", "zoo:tiny-vit").stderr == ""
     assert run("profile", "hf:bert", "--arg", "num_hidden_layers=1").stderr == ""

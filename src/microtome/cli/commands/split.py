@@ -26,7 +26,7 @@ def split(*, model: ModelOptions, at: tuple[str, ...], to: str) -> None:
     """
     if "auto" in at:
         raise click.UsageError("--at auto is for microtome run: microtome plan finds the best cut, pass its address")
-    resolved = model.resolve(uses_values=True)
+    resolved = model.resolve(uses_values=True, one_pass=False)  # stages of a language model keep its cache
     import torch
 
     from microtome.split import split as split_model
