@@ -57,7 +57,7 @@ def net(tmp_path: Path) -> str:
 
 def test_every_source_is_listed() -> None:
     names = microtome("models").stdout.split()
-    assert names[:5] == [f"zoo:{name}" for name in zoo.names()]
+    assert names[: len(zoo.names())] == [f"zoo:{name}" for name in zoo.names()]
     assert {"torchvision:resnet50", "timm:resnet50", "hf:bert"} < set(names)
     assert len(names) == len(set(names))
 

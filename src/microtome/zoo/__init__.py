@@ -4,7 +4,7 @@ The built-in models need only torch and have the same weights on every machine; 
 use them. Other packages are imported only when one of their models is requested.
 
 >>> names()
-('tiny-decoder', 'tiny-lstm', 'tiny-resnet', 'tiny-unet', 'tiny-vit')
+('tiny-decoder', 'tiny-lstm', 'tiny-resnet', 'tiny-unet', 'tiny-vit', 'tiny-writer')
 >>> model, inputs = build("tiny-resnet")
 >>> model(inputs).shape
 torch.Size([2, 10])

@@ -9,4 +9,4 @@ REDUCTIONS = ("mean", "max", "cls", "last")
 #: The prefixes of the names of models.
 SOURCES = ("zoo", "torchvision", "timm", "hf")
 #: The models of `zoo:`.
-BUILT_IN = ("tiny-decoder", "tiny-lstm", "tiny-resnet", "tiny-unet", "tiny-vit")
+BUILT_IN = ("tiny-decoder", "tiny-lstm", "tiny-resnet", "tiny-unet", "tiny-vit", "tiny-writer")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from microtome.errors import NoMatch
 from microtome.zoo.models import Decoder, LSTMClassifier, ResNet, UNet, ViT
 from microtome.zoo.sources.base import ModelSpec, seeded
+from microtome.zoo.writer import build_writer
 
 PREFIX = "zoo"
 
@@ -33,6 +34,7 @@ _MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[[], Inputs]]] = {
     "tiny-resnet": (ResNet, _image),
     "tiny-unet": (UNet, _image),
     "tiny-vit": (ViT, _image),
+    "tiny-writer": (build_writer, lambda: {"input_ids": _tokens()}),
 }
 
 
@@ -53,8 +55,8 @@ def find(name: str, args: dict[str, Any]) -> ModelSpec:
 def build(name: str, *, seed: int = 0) -> tuple[nn.Module, Inputs]:
     """Build a model in eval mode and inputs for it: a tensor, or a dict of keyword arguments.
 
-    Weights and inputs depend only on the seed. The global random state is restored. `resolve` builds models of other
-    sources.
+    Weights and inputs depend only on the seed; the weights of `tiny-writer` are trained. The global random state is
+    restored. `resolve` builds models of other sources.
     """
     if ":" in name:
         raise NoMatch(
