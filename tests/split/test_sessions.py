@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
-from microtome.errors import BadBoundary, SessionError, Unsupported
+from microtome.errors import BadBoundary, BadQuery, SessionError, Unsupported
 from microtome.split.execution.placeholder import Placeholder, PlaceholderRead
 from microtome.split.state.contents import digest_of, parts_of
 
@@ -385,3 +385,52 @@ def test_the_model_and_the_caller_s_state_are_as_found_after_a_split(model: Mode
     mt.split(model, {"x": X, "memory": memory}, at="layers.1")
     mt.cuts(model, {"x": X, "memory": memory})
     assert digest_of([memory]) == before
+
+
+# -- state that the user names -----------------------------------------------------------------------------------------
+
+
+class Lazy(nn.Module):
+    """Writes to its memory from the second step on only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LazyLayer(index) for index in range(3))
+
+    def forward(self, x: Tensor, memory: Memory) -> dict[str, Any]:
+        for layer in self.layers:
+            x = layer(x, memory)
+        return {"out": x, "memory": memory}
+
+
+class LazyLayer(Layer):
+    def forward(self, x: Tensor, memory: Memory) -> Tensor:
+        return super().forward(x, memory) if x.shape[1] == 1 else self.outer(x)
+
+
+@torch.no_grad()
+def test_a_state_that_the_example_does_not_change_can_be_named() -> None:
+    torch.manual_seed(0)
+    model = Lazy().eval()
+    steps = [X[:, :2], X[:, :1], X[:, 1:2], X[:, :1]]
+    stages = mt.split(model, mt.Inputs(steps[1], memory=Memory(3)), at="layers.1", state="memory")
+    assert stages.describe().state == ("memory",)
+    outputs, _ = run_named(stages.session(), steps[1:])
+    expected, _ = run_named(model, steps[1:])
+    assert all(map(torch.equal, outputs, expected))
+
+
+def run_named(step: Any, inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+    memory, outputs = Memory(3), []
+    for x in inputs:
+        output = step(x, memory=memory)
+        memory = output["memory"]
+        outputs.append(output["out"])
+    return outputs, memory
+
+
+def test_a_name_of_a_state_must_be_that_of_an_argument(model: Model) -> None:
+    with pytest.raises(BadQuery, match=r"expected the state 'cache' among the arguments of the example, got x, memory"):
+        mt.split(model, EXAMPLE, at="layers.1", state="cache")
+    with pytest.raises(BadQuery, match=r"expected an object that holds state as 'x', got a Tensor"):
+        mt.split(model, EXAMPLE, at="layers.1", state="x")

@@ -32,6 +32,7 @@ class SplitDescription(NamedTuple):
         locations: The values that cross each cut, from `Splitter.export_locations`.
         continues: Whether the same stages also compute the next steps of a sequence.
         first_kind: See `Variant.first_kind`.
+        state: The names of the arguments that the user says are state.
     """
 
     at: list[str]
@@ -39,6 +40,7 @@ class SplitDescription(NamedTuple):
     locations: list[list[list[Any]]]
     continues: bool = False
     first_kind: str | None = None
+    state: tuple[str, ...] = ()
 
 
 def describe_inputs(

@@ -20,6 +20,7 @@ def split(
     plan: Any = None,
     verify: bool = True,
     load: str | int | None = None,
+    state: str | Sequence[str] = (),
 ) -> Stages:
     """Split the model into stages that together compute exactly what it computes.
 
@@ -34,6 +35,8 @@ def split(
         verify: Run the model and the stages on the example, and compare their outputs.
         load: Keep the weights of this stage alone: `"head"`, `"tail"` or its index. The stages are then of a copy of
             the model, whose other weights are on `meta`.
+        state: Names of arguments that are state, such as a cache of your own class: objects that calls mutate and that
+            the next step goes on with. Those that calls mutate on the example are found without it.
 
     Raises:
         NoMatch: There is no such call, or the model cannot be cut there; with the reason.
@@ -49,4 +52,5 @@ def split(
     from microtome.split.splitter import Splitter  # imports much, so not before it is called
 
     where = plan if isinstance(at, str) and at == "auto" and plan is not None else at
-    return Splitter(model, inputs).at(where, verify=verify, load=load)
+    names = (state,) if isinstance(state, str) else tuple(state)
+    return Splitter(model, inputs, state=names).at(where, verify=verify, load=load)

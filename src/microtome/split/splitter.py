@@ -39,14 +39,18 @@ class Splitter:
         analysis: One traced run of it.
         cuts: All cuts of the model.
         fingerprint: A digest of its structure and weights.
+        state_arguments: The names of the arguments that the user says are state.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any, fingerprint: str | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Any, fingerprint: str | None = None, state: Sequence[str] = ()
+    ) -> None:
         self.model = check_model(model)
+        self.state_arguments = tuple(state)
         with SUBSTITUTION_LOCK:
             original = Inputs.of(inputs, model)
             self.example = copy_inputs(original, model)  # the caller may write to the original
-            self.analysis: Analysis = analyze(model, self.example)
+            self.analysis: Analysis = analyze(model, self.example, state)
             created = self.analysis.created_states
             with as_state(self.analysis.state_classes):
                 # Of the original, since copies of arrays do not overlap in memory.
@@ -219,7 +223,7 @@ def load_variant(
     Args:
         run: The model that the stages run, if another copy of it is analyzed.
     """
-    splitter = Splitter(model, inputs, fingerprint)
+    splitter = Splitter(model, inputs, fingerprint, description.state)
     # Older files leave out the `#0` of the first of several calls.
     chosen = [splitter.cuts[address if "#" in address else f"{address}#0"] for address in description.at]
     stages = splitter.stages(chosen, splitter.import_locations(description.locations), run)

@@ -130,7 +130,9 @@ class Stages(Sequence[Stage]):
         args, kwargs = map_tensors(lambda tensor: tensor, (inputs.args, inputs.kwargs), fill_placeholders)
         model = self._stages[0].model
         try:
-            stages = Splitter(model, Inputs(*args, **kwargs), self.fingerprint).at(self.at)
+            stages = Splitter(model, Inputs(*args, **kwargs), self.fingerprint, self._splitter.state_arguments).at(
+                self.at
+            )
         except NoMatch as error:
             names = ", ".join(named_arguments(model, inputs))
             raise Unsupported(
@@ -145,7 +147,8 @@ class Stages(Sequence[Stage]):
         sent = splitter.inputs_sent(self._chosen, self._extra)
         inputs = describe_inputs(splitter.model, splitter.example, splitter.spec.state_classes, sent)
         locations = splitter.export_locations(self._chosen, self._extra)
-        return SplitDescription(list(self.at), inputs, locations, self.continues)
+        state = splitter.state_arguments
+        return SplitDescription(list(self.at), inputs, locations, self.continues, state=state)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate tokens by the loop of transformers; the arguments are those of the model's own `generate`."""

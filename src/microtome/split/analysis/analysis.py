@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,7 @@ from microtome.inputs import Inputs, device_of
 from microtome.results.trace import Trace, TracedCall
 from microtome.split.analysis.call_structure import CallRecorder, CallStructure, ranks
 from microtome.split.analysis.dataflow import Dataflow, Scalars
-from microtome.split.analysis.mutated_objects import MutatedObject, find_states
+from microtome.split.analysis.mutated_objects import MutatedObject, find_states, named_states
 from microtome.split.analysis.randomness import CallOrderProbe, Draw, PythonDraw, PythonDrawProbe, find_varying_calls
 from microtome.split.analysis.signature import describe
 from microtome.split.analysis.structure_spec import StructureSpec, TensorSpec, flatten
@@ -223,17 +223,22 @@ class _Attempt(NamedTuple):
     call_order: CallOrderProbe
 
 
-def analyze(model: nn.Module, inputs: Any) -> Analysis:
+def analyze(model: nn.Module, inputs: Any, state: Sequence[str] = ()) -> Analysis:
     """Trace one run of the model, without values where possible; three runs if it sets attributes of its modules.
 
     If calls mutate an object that the model takes, or a cache of transformers that it makes and returns, that object is
     state: the model is traced again with it as an argument. A cache that the model changes before the first call is
     not, since a copy of it would not be a new one.
+
+    Args:
+        state: The names of arguments that are state, also if no call mutates them on the example.
     """
     example = Inputs.of(inputs, check_model(model))
     with as_state(()):  # found anew, whatever the caller knows of
         analysis = _analyze(model, example)
     classes, created = find_states(model, analysis.mutated_objects)
+    named = named_states(model, example, [name for name in state if name not in created])
+    classes = tuple(dict.fromkeys((*classes, *named)))
     if not classes:
         return analysis
     with as_state(classes):

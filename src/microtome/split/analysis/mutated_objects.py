@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from microtome.engine.argument_names import named_arguments
 from microtome.engine.arguments import copy_arguments
 from microtome.engine.meta_tensors import value_of
-from microtome.engine.pytree import RECORD, base_class, node_type, reachable_tensors
+from microtome.engine.pytree import RECORD, base_class, is_plain_class, node_type, reachable_tensors
 from microtome.engine.selectors import unwrap_model
-from microtome.errors import Unsupported
+from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import CallArguments
 from microtome.split.state.contents import digest_of
@@ -85,6 +86,25 @@ def find_states(model: nn.Module, found: list[MutatedObject]) -> tuple[tuple[typ
     states = [item for item in found if item.is_input or item.name in created]
     classes = dict.fromkeys(base_class(item.cls) for item in states)
     return tuple(classes), {str(name): state for name, state in created.items()}
+
+
+def named_states(model: nn.Module, example: Inputs, names: Sequence[str]) -> list[type]:
+    """The classes of the arguments that the user names as state.
+
+    Raises:
+        BadQuery: There is no such argument, or it is no object of a Python class.
+    """
+    arguments = named_arguments(model, example) if names else {}
+    for name in names:
+        if arguments.get(name) is None:
+            passed = ", ".join(key for key, value in arguments.items() if value is not None) or "nothing"
+            raise BadQuery(
+                f"expected the state {name!r} among the arguments of the example, got {passed}: pass a new one"
+            )
+        cls: Any = type(arguments[name])
+        if not is_plain_class(cls):
+            raise BadQuery(f"expected an object that holds state as {name!r}, got a {cls.__name__}")
+    return [base_class(type(arguments[name])) for name in names]
 
 
 def _is_cache(item: MutatedObject) -> bool:
