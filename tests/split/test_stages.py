@@ -997,3 +997,9 @@ def test_the_model_itself_runs_beside_a_stage() -> None:
                 head(x)
 
     together(plain, stages)
+
+
+def test_a_stage_is_chosen_by_its_number() -> None:
+    model, x = zoo.build("tiny-resnet")
+    with pytest.raises(BadQuery, match="expected the number of a stage from 0 to 1, got 'head'"):
+        mt.split(model, x, at="layer1")["head"]  # type: ignore[call-overload]

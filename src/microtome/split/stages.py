@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from microtome.engine.argument_names import named_arguments
 from microtome.engine.pytree import map_tensors, tensors_in
-from microtome.errors import NoMatch, Unsupported
+from microtome.errors import BadQuery, NoMatch, Unsupported
 from microtome.files.reading import File
 from microtome.inputs import Inputs
 from microtome.results.cuts import Cut
@@ -94,6 +94,8 @@ class Stages(Sequence[Stage]):
     @overload
     def __getitem__(self, index: slice) -> tuple[Stage, ...]: ...
     def __getitem__(self, index: int | slice) -> Stage | tuple[Stage, ...]:
+        if isinstance(index, str):
+            raise BadQuery(f"expected the number of a stage from 0 to {len(self) - 1}, got {index!r}")
         return self._stages[index]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
