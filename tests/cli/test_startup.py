@@ -51,6 +51,8 @@ LINES = [
     "split zoo:tiny-vit --to parts",
     "plan zoo:tiny-vit --edge a.json",
     "run zoo:tiny-vit",
+    "generate zoo:tiny-writer",
+    "generate zoo:tiny-writer --prompt a --top-k 2",
     "diff a.json",
 ]
 

@@ -24,6 +24,7 @@ _COMMANDS = (
     "cuts",
     "diff",
     "doctor",
+    "generate",
     "graph",
     "models",
     "ping",

@@ -20,6 +20,7 @@ from microtome.units import plural
 #: Parameters of mallopt in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _TRIM_BYTES, _MMAP_BYTES = 64 << 20, 32 << 20
+_SESSIONS = "Maximum number of sessions, each with the state of one sequence, such as a KV cache; 0: none."
 
 
 @click.command()
@@ -45,6 +46,9 @@ _TRIM_BYTES, _MMAP_BYTES = 64 << 20, 32 << 20
 @click.option(
     "--batch-window", default="2ms", metavar="T", help="How long the first request of a batch waits for others."
 )
+@click.option("--sessions", type=click.IntRange(min=0), default=64, metavar="N", help=_SESSIONS)
+@click.option("--state-memory", default="1GB", metavar="SIZE", help="Maximum size of the states of all sessions.")
+@click.option("--session-timeout", default="10min", metavar="T", help="How long a session lasts without a step.")
 @click.option("--metrics", metavar=":PORT", help="Serve Prometheus metrics on this port.")
 @click.option("--grace", type=click.FloatRange(min=0), default=10.0, metavar="S", help="Seconds to drain on SIGTERM.")
 @click.option(

@@ -14,9 +14,9 @@ _CA = "PEM file of the authority that signed the server's certificate (default: 
 _SERVER_NAME = "Name to expect in the server's certificate, if it differs from the host."
 
 
-def check_server(context: click.Context, parameter: click.Parameter, address: str) -> str:
+def check_server(context: click.Context, parameter: click.Parameter, address: str | None) -> str | None:
     """Check the address of a server on the command line, before torch is imported."""
-    if error := explain_endpoint(address):
+    if address is not None and (error := explain_endpoint(address)):
         raise click.BadParameter(error)
     return address
 
@@ -27,7 +27,10 @@ server_option = click.option(
 
 
 def connection_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the connection options to a command, which receives them as `security` and `timeout`."""
+    """Add the connection options to a command, which receives them as `security` and `timeout`.
+
+    If `--server` is optional and not set, `security` is None, and gRPC is not imported.
+    """
 
     @wraps(command)
     def wrapper(
@@ -45,10 +48,14 @@ def connection_options(command: Callable[..., None]) -> Callable[..., None]:
         is_encrypted = tls or ca is not None or cert is not None
         if server_name is not None and not is_encrypted:
             raise click.UsageError("--server-name is compared with a certificate: add --tls or --ca")
+        if "server" in options and options["server"] is None:
+            if is_encrypted or token_file is not None:
+                raise click.UsageError("options of a connection apply to a server: add --server")
+            return command(*args, security=None, **options)
         from microtome.remote.security import Security, read_token
 
         token = None if token_file is None else read_token(token_file)
-        command(*args, security=Security(is_encrypted, ca, cert, key, token, server_name), **options)
+        return command(*args, security=Security(is_encrypted, ca, cert, key, token, server_name), **options)
 
     for option in (
         click.option(
