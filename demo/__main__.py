@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from rich.console import Console
 import microtome as mt
 from microtome import zoo
 from microtome.cli import main as microtome
+from microtome.zoo.writer import KVCache
 
-RESNET, VIT = "zoo:tiny-resnet", "zoo:tiny-vit"
+RESNET, VIT, WRITER = "zoo:tiny-resnet", "zoo:tiny-vit", "zoo:tiny-writer"
 INPUT = "8x3x64x64"  # larger than the built-in example, so that there is something to measure
 CUTS = ("stem", "layer1.0.conv1", "layer2", "pool")
 console = Console(highlight=False)
@@ -41,8 +43,8 @@ def main(folder: Path) -> int:
     draw_attention(picture)
 
     title("Measure: the time of each layer, also as an HTML page")
-    shown = ("--sort", "time", "--top", "10")
-    command("profile", RESNET, *larger, "--time", "--repeat", "10", *shown, "--json", profile, "--html", report)
+    files = ("--json", profile, "--html", report)
+    command("profile", RESNET, *larger, "--time", "--repeat", "10", *files)
 
     title("Cut: every cut of the model, and the best one for a pipeline of two machines")
     command("cuts", RESNET, *larger, "--all")
@@ -53,6 +55,9 @@ def main(folder: Path) -> int:
     if not is_server_exact():
         console.print("The server's output differs from the model's.", style="bold red")
         return 1
+
+    title("Generate: text from a language model, whose KV cache is in two processes")
+    generate_over_server()
     console.print(f"\nOpen {report} in a browser, and {picture}.", style="bold", soft_wrap=True)
     return 0
 
@@ -65,7 +70,7 @@ def title(text: str) -> None:
 def command(*words: str) -> None:
     """Run one of microtome's commands, as a shell would."""
     lines = wrap(
-        f"$ microtome {' '.join(words)}",
+        f"$ microtome {shlex.join(words)}",
         console.width - 2,
         subsequent_indent="    ",
         break_long_words=False,
@@ -108,6 +113,20 @@ def is_server_exact() -> bool:
             if not is_equal or sent.where != "cloud":
                 return False
     return True
+
+
+def generate_over_server() -> None:
+    """Continue a text with a server in another process, and print which of them has the cache of each layer."""
+    with serving(WRITER) as address:
+        command(
+            "generate", WRITER, "--prompt", "Each stage ", "--tokens", "60", "--at", "layers.1", "--server", address
+        )
+        model, example = zoo.build("tiny-writer")
+        with mt.connect(model, example, address, at="layers.1") as remote, remote.session() as session:
+            cache = session(input_ids=torch.zeros(1, 8, dtype=torch.int64), cache=KVCache())["cache"]
+    for index, keys in enumerate(cache.keys):
+        where = "here" if type(keys) is torch.Tensor else "on the server"
+        console.print(f"cache of layers.{index}: {where}")
 
 
 @contextmanager

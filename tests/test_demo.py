@@ -29,6 +29,9 @@ def test_the_demo_shows_everything_and_leaves_a_page_and_a_picture(tmp_path: Pat
     assert "zoo:tiny-resnet on x 2x3x32x32" in ran.stdout
     assert "zoo:tiny-vit on x 2x3x32x32" in ran.stdout
     assert ran.stdout.count("bit-equal") == len(CUTS)
+    assert "\nEach stage " in ran.stdout
+    assert "60 tokens, cut at layers.1: " in ran.stderr
+    assert [place in ran.stdout for place in ("layers.1: here", "layers.2: on the server")] == [True, True]
     assert ran.stdout.strip().endswith(f"Open {tmp_path}/report.html in a browser, and {tmp_path}/attention.png.")
     own = [line for line in ran.stdout.splitlines() if str(tmp_path) not in line]  # which may be of any length
     assert max(map(len, own)) <= 80

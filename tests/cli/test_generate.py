@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -152,7 +153,7 @@ def test_a_server_runs_the_tail(server: ServerProcess, tmp_path: Path) -> None:
     assert result.stdout == f"{expected(30)}\n"
     summary, each, _ = result.stderr.splitlines()
     assert summary.startswith("30 tokens, cut at layers.1: ")
-    assert each.startswith("each: ")
+    assert re.fullmatch(r"each: \S+ \ws here, \S+ \ws wire, \S+ \ws tail there; \d+ B sent, \d+ B received", each)
     written = json.loads((tmp_path / "out.json").read_text())
     assert (written["where"], written["at"], written["replays"], written["reason"]) == ("cloud", "layers.1", 0, None)
     each = written["per_token"]

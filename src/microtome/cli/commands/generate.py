@@ -299,6 +299,6 @@ def _summary(result: dict[str, Any]) -> str:
     if per_token is not None and "tail_s" in per_token:
         parts = {"here": "here_s", "wire": "wire_s", "tail there": "tail_s"}
         times = ", ".join(f"{seconds(per_token[name])} {part}" for part, name in parts.items())
-        sizes = f"{size(per_token['sent_bytes'])} sent, {size(per_token['received_bytes'])} received"
-        lines.append(f"each: {times}; {sizes}")
+        sent, received = (size(round(per_token[name])) for name in ("sent_bytes", "received_bytes"))
+        lines.append(f"each: {times}; {sent} sent, {received} received")
     return "\n".join(lines)
