@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from xxhash import xxh3_128_digest
 
 from microtome.devices.base import backend_of
 from microtome.engine.meta_run import SUBSTITUTION_LOCK
@@ -42,7 +43,7 @@ class ServedModel:
         self._stages: dict[str, tuple[Stage | None, Stage]] = {}
         self._batchers: dict[str, Batcher | None] = {}
         self._splitter: Splitter | None = None
-        self._tails: dict[bytes, Stage] = {}  # of the steps of sessions, by the description of their split
+        self._tails: dict[bytes, Stage] = {}  # of the steps of sessions, by a digest of the description
         self._without_weights: nn.Module | None = None
         source: Stage | Splitter
         if isinstance(model, Stage):
@@ -146,7 +147,8 @@ class ServedModel:
             NoMatch: If the cut is not served.
             Unsupported: If the model cannot be analyzed: its code reads values, and not all weights are here.
         """
-        tail = self._tails.get(split)
+        key = xxh3_128_digest(split)
+        tail = self._tails.get(key)
         if tail is not None:
             return tail
         description = parse_split(split)
@@ -166,7 +168,7 @@ class ServedModel:
                 raise BadBoundary(f"{self.name} cannot run on the client's example: {describe_error(error)}") from error
             while len(self._tails) >= _MAX_TAILS:
                 del self._tails[next(iter(self._tails))]
-            self._tails[split] = tail = variant.stages[-1]
+            self._tails[key] = tail = variant.stages[-1]
             return tail
 
     def _run(self, boundary: Boundary) -> Any:

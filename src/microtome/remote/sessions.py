@@ -15,6 +15,7 @@ from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.prometheus import Metrics
 from microtome.remote.steps import DeltaCodec
 from microtome.remote.tail_session import TailSession
+from microtome.split.stage import Stage
 from microtome.units import seconds, size
 
 log = logging.getLogger("microtome.remote")
@@ -44,14 +45,14 @@ class ServedSession:
     Attributes:
         key: The stream that it belongs to, and its id.
         num_steps: The number of steps so far.
-        split: The digest of the description of the stages that the last step used.
+        stage: The last stage of the split that the last step used.
     """
 
     def __init__(self, key: tuple[object, str]) -> None:
         self.key = key
         self.tail = TailSession()
         self.received, self.sent = DeltaCodec(), DeltaCodec()
-        self.split: bytes = b""
+        self.stage: Stage | None = None
         self.num_steps = 0
         self.nbytes = 0
         self.is_busy = False

@@ -40,7 +40,7 @@ from microtome.split.state.placeholder import StateOp
 from microtome.split.state.stage_state import Changes, Edits
 
 #: The most bytes of a decompressed field.
-_MAX_FIELD_BYTES = 8 << 20
+_MAX_FIELD_BYTES = 4 << 20
 #: The most bytes of a dictionary that zlib uses.
 _WINDOW_BYTES = 32 << 10
 #: The most elements of a tensor that an operator of an edit takes, such as the indices of beams.

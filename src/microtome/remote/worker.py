@@ -239,13 +239,14 @@ class WorkerPool:
 
     def _run_step(self, request: QueuedRequest, session: ServedSession) -> bytes:
         step = request.step
-        if step.split or not session.num_steps:
-            session.split = session.received.decompress("split", step.split)
+        if step.split or session.stage is None:
+            split = session.received.decompress("split", step.split)
+            session.stage = self._served.tail_for(split, self._limits.max_message)
+        tail = session.stage
         header = session.received.decompress("header", step.header)
         state = session.received.decompress("state", step.state)
         boundary = self._decode(request, header)
         start = perf_counter()
-        tail = self._served.tail_for(session.split, self._limits.max_message)
         result = session.tail.run(tail, state, boundary, self._sessions.limits.nbytes)
         request.timing["run_s"] = perf_counter() - start
         start = perf_counter()
