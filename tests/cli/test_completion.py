@@ -10,6 +10,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import click
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
@@ -56,6 +57,21 @@ def test_a_model_is_completed_from_its_source_on(cache: Path) -> None:
     assert complete("track", "zoo:tiny-v") == ["zoo:tiny-vit"]
     assert complete("track", "nowhere:") == []
     assert complete("track", "./net") == ["(file)"]
+    assert complete("track", "net") == ["(file)"]  # no source begins like this
+
+
+FILES = {"F", "FILE", "FOLDER", "FOLDER_OR_NPY", "PROFILE.json", "A.json", "B.json"}
+
+
+@pytest.mark.parametrize("command", main.list_commands(click.Context(main)))
+def test_every_option_and_argument_that_names_a_file_completes_it(command: str) -> None:
+    found = main.get_command(click.Context(main), command)
+    assert found is not None
+    context = click.Context(found)
+    for parameter in found.params:
+        if parameter.metavar in FILES:
+            completed = parameter.shell_complete(context, "a")
+            assert [item.type for item in completed] in (["file"], ["dir"]), parameter.name
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{", '{"torchvision": []}', '{"torchvision": {"names": 1}}', "\xff"])

@@ -86,6 +86,11 @@ def test_a_page_is_made_of_files(tmp_path: Path, opened: list[str]) -> None:
     assert run("report", tmp_path / "p.json", "-o", "-").stdout.startswith("<!doctype html>")
 
 
+def test_a_page_has_its_size_in_the_units_of_other_files(tmp_path: Path) -> None:
+    run("profile", "zoo:tiny-resnet", "--json", tmp_path / "p.json")
+    assert " KiB, zoo:tiny-resnet on x 2x3x32x32" in run("report", tmp_path / "p.json", "-o", tmp_path / "p.html").output
+
+
 def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     mt.cuts(*zoo.build("tiny-resnet")).to_json(tmp_path / "cuts.json")
     result = run("report", tmp_path / "cuts.json", "-o", tmp_path / "report.html")

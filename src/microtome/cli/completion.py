@@ -27,6 +27,8 @@ def complete_model(context: click.Context, parameter: click.Parameter, incomplet
     if incomplete.startswith((".", "~")) or "/" in incomplete or os.sep in incomplete:
         return complete_file(context, parameter, incomplete)
     sources = [source for source in SOURCES if f"{source}:".startswith(incomplete.partition(":")[0])]
+    if ":" not in incomplete and not sources:
+        return complete_file(context, parameter, incomplete)
     if ":" not in incomplete and len(sources) > 1:
         return [CompletionItem(f"{source}:") for source in sources]
     names = [f"{source}:{name}" for source in sources for name in _names_of(source) or ("",)]

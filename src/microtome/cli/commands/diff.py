@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from microtome.cli.completion import complete_file
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.errors import BadFile, BadQuery
 from microtome.results.base import Result
@@ -53,8 +54,8 @@ class _DiffCommand(click.Command):
 
 
 @click.command(cls=_DiffCommand)
-@click.argument("before", metavar="A.json")
-@click.argument("after", metavar="B.json")
+@click.argument("before", metavar="A.json", shell_complete=complete_file)
+@click.argument("after", metavar="B.json", shell_complete=complete_file)
 @click.option("--fail-over", "limits", multiple=True, metavar="NAME=N%...", callback=_parse_limits, help=_FAIL_OVER)
 @click.option("--all", "expand", is_flag=True, help="Show each call inside added and removed modules.")
 @output_options("json", "csv", "md")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from microtome.cli.completion import complete_file
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.choices import OBJECTIVES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
@@ -56,6 +57,7 @@ def _split_codecs(context: click.Context, parameter: click.Parameter, words: tup
     return tuple(filter(None, (name.strip() for word in words for name in word.split(","))))
 
 
+_EDGE = "Profile of the edge, from `microtome profile --time --json`."
 _CODEC = "Codecs of the boundary to compare, such as raw,zstd,fp16; repeatable."
 _TOKENS = "Plan a whole answer of a language model: tokens of the prompt and of the answer, such as 512,64."
 _LIMIT = "Memory limit of a side; repeatable."
@@ -66,8 +68,8 @@ _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatab
 
 @click.command()
 @model_options()
-@click.option("--edge", required=True, metavar="F", help="Profile of the edge, from `microtome profile --time --json`.")
-@click.option("--cloud", required=True, metavar="F", help="Profile of the cloud.")
+@click.option("--edge", required=True, metavar="F", shell_complete=complete_file, help=_EDGE)
+@click.option("--cloud", required=True, metavar="F", shell_complete=complete_file, help="Profile of the cloud.")
 @click.option("--bandwidth", required=True, metavar="B", help="Bandwidth of the link, such as 20Mbps or 2MB/s.")
 @click.option("--rtt", default="0s", metavar="T", help="Round-trip time of the link, such as 15ms.")
 @click.option("--jitter", default="0s", metavar="T", help="Jitter of the link, such as 2ms.")

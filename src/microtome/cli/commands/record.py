@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from microtome.cli.completion import complete_file
 from microtome.cli.options.choices import REDUCTIONS
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.progress import print_notes, show_progress
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 @model_options("weights", "device")
 @click.argument("select", nargs=-1, required=True)
 @click.option(
-    "--data", required=True, metavar="FOLDER_OR_NPY", help=".npy of (samples, …), or a folder of .npy or images."
+    "--data",
+    required=True,
+    metavar="FOLDER_OR_NPY",
+    shell_complete=complete_file,
+    help=".npy of (samples, …), or a folder of .npy or images.",
 )
 @click.option("--to", required=True, type=click.Path(file_okay=False), metavar="FOLDER", help="Write to this folder.")
 @click.option("--batch", type=click.IntRange(min=1), default=32, help="Batch size.")

@@ -5,15 +5,21 @@ from __future__ import annotations
 import click
 
 from microtome.cli.commands.diff import load_profile
+from microtome.cli.completion import complete_file
 from microtome.cli.options.outputs import check_opened, check_writable, open_option, open_page
 from microtome.results.base import write
+from microtome.units import size
+
+_OUTPUT = "The page to write; - for stdout."
+_CUTS = "Cuts from `microtome cuts --json`: with times, the page compares them."
+_COMPARE = "Another profile to compare with; with times, also that of the cloud."
 
 
 @click.command()
-@click.argument("profile", metavar="PROFILE.json")
-@click.option("-o", "--output", "html_file", required=True, metavar="F", help="The page to write; - for stdout.")
-@click.option("--cuts", metavar="F", help="Cuts from `microtome cuts --json`: with times, the page compares them.")
-@click.option("--compare", metavar="F", help="Another profile to compare with; with times, also that of the cloud.")
+@click.argument("profile", metavar="PROFILE.json", shell_complete=complete_file)
+@click.option("-o", "--output", "html_file", required=True, metavar="F", shell_complete=complete_file, help=_OUTPUT)
+@click.option("--cuts", metavar="F", shell_complete=complete_file, help=_CUTS)
+@click.option("--compare", metavar="F", shell_complete=complete_file, help=_COMPARE)
 @open_option
 def report(profile: str, html_file: str, cuts: str | None, compare: str | None, *, is_opened: bool) -> None:
     """Write a profile that `microtome profile --json` wrote as one self-contained HTML page."""
@@ -26,6 +32,6 @@ def report(profile: str, html_file: str, cuts: str | None, compare: str | None, 
         click.echo(page, nl=False)
         return
     write(page, html_file)
-    click.echo(f"{html_file}: {len(page.encode()) / 1000:,.0f} kB, {result.title} on {result.inputs}")
+    click.echo(f"{html_file}: {size(len(page.encode()))}, {result.title} on {result.inputs}")
     if is_opened:
         open_page(html_file)

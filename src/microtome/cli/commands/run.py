@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from microtome.cli.completion import complete_file
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import connection_options, server_option
 from microtome.cli.options.model import ModelOptions, model_options
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from microtome.results.requests import RequestRecord
 
 _DATA = ".npy of (samples, …), or a folder of .npy or images (default: the example inputs, --repeat times)."
+_TO = "Write the outputs: one file per request, or one F.safetensors."
 _DEADLINE = "Seconds that a request may take; after that, this machine computes the output."
 _NO_FALLBACK = "Fail if the server goes away or misses the deadline: compute nothing of its part here."
 _AT = "Cut: an address of `microtome cuts`; auto: the fastest; (input): send the inputs."
@@ -33,7 +35,7 @@ _AT = "Cut: an address of `microtome cuts`; auto: the fastest; (input): send the
 @click.command()
 @model_options("stages", "weights", "device")
 @server_option
-@click.option("--data", metavar="FOLDER_OR_NPY", help=_DATA)
+@click.option("--data", metavar="FOLDER_OR_NPY", shell_complete=complete_file, help=_DATA)
 @click.option(
     "--repeat", type=click.IntRange(min=1), metavar="N", help="Number of requests without --data (default: 100)."
 )
@@ -47,7 +49,7 @@ _AT = "Cut: an address of `microtome cuts`; auto: the fastest; (input): send the
     "--window", type=click.IntRange(min=1), default=8, metavar="N", help="Maximum number of requests in flight."
 )
 @click.option("--warmup", type=click.IntRange(min=0), default=1, metavar="N", help="Warm-up requests, not counted.")
-@click.option("--to", metavar="FOLDER", help="Write the outputs: one file per request, or one F.safetensors.")
+@click.option("--to", metavar="FOLDER", shell_complete=complete_file, help=_TO)
 @output_options("json", "csv", "md", "perfetto")
 @connection_options
 def run(

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from microtome.cli.interrupts import import_torch
-from microtome.cli.options.connection import check_server
+from microtome.cli.options.connection import check_server, file_option
 from microtome.cli.options.model import ModelOptions, model_options
 from microtome.cli.progress import show_progress
 from microtome.units import plural
@@ -32,10 +32,10 @@ _SESSIONS = "Maximum number of sessions, each with the state of one sequence, su
     callback=check_server,
     help="Address to listen on; port 0 picks a free port.",
 )
-@click.option("--tls-cert", metavar="F", help="Server certificate, PEM.")
-@click.option("--tls-key", metavar="F", help="Private key of --tls-cert, PEM.")
-@click.option("--client-ca", metavar="F", help="Require client certificates signed by this authority, PEM.")
-@click.option("--token-file", metavar="F", help="Require the token in this file from clients.")
+@file_option("--tls-cert", "Server certificate, PEM.")
+@file_option("--tls-key", "Private key of --tls-cert, PEM.")
+@file_option("--client-ca", "Require client certificates signed by this authority, PEM.")
+@file_option("--token-file", "Require the token in this file from clients.")
 @click.option("--max-message", default="256MB", metavar="SIZE", help="Maximum size of a request.")
 @click.option(
     "--concurrency", type=click.IntRange(min=1), default=1, metavar="N", help="Requests computed concurrently."

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from microtome.cli.completion import complete_file
 from microtome.endpoints import explain_endpoint
 
 _CA = "PEM file of the authority that signed the server's certificate (default: the system's authorities)."
@@ -24,6 +25,11 @@ def check_server(context: click.Context, parameter: click.Parameter, address: st
 server_option = click.option(
     "--server", required=True, metavar="HOST:PORT", callback=check_server, help="Address of the server."
 )
+
+
+def file_option(name: str, text: str) -> Callable[[Any], Any]:
+    """Add an option for the name of a file to a command."""
+    return click.option(name, metavar="F", shell_complete=complete_file, help=text)
 
 
 def connection_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -66,10 +72,10 @@ def connection_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Seconds to wait for the server when connecting.",
         ),
         click.option("--server-name", metavar="NAME", help=_SERVER_NAME),
-        click.option("--token-file", metavar="F", help="Authenticate with the token in this file."),
-        click.option("--key", metavar="F", help="Private key of --cert, PEM."),
-        click.option("--cert", metavar="F", help="Client certificate, PEM, if the server requires one."),
-        click.option("--ca", metavar="F", help=_CA),
+        file_option("--token-file", "Authenticate with the token in this file."),
+        file_option("--key", "Private key of --cert, PEM."),
+        file_option("--cert", "Client certificate, PEM, if the server requires one."),
+        file_option("--ca", _CA),
         click.option("--tls", is_flag=True, help="Encrypt the connection; implied by --ca and --cert."),
     ):
         wrapper = option(wrapper)

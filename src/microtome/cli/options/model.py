@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from microtome.cli.completion import complete_model
+from microtome.cli.completion import complete_file, complete_model
 from microtome.cli.interrupts import import_torch
 from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import BadInputs, MicrotomeError, NeedsValues, describe_error
@@ -191,7 +191,10 @@ _OPTIONS = {
         "--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load weights from this file."
     ),
     "stages": click.option(
-        "--stages", metavar="FOLDER", help="Load only this side's stage from a folder that `microtome split` wrote."
+        "--stages",
+        metavar="FOLDER",
+        shell_complete=complete_file,
+        help="Load only this side's stage from a folder that `microtome split` wrote.",
     ),
     "meta": click.option(
         "--meta", is_flag=True, help="Build the model on the meta device, without allocating weights."
