@@ -39,6 +39,22 @@ def test_layers_are_written_for_all_samples(data: Path, tmp_path: Path) -> None:
     assert torch.allclose(found["layer1"].cat(), mt.extract(model.eval(), x, "layer1")["layer1"], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("limit", "note"),
+    [
+        ("1KB", "none of the records was written, only their statistics: the first is larger than --limit 1KB"),
+        # A record of 3 x 8 x 32 x 32 floats has 98,304 bytes, and the last, of one sample, 32,768.
+        ("100KB", "1 of 3 records were written: the others, above --limit 100KB, are in the statistics"),
+    ],
+)
+def test_records_above_the_limit_are_not_reported_as_written(limit: str, note: str, data: Path, tmp_path: Path) -> None:
+    to = str(tmp_path / "a")
+    result = run("zoo:tiny-resnet", "layer1", "--data", str(data), "--to", to, "--batch", "3", "--limit", limit)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == f"Note: {note}\n"  # and no empty line of the progress bar
+    assert len(mt.load(to)["layer1"]) == int(limit == "100KB")
+
+
 def test_a_folder_of_arrays_and_of_images(tmp_path: Path) -> None:
     from PIL import Image
 

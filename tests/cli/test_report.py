@@ -88,7 +88,8 @@ def test_a_page_is_made_of_files(tmp_path: Path, opened: list[str]) -> None:
 
 def test_a_page_has_its_size_in_the_units_of_other_files(tmp_path: Path) -> None:
     run("profile", "zoo:tiny-resnet", "--json", tmp_path / "p.json")
-    assert " KiB, zoo:tiny-resnet on x 2x3x32x32" in run("report", tmp_path / "p.json", "-o", tmp_path / "p.html").output
+    result = run("report", tmp_path / "p.json", "-o", tmp_path / "p.html")
+    assert " KiB, zoo:tiny-resnet on x 2x3x32x32" in result.output
 
 
 def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:

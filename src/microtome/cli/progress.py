@@ -18,6 +18,9 @@ def show_progress(description: str) -> Iterator[Callable[[str, int, int], None]]
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True, markup=False, emoji=False)
+    if not console.is_terminal:  # rich would print an empty line
+        yield lambda step, done, total: None
+        return
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
     with ExitStack() as stack:
         spinner = stack.enter_context(console.status(description))

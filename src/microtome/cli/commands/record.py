@@ -63,12 +63,20 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
                 with wrap_model_errors(resolved, tuple(x.shape), hint=""):
                     resolved.model(x)
     totals = recorder.totals
-    dropped = f"; {recorder.dropped} over the limit were dropped" if recorder.dropped else ""
     what = "outputs, only their statistics kept, " if options["keep"] == "stats" else ""
     click.echo(
         f"{plural(totals.records, 'record')} of {plural(len(recorder), 'layer')} in {plural(totals.runs, 'run')}, "
-        f"{size(totals.nbytes)} {what}in {seconds(totals.seconds)} ({_rate(totals)}), in {options['to']}{dropped}"
+        f"{size(totals.nbytes)} {what}in {seconds(totals.seconds)} ({_rate(totals)}), in {options['to']}"
     )
+    if recorder.dropped:
+        print_notes([_describe_dropped(totals.records, recorder.dropped, options["limit"])])
+
+
+def _describe_dropped(records: int, dropped: int, limit: str) -> str:
+    if dropped == records:
+        return f"none of the records was written, only their statistics: the first is larger than --limit {limit}"
+    written = f"{records - dropped} of {records} records were written"
+    return f"{written}: the others, above --limit {limit}, are in the statistics"
 
 
 def _rate(totals: RecordTotals) -> str:
