@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from base64 import b64encode
+from collections import OrderedDict
 from dataclasses import replace
 from hashlib import sha256
 from html.parser import HTMLParser
@@ -299,7 +300,26 @@ def test_two_runs_are_shown_with_what_changed(profile: mt.Profile) -> None:
     other = mt.profile(*zoo.build("tiny-vit"))
     data = Page(profile.to_html(compare=other)).data["compare"]
     assert isinstance(data, dict)
-    assert data["only_here"] == len(profile) - 1  # the root alone has the same address
+    assert data["only_here"]["count"] == len(profile) - 1  # the root alone has the same address
+
+
+def test_calls_in_one_run_alone_are_named() -> None:
+    before = nn.Sequential(OrderedDict(a=nn.Linear(4, 4)))
+    after = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), norm=nn.Sequential(nn.LayerNorm(4))))
+    x = torch.ones(1, 4)
+    data = Page(mt.profile(before, x).to_html(compare=mt.profile(after, x))).data["compare"]
+    assert isinstance(data, dict)
+    assert data["only_here"] == {"count": 0, "first": []}
+    assert data["only_there"] == {"count": 2, "first": ["norm"]}
+
+
+@pytest.mark.parametrize(("passes", "name"), [(5, "range of 5 passes"), (6, "95 %")])
+def test_the_interval_of_few_passes_is_named_their_range(passes: int, name: str, profile: mt.Profile) -> None:
+    spread = Spread(0.003, 0.002, 0.004, 0.001, 0.005, passes, 0)
+    rows = [replace(row, spreads={"time_s": spread}) for row in timed(profile)]
+    page = replace(timed(profile), calls=tuple(rows)).to_html()
+    assert f"{name}: 1 ms to 5 ms" in page
+    assert f'"intervals":{{"time_s":"{name}"}}' in page
 
 
 def test_two_runs_of_other_conventions_are_not_comparable(profile: mt.Profile) -> None:

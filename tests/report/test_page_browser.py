@@ -553,7 +553,7 @@ def test_runs_without_a_call_in_common_are_not_called_the_same(opened: Open, pro
     assert tab.texts("[id='section:compare'] .view tbody") == ["No call is in both runs: there is nothing to compare."]
     tab = opened(profile.to_html(compare=profile))
     look_at_all(tab)
-    assert tab.texts("[id='section:compare'] .view tbody") == ["No call differs."]
+    assert tab.texts("[id='section:compare'] .view tbody") == ["No call in both runs differs in time."]
 
 
 #: Exponents of ten: bits a second, seconds, and times as fast.

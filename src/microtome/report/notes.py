@@ -33,8 +33,13 @@ def is_noise(metric: Metric, value: Any) -> bool:
     return metric.unit == "seconds" and value is not None and value < 0
 
 
+def interval_name(spread: Spread | None) -> str:
+    """Name the interval of a median: with few passes, it is their range."""
+    return "95 %" if spread is None or spread.count >= FEW else f"range of {spread.count} passes"
+
+
 def interval(spread: Spread | None, write: Callable[[float], str] = seconds) -> str:
-    """Format the 95 % interval of a median."""
+    """Format the interval of a median, which `interval_name` names."""
     return UNKNOWN if spread is None else f"{write(spread.low)} to {write(spread.high)}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 from math import isinf
 from typing import Any
@@ -13,6 +14,9 @@ from microtome.results.metrics import Metric, compared_metrics, page_metrics, wh
 from microtome.results.profile import Profile
 from microtome.units import UNKNOWN, write
 
+#: The most calls in one run alone whose addresses the page has.
+_NAMED = 5
+
 
 def compare_data(profile: Profile, other: Profile) -> dict[str, Any]:
     """Return the other run's metrics at the calls of this one, None where it lacks the call."""
@@ -23,9 +27,24 @@ def compare_data(profile: Profile, other: Profile) -> dict[str, Any]:
     return {
         "values": {metric.name: numbers(None if row is None else metric.of(row) for row in rows) for metric in both},
         "noise": _noise(profile, other),
-        "only_here": sum(row is None for row in rows),
-        "only_there": sum(row.address not in here for row in other),
+        "only_here": _addresses(row.address for row in profile if row.address not in known),
+        "only_there": _addresses(row.address for row in other if row.address not in here),
     }
+
+
+def _addresses(alone: Iterable[str]) -> dict[str, Any]:
+    """Return how many calls one run alone has, and the addresses of the first that are not inside another of them.
+
+    >>> _addresses(["norm", "blocks.1", "blocks.1.attn", "blocks.10"])
+    {'count': 4, 'first': ['norm', 'blocks.1', 'blocks.10']}
+    """
+    count = 0
+    first: list[str] = []
+    for address in alone:
+        count += 1
+        if len(first) < _NAMED and not (first and address.startswith(f"{first[-1]}.")):
+            first.append(address)
+    return {"count": count, "first": first}
 
 
 def _noise(profile: Profile, other: Profile) -> dict[str, list[int]]:

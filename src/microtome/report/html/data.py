@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import Any
 
+from microtome.report.notes import interval_name
 from microtome.results.metrics import Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
 from microtome.units import shape
@@ -38,6 +39,7 @@ def columns(profile: Profile) -> dict[str, Any]:
             if why_missing(profile, metric) is None
         },
         "spreads": _spreads(profile),
+        "intervals": {name: interval_name(spread) for name, spread in profile.total.spreads.items()},
     }
 
 

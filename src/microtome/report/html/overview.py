@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from microtome.report.call_columns import at_least, leaves_out
 from microtome.report.html.data import model_bytes
-from microtome.report.notes import FEW, interval, profile_notes
+from microtome.report.notes import FEW, interval, interval_name, profile_notes
 from microtome.results.measurements import EnergyUse
 from microtome.results.metrics import METRICS, Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
@@ -72,11 +72,13 @@ def _memory(profile: Profile) -> Card:
 def _time(profile: Profile) -> Card:
     total = profile.total
     if total.device_s is not None:
-        spread = interval(total.spreads.get("device_s"))
+        device = total.spreads.get("device_s")
+        spread = f"{interval_name(device)}: {interval(device)}"
         took = f"; backward {seconds(total.backward_device_s)}" if total.backward_device_s is not None else ""
-        return Card("device time", seconds(total.device_s), f"95 %: {spread}; host {seconds(total.time_s)}{took}")
+        return Card("device time", seconds(total.device_s), f"{spread}; host {seconds(total.time_s)}{took}")
     took = f"; backward {seconds(total.backward_s)}" if total.backward_s is not None else ""
-    return Card("time", seconds(total.time_s), f"95 %: {interval(total.spreads.get('time_s'))}{took}")
+    host = total.spreads.get("time_s")
+    return Card("time", seconds(total.time_s), f"{interval_name(host)}: {interval(host)}{took}")
 
 
 def _energy(profile: Profile, use: EnergyUse) -> Card:
@@ -84,9 +86,8 @@ def _energy(profile: Profile, use: EnergyUse) -> Card:
     spread = total.spreads.get("energy_j")
     method = "an estimate, not measured" if use.whole is None else f"{use.meter}, by {use.method}"
     net = "" if total.net_energy_j is None else f"; {share(total.net_energy_j, total.energy_j)} above idle"
-    return Card(
-        "energy", joules(total.energy_j), method + net + (f"; 95 %: {interval(spread, joules)}" if spread else "")
-    )
+    width = f"; {interval_name(spread)}: {interval(spread, joules)}" if spread else ""
+    return Card("energy", joules(total.energy_j), method + net + width)
 
 
 #: What a profile may have, by the metric that shows whether it has it.

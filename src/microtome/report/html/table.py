@@ -11,7 +11,7 @@ from typing import NamedTuple
 from microtome.report.call_columns import write_metric
 from microtome.report.call_tree import name_in_tree
 from microtome.report.html.data import bar_base, header, shown_metrics
-from microtome.report.notes import interval
+from microtome.report.notes import interval, interval_name
 from microtome.report.row_selection import fitting_depth
 from microtome.results.measurements import Alive, Timeline
 from microtome.results.metrics import Metric
@@ -105,7 +105,7 @@ def _whisker(row: Row, scaled: _Scaled) -> str:
     if spread is None or not scaled.full:
         return ""
     low, high = (round(scaled.part(end), 1) for end in (spread.low, spread.high))
-    title = escape(f"95 %: {interval(spread, partial(write, unit=metric.unit))}")
+    title = escape(f"{interval_name(spread)}: {interval(spread, partial(write, unit=metric.unit))}")
     return f'<svg class="w"><title>{title}</title><line x1="{low}%" x2="{high}%" y1="50%" y2="50%"/></svg>'
 
 

@@ -15,7 +15,8 @@ function compareView(view) {
 
   const layers = CHILDREN.map((_, at) => at).filter((at) => !CHILDREN[at].length);
   const isInBoth = (at) => shared.some((metric) => values[metric.name][at] !== null);
-  const alone = `${grouped(onlyHere)} ${onlyHere === 1 ? "call is" : "calls are"} in this run alone, ${grouped(onlyThere)} in the other alone. Listed are calls without calls inside.`;
+  const named = ({ count, first }) => grouped(count) + (count ? ` (${first.join(", ")}${count > first.length ? ", …" : ""})` : "");
+  const alone = `Calls in this run alone: ${named(onlyHere)}; in the other alone: ${named(onlyThere)}. Listed are calls in both, without calls inside.`;
 
   function draw() {
     const { unit, label } = METRICS[name];
@@ -30,7 +31,7 @@ function compareView(view) {
         ...[write(unit, here), write(unit, there), sign + write(unit, Math.abs(there - here))].map((text) => el("td", { class: "n" }, text)),
         el("td", { class: isNoise ? "n dim" : "n", title: isNoise ? change : "" }, isNoise ? "noise" : change));
     };
-    const nothing = known.length ? "No call differs." : layers.some(isInBoth) ? `Of no call in both runs ${label} is known.` : "No call is in both runs: there is nothing to compare.";
+    const nothing = known.length ? `No call in both runs differs in ${label}.` : layers.some(isInBoth) ? `Of no call in both runs ${label} is known.` : "No call is in both runs: there is nothing to compare.";
     body.replaceChildren(...(rows.length ? rows.slice(0, LISTED).map(cells) : [el("tr", {}, el("td", { colSpan: 5 }, nothing))]));
     const noisy = rows.filter(({ isNoise }) => isNoise).length;
     status.textContent = (noisy ? `${grouped(noisy)} of ${grouped(rows.length)} changes ${noisy === 1 ? "is" : "are"} noise: the middle halves of the passes of both runs meet, so nothing says that it changed. ` : "") + alone;

@@ -193,7 +193,7 @@ function layerTable(grid) {
     if (metric.base) element.title = `${write(metric.unit, Math.max(value - metric.base, 0))} above the model's ${write(metric.unit, metric.base)} of weights and buffers`;
     const spread = CALLS.spreads[metric.name]?.[at];
     if (spread && whole) {
-      const interval = `95 %: ${write(metric.unit, spread[0])} to ${write(metric.unit, spread[1])}`;
+      const interval = `${CALLS.intervals[metric.name]}: ${write(metric.unit, spread[0])} to ${write(metric.unit, spread[1])}`;
       element.append(svgLine({ x1: `${part(spread[0])}%`, x2: `${part(spread[1])}%`, y1: "50%", y2: "50%" }, interval));
       element.title = interval;
     }
