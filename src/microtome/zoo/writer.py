@@ -38,7 +38,7 @@ class KVCache:
         return self.keys[layer], self.values[layer]
 
 
-class CachedAttention(nn.Module):
+class WriterAttention(nn.Module):
     """Causal self-attention over the tokens of a cache and the new ones, with linear biases in place of positions."""
 
     def __init__(self, index: int, width: int, heads: int) -> None:
@@ -68,7 +68,7 @@ class WriterBlock(nn.Module):
     def __init__(self, index: int, width: int, heads: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attn = CachedAttention(index, width, heads)
+        self.attn = WriterAttention(index, width, heads)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = MLP(width)
 
