@@ -74,6 +74,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     # -- edits and stages
     "an edit that is not called": (lambda: mt.edit(RESNET, {"layer1": mt.zero}), "call it, as in mt.zero"),
     "a tail on inputs": (lambda: stages()[1](X), "takes the output of the stage before it: expected one Boundary"),
+    "a tail on bytes": (
+        lambda: stages()[1](stages()[0](X).to_bytes()),
+        "expected one Boundary, got bytes: decode it with mt.Boundary.from_bytes",
+    ),
+    "a tail on nothing": (lambda: stages()[1](), "expected one Boundary, got nothing"),
     "a head on a boundary": (
         lambda: stages()[0](stages()[0](X)),
         "the head takes the inputs of the model, got a Bound",

@@ -94,6 +94,8 @@ def test_heads_are_averaged_unless_one_is_chosen() -> None:
         torch.zeros(1, 3, 8, 12),
         torch.zeros(3, 8, 12, dtype=torch.uint8),
         [[0.0] * 12] * 8,
+        mt.Inputs(torch.zeros(1, 3, 8, 12)),
+        {"ids": torch.zeros(1, 4, dtype=torch.int64), "pixel_values": torch.zeros(1, 3, 8, 12)},
     ],
 )
 def test_images_of_all_layouts(image: Any, tmp_path: Path) -> None:
@@ -160,7 +162,14 @@ def test_weights_that_are_all_the_same_are_dark() -> None:
         ({"layer": 1}, "expected one of 1 layers, got layer 1"),
         ({"layer": 0.5}, "expected the position of a layer, got 0.5"),
         ({"head": "first"}, "expected the position of a head, got 'first'"),
-        ({"image": "cat.png"}, "expected the image as a tensor, an array or a PIL image, got a str"),
+        (
+            {"image": "cat.png"},
+            "expected the image as a tensor, an array, a PIL image or the inputs of the model, got a str",
+        ),
+        (
+            {"image": {"ids": torch.zeros(1, 4)}},
+            r"expected inputs with one tensor of \(batch, channels, height, width\), got Inputs\(ids=1x4",
+        ),
         ({"head": 2}, "expected one of 2 heads, got head 2"),
         ({"row": 5}, "expected one of 5 rows, got row 5"),
         ({"sample": 1}, "expected one of 1 samples, got sample 1"),

@@ -237,6 +237,8 @@ def test_messages_say_what_is_wrong(folder: Path, tmp_path: Path) -> None:
     make = built_in("tiny-resnet")
     with pytest.raises(BadQuery, match=r"expected a class or function that builds the model"):
         mt.load_stage(make(), folder, 1)
+    with pytest.raises(BadQuery, match=r"got folder '.*' first: load_stage\(Net, '.*', 'tail'\)"):
+        mt.load_stage(folder, 1, make)  # type: ignore[arg-type]
     with pytest.raises(BadFile, match=r"0 to 1, got 2"):
         mt.load_stage(make, folder, 2)
     with pytest.raises(BadFile, match=r"0 to 1, got -3"):

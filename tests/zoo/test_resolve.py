@@ -509,3 +509,9 @@ def test_a_torchvision_that_fits_is_left_alone(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True None False"
+
+
+def test_a_resolved_model_is_shown_without_its_modules() -> None:
+    text = repr(zoo.resolve("zoo:tiny-vit"))
+    assert "inputs=Inputs(2x3x32x32:float32)" in text
+    assert "TransformerBlock" not in text

@@ -182,6 +182,11 @@ def load_stage(
     """
     if isinstance(model, nn.Module):
         raise BadQuery("expected a class or function that builds the model without weights, got a model")
+    if isinstance(model, str | Path) and (Path(model) / _PLAN).is_file():
+        raise BadQuery(
+            f"expected a class or function that builds the model, then the folder, got folder {str(model)!r} first: "
+            f"load_stage(Net, {str(model)!r}, 'tail')"
+        )
     if not callable(model):
         name = model if isinstance(model, str) else "SOURCE:NAME"
         raise BadQuery(

@@ -202,7 +202,12 @@ class Stage:
                 raise BadInputs("the head takes the inputs of the model, got a Boundary: pass it to the next stage")
             return None
         if len(args) != 1 or kwargs or not isinstance(args[0], Boundary):
-            raise BadInputs(f"stage {self.index} takes the output of the stage before it: expected one Boundary")
+            got = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"
+            is_data = isinstance(args[0], bytes | bytearray | memoryview) if args else False
+            hint = ": decode it with mt.Boundary.from_bytes" if is_data else ""
+            raise BadInputs(
+                f"stage {self.index} takes the output of the stage before it: expected one Boundary, got {got}{hint}"
+            )
         boundary = args[0]
         if boundary.at != self._begins.at:
             raise BadBoundary(f"expected a boundary of the cut at {self._begins.at!r}, got one of {boundary.at!r}")

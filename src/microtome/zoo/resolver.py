@@ -42,7 +42,7 @@ class Resolved:
     """
 
     name: str
-    model: nn.Module
+    model: nn.Module = field(repr=False)
     inputs: Inputs
     notes: tuple[str, ...] = ()
     file: str | None = None

@@ -76,11 +76,11 @@ def attention(
         selected.heads,
         selected.rows,
         path_aliases(model),
-        of_image=any(map(_is_image, tensors_in((run.args, run.kwargs)))),
+        of_image=any(map(is_image, tensors_in((run.args, run.kwargs)))),
     )
 
 
-def _is_image(tensor: Tensor) -> bool:
+def is_image(tensor: Tensor) -> bool:
     """Whether an input is a batch of images: (batch, channels, height, width)."""
     return tensor.dim() == 4 and tensor.is_floating_point()
 
@@ -184,7 +184,7 @@ class Attention(Sequence[Tensor]):
 
         Args:
             image: (3, H, W), (H, W, 3) or (H, W), or a batch of the first; integers from 0 to 255, or other numbers,
-                which are scaled; or a PIL image.
+                which are scaled; or a PIL image, or the `Inputs` or dict of inputs of the model.
             layer: The address or position of the layer.
             head: The position among the captured heads; `"all"`: each, side by side; None: their mean.
             row: The position among the captured query rows. None: the first, which is the class token's if there is

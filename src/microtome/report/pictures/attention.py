@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, SupportsFloat
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from microtome.capture.attention.attention import Attention
+from microtome.capture.attention.attention import Attention, is_image
 from microtome.errors import BadQuery
+from microtome.inputs import Inputs
 from microtome.report.pictures.pixels import (
     Picture,
     arrange_patches,
@@ -134,7 +136,9 @@ def is_square(tokens: int, special: int = 1) -> bool:
 
 
 def _pixels(image: Any) -> Tensor:
-    """Convert an image, or several, to a tensor."""
+    """Convert an image, several, or the inputs of a model with images among them, to a tensor."""
+    if isinstance(image, Inputs | Mapping):
+        image = _images_in(Inputs.of(image))
     if hasattr(image, "convert") and hasattr(image, "tobytes"):  # a PIL image of any mode
         width, height = image.size
         return torch.frombuffer(bytearray(image.convert("RGB").tobytes()), dtype=torch.uint8).view(height, width, 3)
@@ -142,7 +146,17 @@ def _pixels(image: Any) -> Tensor:
         return torch.as_tensor(image)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(image).__name__
-        raise BadQuery(f"expected the image as a tensor, an array or a PIL image, got a {kind}") from error
+        raise BadQuery(
+            f"expected the image as a tensor, an array, a PIL image or the inputs of the model, got a {kind}"
+        ) from error
+
+
+def _images_in(inputs: Inputs) -> Tensor:
+    values = (*inputs.args, *inputs.kwargs.values())
+    images = [value for value in values if isinstance(value, Tensor) and is_image(value)]
+    if len(images) != 1:
+        raise BadQuery(f"expected inputs with one tensor of (batch, channels, height, width), got {inputs}")
+    return images[0]
 
 
 def _as_image(image: Any) -> Tensor:
