@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,10 +142,19 @@ def test_passes_a_second_share_a_unit_and_are_in_front_if_they_are_the_objective
     assert "throughput" not in dict(describe(planned(), medium="html").figures)
 
 
+def test_a_lossy_codec_of_the_winner_is_noted() -> None:
+    known = synthetic.costs(CUTS)
+    costs = replace(known, costs={"raw": known.costs["raw"], "fp16": known.costs["zstd"]})
+    note = "fp16: lossy, so the output changes; Stages.try_codec measures by how much"
+    assert note in str(planned(codec=["raw", "fp16"], costs=costs))
+    assert "lossy" not in str(planned())
+
+
 def test_limits_and_chains_have_their_columns() -> None:
     drawn = str(planned(limits={"edge": 250}))
     assert "edge memory" in drawn
     assert "candidates are refused; all on edge: edge would need 300 B" in drawn
+    assert "\n  l2 " not in drawn.partition("in execution order")[2]  # the chart has no cut that does not fit
     links = [mt.Link("8Kbps"), mt.Link("80Kbps")]
     chain = mt.plan(CUTS, devices={"a": EDGE, "b": CLOUD, "c": CLOUD}, links=links, costs=synthetic.costs(CUTS))
     words = str(chain)

@@ -16,6 +16,7 @@ from microtome.report.table import Column, Medium, Report, Segments, Table
 from microtome.report.text import StackedBar, colour_characters, sample, stacked_bars
 from microtome.results.metrics import ENERGY, find_choice
 from microtome.results.plan import Candidate, Objective, Plan
+from microtome.split.boundary.codecs import is_lossless
 from microtome.units import UNKNOWN, Unit, joules, plural, rate, ratio, seconds, size, write
 
 #: The most candidates of a table beside those that are always shown, and the most cuts of a chart.
@@ -237,10 +238,11 @@ def _bar_parts(objective: Objective, one: Candidate, signs: dict[str, str]) -> t
 
 
 def _over_cuts(plan: Plan) -> list[Candidate]:
-    """Return each cut with its best codec, and the whole model on one device; of many, an even sample."""
+    """Return each cut that fits, with its best codec, and the whole model on one device; of many, an even sample."""
     best: dict[tuple[str | None, ...], Candidate] = {}
     for candidate in plan:
-        best.setdefault(candidate.at, candidate)
+        if candidate.refused is None or candidate.is_baseline:
+            best.setdefault(candidate.at, candidate)
     ordered = _in_run_order(plan, best.values())
     if plan.winner not in ordered:  # a strategy may choose another codec
         ordered = [plan.winner if one.at == plan.winner.at else one for one in ordered]
@@ -274,6 +276,9 @@ def _notes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
     if plan.tokens is not None:
         yield "a pass is a whole answer: latency, energy and bytes are of all its tokens"
     yield f"{winner.name}: {seconds(winner.latency_s)} = {' + '.join(_terms(winner))}"
+    lossy = [codec for codec in winner.codecs if not is_lossless(codec)]
+    if lossy:
+        yield f"{', '.join(dict.fromkeys(lossy))}: lossy, so the output changes; Stages.try_codec measures by how much"
     yield from _beside(plan)
     if winner.late_s:
         yield f"jitter of the links adds up to {seconds(winner.late_s)}"
