@@ -83,6 +83,12 @@ def test_a_file_that_cannot_be_written_is_an_error_before_the_run(
     assert "Is a directory" in microtome(*words, "--json", str(tmp_path)).output
 
 
+def test_the_help_lists_commands_with_whole_sentences() -> None:
+    text = CliRunner().invoke(main, ["--help"]).output
+    assert "..." not in text
+    assert "Measure the latency of each cut, and of no cut, with a server; compare the best" in " ".join(text.split())
+
+
 def test_version() -> None:
     assert microtome("--version").output.strip() == f"microtome, version {__version__}"
 

@@ -43,6 +43,8 @@ def test_what_was_never_sent_has_no_phases_of_the_server() -> None:
     assert alone.phases()["wire"] is None
     assert alone.reasons == {}
     assert "all here: 1 request in 1 s" in text(alone)
+    assert "waiting for another counts in the total" in text(alone)
+    assert "waiting for another counts as wire" in text(request_log())
 
 
 def test_rates_and_energies_are_a_request() -> None:

@@ -64,6 +64,12 @@ class _Commands(click.Group):
         command: click.Command = getattr(import_module(f"{__name__}.commands.{cmd_name}"), cmd_name)
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List each command with its whole first sentence, which click would truncate to one line."""
+        commands = [(name, self.get_command(ctx, name)) for name in _COMMANDS]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(limit=200)) for name, command in commands if command])
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:

@@ -90,7 +90,8 @@ def _notes(log: RequestLog) -> Iterator[str]:
         yield f"energy of this device: {joules(log.energy_per_request_j)} a request ({log.energy})"
     elif log.energy:
         yield f"energy is not known: {short(log.energy)}"
-    yield f"at most {plural(log.window, 'request')} in flight: waiting for another counts as wire"
+    waiting = "as wire" if len(log.on_edge) < len(log.requests) else "in the total"
+    yield f"at most {plural(log.window, 'request')} in flight: waiting for another counts {waiting}"
 
 
 def _move(move: CutMove) -> str:
