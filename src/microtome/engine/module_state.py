@@ -56,12 +56,13 @@ def copy_attributes(module: nn.Module) -> Attributes:
 def restore_attributes(module: nn.Module, before: Attributes, *, where: Callable[[Any], bool]) -> None:
     """Restore the attributes whose values now satisfy a predicate; delete those that are new."""
     for name, value in list(module.__dict__.items()):
-        if name in TORCH_ATTRIBUTES or not where(value):
+        original, contents = before.get(name, (None, None))
+        is_same = name in before and value is original and contents is None
+        if is_same or name in TORCH_ATTRIBUTES or not where(value):
             continue
         if name not in before:
             del module.__dict__[name]
             continue
-        original, contents = before[name]
         module.__dict__[name] = original
         if contents is not None:
             restore_containers([(original, contents)])

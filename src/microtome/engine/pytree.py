@@ -121,6 +121,10 @@ def is_state(value: Any) -> bool:
     return isinstance(value, _state_classes.get())
 
 
+#: The most frequent classes of leaves.
+_LEAF_CLASSES = frozenset((Tensor, bool, int, float, str, type(None)))
+
+
 def base_class(cls: type) -> type:
     """The most general class of the same package, so that one kind of cache may take the place of another."""
     package = cls.__module__.partition(".")[0]
@@ -129,9 +133,12 @@ def base_class(cls: type) -> type:
 
 def node_type(value: Any) -> NodeType | None:
     """The kind of structure that a value is; None for a leaf."""
+    cls = type(value)
+    if cls in _LEAF_CLASSES:
+        return None
     if (classes := _state_classes.get()) and isinstance(value, classes):
         return None
-    node = _class_node_type(type(value))
+    node = _class_node_type(cls)
     return None if node is RECORD and not is_record(value) else node
 
 

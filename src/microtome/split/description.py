@@ -190,7 +190,7 @@ def find_model_class(name: str, model: nn.Module, is_allowed: Callable[[type], b
     Raises:
         ValueError: There is none.
     """
-    module, _, qualified = name.rpartition(".")
+    module, _, qualified = str(name).rpartition(".")
     packages = {type(one).__module__.partition(".")[0] for one in model.modules()} - {"torch", "builtins"}
     found = getattr(sys.modules.get(module), qualified, None)
     if not isinstance(found, type) or module.partition(".")[0] not in packages or not is_allowed(found):

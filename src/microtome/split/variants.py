@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from microtome.engine.argument_names import named_arguments
@@ -48,6 +49,7 @@ class Variant:
         spec = self.spec
         return (structure.text, _flags(plain)) == (spec.inputs.text, _flags(spec.example.plain))
 
+    @cached_property
     def kind(self) -> str:
         """The `kind_of` the states in the first step of the sequences that they compute."""
         return kind_of(self.spec.states) if self.first_kind is None else self.first_kind
@@ -88,7 +90,7 @@ class StageVariants:
                 if not (variant.is_first if is_first else variant.continues or not variant.is_first):
                     continue
                 completed = variant.spec.complete(inputs, variant.stages[0].model)
-                if (kind is None or kind == variant.kind()) and variant.takes(completed):
+                if (kind is None or kind == variant.kind) and variant.takes(completed):
                     return variant, completed
             if self._make is None:
                 names = ", ".join(named_arguments(self._variants[0].stages[0].model, inputs))

@@ -59,7 +59,8 @@ def record_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArgum
         return CallArguments([args[0]], [version_of(args[0])], [], [], [], [], [])
     tensors = list(tensor_occurrences((args, kwargs)))
     containers = containers_in((args, tuple(kwargs.values())))
-    objects = [item for item in opaque_objects_in((args, kwargs)) if not is_state(item)]
+    opaque = list(opaque_objects_in((args, kwargs)))
+    objects = [item for item in opaque if not is_state(item)]
     return CallArguments(
         tensors,
         [version_of(tensor) for tensor in tensors],
@@ -67,7 +68,7 @@ def record_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArgum
         list(map(_contents, containers)),
         objects,
         list(map(state_of, objects)),
-        state_objects_in((args, kwargs)),
+        list({id(item): item for item in opaque if is_state(item)}.values()) if len(objects) < len(opaque) else [],
     )
 
 

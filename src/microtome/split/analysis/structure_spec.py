@@ -151,7 +151,9 @@ class SplitSpec(NamedTuple):
 
     def complete(self, inputs: Inputs, model: nn.Module) -> Inputs:
         """Add the state objects that the model would make itself."""
-        passed = named_arguments(model, inputs) if self.created_states else {}
+        if all(inputs.kwargs.get(name) is not None for name in self.created_states):  # as in every step but the first
+            return inputs
+        passed = named_arguments(model, inputs)
         missing = {name: state for name, state in self.created_states.items() if passed.get(name) is None}
         return inputs.with_arguments(inputs.args, {**inputs.kwargs, **copy.deepcopy(missing)}) if missing else inputs
 

@@ -52,27 +52,30 @@ class StageState:
 
     def begin_step(self, stage: Stage, edits: Edits = ()) -> None:
         """Make the caller's edits since the last step."""
-        for state, own in zip(self.objects, edits, strict=False):
-            apply_edits(state, own, _placeholder_of(stage), stage.device)
+        if any(edits):
+            for state, own in zip(self.objects, edits, strict=True):
+                apply_edits(state, own, _placeholder_of(stage), stage.device)
         self._before = list(map(parts_of, self.objects))
         for parts in self._before:
             forget_history(parts)
 
-    def end_step(self, stage: Stage) -> Changes:
-        """The changes by this stage, for the others.
-
-        Raises:
-            Unsupported: It changed tensors of another stage.
-        """
+    def check_step(self, stage: Stage) -> list[dict[Path, StatePart]]:
+        """Raise Unsupported if the stage changed tensors of another one; return the parts of the objects."""
         after = list(map(parts_of, self.objects))
         for before, now in zip(self._before, after, strict=True):
             check_not_edited(before, now, stage.glue_state_paths)
+        return after
+
+    def end_step(self, stage: Stage) -> Changes:
+        """The changes by this stage, for the others, after `check_step`."""
+        after = self.check_step(stage)
         return [find_changes(old, new, by_others=False) for old, new in zip(self._before, after, strict=True)]
 
     def apply(self, stage: Stage, changes: Changes) -> None:
         """Change the objects as another stage changed its own."""
+        device = stage.device
         for state, own in zip(self.objects, changes, strict=True):
-            apply_changes(state, own, stage.device, _placeholder_of(stage))
+            apply_changes(state, own, device, partial(_make_placeholder, device))
 
 
 def copy_state(state: Any, device: torch.device | None) -> Any:

@@ -57,11 +57,11 @@ class StepSequence:
         self.running = 0
         self._states[0].begin_step(stages[0])
         value = stages[0].run(inputs.args, inputs.kwargs)
-        self._states[0].end_step(stages[0])
+        self._states[0].check_step(stages[0])  # boundaries let the others know of its changes
         for stage, state in zip(stages[1:], self._states[1:], strict=True):
             self.running = stage.index
             value, changes = self.run_step(stage, value, state, edits)
-            for earlier in stages[: stage.index]:  # boundaries let later ones know
+            for earlier in stages[: stage.index]:
                 self._states[earlier.index].apply(earlier, changes)
         self._after = list(map(parts_of, states))
         for parts in self._after:
