@@ -80,7 +80,10 @@ class RemoteRequest:
         reason: Why it did not run where it was to run; or why it failed.
     """
 
-    def __init__(self, inputs: Inputs, route: Route, deadline_s: float | None = None) -> None:
+    def __init__(
+        self, inputs: Inputs, route: Route, deadline_s: float | None = None, head_s: float | None = None
+    ) -> None:
+        """`head_s`: the seconds that the head took, if it has run."""
         self.id = uuid.uuid4().hex
         self.inputs = inputs
         self.route = route
@@ -94,12 +97,12 @@ class RemoteRequest:
         self.retry_until = inf
         self.replied_at = 0.0
         self.is_alone = False
-        self.timing: dict[str, float] = {}
+        self.timing: dict[str, float] = {} if head_s is None else {"head_s": head_s}
         self.reason: str | None = None
         self._header = protocol.Request()
         self._message = b""  # the header and the encoded boundary
         self._received_bytes = 0
-        self._started = perf_counter()
+        self._started = perf_counter() - (head_s or 0.0)
         self._sent_at = 0.0
 
     @contextmanager

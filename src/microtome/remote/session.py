@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -124,6 +125,7 @@ class _RemoteSequence(StepSequence):
         self._local: TailSession | None = None
         self._initial = b""
         self._num_steps = 0
+        self._started = self._head_s = 0.0
         self.replays = 0
 
     @property
@@ -134,7 +136,12 @@ class _RemoteSequence(StepSequence):
         self._initial = encode_states(states)
         return StageState(list(states))  # the caller's: those of the server are there
 
+    def run(self, stages: Sequence[Stage], inputs: Inputs) -> Any:
+        self._started = perf_counter()
+        return super().run(stages, inputs)
+
     def run_step(self, stage: Stage, boundary: Boundary, state: StageState, edits: Edits) -> tuple[Any, Changes]:
+        self._head_s = perf_counter() - self._started
         variant = self.variant
         encoded_edits = encode_edits(edits) if self._num_steps else self._initial
         split = encode_split(variant.describe())
@@ -174,6 +181,10 @@ class _RemoteSequence(StepSequence):
             raise error
         return self._replay_here(states, error)
 
+    def _make_request(self, step: LoggedStep, deadline_s: float | None = None) -> RemoteRequest:
+        head_s, self._head_s = self._head_s, 0.0  # a replay runs no head
+        return RemoteRequest(step.inputs, self._route, deadline_s, head_s)
+
     # -- on the server -------------------------------------------------------------------------------------------------
 
     def _begin_anew(self) -> None:
@@ -183,7 +194,7 @@ class _RemoteSequence(StepSequence):
         self._last_split = b""
 
     def _run_there(self, step: LoggedStep, states: list[Any]) -> tuple[Any, bytes]:
-        request = RemoteRequest(step.inputs, self._route, self._remote.options.deadline_s)
+        request = self._make_request(step, self._remote.options.deadline_s)
         try:
             return self._exchange(request, step, states)
         except MicrotomeError as error:
@@ -253,7 +264,7 @@ class _RemoteSequence(StepSequence):
         return self._run_here(last, states, str(error))
 
     def _run_here(self, step: LoggedStep, states: list[Any], reason: str | None = None) -> tuple[Any, bytes]:
-        request = RemoteRequest(step.inputs, self._route)
+        request = self._make_request(step)
         request.reason = reason
         with request.timed("tail_s"):
             result = self._run_tail(step)

@@ -26,13 +26,13 @@ class _Facts:
     def __get__(self, boundary: Boundary | None, owner: type) -> dict[str, JSON]:
         if boundary is None:
             raise AttributeError("a field without a default")
-        facts = boundary.__dict__["facts"]
-        if not isinstance(facts, dict):
-            facts = boundary.__dict__["facts"] = facts.to_facts()
+        if (record := boundary.record) is not None:
+            self.__set__(boundary, record.to_facts())
+        facts: dict[str, JSON] = vars(boundary)["_facts"]
         return facts
 
     def __set__(self, boundary: Boundary, facts: Any) -> None:
-        boundary.__dict__["facts"] = facts
+        object.__setattr__(boundary, "_facts", facts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,7 +68,7 @@ class Boundary:
     @property
     def record(self) -> Any:
         """The `BoundaryRecord` of a boundary that a stage of this process made; None: its facts are JSON, unchecked."""
-        facts = self.__dict__["facts"]
+        facts = vars(self)["_facts"]
         return None if isinstance(facts, dict) else facts
 
     @property
