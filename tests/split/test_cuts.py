@@ -122,6 +122,32 @@ def test_a_skipped_input_crosses_beside_what_was_computed() -> None:
     assert found == {"a": ["args[0]", "a"], "b": ["args[0]", "b"]}
 
 
+class Picks(nn.Module):
+    """Has an argument with the name of a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Linear(100, 2)
+        self.out = nn.Linear(2, 2)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.out(self.image(image)) + image[:, :2]
+
+
+def test_a_keyword_argument_does_not_have_the_name_of_an_output() -> None:
+    model, x = Picks(), torch.ones(1, 100)
+    cuts = mt.cuts(model, {"image": x})
+    assert [(live.name, live.shape) for live in cuts["image"].live] == [
+        ("kwargs['image']", (1, 100)),
+        ("image", (1, 2)),
+    ]
+    head, tail = mt.split(model, {"image": x}, at="image")
+    assert torch.equal(tail(mt.Boundary.from_bytes(head(image=x).to_bytes())), model(x))
+    timed = mt.profile(model, {"image": x}, measure="time", repeat=3)
+    plan = mt.plan(cuts, edge=timed, cloud=timed, link="1Mbps")  # which compares the shapes of outputs by name
+    assert plan["image"].sent_bytes == (400 + 8,)
+
+
 def test_a_value_crosses_until_it_was_read_last() -> None:
     found = crossing(lambda net, x: net.c(net.b(y := net.a(x)) + y))
     assert found == {"a": ["a"], "b": ["a", "b"], "c": ["c"]}

@@ -19,7 +19,7 @@ from microtome.engine.module_index import untraced_root_error
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.pytree import is_state, reachable_tensors
 from microtome.engine.snapshot import WriteBackups
-from microtome.engine.torch_internals import DisableTorchFunction, is_autocast_enabled
+from microtome.engine.torch_internals import DisableTorchFunction, is_autocast_enabled, own_children
 from microtome.errors import MicrotomeError, Unsupported
 from microtome.flops.composite import composite_costs
 from microtome.flops.registry import NOTHING, OpCost, cost_of
@@ -106,7 +106,9 @@ class TraceRecorder(Probe):
             self._values.record(parameter, "parameter", name)
         for name, buffer in model.named_buffers():
             self._values.record(buffer, "buffer", name)
-        for name, value in named_arguments(model, inputs).items():
+        children = own_children(model)
+        for argument, value in named_arguments(model, inputs).items():
+            name = f"kwargs[{argument!r}]" if argument in children else argument  # outputs of modules have their names
             for index, tensor in enumerate(found := list(tensors_in(value))):
                 self._values.record(tensor, "input", name if len(found) == 1 else f"{name}[{index}]")
             if is_state(value):  # a leaf, whose tensors calls write to
