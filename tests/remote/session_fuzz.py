@@ -20,7 +20,7 @@ import microtome as mt
 from microtome.engine.pytree import as_state
 from microtome.remote import protocol
 from microtome.remote.server import Server, serve
-from microtome.remote.steps import DeltaCodec, encode_edits, encode_split, encode_states, split_header
+from microtome.remote.step_codec import DeltaCodec, encode_edits, encode_split, encode_states, split_header
 from microtome.split.boundary.boundary import Boundary
 from tests.remote.fuzz import another_header, deeply, mutated
 from tests.split.test_sessions import EXAMPLE, STEPS, Memory, Model

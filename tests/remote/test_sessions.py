@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -22,16 +24,16 @@ from microtome.errors import BadBoundary, RemoteError, Unsupported
 from microtome.remote import protocol
 from microtome.remote.error_kinds import NoSession, TooLarge
 from microtome.remote.prometheus import Metrics
+from microtome.remote.remote_session import RemoteSession
 from microtome.remote.server import Server, serve
-from microtome.remote.session import RemoteSession
-from microtome.remote.sessions import SessionLimits, SessionStore, StateMemory
-from microtome.remote.steps import DeltaCodec, encode_states, parse_edits, parse_split, parse_states
+from microtome.remote.session_store import SessionLimits, SessionStore, StateTooLarge
+from microtome.remote.step_codec import DeltaCodec, encode_states, parse_edits, parse_split, parse_states
 from microtome.remote.tail_session import TailSession
 from tests.remote.generating_process import run_kills
 from tests.remote.session_fuzz import fuzz
 from tests.split.language_models import DECODERS, VOCABULARY, build, build_t5, build_whisper
 from tests.split.test_generate import MODES
-from tests.split.test_sessions import EXAMPLE, STEPS, Memory, Model, run
+from tests.split.test_sessions import EXAMPLE, STEPS, Lazy, Memory, Model, run
 
 IDS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS).index_fill(1, torch.tensor([0, 1]), 0)  # padding on the left
@@ -378,7 +380,7 @@ def test_an_error_ends_a_session() -> None:
 def test_all_sessions_may_be_computing() -> None:
     store, owner = SessionStore(SessionLimits(number=1), Metrics()), object()
     message = "all 1 sessions are computing"
-    with store.step(owner, "a", 0), pytest.raises(StateMemory, match=message), store.step(owner, "b", 0):
+    with store.step(owner, "a", 0), pytest.raises(StateTooLarge, match=message), store.step(owner, "b", 0):
         pass
 
 
@@ -437,7 +439,7 @@ def test_an_edit_cannot_fill_the_memory_of_a_server() -> None:
         states = encode_states([Memory(4)])
     session.run(tail, states, boundary)
     for count, error, message in (
-        (1 << 8, TooLarge, "expected an edit of the state to at most 1.00 MiB, got"),
+        (1 << 8, TooLarge, "expected edits of the state to at most 1.00 MiB, got"),
         (1 << 20, BadBoundary, "cannot edit the state as the client did: .* overflow"),
     ):
         repeats = {"items": [{"value": count, "kind": "value"}] * 3, "kind": "list"}
@@ -498,3 +500,111 @@ def test_mutated_steps_are_refused_and_other_sessions_go_on() -> None:
     assert found.outcomes["BAD_REQUEST"] > 50
     assert found.outcomes["output"] > 50
     assert not found.unexpected
+
+
+# -- several threads, deadlines, modes ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_another_split_of_one_client_does_not_disturb_the_steps_of_another(llama: Any) -> None:
+    expected = tokens(llama, 60)
+    with (
+        serve(copy.deepcopy(llama), EXAMPLE_IDS, listen="127.0.0.1:0", concurrency=2) as server,
+        mt.connect(llama, EXAMPLE_IDS, server.address, at=AT, fallback=None) as remote,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        tokens(remote, 3)
+        answers = [pool.submit(tokens, remote, 60) for _ in range(2)]
+        another = copy.deepcopy(llama)  # a process of its own would have one
+        for at in ("model.layers.0", "model.embed_tokens", "model.layers.0.mlp"):
+            with mt.connect(another, EXAMPLE_IDS, server.address, at=at, fallback=None) as other:
+                assert tokens(other, 3).equal(expected[:, :12])
+        assert all(answer.result().equal(expected) for answer in answers)
+
+
+@torch.no_grad()
+def test_more_conversations_than_sessions_at_once_all_end_right(llama: Any) -> None:
+    expected = tokens(llama, 8)
+    with (
+        serve(copy.deepcopy(llama), EXAMPLE_IDS, listen="127.0.0.1:0", sessions=2) as server,
+        mt.connect(llama, EXAMPLE_IDS, server.address, at=AT, fallback=None) as remote,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        tokens(remote, 3)  # so that no thread analyzes the model
+        answers = [pool.submit(tokens, remote, 8) for _ in range(3)]
+        assert all(answer.result().equal(expected) for answer in answers)
+
+
+@torch.no_grad()
+def test_a_short_deadline_does_not_end_the_warm_up(llama: Any, server: Server) -> None:
+    local = copy.deepcopy(llama)  # the server goes on with a request that nobody waits for
+    with mt.connect(local, EXAMPLE_IDS, server.address, at=AT, deadline="1ms") as remote:
+        assert not remote.requests
+        assert tokens(remote, 5).equal(tokens(llama, 5))
+        assert remote.requests[-1].where == "edge"
+
+
+@torch.no_grad()
+def test_a_session_ends_on_the_server_after_an_error_here(llama: Any, server: Server) -> None:
+    assert server._service is not None
+    store = server._service.sessions
+    with mt.connect(llama, EXAMPLE_IDS, server.address, at=AT) as remote:
+        with remote.session() as chat:
+            output = chat(input_ids=IDS)
+            with pytest.raises(IndexError):  # the embedding has no such row
+                chat(input_ids=IDS[:, :1] + 10**6, past_key_values=output.past_key_values)
+        deadline = monotonic() + 10
+        while len(store) and monotonic() < deadline:
+            sleep(0.01)
+        assert len(store) == 0
+
+
+@torch.no_grad()
+def test_views_of_large_tensors_count_as_these(llama: Any) -> None:
+    with (
+        serve(llama, EXAMPLE_IDS, listen="127.0.0.1:0", state_memory="1MB") as server,
+        mt.connect(llama, EXAMPLE_IDS, server.address, at=AT, fallback=None) as remote,
+        remote.session() as chat,
+    ):
+        cache = chat(input_ids=IDS).past_key_values
+        layer = cache.layers[2]
+        layer.keys = layer.keys.repeat(4000, 1, 1, 1)[:2]
+        with pytest.raises(RemoteError, match=r"expected edits of the state to at most|raise --state-memory"):
+            chat(input_ids=IDS[:, :1], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_autocast_and_training_mode_are_refused(llama: Any, server: Server) -> None:
+    with mt.connect(llama, EXAMPLE_IDS, server.address, at=AT) as remote, remote.session() as chat:
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(Unsupported, match="expected no autocast around"):
+            chat(input_ids=IDS)
+        llama.train()
+        try:
+            with pytest.raises(Unsupported, match="expected the model in eval mode, as when it was split"):
+                remote(input_ids=IDS)
+        finally:
+            llama.eval()
+
+
+@torch.no_grad()
+def test_stages_saved_after_a_static_cache_can_be_loaded(llama: Any, tmp_path: Path) -> None:
+    stages = mt.split(llama, EXAMPLE_IDS, at=AT)
+    tokens(stages, 3, cache_implementation="static")
+    tokens(stages, 3)
+    stages.save(tmp_path)
+    head, tail = (mt.load_stage(lambda: build("llama")[0], tmp_path, index) for index in (0, 1))
+    with (
+        serve(tail, listen="127.0.0.1:0") as server,
+        mt.connect(head, None, server.address) as remote,
+    ):
+        assert tokens(remote, 5).equal(tokens(llama, 5))
+
+
+@torch.no_grad()
+def test_a_named_state_is_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Lazy().eval()
+    step = STEPS[1]
+    mt.split(model, mt.Inputs(step, memory=Memory(3)), at="layers.1", state="memory").save(tmp_path)
+    head, tail = (mt.load_stage(Lazy, tmp_path, index) for index in (0, 1))
+    assert len(head.spec.states) == len(tail.spec.states) == 1

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any, Self
@@ -22,11 +23,12 @@ from microtome.remote.autotune import LOSSLESS, Autotuner, RouteChange, autotune
 from microtome.remote.connection import Connection
 from microtome.remote.error_kinds import TRANSIENT
 from microtome.remote.local_model import LocalModel, handshake
-from microtome.remote.payloads import INPUTS, ExpectedReply, pack_inputs, unpack_output
+from microtome.remote.payloads import INPUTS, ExpectedReply, check_not_autocast, pack_inputs, unpack_output
 from microtome.remote.pipeline import run_pipeline
+from microtome.remote.remote_session import LocalSession, RemoteSession
 from microtome.remote.request import RemoteRequest, RequestOptions, RequestState, Route
 from microtome.remote.security import Security
-from microtome.remote.session import LocalSession, RemoteSession
+from microtome.results.metrics import advise
 from microtome.results.plan import Plan
 from microtome.results.requests import RequestRecord
 from microtome.split.boundary.boundary import Boundary
@@ -39,6 +41,7 @@ from microtome.units import parse_seconds, parse_size, size
 _RESEND_FOR_S, _RESEND_WITH_FALLBACK_FOR_S = 15.0, 1.0
 #: Seconds that a server has for the warm-up request at a cut.
 _WARM_UP_S = 60.0
+_NO_LIMIT = 1 << 62
 #: The number of requests whose records are kept.
 _MAX_RECORDS = 10_000
 
@@ -136,13 +139,21 @@ class Remote:
         if route.at is None:
             return LocalSession(self._local.model)
         if route.at == INPUTS:
-            raise Unsupported(f"expected a cut at a layer for a session, got {INPUT!r}: pass at= to mt.connect")
+            advice = advise("at=", "--at")
+            raise Unsupported(f"expected a cut at a layer for a session, got {INPUT!r}: pass one with {advice}")
+        options = replace(self.options, has_fallback=self.has_fallback)
+        return self._new_session(route, keep_bytes, options, self.requests)
+
+    def _new_session(
+        self, route: Route, keep_bytes: int, options: RequestOptions, records: deque[RequestRecord]
+    ) -> RemoteSession:
+        assert route.at is not None
         if not self.server.sessions:
             raise RemoteError(
                 f"{self._connection.address} keeps no sessions: start it with --sessions, or a newer microtome",
                 "REFUSED",
             )
-        return RemoteSession(self, self._local.variants_at(route.at), route, keep_bytes)
+        return RemoteSession(self, self._local.variants_at(route.at), route, keep_bytes, options, records)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate tokens by the loop of transformers; the arguments are those of the model's own `generate`."""
@@ -160,7 +171,8 @@ class Remote:
         if self._local.spec.states and route.at == INPUTS:
             return  # sessions do not send inputs
         if self._local.spec.states:
-            with RemoteSession(self, self._local.variants_at(route.at), route, keep_bytes=0) as session:
+            options = RequestOptions(_WARM_UP_S, max_reply_bytes=self.options.max_reply_bytes)
+            with self._new_session(route, _NO_LIMIT, options, deque()) as session:
                 example = copy_inputs(splitter.example, splitter.model)
                 session(*example.args, **example.kwargs)
             return
@@ -182,6 +194,8 @@ class Remote:
 
     def _run_head(self, request: RemoteRequest) -> RemoteRequest:
         inputs, at = request.inputs, request.route.at
+        if at is not None:
+            check_not_autocast()
         with request.timed("head_s"):
             if at == INPUTS:
                 request.boundary = pack_inputs(inputs, self._local.spec.inputs, self._local.fingerprint)
@@ -239,6 +253,7 @@ class Remote:
         """Tell the server that a session has ended, without waiting for a reply."""
         request = RemoteRequest(Inputs(), self.route)
         request.encode_step(protocol.Step(session=session, ends=True), memoryview(b""))
+        request.retry_until = 0.0  # if the stream breaks, the session ends with it
         with suppress(RemoteError):  # the connection is closed, and with it the session
             self._connection.submit(request)
 
@@ -252,7 +267,7 @@ class Remote:
     def _late_error(self, request: RemoteRequest) -> RemoteError:
         """Cancel a request that is not answered in time."""
         self._connection.cancel(request)
-        request.reason = f"{self._connection.address} did not answer in {self.options.deadline_s:g} s"
+        request.reason = f"{self._connection.address} did not answer in {request.deadline_s:g} s"
         return RemoteError(request.reason, "DEADLINE")
 
     def _finish(self, request: RemoteRequest) -> Any:

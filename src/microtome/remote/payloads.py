@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from microtome.engine.torch_internals import is_autocast_enabled
 from microtome.errors import BadBoundary, Unsupported
 from microtome.inputs import Inputs
 from microtome.remote.protocol import DEFAULT_REPLY_BYTES, MAX_MESSAGE_BYTES
@@ -21,6 +22,15 @@ from microtome.split.boundary.tensor_bytes import moved
 INPUTS = ""
 #: Bytes that decoding a reply may take for each byte of the output: codecs and layouts need temporary copies.
 _DECODING_FACTOR = 12
+
+
+def check_not_autocast() -> None:
+    """Raise if autocast is on: a server computes in the dtypes of its weights."""
+    if is_autocast_enabled():
+        raise Unsupported(
+            "expected no autocast around a request, got one: the server computes in the dtypes of its weights. Convert "
+            "the model on both sides, such as with model.bfloat16()"
+        )
 
 
 def pack_inputs(inputs: Inputs, spec: StructureSpec, fingerprint: str) -> Boundary:

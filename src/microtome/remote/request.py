@@ -67,6 +67,7 @@ class RemoteRequest:
     model is not cut, or because the server does not answer; and as `FAILED` if nobody does.
 
     Attributes:
+        deadline_s: The seconds that it may take; None: any number.
         deadline: When it must be answered, a time of `monotonic`; None: it has no deadline.
         boundary: The values that cross the cut; None: none do.
         expected: Bounds and checks of the reply.
@@ -88,6 +89,7 @@ class RemoteRequest:
         self.inputs = inputs
         self.route = route
         self.state = RequestState.CREATED
+        self.deadline_s = deadline_s
         self.deadline = None if deadline_s is None else monotonic() + deadline_s
         self.boundary: Boundary | None = None
         self.expected: ExpectedReply | None = None

@@ -18,7 +18,7 @@ from microtome.profile import profile
 from microtome.remote.batching import Batcher, build_batcher
 from microtome.remote.error_kinds import WrongModel
 from microtome.remote.payloads import INPUTS, pack_inputs, pack_output, unpack_inputs
-from microtome.remote.steps import parse_split
+from microtome.remote.step_codec import parse_split
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.description import restore_inputs
 from microtome.split.splitter import Splitter, load_variant
@@ -155,6 +155,8 @@ class ServedModel:
         if len(description.at) != 1 or description.at[0] not in self.cuts:
             raise NoMatch(f"the cut of {self.name} at {', '.join(description.at)!r:.200} is not served")
         with self._lock, SUBSTITUTION_LOCK:
+            if key in self._tails:  # made by another thread meanwhile
+                return self._tails[key]
             model, device = self.model, self.device
             if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
                 self._without_weights = self._without_weights or copy_with_weights(model, ())

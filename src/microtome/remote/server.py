@@ -21,7 +21,7 @@ from microtome.remote.prometheus import Metrics
 from microtome.remote.security import AuthInterceptor, ServerSecurity, is_loopback
 from microtome.remote.served_model import ServedModel
 from microtome.remote.service import Service
-from microtome.remote.sessions import SessionLimits
+from microtome.remote.session_store import SessionLimits
 from microtome.remote.watchdog import Watchdog
 from microtome.remote.worker import Limits
 from microtome.split.stage import Stage

@@ -27,7 +27,7 @@ from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.peers import Peers
 from microtome.remote.prometheus import Metrics
 from microtome.remote.served_model import ServedModel
-from microtome.remote.sessions import SessionStore
+from microtome.remote.session_store import SessionStore
 from microtome.remote.worker import Limits, QueuedRequest, WorkerPool
 from microtome.split.boundary.codecs import CODECS
 from microtome.units import size

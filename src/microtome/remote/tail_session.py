@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,13 +11,13 @@ from torch import Tensor
 from microtome.engine.pytree import as_state, base_class
 from microtome.errors import BadBoundary, describe_error
 from microtome.remote.error_kinds import TooLarge
-from microtome.remote.steps import encode_changes, parse_edits, parse_states
+from microtome.remote.step_codec import encode_changes, parse_edits, parse_states
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.schema import PLACEHOLDER_DTYPES, PlaceholderSpec
 from microtome.split.stage import Stage
 from microtome.split.state.contents import Path, apply_changes, format_path, part_at, to_path
-from microtome.split.state.edits import StateEdit
-from microtome.split.state.stage_state import StageState
+from microtome.split.state.placeholder import StateOp
+from microtome.split.state.stage_state import Edits, StageState
 from microtome.units import size
 
 
@@ -54,9 +55,8 @@ class TailSession:
             edits: Any = ()
             if self._has_begun:
                 edits = parse_edits(state, len(self.state.objects))
-                for own, one in zip(self.state.objects, edits, strict=True):
-                    for edit in one:
-                        _check_size(own, edit, max_bytes)
+                if max_bytes is not None:
+                    _check_edits(self.state.objects, edits, max_bytes)
             else:
                 self.state = StageState(_make_states(state, tail))
                 self._has_begun = True
@@ -80,21 +80,30 @@ def _make_states(data: bytes, tail: Stage) -> list[Any]:
     return states
 
 
-def _check_size(state: Any, edit: StateEdit, max_bytes: int | None) -> None:
-    """Raise if an edit would make a tensor larger than the state may be."""
-    part = part_at(state, to_path(edit.change.path))
-    if max_bytes is None or not edit.ops or part is None or not isinstance(part.value, Tensor):
-        return
-    tensor = torch.empty_like(part.value, device="meta")
+def _check_edits(states: Sequence[Any], edits: Edits, max_bytes: int) -> None:
+    """Raise if edits would allocate more than the state may take, intermediate results included."""
+    allocated = 0
+    for state, edit in ((state, edit) for state, own in zip(states, edits, strict=True) for edit in own):
+        part = part_at(state, to_path(edit.change.path))
+        if not edit.ops or part is None or not isinstance(part.value, Tensor):
+            continue
+        allocated += _bytes_of_edit(torch.empty_like(part.value, device="meta"), edit.ops)
+        if allocated > max_bytes:
+            raise TooLarge(f"expected edits of the state to at most {size(max_bytes)}, got {size(allocated)}")
+
+
+def _bytes_of_edit(tensor: Tensor, ops: Iterable[StateOp]) -> int:
+    """The bytes of all results of operators on a tensor, which is on meta."""
+    allocated = 0
     try:
-        for func, args, kwargs in edit.ops:
+        for func, args, kwargs in ops:
             tensor = func(tensor, *_to_meta(args), **_to_meta(kwargs))
+            allocated += tensor.nbytes
     except NotImplementedError:  # a mask selects some of the elements, and cannot repeat them
-        return
+        pass
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise BadBoundary(f"cannot edit the state as the client did: {describe_error(error)}") from error
-    if tensor.nbytes > max_bytes:
-        raise TooLarge(f"expected an edit of the state to at most {size(max_bytes)}, got {size(tensor.nbytes)}")
+    return allocated
 
 
 def _to_meta(value: Any) -> Any:

@@ -21,7 +21,7 @@ from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.payloads import pack_output
 from microtome.remote.prometheus import Metrics
 from microtome.remote.served_model import ServedModel
-from microtome.remote.sessions import ServedSession, SessionLimits, SessionStore
+from microtome.remote.session_store import ServedSession, SessionLimits, SessionStore
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.codecs import parse_codec
 from microtome.units import size
@@ -241,7 +241,8 @@ class WorkerPool:
         step = request.step
         if step.split or session.stage is None:
             split = session.received.decompress("split", step.split)
-            session.stage = self._served.tail_for(split, self._limits.max_message)
+            with self._gate.upgraded():  # the model is analyzed, and cannot run meanwhile
+                session.stage = self._served.tail_for(split, self._limits.max_message)
         tail = session.stage
         header = session.received.decompress("header", step.header)
         state = session.received.decompress("state", step.state)
@@ -339,6 +340,20 @@ class _Gate:
             with self._changed:
                 self._inside -= 1
                 self._changed.notify_all()
+
+    @contextmanager
+    def upgraded(self) -> Iterator[None]:
+        """Exclusive access inside a block of `shared`."""
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+        try:
+            with self.exclusive():
+                yield
+        finally:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._waiting)
+                self._inside += 1
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

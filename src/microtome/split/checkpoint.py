@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ class _SavedSplit(NamedTuple):
         more: The locations of the further values that cross each cut, from `Splitter.export_locations`. It keeps the
             name of the key in the file.
         continues: Whether the stages also compute the next steps of a sequence; None in older files.
+        state: The names of the arguments that the user says are state.
         variants: The same cuts for inputs of other structures.
     """
 
@@ -63,6 +65,7 @@ class _SavedSplit(NamedTuple):
     more: list[list[list[Any]]]
     stages: tuple[_SavedStage, ...]
     continues: bool | None = None
+    state: tuple[str, ...] = ()
     variants: tuple[SplitDescription, ...] = ()
     schema: int = _SCHEMA
     kind: str = "split"
@@ -91,6 +94,7 @@ def save_stages(
             inputs=first.inputs,
             more=first.locations,
             continues=first.continues,
+            state=first.state,
             variants=tuple(descriptions[1:]),
             stages=tuple(_save_stage(path, stage) for stage in stages),
         )
@@ -206,8 +210,11 @@ def load_stage(
     if type(built).__qualname__ != saved.model:
         raise BadWeights(f"expected a {saved.model}, as in {str(folder)!r}, got a {type(built).__qualname__}")
     built.eval()
-    first = SplitDescription(saved.at, saved.inputs, saved.more, bool(saved.continues))
-    variants = [_split_again(built, saved, one, Path(folder) / _PLAN) for one in (first, *saved.variants)]
+    first = SplitDescription(saved.at, saved.inputs, saved.more, bool(saved.continues), state=saved.state)
+    variants = [_split_again(built, saved, first, Path(folder) / _PLAN)]
+    for description in saved.variants:
+        with suppress(Unsupported):  # steps that cannot be analyzed without weights, such as with a static cache
+            variants.append(_split_again(built, saved, description, Path(folder) / _PLAN))
     for name, tensor in weights.items():  # after splitting, which needs all weights on one device
         _set_weight(built, name.removeprefix(_ATTRIBUTE), tensor)
     stage = variants[0].stages[index]

@@ -61,6 +61,7 @@ class Stage:
         self.spec = spec
         self.state = state
         self.variants: StageVariants | None = None
+        self._is_training = model.training
         self._parameters = tuple(parameters)
         self._idle: list[tuple[Session, StageRun]] = []
         modules = dict(named_modules(model))
@@ -121,6 +122,9 @@ class Stage:
                 of the whole model; the boundary is empty afterwards.
         """
         boundary = self._check_boundary(args, kwargs)
+        if self.model.training is not self._is_training:
+            was, now = ("training", "eval") if self._is_training else ("eval", "training")
+            raise Unsupported(f"expected the model in {was} mode, as when it was split, got {now} mode: split it again")
         # A session takes longer to make than to open, so it is reused; several threads may run the stage at once.
         probes = tuple(probes)
         session, run = (None if probes else self._idle_session()) or self._make_session(probes)

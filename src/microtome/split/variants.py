@@ -43,7 +43,7 @@ class Variant:
         """Whether they compute the first step of a sequence."""
         return self.first_kind is None
 
-    def takes(self, inputs: Inputs) -> bool:
+    def accepts(self, inputs: Inputs) -> bool:
         """Whether inputs with all states have the structure and the flags that they were made for."""
         structure, _, plain = flatten((inputs.args, inputs.kwargs), arrays=[])
         spec = self.spec
@@ -90,7 +90,7 @@ class StageVariants:
                 if not (variant.is_first if is_first else variant.continues or not variant.is_first):
                     continue
                 completed = variant.spec.complete(inputs, variant.stages[0].model)
-                if (kind is None or kind == variant.kind) and variant.takes(completed):
+                if (kind is None or kind == variant.kind) and variant.accepts(completed):
                     return variant, completed
             if self._make is None:
                 names = ", ".join(named_arguments(self._variants[0].stages[0].model, inputs))

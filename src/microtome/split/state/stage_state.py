@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from microtome.engine.torch_internals import storage_id
 from microtome.errors import SessionError, Unsupported
 from microtome.split.boundary.schema import PlaceholderSpec, StateChange
 from microtome.split.execution.effects import overlapping_names
@@ -45,16 +46,18 @@ class StageState:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensors that the stage has values of."""
+        """The bytes of memory that the stage's own tensors keep alive, each storage once."""
         parts = (part.value for state in self.objects for part in parts_of(state).values())
-        own = {id(part): part for part in parts if isinstance(part, Tensor) and not isinstance(part, Placeholder)}
-        return sum(tensor.nbytes for tensor in own.values())
+        own = (part for part in parts if isinstance(part, Tensor) and not isinstance(part, Placeholder))
+        storages = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in own}
+        return sum(storages.values())
 
     def begin_step(self, stage: Stage, edits: Edits = ()) -> None:
         """Make the caller's edits since the last step."""
+        device = stage.device
         if any(edits):
             for state, own in zip(self.objects, edits, strict=True):
-                apply_edits(state, own, _placeholder_of(stage), stage.device)
+                apply_edits(state, own, partial(_make_placeholder, device), device)
         self._before = list(map(parts_of, self.objects))
         for parts in self._before:
             forget_history(parts)
@@ -92,10 +95,6 @@ def copy_state(state: Any, device: torch.device | None) -> Any:
         return part.value.detach().to(device, copy=True)
 
     return apply_changes(None, describe_state(state), device, copy_tensor)
-
-
-def _placeholder_of(stage: Stage) -> Any:
-    return partial(_make_placeholder, stage.device)
 
 
 def _make_placeholder(device: torch.device | None, spec: PlaceholderSpec, path: Path) -> Tensor:

@@ -45,7 +45,8 @@ class StepSequence:
         """Run one step on inputs that have all states; the output has the caller's state objects."""
         if self._failed:
             raise SessionError(
-                "expected a session whose steps all succeeded, got one that an error ended: begin a new one"
+                "expected an open session whose steps all succeeded, got one that was closed, failed, or runs in "
+                "another thread: begin a new one"
             )
         states = state_objects_in((inputs.args, inputs.kwargs))
         self._failed = True  # until the step is complete: state that is written in part is of no use

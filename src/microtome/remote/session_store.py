@@ -13,7 +13,7 @@ from microtome.errors import MicrotomeError
 from microtome.remote.error_kinds import NoSession
 from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.prometheus import Metrics
-from microtome.remote.steps import DeltaCodec
+from microtome.remote.step_codec import DeltaCodec
 from microtome.remote.tail_session import TailSession
 from microtome.split.stage import Stage
 from microtome.units import seconds, size
@@ -21,7 +21,7 @@ from microtome.units import seconds, size
 log = logging.getLogger("microtome.remote")
 
 
-class StateMemory(MicrotomeError, MemoryError):
+class StateTooLarge(MicrotomeError, MemoryError):
     """The state of a session is larger than the server may keep."""
 
 
@@ -88,7 +88,7 @@ class SessionStore:
 
         Raises:
             NoSession: There is no such session of this stream, or it is at another step.
-            StateMemory: Its state is larger than the server may keep.
+            StateTooLarge: Its state is larger than the server may keep.
         """
         session = self._begin((owner, session_id)) if number == 0 else self._find((owner, session_id), number)
         try:
@@ -129,7 +129,7 @@ class SessionStore:
                 raise NoSession(f"the session {key[1]!r:.80} has begun already: use another id for another one")
             while len(self._sessions) >= self.limits.number:
                 if not self._evict():
-                    raise StateMemory(f"all {self.limits.number} sessions are computing: try again later")
+                    raise StateTooLarge(f"all {self.limits.number} sessions are computing: try again later")
             session = self._sessions[key] = ServedSession(key)
             session.is_busy = True
             self._update()
@@ -163,7 +163,7 @@ class SessionStore:
             while self._nbytes > self.limits.nbytes and self._evict():
                 pass
             if self._nbytes > self.limits.nbytes:
-                raise StateMemory(
+                raise StateTooLarge(
                     f"the state of the session takes {size(nbytes)}, and the server keeps {size(self.limits.nbytes)} "
                     "for all: raise --state-memory there, or generate less"
                 )

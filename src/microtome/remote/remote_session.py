@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 import uuid
+from collections import deque
 from collections.abc import Sequence
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,9 +18,9 @@ from microtome.errors import MicrotomeError, RemoteError
 from microtome.inputs import Inputs
 from microtome.remote import protocol
 from microtome.remote.error_kinds import TRANSIENT
-from microtome.remote.payloads import ExpectedReply, unpack_output
-from microtome.remote.request import RemoteRequest, RequestState, Route
-from microtome.remote.steps import (
+from microtome.remote.payloads import ExpectedReply, check_not_autocast, unpack_output
+from microtome.remote.request import RemoteRequest, RequestOptions, RequestState, Route
+from microtome.remote.step_codec import (
     DeltaCodec,
     encode_edits,
     encode_split,
@@ -27,6 +29,7 @@ from microtome.remote.steps import (
     split_header,
 )
 from microtome.remote.tail_session import StepResult, TailSession
+from microtome.results.requests import RequestRecord
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.session import StageSession
 from microtome.split.stage import Stage
@@ -40,8 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("microtome.remote")
 
-#: How often a session begins again on the server within one step.
-_MAX_REPLAYS = 5
+#: How often a session begins again on the server within one step, and seconds before the first time.
+_MAX_REPLAYS, _MIN_BACKOFF_S = 8, 0.02
 
 
 class LoggedStep(NamedTuple):
@@ -51,13 +54,14 @@ class LoggedStep(NamedTuple):
         split: The encoded description of the split.
         state: The encoded state objects of the first step, or the edits before another one.
         boundary: The encoded boundary.
+        expected: Bounds and checks of the reply.
     """
 
     variant: Variant
-    inputs: Inputs
     split: bytes
     state: bytes
     boundary: bytes
+    expected: ExpectedReply
 
 
 class RemoteSession(StageSession):
@@ -70,9 +74,23 @@ class RemoteSession(StageSession):
         replays: How often the steps so far were computed again.
     """
 
-    def __init__(self, remote: Remote, variants: StageVariants, route: Route, keep_bytes: int) -> None:
+    def __init__(
+        self,
+        remote: Remote,
+        variants: StageVariants,
+        route: Route,
+        keep_bytes: int,
+        options: RequestOptions,
+        records: deque[RequestRecord],
+    ) -> None:
+        """Begin with the first step.
+
+        Args:
+            keep_bytes: The most bytes of steps that are kept for a replay.
+            records: The records of its requests are appended here.
+        """
         super().__init__(variants)
-        self._sequence = self._steps = _RemoteSequence(remote, route, keep_bytes)
+        self._sequence = self._steps = _RemoteSequence(remote, route, keep_bytes, options, records)
 
     @property
     def where(self) -> str:
@@ -83,6 +101,7 @@ class RemoteSession(StageSession):
         return self._steps.replays
 
     def run_step(self, variant: Variant, inputs: Inputs) -> Any:
+        check_not_autocast()
         self._steps.variant, self._steps.inputs = variant, inputs
         with torch.no_grad():
             return super().run_step(variant, inputs)
@@ -93,7 +112,10 @@ class RemoteSession(StageSession):
 
 
 class LocalSession(StageSession):
-    """Steps of a model that is not cut: it runs here as a whole."""
+    """Steps of a model that is not cut: it runs here as a whole; the attributes are those of a `RemoteSession`."""
+
+    where = "edge"
+    replays = 0
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -114,11 +136,16 @@ class _RemoteSequence(StepSequence):
     variant: Variant
     inputs: Inputs
 
-    def __init__(self, remote: Remote, route: Route, keep_bytes: int) -> None:
+    def __init__(
+        self, remote: Remote, route: Route, keep_bytes: int, options: RequestOptions, records: deque[RequestRecord]
+    ) -> None:
         super().__init__()
         self._remote = remote
         self._route = route
         self._keep_bytes = keep_bytes
+        self._options = options
+        self._records = records
+        self._splits: dict[int, bytes] = {}  # the encoded descriptions, by the identity of the variant
         self._log: list[LoggedStep] | None = []  # None: it became too long to be kept
         self._logged_bytes = 0
         self._begin_anew()
@@ -143,9 +170,12 @@ class _RemoteSequence(StepSequence):
     def run_step(self, stage: Stage, boundary: Boundary, state: StageState, edits: Edits) -> tuple[Any, Changes]:
         self._head_s = perf_counter() - self._started
         variant = self.variant
-        encoded_edits = encode_edits(edits) if self._num_steps else self._initial
-        split = encode_split(variant.describe())
-        step = LoggedStep(variant, self.inputs, split, encoded_edits, boundary.to_bytes(self._route.codec))
+        encoded_state = encode_edits(edits) if self._num_steps else self._initial
+        if id(variant) not in self._splits:
+            self._splits[id(variant)] = encode_split(variant.describe())
+        expected = ExpectedReply(variant.spec.example, self.inputs, self._options.max_reply_bytes)
+        encoded = boundary.to_bytes(self._route.codec)
+        step = LoggedStep(variant, self._splits[id(variant)], encoded_state, encoded, expected)
         self._num_steps += 1
         self._keep(step)
         output, changes = self._run(step, state.objects)
@@ -165,9 +195,10 @@ class _RemoteSequence(StepSequence):
         if self._local is not None:
             return self._run_here(step, states)
         error: RemoteError | None = None
-        for _ in range(_MAX_REPLAYS):
+        for attempt in range(_MAX_REPLAYS + 1):
             try:
                 if error is not None:
+                    sleep(random.uniform(0.0, _MIN_BACKOFF_S * 2**attempt))  # others that were evicted replay, too
                     self._replay_there(states, error)
                 return self._run_there(step, states)
             except RemoteError as failure:
@@ -177,13 +208,14 @@ class _RemoteSequence(StepSequence):
                 if failure.kind != "NO_SESSION":  # the connection has tried again for a while
                     break
         assert error is not None
-        if not self._remote.has_fallback:
+        if not self._options.has_fallback:
             raise error
+        self.end_there()
         return self._replay_here(states, error)
 
-    def _make_request(self, step: LoggedStep, deadline_s: float | None = None) -> RemoteRequest:
+    def _make_request(self, deadline_s: float | None = None) -> RemoteRequest:
         head_s, self._head_s = self._head_s, 0.0  # a replay runs no head
-        return RemoteRequest(step.inputs, self._route, deadline_s, head_s)
+        return RemoteRequest(Inputs(), self._route, deadline_s, head_s)
 
     # -- on the server -------------------------------------------------------------------------------------------------
 
@@ -194,14 +226,14 @@ class _RemoteSequence(StepSequence):
         self._last_split = b""
 
     def _run_there(self, step: LoggedStep, states: list[Any]) -> tuple[Any, bytes]:
-        request = self._make_request(step, self._remote.options.deadline_s)
+        request = self._make_request(self._options.deadline_s)
         try:
             return self._exchange(request, step, states)
         except MicrotomeError as error:
             request.mark_failed(str(error))
             raise
         finally:
-            self._remote.requests.append(request.record())
+            self._records.append(request.record())
 
     def _exchange(self, request: RemoteRequest, step: LoggedStep, states: list[Any]) -> tuple[Any, bytes]:
         spec = step.variant.spec
@@ -214,16 +246,15 @@ class _RemoteSequence(StepSequence):
                 state=self._sent.compress("state", step.state),
                 header=self._sent.compress("header", header),
             )
-            with as_state(spec.state_classes):
-                request.expected = ExpectedReply(spec.example, step.inputs, self._remote.options.max_reply_bytes)
+            request.expected = step.expected
             request.encode_step(message, rest)
         self._last_split, self._number = step.split, self._number + 1
         reply = self._remote.exchange(request)
         with request.timed("decode_s"):
-            boundary = Boundary.from_bytes(reply.output, limit=request.expected.decoding_bytes)
+            boundary = Boundary.from_bytes(reply.output, limit=step.expected.decoding_bytes)
             with as_state(spec.state_classes):
                 device = step.variant.stages[0].device
-                output = unpack_output(boundary, spec.output, device, request.expected, states)
+                output = unpack_output(boundary, spec.output, device, step.expected, states)
             return output, self._received.decompress("state", reply.state)
 
     def _replay_there(self, states: list[Any], error: RemoteError) -> None:
@@ -264,12 +295,12 @@ class _RemoteSequence(StepSequence):
         return self._run_here(last, states, str(error))
 
     def _run_here(self, step: LoggedStep, states: list[Any], reason: str | None = None) -> tuple[Any, bytes]:
-        request = self._make_request(step)
+        request = self._make_request()
         request.reason = reason
         with request.timed("tail_s"):
             result = self._run_tail(step)
         request.state = RequestState.LOCAL
-        self._remote.requests.append(request.record())
+        self._records.append(request.record())
         assert self._local is not None
         with as_state(step.variant.spec.state_classes):
             return replace_states(result.output, self._local.state.objects, states), result.changes
@@ -280,6 +311,12 @@ class _RemoteSequence(StepSequence):
 
     def close(self) -> None:
         """End the session on the server."""
-        if self._number and self._local is None and not self._failed:
-            self._remote.end_session(self._id)
+        if self._local is None:
+            self.end_there()
         self._failed = True
+
+    def end_there(self) -> None:
+        """Let the server drop the state, also after an error here."""
+        if self._number:
+            self._remote.end_session(self._id)
+            self._number = 0
