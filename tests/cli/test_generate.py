@@ -205,6 +205,7 @@ def test_a_server_may_keep_no_sessions() -> None:
         ([MODEL], "expected one of --prompt and --ids"),
         ([MODEL, "--prompt", "a", "--ids", "1"], "expected one of --prompt and --ids"),
         ([MODEL, "--ids", "1,two"], "expected tokens as numbers, such as 1,15,7, got '1,two'"),
+        ([MODEL, "--ids", "9" * 20], "expected tokens as numbers, such as 1,15,7, got '9999"),
         ([MODEL, "--prompt", "a", "--codec", "raw"], "--codec applies to a server: add --server"),
         ([MODEL, "--prompt", "a", "--no-fallback"], "--no-fallback applies to a server: add --server"),
         ([MODEL, "--prompt", "a", "--tls"], "options of a connection apply to a server: add --server"),

@@ -8,8 +8,16 @@ import pytest
 import torch
 
 import microtome as mt
-from microtome.errors import Unsupported
-from tests.split.language_models import DECODERS, VOCABULARY, build, build_t5, build_whisper
+from microtome.errors import NoMatch, Unsupported
+from tests.split.language_models import (
+    DECODERS,
+    GROUPED,
+    VOCABULARY,
+    build,
+    build_t5,
+    build_whisper,
+    import_transformers,
+)
 
 IDS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS).index_fill(1, torch.tensor([0, 1]), 0)  # padding on the left
@@ -153,3 +161,14 @@ def test_a_compiled_model_is_split_and_generates() -> None:
     assert session(input_ids=IDS).logits.equal(model(input_ids=IDS).logits)
     whole, split = answers(model, stages, 2, do_sample=False)
     assert whole.equal(split)
+
+
+def test_gemma3n_is_refused_with_a_reason() -> None:
+    transformers = import_transformers()
+    sizes = {"num_hidden_layers": 4, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 2}
+    lists = {"activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [64] * 4}
+    config = transformers.Gemma3nTextConfig(**GROUPED | sizes | own | lists, laurel_rank=4, altup_num_inputs=2)
+    model = transformers.Gemma3nForCausalLM(config).eval()
+    with pytest.raises(NoMatch, match=r"'model\.layers\.0' runs in the head, and it mutates a UserDict among its arg"):
+        mt.split(model, {"input_ids": IDS}, at="model.layers.1")

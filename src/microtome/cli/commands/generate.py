@@ -34,12 +34,16 @@ _NO_FALLBACK = "Fail if the server goes away: compute nothing of its part here."
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 8, 2
 
 
+#: The most digits of a token: of a larger number, torch makes no tensor.
+_MAX_DIGITS = 18
+
+
 def _parse_ids(context: click.Context, parameter: click.Parameter, text: str | None) -> list[int] | None:
     if text is None:
         return None
     words = text.replace(",", " ").split()
-    if not words or not all(word.isdecimal() for word in words):
-        raise click.BadParameter(f"expected tokens as numbers, such as 1,15,7, got {text!r}")
+    if not words or not all(word.isdecimal() and len(word) <= _MAX_DIGITS for word in words):
+        raise click.BadParameter(f"expected tokens as numbers, such as 1,15,7, got {text!r:.80}")
     return [int(word) for word in words]
 
 
