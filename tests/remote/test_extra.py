@@ -13,6 +13,7 @@ from microtome import zoo
 from microtome.plan.codec_benchmark import codec_costs
 from microtome.remote.sweep import sweep
 from microtome.results.base import _KINDS
+from microtome.zoo.writer import KVCache
 from tests.marks import slow
 from tests.remote.test_requests import request_log
 
@@ -54,7 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with mt.serve(model, x, listen="127.0.0.1:0") as server:
         swept = sweep(model, x, server.address, ["layer1"], repeat=1)
     plan = mt.plan(cuts, edge=timed, cloud=timed, link=mt.Link("1Mbps", rtt="1ms"))
+    writer, ids = zoo.build("tiny-writer")
+    assert isinstance(ids, dict)
+    phases = mt.profile(writer, {**ids, "cache": KVCache()}, phases=("prefill", "decode"))
     results = [timed, timed.diff(timed), cuts, plan, codec_costs(cuts, "raw"), request_log(), swept, mt.profile(model)]
+    results.append(phases)
     for result in results:
         result.to_json(folder / f"{result.kind}.json")
     assert {result.kind for result in results} == set(_KINDS)
