@@ -167,6 +167,7 @@ def test_a_server_runs_the_tail(server: ServerProcess, tmp_path: Path) -> None:
 def test_the_cut_is_chosen(server: ServerProcess) -> None:
     result = good(MODEL, "--prompt", PROMPT, "--tokens", 10, "--server", server.address)
     assert result.stdout == f"{expected(10)}\n"
+    assert re.match(r"10 tokens, (all here|cut at \S+): ", result.stderr)
 
 
 @pytest.mark.integration
@@ -213,7 +214,8 @@ def test_a_server_may_keep_no_sessions() -> None:
         ([MODEL, "--prompt", ""], "--prompt: expected a text of one token or more"),
         ([MODEL, "--prompt", "naïve"], "expected characters of ASCII, got 'ï'"),
         ([MODEL, "--prompt", "a", "--at", "layers.9"], "layers.9"),
-        ([MODEL, "--ids", "9999"], "zoo:tiny-writer does not generate from these tokens: "),
+        ([MODEL, "--ids", "1,9999"], "expected tokens of zoo:tiny-writer from 0 to 95, got 9999"),
+        (["hf:gpt2", *TINY_GPT2, "--ids", "30"], "expected tokens of hf:gpt2 from 0 to 29, got 30"),
         (["zoo:tiny-vit", "--ids", "1"], "zoo:tiny-vit is a ViT, which has no method `generate`"),
         (["hf:gpt2", *TINY_GPT2[2:], "--ids", "1"], "--arg \"architectures=['GPT2LMHeadModel']\""),
         (
@@ -227,6 +229,16 @@ def test_mistakes_are_explained(words: list[str], message: str) -> None:
     assert result.exit_code == 2, result.output
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_an_error_of_generate_is_told(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n\n\nclass Net(nn.Linear):\n    def __init__(self):\n        super().__init__(2, 2)\n\n"
+        "    def generate(self, ids, **options):\n        raise IndexError('no such token')\n"
+    )
+    result = call(f"{tmp_path}/net.py:Net", "--input", "1x2", "--ids", "9")
+    assert result.exit_code == 2
+    assert "net.py:Net does not generate from these tokens: IndexError: no such token" in result.output
 
 
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:

@@ -444,6 +444,33 @@ def test_another_structure_is_refused_with_both_named(server: Server) -> None:
     assert caught.value.kind == "WRONG_MODEL"
 
 
+def test_example_inputs_that_make_other_calls_are_named_as_the_reason() -> None:
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text, self.image = nn.Linear(4, 4), nn.Linear(2, 4)
+
+        def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
+            return self.text(x) if image is None else self.text(x) + self.image(image)
+
+    model, x = Optional().eval(), torch.ones(1, 4)
+    same = "The weights are equal: pass the same example inputs .--input. and run the same code on both sides"
+    refused = pytest.raises(RemoteError, match=same)
+    with mt.serve(model, (x, torch.ones(1, 2)), listen="127.0.0.1:0") as server, refused:
+        mt.connect(model, x, server.address, at="text")
+
+
+def test_outputs_are_those_of_the_model_without_gradients() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 2)).eval(), "2x5x8"
+    given = torch.rand(2, 5, 8)
+    with mt.serve(model, x, listen="127.0.0.1:0") as server, mt.connect(model, x, server.address, at="0") as remote:
+        output = remote(given)
+    with torch.no_grad():
+        assert output.equal(model(given))  # by a fused kernel, which torch does not use with gradients
+    assert not output.requires_grad
+
+
 def test_a_server_that_does_not_tell_its_parameters_is_named_without_them(resnet: tuple[nn.Module, Tensor]) -> None:
     refused = pytest.raises(RemoteError, match="the structure of ResNet here and of ResNet at 127.0.0.1:.* differ")
     with telling(protocol=1, model="ResNet", fingerprint="a-b") as address, refused:

@@ -60,6 +60,17 @@ def test_a_server_of_one_stage_is_swept_at_its_cut_without_a_plan() -> None:
     assert found.planned is None
 
 
+def test_a_server_of_one_stage_is_swept_at_a_cut_that_does_not_dominate() -> None:
+    model, x = zoo.build("tiny-resnet")
+    assert not mt.cuts(model, x)["layer1"].dominates
+    _, tail = mt.split(model, x, at="layer1")
+    with mt.serve(tail, listen="127.0.0.1:0") as server:
+        assert [row.at for row in sweep(model, x, server.address, repeat=1)] == ["layer1", None]
+        with pytest.raises(RemoteError, match="serves the cuts 'layer1', and none of 'pool'") as caught:
+            sweep(model, x, server.address, ["pool"], repeat=1)
+    assert caught.value.kind == "NO_CUT"
+
+
 def test_energy_is_measured_where_there_is_a_meter(server: Server) -> None:
     class Steady(Meter):
         name, kind, what, every_s = "steady", "power", "a steady supply", 0.005

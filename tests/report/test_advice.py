@@ -72,7 +72,7 @@ def test_notes_name_the_argument_or_the_option(profile: mt.Profile) -> None:
     slow = replace(profile, timing=Timing(Spread(1.0, 0.9, 1.1, 0.8, 1.2, 9, 0), 1.5, 1e-6, 2))
     assert "are too long: measure with a smaller depth=" in profile_notes(slow)[-1]
     with on_command_line():
-        assert "are too long: measure with a smaller --depth" in profile_notes(slow)[-1]
+        assert "are too long: measure with a smaller --depth of `microtome profile`" in profile_notes(slow)[-1]
 
 
 BUSY = "this machine was too busy for these times: "

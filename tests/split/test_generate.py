@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import microtome as mt
+from microtome import zoo
 from microtome.errors import NoMatch, Unsupported
 from tests.split.language_models import (
     DECODERS,
@@ -105,6 +106,13 @@ def test_a_streamer_and_a_stopping_criterion_work_as_with_the_model() -> None:
     assert results[0].equal(results[1])
     assert results[0].shape == (1, 15)
     assert streamers[0].tokens == streamers[1].tokens
+
+
+def test_a_generation_without_a_step_is_refused() -> None:
+    model, x = zoo.build("tiny-writer")
+    stages = mt.split(model, x, at="layers.1")
+    with pytest.raises(Unsupported, match="the `generate` of a Writer ran no step: expected one new token or more"):
+        stages.generate(x, max_new_tokens=0)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams"])

@@ -100,14 +100,20 @@ def handshake(connection: Connection, local: LocalModel, timeout: float, *, any_
         )
     if reply.fingerprint != local.fingerprint:
         here, there = type(local.model).__name__, reply.model
-        has_same_structure = local.fingerprint.split("-")[0] == reply.fingerprint.split("-")[0]
+        (structure, values), (their_structure, their_values) = (
+            fingerprint.partition("-")[::2] for fingerprint in (local.fingerprint, reply.fingerprint)
+        )
+        has_same_structure = structure == their_structure
+        advice = "Load the same model with the same weights on both sides"
+        if values == their_values != "unknown":  # of meta tensors
+            advice = "The weights are equal: pass the same example inputs (--input) and run the same code on both sides"
         if not has_same_structure and reply.params:  # 0 from a server of an older microtome
             here += f" with {count(local.params)} parameters"
             there += f" with {count(reply.params)} parameters"
         raise RemoteError(
             f"the {'weights' if has_same_structure else 'structure'} of {here} here and of {there} at "
             f"{connection.address} differ: the fingerprints are {local.fingerprint} and "
-            f"{reply.fingerprint}. Load the same model with the same weights on both sides",
+            f"{reply.fingerprint}. {advice}",
             "WRONG_MODEL",
         )
     if _release(reply.torch) != _release(torch.__version__) and not any_torch:

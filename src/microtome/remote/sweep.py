@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from microtome.results.sweep import CutTiming, Sweep
 from microtome.split.boundary.codecs import parse_codec
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
+from microtome.units import some
 
 #: Seconds over which the energy of each cut is measured.
 _ENERGY_S = 0.5
@@ -60,7 +61,7 @@ def sweep(
         inputs: The inputs of a request.
         server: The address of the server, such as `"host:7070"`.
         cuts: `"all"`; `"dominating"`, those that send less than all before them; or addresses. `"(input)"` and no
-            cut are measured in any case.
+            cut are measured in any case. A server of one stage is measured at its cut.
         repeat: The number of requests at each cut. The cuts take turns, so that all are measured under the same load.
         codec: The codec of the boundary.
         security: TLS and token of the connection.
@@ -90,6 +91,7 @@ def sweep(
     with closing(Connection(server, security)) as connection:
         hello = handshake(connection, local, timeout, any_torch=any_torch)
         link = measure_link(connection, max_bytes=min(8 << 20, hello.max_message))
+        chosen = _keep_served(chosen, splitter, hello.cuts, server, has_addresses=cuts not in ("all", "dominating"))
         routes = [Route(at, codec) for at in (INPUTS, *(cut.at for cut in chosen)) if at in hello.cuts]
         remotes = {route: Remote(local, connection, hello, route) for route in (*routes, Route(None, "raw"))}
         experiment = _Experiment(remotes, splitter)
@@ -123,6 +125,19 @@ def _choose(splitter: Splitter, cuts: str | Sequence[str]) -> list[Cut]:
         raise BadQuery(f"expected cuts of 'all', 'dominating', or addresses, got {cuts!r:.200}")
     addresses = [address for address in addresses if address != INPUT]  # measured in any case
     return sorted({cut.index: cut for cut in map(splitter.cut, addresses)}.values(), key=lambda cut: cut.index)
+
+
+def _keep_served(
+    chosen: Sequence[Cut], splitter: Splitter, served: Collection[str], server: str, *, has_addresses: bool
+) -> list[Cut]:
+    """Return the chosen cuts that a server has; of a server of one stage, its cut if none was chosen by address."""
+    kept = [cut for cut in chosen if cut.at in served]
+    if kept or not chosen:
+        return kept
+    if has_addresses:
+        expected, got = ([repr(at or INPUT) for at in addresses] for addresses in (served, [cut.at for cut in chosen]))
+        raise RemoteError(f"{server} serves the cuts {some(expected, 5)}, and none of {some(got, 5)}", "NO_CUT")
+    return [cut for cut in splitter.cuts if cut.at in served]
 
 
 class _Experiment:

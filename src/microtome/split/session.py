@@ -73,7 +73,10 @@ def generate(model: nn.Module, session: StageSession, args: tuple[Any, ...], kwa
         kwargs = {"disable_compile": True, **kwargs}
     output = generator.generate(*args, **kwargs)
     if not session.num_steps:
-        raise Unsupported(f"the `generate` of a {type(model).__name__} does not call it: split the model that it wraps")
+        raise Unsupported(
+            f"the `generate` of a {type(model).__name__} ran no step: expected one new token or more; if it wraps "
+            "another model, split that one"
+        )
     return output
 
 

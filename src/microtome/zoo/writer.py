@@ -134,6 +134,10 @@ class Writer(nn.Module):
             streamer.end()
         return tokens
 
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the embedding of the tokens, as models of transformers do."""
+        return self.tokens
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
         unknown = sorted(set(text) - set(CHARACTERS))

@@ -17,7 +17,7 @@ from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import print_notes, show_progress
 from microtome.cli.token_printer import TokenPrinter
 from microtome.errors import BadInputs, MicrotomeError, Unsupported, describe_error
-from microtome.units import plural, seconds, size
+from microtome.units import plural, seconds, size, some
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,6 +107,7 @@ def generate(
     _check_generates(model.name, target)
     tokenizer = find_tokenizer(model.name, target)
     prompt_ids = ids or _encode(model.name, tokenizer, prompt or "")
+    _check_vocabulary(model.name, target, prompt_ids)
     input_ids = torch.tensor([prompt_ids], device=next(target.parameters()).device)
     options = {"max_new_tokens": tokens, **_sampling(temperature, top_k)}
     connection = {"timeout": timeout, "codec": codec or "auto", "fallback": None if no_fallback else "local"}
@@ -128,7 +129,7 @@ def generate(
             is_interrupted = True
     result = _result(model.name, at, printer, runner) | {"temperature": temperature, "seed": seed}
     if printer.tokens:
-        click.echo(_summary(result), err=True)
+        click.echo(_summary(result, has_server=server is not None), err=True)
         outputs.write({"json": lambda: json.dumps(result, indent=1) + "\n"}, None)
     if result["reason"] is not None:
         print_notes([f"this machine continued without the server: {result['reason']}"])
@@ -161,6 +162,17 @@ def _encode(name: str, tokenizer: Tokenizer | None, prompt: str) -> list[int]:
     if not tokens:
         raise BadInputs("--prompt: expected a text of one token or more")
     return tokens
+
+
+def _check_vocabulary(name: str, model: Any, tokens: list[int]) -> None:
+    """Raise if a token is not in the vocabulary, if the model tells its size as models of transformers do."""
+    try:
+        count = model.get_input_embeddings().num_embeddings
+    except (AttributeError, NotImplementedError):
+        return
+    unknown = [token for token in tokens if token >= count]
+    if unknown:
+        raise BadInputs(f"expected tokens of {name} from 0 to {count - 1}, got {some([*map(str, unknown)], 5)}")
 
 
 def _sampling(temperature: float, top_k: int | None) -> dict[str, Any]:
@@ -293,9 +305,9 @@ def _per_token(times: list[float], requests: list[RequestRecord]) -> dict[str, f
     return {"total_s": total_s, "here_s": max(total_s - elsewhere_s, 0.0), **means}
 
 
-def _summary(result: dict[str, Any]) -> str:
+def _summary(result: dict[str, Any], *, has_server: bool) -> str:
     at, per_token = result["at"], result["per_token"]
-    where = "" if at is None else f", cut at {at}"
+    where = f", cut at {at}" if at is not None else ", all here" if has_server else ""
     first = seconds(result["first_token_s"])
     lines = [
         f"{plural(len(result['tokens']), 'token')}{where}: {result['tokens_per_s']:.1f}/s, the first after {first}"
