@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from microtome.errors import NoMatch
 from microtome.zoo.models import Decoder, LSTMClassifier, ResNet, UNet, ViT
 from microtome.zoo.sources.base import ModelSpec, seeded
-from microtome.zoo.writer import build_writer
 
 PREFIX = "zoo"
 
@@ -28,13 +27,19 @@ def _tokens() -> Tensor:
     return torch.randint(0, 64, (2, 12))
 
 
+def _build_writer() -> nn.Module:
+    from microtome.zoo.writer import build_writer  # imports safetensors
+
+    return build_writer()
+
+
 _MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[[], Inputs]]] = {
     "tiny-decoder": (Decoder, lambda: {"input_ids": _tokens()}),
     "tiny-lstm": (LSTMClassifier, _tokens),
     "tiny-resnet": (ResNet, _image),
     "tiny-unet": (UNet, _image),
     "tiny-vit": (ViT, _image),
-    "tiny-writer": (build_writer, lambda: {"input_ids": _tokens()}),
+    "tiny-writer": (_build_writer, lambda: {"input_ids": _tokens()}),
 }
 
 
