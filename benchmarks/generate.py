@@ -68,8 +68,8 @@ def run() -> list[Target]:
     with torch.no_grad():
         whole, split = compare(build(16, 64))
         small = f"16 layers of 64: {1e3 * whole:.2f} ms a token, over two stages {1e3 * split:.2f} ms"
-        large_whole, large_split = compare(build(8, 1024, heads=16), rounds=2)
-        large = f"8 layers of 1024: {1e3 * large_whole:.1f} ms a token, over two stages {1e3 * large_split:.1f} ms"
+        large_whole, large_split = compare(build(8, 1280, heads=16), rounds=2)
+        large = f"8 layers of 1280: {1e3 * large_whole:.1f} ms a token, over two stages {1e3 * large_split:.1f} ms"
         sent, spent = bytes_per_token()
         return [
             Target("added by two stages, ms a layer and token", 1e3 * (split - whole) / 16, 0.1, note=small),
