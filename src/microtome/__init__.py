@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from microtome.plan import plan
     from microtome.profile import profile
     from microtome.profile.energy import EnergyModel
-    from microtome.remote.client import connect
+    from microtome.remote.connect import connect
     from microtome.remote.server import serve
     from microtome.results.cuts import Cuts
     from microtome.results.link import Link
@@ -114,7 +114,7 @@ _MODULES = {
         "microtome.plan": ["plan"],
         "microtome.profile": ["profile"],
         "microtome.profile.energy": ["EnergyModel"],
-        "microtome.remote.client": ["connect"],
+        "microtome.remote.connect": ["connect"],
         "microtome.remote.server": ["serve"],
         "microtome.results.cuts": ["Cuts"],
         "microtome.results.link": ["Link"],

@@ -64,6 +64,14 @@ def tokens(model: Any, count: int = 20, rows: int = 2, **options: Any) -> torch.
     return answer
 
 
+def wait_until_empty(store: SessionStore) -> None:
+    """Wait until the server has noticed that all sessions ended."""
+    deadline = monotonic() + 10
+    while len(store) and monotonic() < deadline:
+        sleep(0.01)
+    assert len(store) == 0
+
+
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
@@ -214,10 +222,7 @@ def test_sessions_end_with_the_client(llama: Any, server: Server) -> None:
             assert store.nbytes > 0
         chat = remote.session()
         chat(input_ids=IDS)
-    deadline = monotonic() + 10
-    while len(store) and monotonic() < deadline:
-        sleep(0.01)
-    assert len(store) == 0
+    wait_until_empty(store)
     assert store.nbytes == 0
 
 
@@ -554,10 +559,7 @@ def test_a_session_ends_on_the_server_after_an_error_here(llama: Any, server: Se
             output = chat(input_ids=IDS)
             with pytest.raises(IndexError):  # the embedding has no such row
                 chat(input_ids=IDS[:, :1] + 10**6, past_key_values=output.past_key_values)
-        deadline = monotonic() + 10
-        while len(store) and monotonic() < deadline:
-            sleep(0.01)
-        assert len(store) == 0
+        wait_until_empty(store)
 
 
 @torch.no_grad()
@@ -609,3 +611,15 @@ def test_a_named_state_is_saved(tmp_path: Path) -> None:
     mt.split(model, mt.Inputs(step, memory=Memory(3)), at="layers.1", state="memory").save(tmp_path)
     head, tail = (mt.load_stage(Lazy, tmp_path, index) for index in (0, 1))
     assert len(head.spec.states) == len(tail.spec.states) == 1
+
+
+@torch.no_grad()
+def test_a_loaded_head_names_the_steps_that_were_not_saved(llama: Any, tmp_path: Path) -> None:
+    mt.split(llama, EXAMPLE_IDS, at=AT).save(tmp_path)
+    head, tail = (mt.load_stage(lambda: build("llama")[0], tmp_path, index) for index in (0, 1))
+    with (
+        serve(tail, listen="127.0.0.1:0") as server,
+        mt.connect(head, None, server.address) as remote,
+        pytest.raises(Unsupported, match=r"the stages were not saved for steps that are called with .*attention_mask"),
+    ):
+        tokens(remote, 3)

@@ -9,8 +9,9 @@ import torch
 
 from microtome.errors import Unsupported
 from microtome.remote import protocol
+from microtome.remote.gate import Gate
 from microtome.remote.payloads import pack_output
-from microtome.remote.worker import QueuedRequest, _Gate
+from microtome.remote.worker import QueuedRequest
 from microtome.split.analysis.structure_spec import flatten
 
 
@@ -23,7 +24,7 @@ def test_a_resolved_request_holds_no_data() -> None:
 
 
 def test_who_wants_to_be_alone_is_let_in_though_others_never_pause() -> None:
-    gate, stop, inside = _Gate(), threading.Event(), threading.Semaphore(0)
+    gate, stop, inside = Gate(), threading.Event(), threading.Semaphore(0)
 
     def work() -> None:
         while not stop.is_set():

@@ -102,9 +102,8 @@ class RemoteSession(StageSession):
 
     def run_step(self, variant: Variant, inputs: Inputs) -> Any:
         check_not_autocast()
-        self._steps.variant, self._steps.inputs = variant, inputs
         with torch.no_grad():
-            return super().run_step(variant, inputs)
+            return self._steps.run_variant(variant, inputs)
 
     def close(self) -> None:
         """End the session on the server, too."""
@@ -133,9 +132,6 @@ class LocalSession(StageSession):
 class _RemoteSequence(StepSequence):
     """The steps of a session: the head's state is the caller's, the tail's is on the server or in a `TailSession`."""
 
-    variant: Variant
-    inputs: Inputs
-
     def __init__(
         self, remote: Remote, route: Route, keep_bytes: int, options: RequestOptions, records: deque[RequestRecord]
     ) -> None:
@@ -148,11 +144,11 @@ class _RemoteSequence(StepSequence):
         self._splits: dict[int, bytes] = {}  # the encoded descriptions, by the identity of the variant
         self._log: list[LoggedStep] | None = []  # None: it became too long to be kept
         self._logged_bytes = 0
-        self._begin_anew()
+        self._reset()
         self._local: TailSession | None = None
         self._initial = b""
         self._num_steps = 0
-        self._started = self._head_s = 0.0
+        self._head_s = 0.0
         self.replays = 0
 
     @property
@@ -163,17 +159,18 @@ class _RemoteSequence(StepSequence):
         self._initial = encode_states(states)
         return StageState(list(states))  # the caller's: those of the server are there
 
-    def run(self, stages: Sequence[Stage], inputs: Inputs) -> Any:
-        self._started = perf_counter()
-        return super().run(stages, inputs)
+    def run_variant(self, variant: Variant, inputs: Inputs) -> Any:
+        """Run one step on the stages of a variant; `inputs` have all states."""
+        self._variant, self._inputs, self._started = variant, inputs, perf_counter()
+        return self.run(variant.stages, inputs)
 
     def run_step(self, stage: Stage, boundary: Boundary, state: StageState, edits: Edits) -> tuple[Any, Changes]:
         self._head_s = perf_counter() - self._started
-        variant = self.variant
+        variant = self._variant
         encoded_state = encode_edits(edits) if self._num_steps else self._initial
         if id(variant) not in self._splits:
             self._splits[id(variant)] = encode_split(variant.describe())
-        expected = ExpectedReply(variant.spec.example, self.inputs, self._options.max_reply_bytes)
+        expected = ExpectedReply(variant.spec.example, self._inputs, self._options.max_reply_bytes)
         encoded = boundary.to_bytes(self._route.codec)
         step = LoggedStep(variant, self._splits[id(variant)], encoded_state, encoded, expected)
         self._num_steps += 1
@@ -193,14 +190,14 @@ class _RemoteSequence(StepSequence):
     def _run(self, step: LoggedStep, states: list[Any]) -> tuple[Any, bytes]:
         """Run a step on the server; if that fails, replay the session there, or here."""
         if self._local is not None:
-            return self._run_here(step, states)
+            return self._run_locally(step, states)
         error: RemoteError | None = None
         for attempt in range(_MAX_REPLAYS + 1):
             try:
                 if error is not None:
                     sleep(random.uniform(0.0, _MIN_BACKOFF_S * 2**attempt))  # others that were evicted replay, too
-                    self._replay_there(states, error)
-                return self._run_there(step, states)
+                    self._replay_on_server(states, error)
+                return self._run_on_server(step, states)
             except RemoteError as failure:
                 if failure.kind not in TRANSIENT | {"NO_SESSION"}:
                     raise
@@ -210,8 +207,8 @@ class _RemoteSequence(StepSequence):
         assert error is not None
         if not self._options.has_fallback:
             raise error
-        self.end_there()
-        return self._replay_here(states, error)
+        self.end_on_server()
+        return self._replay_locally(states, error)
 
     def _make_request(self, deadline_s: float | None = None) -> RemoteRequest:
         head_s, self._head_s = self._head_s, 0.0  # a replay runs no head
@@ -219,13 +216,13 @@ class _RemoteSequence(StepSequence):
 
     # -- on the server -------------------------------------------------------------------------------------------------
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._id = uuid.uuid4().hex
         self._sent, self._received = DeltaCodec(), DeltaCodec()
         self._number = 0
         self._last_split = b""
 
-    def _run_there(self, step: LoggedStep, states: list[Any]) -> tuple[Any, bytes]:
+    def _run_on_server(self, step: LoggedStep, states: list[Any]) -> tuple[Any, bytes]:
         request = self._make_request(self._options.deadline_s)
         try:
             return self._exchange(request, step, states)
@@ -257,14 +254,14 @@ class _RemoteSequence(StepSequence):
                 output = unpack_output(boundary, spec.output, device, step.expected, states)
             return output, self._received.decompress("state", reply.state)
 
-    def _replay_there(self, states: list[Any], error: RemoteError) -> None:
+    def _replay_on_server(self, states: list[Any], error: RemoteError) -> None:
         """Begin a new session, and run all steps before the last one again."""
         before = self._steps_before(error)
-        self._begin_anew()
+        self._reset()
         self.replays += 1
         log.info("replaying a session", extra={"steps": len(before), "reason": str(error)})
         for step in before:
-            self._run_there(step, states)
+            self._run_on_server(step, states)
 
     def _steps_before(self, error: RemoteError) -> list[LoggedStep]:
         """The steps before the last one.
@@ -282,7 +279,7 @@ class _RemoteSequence(StepSequence):
 
     # -- on this device ------------------------------------------------------------------------------------------------
 
-    def _replay_here(self, states: list[Any], error: RemoteError) -> tuple[Any, bytes]:
+    def _replay_locally(self, states: list[Any], error: RemoteError) -> tuple[Any, bytes]:
         """Run all steps again on this device, which computes the rest of the session, too."""
         before = self._steps_before(error)
         log.warning("continuing a session locally", extra={"steps": len(before), "reason": str(error)})
@@ -292,9 +289,9 @@ class _RemoteSequence(StepSequence):
             self._run_tail(step)
         assert self._log is not None
         last, self._log = self._log[-1], None
-        return self._run_here(last, states, str(error))
+        return self._run_locally(last, states, str(error))
 
-    def _run_here(self, step: LoggedStep, states: list[Any], reason: str | None = None) -> tuple[Any, bytes]:
+    def _run_locally(self, step: LoggedStep, states: list[Any], reason: str | None = None) -> tuple[Any, bytes]:
         request = self._make_request()
         request.reason = reason
         with request.timed("tail_s"):
@@ -312,10 +309,10 @@ class _RemoteSequence(StepSequence):
     def close(self) -> None:
         """End the session on the server."""
         if self._local is None:
-            self.end_there()
+            self.end_on_server()
         self._failed = True
 
-    def end_there(self) -> None:
+    def end_on_server(self) -> None:
         """Let the server drop the state, also after an error here."""
         if self._number:
             self._remote.end_session(self._id)

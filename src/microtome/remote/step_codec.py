@@ -26,7 +26,6 @@ from microtome.split.boundary.schema import (
     PLACEHOLDER_DTYPES,
     PlainItem,
     StateChange,
-    StateDtype,
     StateValues,
     check_change,
     parse_changes,
@@ -186,7 +185,7 @@ def parse_all_changes(data: bytes, count: int) -> Changes:
 class OpList(NamedTuple):
     """A list among the arguments of an operator."""
 
-    items: tuple[PlainItem | StateValues | StateDtype, ...]
+    items: tuple[PlainItem | StateValues, ...]
     kind: str = "list"
 
 
@@ -229,13 +228,8 @@ def _describe_op(op: StateOp, path: str) -> OpRecord:
             f"the state at {path} was edited between two steps by {name}, and a server repeats only operators that "
             "select, repeat or clear parts of it, such as index_select"
         )
-    describe = _describe_argument
-    return OpRecord(
-        name,
-        overload,
-        tuple(describe(one, path) for one in op.args),
-        {key: describe(one, path) for key, one in op.kwargs.items()},
-    )
+    args = tuple(_describe_argument(one, path) for one in op.args)
+    return OpRecord(name, overload, args, {key: _describe_argument(one, path) for key, one in op.kwargs.items()})
 
 
 def _describe_argument(value: Any, path: str) -> Any:

@@ -17,6 +17,7 @@ from microtome.errors import BadQuery, NoMatch
 from microtome.remote import protocol
 from microtome.remote.admission import ReplyBudget
 from microtome.remote.error_kinds import Draining, Late, TooLarge, to_message
+from microtome.remote.gate import Gate
 from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.payloads import pack_output
 from microtome.remote.prometheus import Metrics
@@ -125,7 +126,7 @@ class WorkerPool:
         self._sessions = sessions
         self._on_failure = on_failure
         self._failure: str | None = None
-        self._gate = _Gate()
+        self._gate = Gate()
         self._queue: SimpleQueue[QueuedRequest | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"microtome-tail-{number}", daemon=True)
@@ -320,48 +321,3 @@ class WorkerPool:
             if self._failure is not None:
                 self._on_failure(self._failure)
         return self._failure is not None
-
-
-class _Gate:
-    """A shared lock that gives priority to exclusive access."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = self._waiting = 0
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting)
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def upgraded(self) -> Iterator[None]:
-        """Exclusive access inside a block of `shared`."""
-        with self._changed:
-            self._inside -= 1
-            self._changed.notify_all()
-        try:
-            with self.exclusive():
-                yield
-        finally:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._waiting)
-                self._inside += 1
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        with self._changed:
-            self._waiting += 1
-            try:
-                self._changed.wait_for(lambda: not self._inside)
-                yield
-            finally:
-                self._waiting -= 1
-                self._changed.notify_all()

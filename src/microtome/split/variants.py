@@ -95,8 +95,9 @@ class StageVariants:
             if self._make is None:
                 names = ", ".join(named_arguments(self._variants[0].stages[0].model, inputs))
                 raise Unsupported(
-                    f"the stages were not saved for steps that are called with {names}: call stages.generate(…) with "
-                    "the same options before stages.save(…), so that they are"
+                    f"the stages were not saved for steps that are called with {names}, or these cannot be analyzed "
+                    "without all weights, as with a static cache: call stages.generate(…) with the same options before "
+                    "stages.save(…), or load the whole model"
                 )
             made = self._make(inputs, None if is_first else kind or "")
             self._variants.append(made)

@@ -240,7 +240,7 @@ class _Runner:
 def _open(model: Any, inputs: Inputs, at: str | None, server: str | None, options: dict[str, Any]) -> Iterator[_Runner]:
     """Split the model, or connect to the server."""
     if server is not None:
-        from microtome.remote.client import connect
+        from microtome.remote.connect import connect
 
         with show_progress(f"connecting to {server}"):
             remote = connect(model, inputs, server, at or "auto", **options)

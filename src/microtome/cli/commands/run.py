@@ -78,7 +78,7 @@ def run(
     check_distinct(outputs.files | {"to": to})
     import_torch()
     from microtome.cli.tensor_files import open_tensors
-    from microtome.remote.client import connect
+    from microtome.remote.connect import connect
     from microtome.results.requests import RequestLog, cut_moves
 
     target, example = model.load(0)

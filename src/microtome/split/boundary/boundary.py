@@ -54,7 +54,7 @@ class Boundary:
         at: The address of the cut.
         fingerprint: The fingerprint of the model.
         tensors: The tensors that cross, by name.
-        facts: JSON beside the tensors. Stages write and read a `boundary_schema.BoundaryRecord` there.
+        facts: JSON beside the tensors. Stages write and read a `schema.BoundaryRecord` there.
         spare_bytes: How many bytes the placeholders and views that the facts describe may have beyond what the example
             and the tensors explain; None: unlimited, for a boundary of this process.
     """

@@ -216,7 +216,7 @@ def digest_of_parts(states: Iterable[dict[Path, StatePart]], *, values: bool = T
 
 
 def _spell(value: Any, values: bool) -> Any:
-    """What all stages know of a part."""
+    """Describe a part by the contents that all stages know."""
     if isinstance(value, Tensor):
         numbers = value.tolist() if values and _is_sent_by_value(value) else None
         return tuple(value.shape), value.dtype, numbers
